@@ -1,0 +1,46 @@
+# Every target does its own set-up: `make demo` and `make test` are first commands on a fresh machine.
+# PYTHON chooses the interpreter the environment is made from; ARGS reaches the program, as in
+#   make demo ARGS="--config.seed=1 --config.run_name=second"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+RECIPE ?= config/grpo.py:tiny_recam
+ARGS ?=
+
+# Two processes on two cores: more threads than that only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+
+CHECK_PYTHON := import sys; sys.version_info >= (3, 10) or sys.exit("flow_grpo needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; pass PYTHON=/path/to/python3")
+
+.PHONY: setup demo test test-slow lint bench
+
+setup: $(READY)
+
+# The stamp is newer than both lists when the environment is complete; an interrupted set-up is taken up again.
+# torch comes first and alone: its exact pin decides the build before anything else can ask for another.
+$(READY): requirements.txt requirements-dev.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install "$$(grep '^torch==' requirements.txt)"
+	$(BIN)/python -m pip install -r requirements.txt -r requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: setup
+	$(BIN)/torchrun --standalone --nproc_per_node=2 train_grpo.py --config $(RECIPE) $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python tools/bench.py --config $(RECIPE) --json $(ARGS)

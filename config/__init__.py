@@ -1,0 +1,1 @@
+"""Knobs and recipes."""

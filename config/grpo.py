@@ -1,0 +1,111 @@
+"""Recipes, one function each: a run is `train_grpo.py --config config/grpo.py:RECIPE`.
+
+Letters: W ranks, B samples per rank and batch, k copies of a condition, nb batches per epoch.
+"""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from config.base import get_config
+
+
+def my_recam_8npu() -> ConfigDict:
+    """ReCamMaster on MultiCamVideo with 8 devices: starting values, not validated on the real model."""
+    config = get_config()
+    config.trackers = ("wandb",)
+
+    # W=8, B=2: 16 samples a batch / k=4 = 4 conditions; nb=2: 32 samples and 8 conditions an epoch, 4 samples a rank.
+    config.sample.train_batch_size = 2
+    config.sample.k = 4
+    config.sample.num_batches_per_epoch = 2
+    # The copies of a group lie on 4 of the 8 devices.
+    config.sample.layout = "spread"
+
+    # 81 frames: 21 latent frames of 60x104, the source's 21 beside them, 65,520 tokens in the transformer.
+    config.data.num_frames = 81
+    config.data.height = 480
+    config.data.width = 832
+    config.model.max_prompt_tokens = 512
+
+    # 16 steps and 2 of them trained: 16 calls a sample in the rollout, 2 forward and backward in the update.
+    config.sample.num_steps = 16
+    config.sample.shift = 5.0
+    config.sample.sde = "constant"
+    config.sample.noise_level = 0.3
+    config.sample.sde_steps = (1, 2, 3, 4, 5, 6, 7)
+    config.sample.sde_window = 2
+    # ReCamMaster itself samples with 5.0: pass --config.sample.guidance_scale=5.0, at twice the calls.
+    config.sample.guidance_scale = 1.0
+
+    config.model.dtype = "bf16"
+    config.model.trained = "lora"
+    config.model.lora_rank = 64  # 23.6 M weights on self-attention, 0.6 M in cam_encoder
+    config.model.lora_alpha = 64
+    config.model.lora_full_modules = ("cam_encoder",)
+    config.train.batch_size = 2
+    config.train.learning_rate = 1e-4
+    config.train.clip_range = 1e-3
+    config.train.kl_coef = 0.0
+
+    # The dataset films the commanded view itself, so agreement with it stands in for a camera estimator.
+    config.reward.weights = ConfigDict({"target_view": 1.0, "source_match": 0.3, "motion_mag": 0.3})
+    return config
+
+
+def tiny_recam() -> ConfigDict:
+    """The demo: a small trained ReCam model learns metric camera motion on 2 CPU cores in ten minutes."""
+    config = get_config()
+    config.num_threads = 1  # 2 ranks on 2 cores
+    config.num_epochs = 400
+    config.max_minutes = 9.0
+    config.log_videos_every = 50
+
+    config.data.root = "data/tiny_world"
+    config.data.tiny_world = "tiny"
+    config.data.num_frames = 9  # 3 latent frames
+    config.data.height = 24
+    config.data.width = 32
+    config.data.num_workers = 0
+
+    config.model.path = "assets/tiny_recam"
+    config.model.dtype = "fp32"
+    config.model.trained = "camera"
+    config.model.gradient_checkpointing = False
+    config.model.max_prompt_tokens = 16
+
+    # W=2, B=16: 32 samples a batch / k=8 = 4 conditions; nb=4: 128 samples and 16 conditions an epoch, 64 a rank.
+    config.sample.train_batch_size = 16
+    config.sample.k = 8
+    config.sample.num_batches_per_epoch = 4
+    # How far the camera moves is settled by the early steps.
+    config.sample.num_steps = 8
+    config.sample.shift = 3.0
+    config.sample.sde = "flow"
+    config.sample.noise_level = 0.7
+    config.sample.sde_steps = (0, 1, 2, 3)
+    config.sample.sde_window = 2
+
+    config.reward.weights = ConfigDict({"target_view": 1.0, "source_match": 0.1})
+    config.train.batch_size = 16  # as in the rollout, so that the first ratio is exactly 1
+    config.train.learning_rate = 5e-4
+    config.train.ema_decay = 0.9
+
+    config.eval.every = 50
+    config.eval.num_conditions = 64
+    config.eval.batch_size = 16
+    config.eval.num_steps = 8
+    config.eval.gold = "room_pose"
+    config.checkpoint.every = 50
+    return config
+
+
+def my_recam_8npu_tiny() -> ConfigDict:
+    """`my_recam_8npu` shrunk to the demo's model and data: its sampler numbers on 8 processes of any machine."""
+    config, full = tiny_recam(), my_recam_8npu()
+    for name in ("train_batch_size", "k", "num_batches_per_epoch", "layout"):
+        config.sample[name] = full.sample[name]
+    config.train.batch_size = full.train.batch_size
+    config.eval.num_conditions = 16
+    config.eval.batch_size = 2
+    return config

@@ -1,0 +1,37 @@
+"""Seconds spent per phase of an epoch, the device's queue included."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+from flow_grpo.runtime import device as device_door
+
+
+class Clock:
+    """Adds up wall time per phase.
+
+    Args:
+        device: waited for at both ends of a phase.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's time under `name`."""
+        device_door.synchronize(self._device)
+        begun = time.perf_counter()
+        yield
+        device_door.synchronize(self._device)
+        self.seconds[name] += time.perf_counter() - begun
+
+    def metrics(self) -> dict[str, float]:
+        """Return `time/` metrics in seconds."""
+        return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}

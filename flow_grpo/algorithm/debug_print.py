@@ -1,0 +1,114 @@
+"""The group structure of an epoch, printed for the eye by `config.debug`, and its counts, asserted always.
+
+The lines are part of the interface: users of the k-repeat sampler look for them word for word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flow_grpo.records import ScoredBatch
+
+SHOWN = 30  # characters of a prompt
+
+
+def batch_view(batch: ScoredBatch, sigmas: Tensor, weights: dict[str, float]) -> dict[str, object]:
+    """Return a batch under the key names that flow_grpo's scripts use, without copying more than an index.
+
+    Args:
+        batch: B samples with K remembered steps.
+        sigmas: (S+1,) noise levels; `timesteps` (B, K) is 1000 times the remembered ones.
+        weights: reward name -> weight, for the weighted sum `rewards["avg"]` (B,) over the valid rewards.
+    """
+    trajectory = batch.trajectory
+    kept = sigmas[list(trajectory.steps)]
+    rewards = {name: result.values for name, result in batch.rewards.items()}
+    return {
+        "prompts": [condition.prompt for condition in batch.conditions],
+        "prompt_embeds": batch.conditioning.prompt_embeds,
+        "source_latents": batch.conditioning.source_latents,
+        "target_cameras": batch.conditioning.target_cameras,
+        "timesteps": (1000 * kept).repeat(len(batch.conditions), 1),
+        "latents": trajectory.latents,
+        "next_latents": trajectory.next_latents,
+        "log_probs": trajectory.log_probs,
+        "rewards": {**rewards, "avg": average_reward(batch, weights)},
+    }
+
+
+def average_reward(batch: ScoredBatch, weights: dict[str, float]) -> Tensor:
+    """Return the (B,) weighted sum of the valid rewards, for the eye only: advantages never use it."""
+    results = batch.rewards
+    terms = [weights[name] * results[name].values.where(results[name].valid, torch.zeros(())) for name in results]
+    return torch.stack(terms).sum(dim=0)
+
+
+def repeat_over_steps(values: Tensor, steps: int) -> Tensor:
+    """Return (N, steps): each sample's value once per remembered step."""
+    return values[:, None].repeat(1, steps)
+
+
+def prompt_line(number: int, prompts: Sequence[str]) -> str:
+    """Return the line that shows which prompts a rank holds in batch `number` of the epoch."""
+    return f"[Batch {number}] Prompts (前30字符): {[prompt[:SHOWN] for prompt in prompts]}"
+
+
+def merged_lines(view: dict[str, object], expected: int, k: int) -> list[str]:
+    """Return the lines that show this rank's merged samples.
+
+    Args:
+        view: `batch_view` of all samples of the epoch on this rank.
+        expected: how many there should be.
+        k: group size.
+    """
+    shapes = [f"  {name}: {list(view[name].shape)}" for name in ("latents", "log_probs", "target_cameras")]  # type: ignore[attr-defined]
+    return [
+        "合并后的samples形状（验证k个副本的分布）:",
+        *shapes,
+        f"总样本数（当前GPU）: {len(view['prompts'])}",  # type: ignore[arg-type]
+        f"期望的总样本数: {expected}",
+        f"k (group_size): {k}",
+    ]
+
+
+def gathered_lines(total: int, k: int) -> list[str]:
+    """Return the lines that show what came together from all ranks."""
+    return [
+        f"Gather后的总样本数（所有GPU）: {total}",
+        f"k (group_size): {k}",
+        f"期望的唯一样本数: {total // k}",
+        f"每个唯一样本应该有 {k} 个副本",
+    ]
+
+
+def check_merged(found: int, expected: int) -> None:
+    """Assert the number of samples of this rank and epoch."""
+    assert found == expected, f"this rank holds {found} samples of the epoch, expected {expected}"
+
+
+def check_gathered(gids: Tensor, slots: Tensor, expected: int, k: int) -> None:
+    """Assert that all ranks together hold `expected` samples: expected / k groups of the k slots 0..k-1, each once.
+
+    Args:
+        gids: (N,) int64 group of every sample in gathered order.
+        slots: (N,) int64 copy number of every sample.
+        expected: how many samples the epoch has over all ranks.
+        k: group size.
+    """
+    assert len(gids) == expected, f"{len(gids)} samples were gathered, expected {expected}"
+    pairs = Counter(zip(gids.tolist(), slots.tolist(), strict=True))
+    groups = {gid for gid, _ in pairs}
+    assert len(groups) == expected // k, f"{len(groups)} groups were gathered, expected {expected // k}"
+    wrong = {gid for gid in groups if any(pairs[gid, slot] != 1 for slot in range(k))}
+    assert not wrong, f"groups {sorted(wrong)} do not hold each of the {k} copies once"
+
+
+def show(lines: Sequence[str]) -> None:
+    """Write lines to standard output at once, so that those of one call stay together."""
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()

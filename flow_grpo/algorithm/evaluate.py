@@ -1,0 +1,243 @@
+"""Held-out evaluation: fixed conditions, fixed noise, deterministic sampling.
+
+Conditions and noise depend on no seed of the run and on no world size, so numbers of different runs and epochs compare
+sample by sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithm.rollout import SdeSettings, rollout
+from flow_grpo.algorithm.scoring import score
+from flow_grpo.data.video_io import write_video
+from flow_grpo.maths.keys import generator, key
+from flow_grpo.models.policy import Policy
+from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.distributed import Ranks
+
+SHOWN_ROWS = 240  # pixels: smaller videos are enlarged to about this height
+
+Metric = Callable[[Tensor, Sequence[Condition]], dict[str, Tensor]]
+"""(videos (B, 3, T, h, w) CPU fp32, conditions) -> name -> (B,), NaN where there is no value."""
+
+
+class ConditionSource(Protocol):
+    """A dataset whose items are a function of their index."""
+
+    def __len__(self) -> int:
+        """Return how many conditions there are."""
+        ...
+
+    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
+        """Return one of them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+    """How to evaluate.
+
+    Attributes:
+        sigmas: (S+1,) fp32 CPU noise levels.
+        num_conditions: how many held-out conditions, over all ranks.
+        batch_size: samples per rank and call.
+        videos: how many videos to hand back.
+    """
+
+    sigmas: Tensor
+    num_conditions: int
+    batch_size: int
+    videos: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """One video to look at.
+
+    Attributes:
+        video: (3, T, rows, columns) in [0, 1]: source | generated | target, enlarged.
+        name: file name without ending; tells the condition and its rewards.
+        caption: the same for the eye.
+    """
+
+    video: Tensor
+    name: str
+    caption: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        metrics: `eval/` name -> mean over the conditions that have a value, with the share of those as
+            `<name>_valid` where it is below 1.
+        presets: one row per camera preset: "preset", "count" and the same means.
+        clips: the first videos, on rank 0; empty elsewhere.
+    """
+
+    metrics: dict[str, float]
+    presets: list[dict[str, Any]]
+    clips: list[Clip]
+
+
+class Evaluator:
+    """Measures a policy on held-out conditions.
+
+    Args:
+        policy: sampled deterministically.
+        dataset: held-out conditions.
+        rewards: measured on every sample.
+        gold: an estimator that no reward uses, or None.
+        settings: see `EvalSettings`.
+        ranks: who shares the work.
+
+    Raises:
+        ValueError: more conditions than the dataset holds.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        dataset: ConditionSource,
+        rewards: RewardSet,
+        gold: Metric | None,
+        settings: EvalSettings,
+        ranks: Ranks,
+    ) -> None:
+        if not 1 <= settings.num_conditions <= len(dataset):
+            raise ValueError(
+                f"eval.num_conditions={settings.num_conditions} must be within 1..{len(dataset)}, the held-out "
+                "conditions there are: lower it or add data to data.eval_split"
+            )
+        self.policy = policy
+        self.dataset = dataset
+        self.rewards = rewards
+        self.gold = gold
+        self.settings = settings
+        self.ranks = ranks
+        order = torch.randperm(len(dataset), generator=generator("eval", "conditions", len(dataset)))
+        self.indices: list[int] = order[: settings.num_conditions].tolist()
+
+    def run(self, weights: AbstractContextManager[Any] | None = None) -> Evaluation:
+        """Sample and measure every held-out condition; every rank must call it.
+
+        Args:
+            weights: entered while sampling, for example to put averaged weights in place.
+
+        Raises:
+            RuntimeError: on every rank, if any failed.
+        """
+        rows: list[dict[str, Any]] = []
+        clips: list[Clip] = []
+        with self.ranks.together("evaluation"), weights or contextlib.nullcontext():
+            for positions in self._own_positions():
+                self._measure(positions, rows, clips)
+        return self._summary(rows, clips)
+
+    def _own_positions(self) -> list[list[int]]:
+        """Return this rank's batches of positions in `indices`; all ranks get as many, repeats fill up the last."""
+        total, world = len(self.indices), self.ranks.world_size
+        own = [(self.ranks.rank + world * turn) % total for turn in range(math.ceil(total / world))]
+        size = self.settings.batch_size
+        return [own[start : start + size] for start in range(0, len(own), size)]
+
+    def _measure(self, positions: Sequence[int], rows: list[dict[str, Any]], clips: list[Clip]) -> None:
+        indices = [self.indices[position] for position in positions]
+        conditions = [self.dataset.condition(index, gid=index) for index in indices]
+        latents = rollout(
+            self.policy,
+            conditions,
+            self.policy.encode(conditions),
+            sigmas=self.settings.sigmas,
+            window=(),
+            sde=SdeSettings("ode", 0.0),
+            seed=key("eval", "noise"),
+        ).final_latents
+        scores = score(self.policy, conditions, latents, self.rewards, batch_size=len(conditions))
+        columns = _columns(scores.rewards) | (self.gold(scores.videos, conditions) if self.gold else {})
+        for row, (position, condition) in enumerate(zip(positions, conditions, strict=True)):
+            values = {name: float(column[row]) for name, column in columns.items()}
+            rows.append({"position": position, "preset": condition.preset or "", "values": values})
+            if self.ranks.is_main and len(clips) < self.settings.videos:
+                clips.append(make_clip(condition, scores.videos[row], {name: values[name] for name in scores.rewards}))
+
+    def _summary(self, rows: list[dict[str, Any]], clips: list[Clip]) -> Evaluation:
+        """Bring all ranks' rows into the order of positions and average; alike on every rank."""
+        texts = self.ranks.gather_text(json.dumps(rows))
+        by_position = {row["position"]: row for text in texts for row in json.loads(text)}
+        ordered = [by_position[position] for position in range(len(self.indices))]
+        values = [row["values"] for row in ordered]
+        metrics = _means(values) | _validity(values)
+        by_preset: dict[str, list[dict[str, float]]] = {}
+        for row in ordered:
+            by_preset.setdefault(row["preset"], []).append(row["values"])
+        presets: list[dict[str, Any]] = [
+            {"preset": preset, "count": len(own)} | _means(own) for preset, own in sorted(by_preset.items()) if preset
+        ]
+        return Evaluation({f"eval/{name}": value for name, value in metrics.items()}, presets, clips)
+
+
+def write_clips(folder: Path, prefix: str, clips: Sequence[Clip]) -> list[Path]:
+    """Write clips as mp4 files `<prefix>_<name>.mp4` and return their paths."""
+    paths = [folder / f"{prefix}_{clip.name}.mp4" for clip in clips]
+    for path, clip in zip(paths, clips, strict=True):
+        write_video(path, clip.video)
+    return paths
+
+
+def side_by_side(condition: Condition, generated: Tensor) -> Tensor:
+    """Return source | generated | target (3, T, rows, columns), enlarged by a whole factor when small."""
+    parts = [condition.source_video, generated]
+    if condition.target_video is not None:
+        parts.append(condition.target_video)
+    video = torch.cat([part.float() for part in parts], dim=-1)
+    factor = max(1, round(SHOWN_ROWS / video.shape[-2]))
+    return video.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
+
+
+def make_clip(condition: Condition, generated: Tensor, rewards: dict[str, float]) -> Clip:
+    """Return a clip of one sample, named after its condition and rewards."""
+    scene = condition.scene.replace("/", "-")
+    values = " ".join(f"{name} {value:.3f}" for name, value in rewards.items())
+    path = f"{condition.source_camera} to {condition.target_camera}"
+    if condition.preset:
+        path += f" ({condition.preset})"
+    return Clip(
+        video=side_by_side(condition, generated),
+        name=f"{scene}_{condition.target_camera}_{values.replace(' ', '_')}",
+        caption=f"{condition.scene}, {path}: {values} (source | generated | target)",
+    )
+
+
+def _columns(rewards: dict[str, RewardResult]) -> dict[str, Tensor]:
+    """Return every reward and its measurements as (B,) columns, NaN where not valid."""
+    columns: dict[str, Tensor] = {}
+    for name, result in rewards.items():
+        for column, values in {"": result.values, **{f"_{extra}": v for extra, v in result.info.items()}}.items():
+            columns[name + column] = values.double().masked_fill(~result.valid, torch.nan)
+    return columns
+
+
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of every column over the rows that have a value; a column without any is left out."""
+    finite = {name: [row[name] for row in rows if math.isfinite(row[name])] for name in rows[0]}
+    return {name: math.fsum(values) / len(values) for name, values in finite.items() if values}
+
+
+def _validity(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the share of rows that have a value, for every column where some have none."""
+    shares = {name: sum(math.isfinite(row[name]) for row in rows) / len(rows) for name in rows[0]}
+    return {f"{name}_valid": share for name, share in shares.items() if share < 1}

@@ -1,0 +1,121 @@
+"""Everything a run needs to go on: what is saved, what it is compared with, how it is put back."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.models.adapters import load_trained_state, trained_state
+from flow_grpo.runtime import checkpoint
+from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime.distributed import Ranks
+
+_SAMPLED = 16  # values per tensor that a fingerprint looks at
+
+
+class Average(Protocol):
+    """A moving average of the trained weights."""
+
+    def update(self) -> None:
+        """Follow the weights by one step."""
+        ...
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Inside, the weights have their averaged values."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Put the averages back."""
+        ...
+
+
+@dataclasses.dataclass
+class RunState:
+    """What changes while a run goes on.
+
+    Attributes:
+        module: the network; its trained weights are saved.
+        optimizer: its moments are saved, its settings always come from the configuration.
+        sampler: its position is saved.
+        ema: the moving average, or None.
+        device: whose random state is saved.
+        identity: names the model and data that a checkpoint belongs to.
+        finished: number of finished epochs.
+        train_seconds: seconds spent in epochs.
+        before: held-out metrics before training, None until measured.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    sampler: DistributedKRepeatSampler
+    ema: Average | None
+    device: torch.device
+    identity: dict[str, str]
+    finished: int = 0
+    train_seconds: float = 0.0
+    before: dict[str, float] | None = None
+
+    def save(self, folder: Path, *, keep: int, ranks: Ranks) -> Path:
+        """Publish a checkpoint of the finished epochs; every rank must call it.
+
+        Raises:
+            RuntimeError: on every rank, if any failed to write.
+        """
+        state: dict[str, Any] = {
+            "trained": trained_state(self.module),
+            "moments": self.optimizer.state_dict()["state"],
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "sampler": self.sampler.state_dict(),  # the same on every rank
+            "finished": self.finished,
+            "train_seconds": self.train_seconds,
+            "before": self.before,
+        }
+        per_rank = {"random": device_door.rng_state(self.device)}
+        return checkpoint.save(
+            folder, self.finished, state=state, per_rank=per_rank, identity=self.identity, ranks=ranks, keep=keep
+        )
+
+    def restore(self, path: Path, *, ranks: Ranks) -> None:
+        """Put back a checkpoint; every rank must call it.
+
+        Raises:
+            ValueError: damaged, of another model or data, or saved with other sampler numbers.
+        """
+        found = checkpoint.load(path, identity=self.identity, ranks=ranks)
+        state = found.state
+        if (state["ema"] is None) != (self.ema is None):
+            raise ValueError(
+                f"{path} was saved {'without' if state['ema'] is None else 'with'} a weight average; set "
+                "train.ema_decay as it was, or start afresh under another run_name"
+            )
+        self.sampler.load_state_dict(state["sampler"])
+        load_trained_state(self.module, state["trained"])
+        self.optimizer.load_state_dict(
+            {"state": state["moments"], "param_groups": self.optimizer.state_dict()["param_groups"]}
+        )
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        if found.per_rank is not None:
+            device_door.set_rng_state(self.device, found.per_rank["random"])
+        self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash of a network's parameter names, shapes and some values of each: cheap, yet telling models apart."""
+    digest = blake2b(digest_size=16)
+    for name, parameter in module.named_parameters():
+        values = parameter.detach().flatten()[:: max(1, parameter.numel() // _SAMPLED)]
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()

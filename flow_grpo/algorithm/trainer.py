@@ -1,0 +1,204 @@
+"""The verbs of the training loop: sample, gather, compare, update, log; and the evaluations around them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flow_grpo.algorithm import compare
+from flow_grpo.algorithm.clock import Clock
+from flow_grpo.algorithm.compare import Gathered
+from flow_grpo.algorithm.epoch import Collected, Collector
+from flow_grpo.algorithm.evaluate import Clip, Evaluation, Evaluator, make_clip, write_clips
+from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.algorithm.update import Updater
+from flow_grpo.config import Config
+from flow_grpo.models.adapters import save_adapter
+from flow_grpo.records import TrainingBatch
+from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime.console import Progress, print_before_after
+from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.tracker import Tracker
+
+
+@dataclasses.dataclass
+class Trainer:
+    """One run on one rank; every method must be called on every rank.
+
+    Attributes:
+        config: the run's configuration.
+        collector: samples an epoch.
+        updater: moves the weights.
+        evaluator: measures held-out conditions.
+        state: what a checkpoint holds, and how far the run is.
+        tracker: metrics, videos, summary.
+        progress: the console.
+        ranks: who takes part.
+        device: this rank's device.
+        run_folder: where the run's files are.
+    """
+
+    config: Config
+    collector: Collector
+    updater: Updater
+    evaluator: Evaluator
+    state: RunState
+    tracker: Tracker
+    progress: Progress
+    ranks: Ranks
+    device: torch.device
+    run_folder: Path
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.device)
+        self.metrics: dict[str, float] = {}
+        self._saved = self.state.finished
+        self._evaluated: tuple[int, dict[str, float]] | None = None
+
+    def epochs(self) -> Iterator[int]:
+        """Yield the epochs that are left, until the configured time is used up; count the time between."""
+        for epoch in range(self.state.finished, self.config.num_epochs):
+            if self._out_of_time():
+                break
+            begun = time.perf_counter()
+            self.clock, self.metrics = Clock(self.device), {}
+            device_door.reset_peak_memory(self.device)
+            yield epoch
+            self.state.train_seconds += time.perf_counter() - begun
+            self._save_if(self.state.finished % self.config.checkpoint.every == 0)
+
+    def sample(self, epoch: int) -> Collected:
+        """Roll out and score this rank's samples of an epoch."""
+        sample = self.config.sample
+        replays = self.updater.replays(
+            sample.train_batch_size * sample.num_batches_per_epoch, len(self.collector.settings.window(epoch)), epoch
+        )
+        self.progress.start_epoch(rollouts=sample.num_batches_per_epoch, updates=replays)
+        with self.ranks.together("sampling"):
+            return self.collector.collect(epoch, self.clock)
+
+    def gather(self, collected: Collected) -> Gathered:
+        """Exchange the small facts of all samples and check that they are whole groups."""
+        sample, weights = self.config.sample, self.config.reward.weights
+        with self.clock.phase("gather"):
+            gathered = compare.gather(collected.batch, self.ranks)
+        if self.config.debug:
+            compare.show_gathered(collected.batch, gathered, sample, self.ranks, weights)
+        compare.check(gathered, sample, self.ranks)
+        return gathered
+
+    def compare(self, collected: Collected, gathered: Gathered) -> TrainingBatch:
+        """Turn rewards into advantages within groups and take this rank's own rows."""
+        reward = self.config.reward
+        floors = {name: self.collector.rewards.floor(name) for name in reward.weights}
+        with self.ranks.together("comparing"):
+            compared = compare.advantages(gathered, reward, k=self.config.sample.k, floors=floors)
+            self.metrics |= compare.reward_metrics(gathered, compared, reward.weights)
+            return compare.own_rows(collected.batch, gathered, compared, self.ranks)
+
+    def update(self, batch: TrainingBatch, epoch: int) -> None:
+        """Take the epoch's gradient steps."""
+        probe = self.config.debug or self._evaluation_is_due(epoch + 1)
+        with self.clock.phase("update"):
+            self.metrics |= self.updater.run(batch, epoch=epoch, probe=probe)
+        self.state.finished = epoch + 1
+
+    def log(self, collected: Collected) -> None:
+        """Record the epoch's metrics and videos, and evaluate when it is time."""
+        step, every = self.state.finished, self.config.log_videos_every
+        seconds = sum(self.clock.seconds.values())
+        samples = len(collected.batch.conditions) * self.ranks.world_size
+        metrics = self.metrics | self.clock.metrics()
+        metrics["time/epoch_s"] = seconds
+        metrics["system/samples_per_s"] = samples / seconds
+        metrics["train/learning_rate"] = self.config.train.learning_rate
+        metrics |= {f"system/memory_{name}_gib": value for name, value in device_door.memory(self.device).items()}
+        with self.ranks.together("logging"):
+            self.tracker.log(metrics, step)
+            if every and step % every == 0:
+                self._show("train", self._training_clips(collected), step)
+        held_out = self.evaluate() if self._evaluation_is_due(step) else {}
+        self.progress.finish_epoch(metrics | held_out)
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the held-out conditions with the weights as they are, once per state, and record the result."""
+        step = self.state.finished
+        if self._evaluated is None or self._evaluated[0] != step:
+            begun = time.perf_counter()
+            evaluation = self.evaluator.run(self._weights())
+            with self.ranks.together("logging"):
+                self.tracker.log(evaluation.metrics | {"time/evaluation_s": time.perf_counter() - begun}, step)
+                self._show_presets(evaluation, step)
+                self._show("eval", evaluation.clips, step)
+            self._evaluated = step, evaluation.metrics
+        return self._evaluated[1]
+
+    def evaluate_before(self) -> None:
+        """Evaluate the policy training starts from; a resumed run remembers it."""
+        if self.state.before is None:
+            self.state.before = self.evaluate()
+            self.progress.say(f"before training: {_in_words(self.state.before)}")
+
+    def finish(self) -> None:
+        """Save, evaluate once more, and leave the summary, the adapter and the before/after table."""
+        assert self.state.before is not None, "evaluate_before() comes first"
+        self._save_if(True)
+        after = self.evaluate()
+        with self.ranks.together("saving the adapter"), self._weights():
+            if self.ranks.is_main:
+                save_adapter(self.updater.policy, self.run_folder / "adapter")
+        with self.ranks.together("summary"):
+            self.tracker.write_summary(self.state.before, after, self.state.train_seconds)
+            self.tracker.close()
+        print_before_after(self.state.before, after, self.run_folder, self.ranks)
+
+    def _save_if(self, due: bool) -> None:
+        if due and self._saved != self.state.finished:
+            self.state.save(self.run_folder / "checkpoints", keep=self.config.checkpoint.keep, ranks=self.ranks)
+            self._saved = self.state.finished
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        return self.config.eval.every > 0 and step % self.config.eval.every == 0
+
+    def _out_of_time(self) -> bool:
+        """Tell whether the configured minutes are used up; rank 0's clock decides for all."""
+        limit = 60 * self.config.max_minutes
+        return limit > 0 and self.ranks.broadcast_text(str(self.state.train_seconds >= limit)) == "True"
+
+    def _weights(self) -> AbstractContextManager[Any]:
+        """Return what puts the evaluated weights in place: the average when there is one."""
+        return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
+
+    def _training_clips(self, collected: Collected) -> list[Clip]:
+        rewards = collected.batch.rewards
+        shown = min(len(collected.videos), self.config.eval.videos) if self.ranks.is_main else 0
+        return [
+            make_clip(
+                collected.batch.conditions[row],
+                collected.videos[row],
+                {name: float(result.values[row]) for name, result in rewards.items() if result.valid[row]},
+            )
+            for row in range(shown)
+        ]
+
+    def _show(self, group: str, clips: list[Clip], step: int) -> None:
+        paths = write_clips(self.run_folder / "videos", f"{group}_{step:06d}", clips)
+        for number, (path, clip) in enumerate(zip(paths, clips, strict=True)):
+            self.tracker.log_video(f"{group}/video_{number}", path, clip.caption, step)
+
+    def _show_presets(self, evaluation: Evaluation, step: int) -> None:
+        if evaluation.presets:
+            columns = list(dict.fromkeys(name for row in evaluation.presets for name in row))
+            rows = [[row.get(name, "") for name in columns] for row in evaluation.presets]
+            self.tracker.log_table("eval/presets", columns, rows, step)
+
+
+def _in_words(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not name.endswith("_valid"))

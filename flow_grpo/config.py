@@ -1,0 +1,299 @@
+"""The typed, frozen view of a run's configuration: checked once, field by field, before anything is loaded.
+
+`config/base.py` holds the defaults, this file names and types, `config_checks.py` the bounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ml_collections import ConfigDict
+
+from flow_grpo.config_checks import ConfigError, check, check_world
+from flow_grpo.config_values import KINDS
+
+__all__ = ["Config", "ConfigError", "check_world", "load_config", "to_dict"]
+
+PREFIX = "--config."
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which videos: a folder in MultiCamVideo layout."""
+
+    root: str  # dataset folder
+    tiny_world: str  # "" or the name of a tiny-world preset that is generated into `root` when missing
+    train_split: str
+    eval_split: str
+    num_frames: int  # 4n+1
+    height: int  # pixels
+    width: int  # pixels
+    prompt: str  # used where no metadata.csv gives a caption
+    reference: str  # "source" | "target": whose first frame is the origin of the poses
+    num_workers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Which policy."""
+
+    path: str  # diffusers-layout folder
+    dtype: str  # "fp32" | "bf16": frozen weights and autocast
+    trained: str  # "lora" | "camera" | "attention" | "full"
+    lora_rank: int
+    lora_alpha: int
+    lora_targets: str  # regular expression over module names
+    lora_full_modules: tuple[str, ...]  # modules trained in full beside the LoRA
+    gradient_checkpointing: bool
+    max_prompt_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """How the k copies of a condition are tried."""
+
+    k: int
+    num_image_per_prompt: int  # == k
+    train_batch_size: int  # samples per rank and batch
+    num_batches_per_epoch: int
+    num_steps: int
+    shift: float
+    sde: str  # "flow" | "constant" | "linear" | "cps"
+    noise_level: float
+    max_step_std: float | None
+    sde_steps: tuple[int, ...]  # steps that may be stochastic
+    sde_window: int  # contiguous steps drawn per epoch out of sde_steps; 0 takes all
+    guidance_scale: float
+    negative_prompt: str
+    layout: str  # "spread" | "shuffled" | "contiguous"
+    same_initial_noise: bool  # the copies of a group share their first noise
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """Which rewards, and how they become advantages."""
+
+    weights: dict[str, float]  # reward name -> weight
+    adv_norm: str  # "group" | "batch" | "batch_centered" | "max_group" | "none"
+    adv_eps: float
+    adv_ddof: int
+    flat_eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How the policy is moved."""
+
+    batch_size: int  # samples per rank and micro-batch of the update
+    updates_per_epoch: int  # optimizer steps per epoch
+    learning_rate: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    weight_decay: float
+    max_grad_norm: float
+    clip_range: float
+    adv_clip: float
+    kl_coef: float
+    step_weight: str  # "none" | "inverse_gain"
+    guard: bool  # GRPO-Guard ratio
+    old_log_prob: str  # "auto" | "rollout" | "recompute" | "detach"
+    ema_decay: float  # 0 switches EMA off
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Held-out evaluation with fixed conditions and noise, deterministic sampling."""
+
+    every: int  # epochs between evaluations; 0 evaluates only before and after
+    num_conditions: int  # in all, over all ranks
+    batch_size: int  # samples per rank and call
+    num_steps: int
+    gold: str  # "" | "room_pose": estimator of the camera that no reward uses
+    videos: int  # how many evaluation videos are written
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save and how much to keep."""
+
+    every: int  # epochs
+    keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    run_name: str  # folder under output_root; "" makes one from recipe and time
+    output_root: str
+    seed: int
+    device: str  # "auto" | "npu" | "cuda" | "cpu"
+    deterministic: bool
+    num_threads: int  # CPU threads per rank; 0 leaves torch's choice
+    num_epochs: int
+    max_minutes: float  # stop training after this long; 0 means no limit
+    debug: bool
+    resume: str  # "" | "auto" | a checkpoint folder
+    trackers: tuple[str, ...]  # of "wandb", "tensorboard"
+    log_videos_every: int  # epochs between training videos; 0 never
+    data: DataConfig
+    model: ModelConfig
+    sample: SampleConfig
+    reward: RewardConfig
+    train: TrainConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+
+
+def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the checked configuration of a recipe.
+
+    Args:
+        spec: "FILE:RECIPE"; the recipe is a function of the file that returns a ConfigDict made by `config/base.py`.
+        overrides: the command line's words "--config.sample.k=8" or "--config.sample.k", "8"; a flag that takes true or
+            false may stand alone.
+
+    Raises:
+        ConfigError: in one line, for anything that cannot work whatever the number of ranks.
+    """
+    settings = _run_recipe(spec)
+    for path, text in _assignments(overrides):
+        _override(settings, path, text)
+    config: Config = _typed(Config, settings.to_dict())
+    check(config)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return a configuration as nested dicts of JSON's own types, so that it equals its copy read from a file."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return plain
+
+
+def _run_recipe(spec: str) -> ConfigDict:
+    file, _, name = spec.rpartition(":")
+    if not file or not name:
+        raise ConfigError(f"--config: got {spec!r}, must be FILE:RECIPE; for example config/grpo.py:tiny_recam")
+    recipes = _recipes(Path(file))
+    if name not in recipes:
+        raise ConfigError(
+            f"--config: {file} has no recipe {name!r}{_did_you_mean(name, recipes)}; known are {_listed(recipes)}"
+        )
+    try:
+        settings = recipes[name]()
+    except (AttributeError, KeyError, TypeError) as error:  # how a ConfigDict refuses unknown names and wrong types
+        raise ConfigError(f"--config: recipe {spec} fails: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, ConfigDict):
+        raise ConfigError(
+            f"--config: {spec} returns {type(settings).__name__}, must return the ConfigDict of get_config()"
+        )
+    return settings
+
+
+def _recipes(path: Path) -> dict[str, Callable[[], object]]:
+    """Return the public functions that a recipe file defines itself and that can be called without arguments."""
+    spec = importlib.util.spec_from_file_location(f"recipes_of_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(
+            f"--config: no Python file {path} in {Path.cwd()}; run from the project's folder or give the full path"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    own = {n: f for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
+    return {n: f for n, f in own.items() if not n.startswith("_") and not inspect.signature(f).parameters}
+
+
+def _assignments(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield (path, text) of every override; the text is None for a flag that stands alone."""
+    position = 0
+    while position < len(words):
+        path, equals, text = words[position].removeprefix(PREFIX).partition("=")
+        if not words[position].startswith(PREFIX):
+            raise ConfigError(f"argument {words[position]!r} is not understood; settings look like {PREFIX}sample.k=8")
+        position += 1
+        if equals:
+            yield path, text
+        elif position < len(words) and not words[position].startswith("--"):
+            yield path, words[position]
+            position += 1
+        else:
+            yield path, None
+
+
+def _override(settings: ConfigDict, path: str, text: str | None) -> None:
+    kinds = _kinds(Config)
+    section, _, leaf = path.rpartition(".")
+    kind = kinds.get(path)
+    if kind is None and kinds.get(section) == dict[str, float]:
+        kind = float  # one entry of a table of weights
+    if kind is None:
+        raise _unknown(path, kinds)
+    if text is None and kind is bool:
+        text = "true"
+    try:
+        if text is None:
+            raise ValueError
+        value = KINDS[kind].parse(text)
+    except ValueError:
+        got, bound, example = "no value" if text is None else repr(text), KINDS[kind].meaning, KINDS[kind].example
+        raise ConfigError(f"config.{path}: got {got}, must be {bound}; for example {PREFIX}{path}={example}") from None
+    for name in filter(None, section.split(".")):
+        settings = settings[name]
+    settings[leaf] = value
+
+
+def _kinds(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every knob by its dotted path."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(cls).items():
+        found |= _kinds(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {f"{prefix}{name}": kind}
+    return found
+
+
+def _unknown(path: str, kinds: Mapping[str, Any]) -> ConfigError:
+    inside = [known for known in kinds if known.startswith(f"{path}.")]
+    if inside:
+        return ConfigError(f"config.{path}: is a section, not a knob; its knobs are {_listed(inside)}")
+    leaf = path.rpartition(".")[2]
+    same_name = [known for known in kinds if known.rpartition(".")[2] == leaf]
+    hint = f" (did you mean {_listed(same_name)}?)" if same_name else _did_you_mean(path, kinds)
+    return ConfigError(f"config.{path}: no such knob{hint}; config/base.py lists them all")
+
+
+def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _listed(names: Mapping[str, object] | Sequence[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _typed(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Build a dataclass from a mapping; every value must be of its field's type, none may lack or be in excess."""
+    hints = get_type_hints(cls)
+    for name in values:
+        if name not in hints:
+            raise _unknown(f"{prefix}{name}", _kinds(Config))
+    built: dict[str, Any] = {}
+    for name, kind in hints.items():
+        path = f"{prefix}{name}"
+        if name not in values:
+            raise ConfigError(f"config.{path}: missing from the recipe; start it from config/base.py's get_config()")
+        if dataclasses.is_dataclass(kind):
+            built[name] = _typed(kind, values[name], f"{path}.")
+            continue
+        try:
+            built[name] = KINDS[kind].convert(values[name])
+        except ValueError:
+            bound = KINDS[kind].meaning
+            raise ConfigError(f"config.{path}: got {values[name]!r}, must be {bound}; correct the recipe") from None
+    return cls(**built)

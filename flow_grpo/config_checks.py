@@ -1,0 +1,284 @@
+"""Bounds of every knob, and combinations that cannot work: each refusal is one line with the way out."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.maths.sde import coefficients
+
+if TYPE_CHECKING:
+    from flow_grpo.config import Config
+
+# Intervals as mathematicians write them: [ and ] include the end, ( and ) leave it out.
+BOUNDS: Mapping[str, str] = {
+    "seed": "[0, inf)",
+    "num_threads": "[0, inf)",
+    "num_epochs": "[0, inf)",
+    "max_minutes": "[0, inf)",
+    "log_videos_every": "[0, inf)",
+    "data.num_frames": "[5, inf)",
+    "data.height": "[8, inf)",
+    "data.width": "[8, inf)",
+    "data.num_workers": "[0, inf)",
+    "model.lora_rank": "[1, inf)",
+    "model.lora_alpha": "[1, inf)",
+    "model.max_prompt_tokens": "[1, inf)",
+    "sample.k": "[2, inf)",  # every normalisation subtracts the group's mean: one copy would always learn nothing
+    "sample.train_batch_size": "[1, inf)",
+    "sample.num_batches_per_epoch": "[1, inf)",
+    "sample.num_steps": "[2, inf)",
+    "sample.shift": "(0, inf)",
+    "sample.noise_level": "(0, inf)",
+    "sample.max_step_std": "(0, inf)",
+    "sample.sde_window": "[0, inf)",
+    "sample.guidance_scale": "[1, inf)",
+    "reward.adv_eps": "(0, inf)",
+    "reward.adv_ddof": "[0, 1]",
+    "reward.flat_eps": "[0, inf)",
+    "train.batch_size": "[1, inf)",
+    "train.updates_per_epoch": "[1, inf)",
+    "train.learning_rate": "(0, inf)",
+    "train.adam_beta1": "[0, 1)",
+    "train.adam_beta2": "[0, 1)",
+    "train.adam_eps": "(0, inf)",
+    "train.weight_decay": "[0, inf)",
+    "train.max_grad_norm": "(0, inf)",
+    "train.clip_range": "(0, 1)",
+    "train.adv_clip": "(0, inf)",
+    "train.kl_coef": "[0, inf)",
+    "train.ema_decay": "[0, 1)",
+    "eval.every": "[0, inf)",
+    "eval.num_conditions": "[1, inf)",
+    "eval.batch_size": "[1, inf)",
+    "eval.num_steps": "[1, inf)",
+    "eval.videos": "[0, inf)",
+    "checkpoint.every": "[1, inf)",
+    "checkpoint.keep": "[1, inf)",
+}
+
+REWARDS = ("target_view", "source_match", "motion_mag", "room_pose")
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "device": ("auto", "npu", "cuda", "cpu"),
+    "trackers": ("wandb", "tensorboard"),
+    "data.reference": ("source", "target"),
+    "model.dtype": ("fp32", "bf16"),
+    "model.trained": ("lora", "camera", "attention", "full"),
+    "sample.sde": ("flow", "constant", "linear", "cps"),
+    "sample.layout": ("spread", "shuffled", "contiguous"),
+    "reward.weights": REWARDS,
+    "reward.adv_norm": ("group", "batch", "batch_centered", "max_group", "none"),
+    "train.step_weight": ("none", "inverse_gain"),
+    "train.old_log_prob": ("auto", "rollout", "recompute", "detach"),
+    "eval.gold": ("", "room_pose"),
+}
+
+NAMES = ("output_root", "data.root", "data.train_split", "data.eval_split", "model.path")  # must not be empty
+
+SIZE_UNIT = 8  # pixels: the finest codec (4x) and patch (2) in use; a coarser model asks for its own multiple
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work: field, value, bound and way out in one line."""
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work whatever the number of ranks.
+
+    Raises:
+        ConfigError: for the first such setting.
+    """
+    _check_bounds(config)
+    _check_choices(config)
+    _check_names(config)
+    _check_video(config)
+    _check_steps(config)
+    _check_noise(config)
+    _check_rewards(config)
+    _check_update(config)
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """Refuse group sizes that the ranks cannot hold.
+
+    Raises:
+        ConfigError: for a batch over all ranks that holds no whole number of groups, or a `contiguous` layout whose
+            groups cannot be dealt evenly to the ranks.
+    """
+    sample = config.sample
+    rows = world_size * sample.train_batch_size
+    unit = sample.k // math.gcd(sample.k, world_size)
+    if rows % sample.k:
+        enough = unit * math.ceil(sample.train_batch_size / unit)
+        raise _refusal(
+            "sample.train_batch_size",
+            sample.train_batch_size,
+            f"{world_size} rank(s) x {sample.train_batch_size} = {rows} samples a batch are no whole groups of "
+            f"sample.k={sample.k}, must be a multiple of {unit} on {world_size} rank(s)",
+            f"pass --config.sample.train_batch_size={enough}",
+        )
+    groups = sample.num_batches_per_epoch * rows // sample.k
+    if sample.layout == "contiguous" and groups % world_size:
+        raise _refusal(
+            "sample.layout",
+            sample.layout,
+            f"needs whole groups on every rank, but an epoch's {groups} groups are no multiple of {world_size} ranks",
+            "pass --config.sample.layout=spread or change sample.num_batches_per_epoch",
+        )
+
+
+def value_of(config: Config, path: str) -> Any:
+    """Return the value of a knob by its dotted path."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _refusal(path: str, value: object, bound: str, way_out: str) -> ConfigError:
+    return ConfigError(f"config.{path}: got {value!r}, {bound}; {way_out}")
+
+
+def _check_bounds(config: Config) -> None:
+    for path, interval in BOUNDS.items():
+        value = value_of(config, path)
+        if value is not None and not _within(value, interval):
+            raise _refusal(path, value, f"must lie in {interval}", f"pass --config.{path}=VALUE within it")
+
+
+def _within(value: float, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    return above and below  # a NaN is neither
+
+
+def _check_choices(config: Config) -> None:
+    for path, known in CHOICES.items():
+        value = value_of(config, path)
+        for name in [value] if isinstance(value, str) else value:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                way_out = f"did you mean {close[0]!r}?" if close else f"pass --config.{path} with one of them"
+                raise _refusal(path, name, f"must be one of {', '.join(map(repr, known))}", way_out)
+    if len(set(config.trackers)) < len(config.trackers):
+        raise _refusal("trackers", config.trackers, "must name each tracker once", "drop the repetition")
+
+
+def _check_names(config: Config) -> None:
+    for path in NAMES:
+        if not value_of(config, path):
+            raise _refusal(path, value_of(config, path), "must not be empty", f"pass --config.{path}=NAME")
+    if config.run_name and not re.fullmatch(RUN_NAME, config.run_name):
+        bound = "must be letters, digits, '.', '_' and '-', beginning with a letter or digit: it names one folder"
+        raise _refusal("run_name", config.run_name, bound, "pass --config.output_root for another place")
+    if config.data.train_split == config.data.eval_split:
+        bound = "must differ from data.train_split, or the held-out scenes would be trained on"
+        raise _refusal("data.eval_split", config.data.eval_split, bound, "pass --config.data.eval_split=val")
+    model = config.model
+    try:
+        re.compile(model.lora_targets)
+    except re.error as error:
+        way_out = "correct it or leave the recipe's"
+        raise _refusal(
+            "model.lora_targets", model.lora_targets, f"is no regular expression: {error}", way_out
+        ) from None
+    if model.trained == "lora" and not model.lora_targets:
+        bound = "must match the modules to adapt while model.trained is 'lora'"
+        raise _refusal("model.lora_targets", model.lora_targets, bound, "or pass --config.model.trained=camera")
+
+
+def _check_video(config: Config) -> None:
+    data = config.data
+    if data.num_frames % 4 != 1:
+        near = 4 * (data.num_frames // 4) + 1
+        bound = "must be 4n+1: the codec keeps the first frame and packs every four that follow"
+        raise _refusal("data.num_frames", data.num_frames, bound, f"pass --config.data.num_frames={near}")
+    for path in ("data.height", "data.width"):
+        pixels = value_of(config, path)
+        if pixels % SIZE_UNIT:
+            near = SIZE_UNIT * round(pixels / SIZE_UNIT)
+            raise _refusal(path, pixels, f"must be a multiple of {SIZE_UNIT}", f"pass --config.{path}={near}")
+
+
+def _check_steps(config: Config) -> None:
+    sample = config.sample
+    if sample.num_image_per_prompt != sample.k:
+        bound = f"must equal sample.k={sample.k}: both are the number of videos made from one condition"
+        raise _refusal(
+            "sample.num_image_per_prompt", sample.num_image_per_prompt, bound, "set sample.k only, it follows"
+        )
+    steps, last = sample.sde_steps, sample.num_steps - 2
+    if not steps or list(steps) != sorted(set(steps)):
+        bound = "must be at least one step, each once, in rising order"
+        raise _refusal("sample.sde_steps", steps, bound, "pass for example --config.sample.sde_steps=1,2,3")
+    if steps[0] < 0 or steps[-1] > last:
+        bound = f"must lie in 0..{last} with sample.num_steps={sample.num_steps}: the last step is never stochastic"
+        raise _refusal("sample.sde_steps", steps, bound, "drop the steps outside or raise sample.num_steps")
+    if sample.sde_window > len(steps):
+        bound = f"must be at most the {len(steps)} step(s) of sample.sde_steps={steps}"
+        raise _refusal("sample.sde_window", sample.sde_window, bound, "0 takes all of them")
+
+
+def _check_noise(config: Config) -> None:
+    """Every step that may be stochastic must be a Gaussian the maths accepts at this noise."""
+    sample = config.sample
+    sigmas = flow_sigmas(sample.num_steps, sample.shift)
+    for step in sample.sde_steps:
+        try:
+            coefficients(
+                sigmas[step],
+                sigmas[step + 1],
+                kind=sample.sde,
+                noise_level=sample.noise_level,
+                sigma_cap=sigmas[1],
+                max_step_std=sample.max_step_std,
+            )
+        except ValueError as error:
+            bound = f"does not work with sample.sde={sample.sde!r} at step {step} of sample.sde_steps: {error}"
+            raise _refusal("sample.noise_level", sample.noise_level, bound, "or drop that step") from None
+
+
+def _check_rewards(config: Config) -> None:
+    weights = config.reward.weights
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            bound = "must lie in [0, inf): every reward is written so that more is better"
+            raise _refusal(f"reward.weights.{name}", weight, bound, "0 measures it without training on it")
+    if not any(weights.values()):
+        bound = "must hold a weight above 0, or there is nothing to learn"
+        raise _refusal("reward.weights", weights, bound, "pass for example --config.reward.weights.target_view=1")
+    if config.eval.gold and weights.get(config.eval.gold):
+        bound = f"is trained on by reward.weights.{config.eval.gold}, must be an estimator that no reward uses"
+        raise _refusal("eval.gold", config.eval.gold, bound, f"pass --config.reward.weights.{config.eval.gold}=0")
+
+
+def _check_update(config: Config) -> None:
+    train, sample = config.train, config.sample
+    local = sample.train_batch_size * sample.num_batches_per_epoch
+    held = f"the {local} samples a rank holds per epoch (train_batch_size {sample.train_batch_size} x "
+    held += f"num_batches_per_epoch {sample.num_batches_per_epoch})"
+    if local % train.updates_per_epoch:
+        bound = f"must divide {held}"
+        raise _refusal(
+            "train.updates_per_epoch", train.updates_per_epoch, bound, "pass --config.train.updates_per_epoch=1"
+        )
+    share = local // train.updates_per_epoch
+    if train.batch_size > share:
+        bound = f"must be at most {share}, one update's share of {held}"
+        raise _refusal("train.batch_size", train.batch_size, bound, f"pass --config.train.batch_size={share}")
+    if train.old_log_prob == "detach" and train.updates_per_epoch > 1:
+        bound = f"is exact for one update per epoch only, got train.updates_per_epoch={train.updates_per_epoch}"
+        raise _refusal("train.old_log_prob", "detach", bound, "pass --config.train.old_log_prob=auto")
+    if train.guard and train.step_weight != "none":
+        bound = f"weighs the steps itself, so train.step_weight={train.step_weight!r} must be 'none'"
+        raise _refusal("train.guard", True, bound, "pass --config.train.step_weight=none")
+    if config.eval.videos > config.eval.num_conditions:
+        bound = f"must be at most eval.num_conditions={config.eval.num_conditions}"
+        raise _refusal("eval.videos", config.eval.videos, bound, "pass fewer videos or more conditions")

@@ -1,0 +1,93 @@
+"""What a knob's value may look like, written on a command line or in a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The values of one type of knob.
+
+    Attributes:
+        meaning: completes the sentence "must be ...".
+        example: text as on a command line.
+        parse: command-line text -> value; raises ValueError.
+        convert: recipe value -> value; raises ValueError.
+    """
+
+    meaning: str
+    example: str
+    parse: Callable[[str], Any]
+    convert: Callable[[Any], Any]
+
+
+def _exactly(kind: type) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if type(value) is not kind:  # not isinstance: True is no number of steps
+            raise ValueError
+        return value
+
+    return convert
+
+
+def _to_float(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError
+    return float(value)
+
+
+def _or_none(convert: Callable[[Any], float]) -> Callable[[Any], float | None]:
+    return lambda value: None if value in (None, "none", "None") else convert(value)
+
+
+def _to_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def _to_tuple(convert: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    def convert_all(value: Any) -> tuple[Any, ...]:
+        if type(value) not in (tuple, list):
+            raise ValueError
+        return tuple(convert(item) for item in value)
+
+    return convert_all
+
+
+def _split(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Parse "1,2,3", with or without brackets round it; nothing between the brackets is the empty tuple."""
+
+    def parse_all(text: str) -> tuple[Any, ...]:
+        inner = text.strip().removeprefix("(").removesuffix(")").removeprefix("[").removesuffix("]")
+        items = [item.strip().strip("'\"") for item in inner.split(",")]
+        return tuple(parse(item) for item in items if item)
+
+    return parse_all
+
+
+def _to_weights(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise ValueError
+    return {_exactly(str)(name): _to_float(weight) for name, weight in value.items()}
+
+
+def _parse_weights(text: str) -> dict[str, float]:
+    """Parse "target_view=1,source_match=0.3"."""
+    pairs = [item.partition("=") for item in text.split(",")]
+    return {name.strip(): float(weight) for name, _, weight in pairs}
+
+
+KINDS: dict[Any, Kind] = {
+    bool: Kind("true or false", "true", _to_bool, _exactly(bool)),
+    int: Kind("a whole number", "8", int, _exactly(int)),
+    float: Kind("a number", "0.3", float, _to_float),
+    float | None: Kind("a number or none", "0.45", _or_none(float), _or_none(_to_float)),
+    str: Kind("a text", "name", str, _exactly(str)),
+    tuple[int, ...]: Kind("whole numbers separated by commas", "1,2,3", _split(int), _to_tuple(_exactly(int))),
+    tuple[str, ...]: Kind("names separated by commas", "first,second", _split(str), _to_tuple(_exactly(str))),
+    dict[str, float]: Kind("names with weights", "target_view=1,source_match=0.3", _parse_weights, _to_weights),
+}

@@ -1,0 +1,335 @@
+"""Data sets in MultiCamVideo layout: several synchronised cameras per scene, one item per (scene, target camera).
+
+    <root>/<split>/f18_aperture10/scene12/videos/cam01.mp4 ...       focal length in mm is part of the folder name
+                                          cameras/camera_extrinsics.json
+                                          metadata.csv               optional captions, here or beside the videos
+                                          cameras/presets.json       optional {"cam01": "pan_right", ...}
+    <root>/val/10basic_trajectories/{videos,cameras}                 a scene without lens folder: no intrinsics
+
+A camera's number is that of its file; its poses are those under the file's name in camera_extrinsics.json.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from flow_grpo.data.video_io import VideoCache, fitted_size
+from flow_grpo.maths.keys import key
+from flow_grpo.maths.poses import check_poses, multicam_to_opencv, relative
+from flow_grpo.records import Condition
+
+SENSOR_MM = 23.76  # MultiCamVideo's square sensor; its whole width is the width of the original video
+LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
+CAMERA_FILE = re.compile(r"cam(\d+)\.mp4")
+MATRIX_TEXT = re.compile(r"(\s*\[[^\[\]]*\]){4}\s*")
+CAMERAS_JSON = Path("cameras", "camera_extrinsics.json")
+PRESETS_JSON = Path("cameras", "presets.json")
+CAPTION_FILES = (Path("videos", "metadata.csv"), Path("metadata.csv"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One scene of a data set.
+
+    Attributes:
+        folder: holds videos/ and cameras/.
+        name: the folder relative to the dataset root, with forward slashes.
+        cameras: names of its cameras in the order of their numbers.
+        focal_mm: focal length in millimetres, or None when no folder above names it.
+    """
+
+    folder: Path
+    name: str
+    cameras: tuple[str, ...]
+    focal_mm: float | None
+
+
+class MultiCamDataset(Dataset[tuple[int, Condition]]):
+    """Conditions as a pure function of their index; a broken item raises and is never replaced by another one.
+
+    Every (scene, target camera) is one index. Its source camera is another camera of the scene, chosen by a hash of
+    both names, so neither other scenes nor a seed can change it.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        split: str,
+        *,
+        num_frames: int,
+        height: int,
+        width: int,
+        prompt: str,
+        reference: str = "source",
+        cache_bytes: int = 2**28,
+    ) -> None:
+        """List the scenes of `<root>/<split>`; videos and cameras are read when asked for.
+
+        Args:
+            root: dataset folder.
+            split: folder below the root, such as "train".
+            num_frames: T, the first frames of every video.
+            height: rows of the delivered videos, in pixels.
+            width: columns.
+            prompt: caption of scenes that have no metadata.csv.
+            reference: whose first frame is the origin of the poses, "source" (training) or "target" (presets).
+            cache_bytes: memory for decoded videos, per process.
+
+        Raises:
+            ValueError: missing or empty folder, scene without camera file or with fewer than two cameras, bad value.
+        """
+        if reference not in ("source", "target"):
+            raise ValueError(f"reference camera is {reference!r}, must be 'source' or 'target'")
+        if min(num_frames, height, width) < 1:
+            raise ValueError(f"dataset got num_frames={num_frames}, height={height}, width={width}; must be at least 1")
+        self.root = Path(root)
+        self.num_frames, self.height, self.width = num_frames, height, width
+        self.prompt = prompt
+        self.reference = reference
+        self.scenes = find_scenes(self.root, split)
+        self._items = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
+        self._cache = VideoCache(cache_bytes)
+        self._fingerprint = ""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, draw: tuple[int, int, int, int]) -> tuple[int, Condition]:
+        """Return (step, condition) of a sampler's (step, gid, slot, index)."""
+        step, gid, slot, index = draw
+        return step, self.condition(index, gid, slot)
+
+    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
+        """Return the condition at `index`, labelled as copy `slot` of group `gid`.
+
+        Raises:
+            IndexError: no such index.
+            ValueError: a file is missing, broken or too short; one line naming it.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"dataset index is {index}, must be within 0..{len(self) - 1}")
+        scene, target = self._items[index]
+        source = self._source_camera(scene, target)
+        poses = read_cameras(scene.folder / CAMERAS_JSON, (source, target), self.num_frames)
+        reference_pose = poses[0 if self.reference == "source" else 1, 0]
+        source_poses, target_poses = relative(reference_pose, poses)
+        source_video, source_size = self._video(scene, source)
+        target_video, size = self._video(scene, target)
+        if source_size != size:
+            raise ValueError(
+                f"scene {scene.folder}: {source} is {source_size} and {target} is {size} pixels (rows, columns); "
+                "the cameras of a scene must share one size, encode them again"
+            )
+        return Condition(
+            index=index,
+            gid=gid,
+            slot=slot,
+            prompt=self._caption(scene, target),
+            source_video=source_video,
+            target_poses=target_poses,
+            scene=scene.name,
+            source_camera=source,
+            target_camera=target,
+            source_poses=source_poses,
+            reference_pose=reference_pose,
+            intrinsics=None
+            if scene.focal_mm is None
+            else fitted_intrinsics(scene.focal_mm, size, self.height, self.width),
+            target_video=target_video,
+            preset=_read_presets(scene.folder / PRESETS_JSON).get(target),
+        )
+
+    def fingerprint(self) -> str:
+        """Return a hash of the names and sizes of all files of the split; equal folders give equal texts anywhere."""
+        if not self._fingerprint:
+            names = {}
+            for scene in self.scenes:
+                videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
+                for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES):
+                    if (scene.folder / part).is_file():
+                        names[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
+            text = "\n".join(f"{name}\t{size}" for name, size in sorted(names.items()))
+            self._fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._fingerprint
+
+    def _source_camera(self, scene: Scene, target: str) -> str:
+        others = [camera for camera in scene.cameras if camera != target]
+        return others[key("source camera", scene.name, target) % len(others)]
+
+    def _caption(self, scene: Scene, camera: str) -> str:
+        for part in CAPTION_FILES:
+            file = scene.folder / part
+            if file.is_file():
+                return _read_caption(file, f"{camera}.mp4")
+        return self.prompt
+
+    def _video(self, scene: Scene, camera: str) -> tuple[Tensor, tuple[int, int]]:
+        """Return (3, T, height, width) fp32 in [0, 1] and the (rows, columns) of the file."""
+        file = scene.folder / "videos" / f"{camera}.mp4"
+        video, size = self._cache.read(file, self.num_frames, self.height, self.width)
+        return video.float() / 255, size
+
+
+def find_scenes(root: Path, split: str) -> list[Scene]:
+    """Return the scenes of a split, ordered by name.
+
+    Raises:
+        ValueError: missing or empty folder, scene without camera file or with fewer than two cameras.
+    """
+    if not root.is_dir():
+        raise ValueError(f"dataset folder {root} does not exist; set data.root to a folder in MultiCamVideo layout")
+    folder = root / split
+    if not folder.is_dir():
+        splits = sorted(child.name for child in root.iterdir() if child.is_dir())
+        raise ValueError(f"dataset {root} has no split {split!r}, it has {splits}; set the split to one of them")
+    scenes = [_scene(root, scene) for scene in _scene_folders(folder)]
+    if not scenes:
+        raise ValueError(
+            f"dataset split {folder} holds no scene; expected {folder}/<lens>/<scene>/videos/cam01.mp4, "
+            "is the archive unpacked?"
+        )
+    return scenes
+
+
+def _scene_folders(folder: Path) -> Iterator[Path]:
+    if (folder / "videos").is_dir():
+        yield folder
+        return
+    for child in sorted(folder.iterdir()):
+        if child.is_dir():
+            yield from _scene_folders(child)
+
+
+def _scene(root: Path, folder: Path) -> Scene:
+    numbers = {}
+    for file in folder.joinpath("videos").glob("[!.]*.mp4"):
+        # The number comes from the file's own name: digits elsewhere in the path (f18, scene3) are no cameras.
+        match = CAMERA_FILE.fullmatch(file.name)
+        if match is None:
+            raise ValueError(f"video {file} is not named like a camera (cam01.mp4); rename or move it")
+        numbers[file.stem] = int(match.group(1))
+    if len(numbers) < 2:
+        raise ValueError(
+            f"scene {folder} has {len(numbers)} camera video(s), needs at least 2 (source and target); "
+            "complete or remove the scene"
+        )
+    if not (folder / CAMERAS_JSON).is_file():
+        raise ValueError(f"scene {folder} has no {CAMERAS_JSON.as_posix()}; complete or remove the scene")
+    name = folder.relative_to(root).as_posix()
+    lenses = [match for part in name.split("/") if (match := LENS_FOLDER.fullmatch(part))]
+    focal = float(lenses[-1].group(1)) if lenses else None
+    return Scene(folder, name, tuple(sorted(numbers, key=lambda camera: numbers[camera])), focal)
+
+
+def read_cameras(file: Path, cameras: Sequence[str], num_frames: int) -> Tensor:
+    """Return absolute poses (cameras, num_frames, 4, 4): float64 OpenCV camera-to-world in metres.
+
+    Raises:
+        ValueError: unreadable file, missing frame or camera, text that is no 4x4 matrix, or a matrix that is no rigid
+            pose; one line naming file, frame and camera.
+    """
+    frames = _read_json_object(file)
+    matrices, places = [], []
+    for camera in cameras:
+        for number in range(num_frames):
+            frame = f"frame{number}"
+            if not isinstance(frames.get(frame), dict):
+                raise ValueError(
+                    f"camera file {file} has no {frame}, needs frame0..frame{num_frames - 1} for {camera}; "
+                    "complete the file or lower num_frames"
+                )
+            if camera not in frames[frame]:
+                raise ValueError(
+                    f"camera file {file} has no {camera} in {frame}, it has {sorted(frames[frame])}; "
+                    "complete the file or remove the video"
+                )
+            places.append(f"camera file {file}, {frame}, {camera}")
+            matrices.append(_parse_matrix(frames[frame][camera], places[-1]))
+    poses = multicam_to_opencv(torch.tensor(matrices, dtype=torch.float64))
+    _check_rigid(poses, places)
+    return rearrange(poses, "(camera frame) r c -> camera frame r c", camera=len(cameras))
+
+
+def _parse_matrix(text: object, place: str) -> list[list[float]]:
+    """Return the numbers of "[r r r 0] [r r r 0] [r r r 0] [x y z 1] "."""
+    refusal = f"{place}: got {str(text)[:60]!r}, must be four rows of four numbers such as '[1 0 0 0]'; export it again"
+    if not isinstance(text, str) or MATRIX_TEXT.fullmatch(text) is None:
+        raise ValueError(refusal)
+    rows = [row.split() for row in re.findall(r"\[([^\[\]]*)\]", text)]
+    if any(len(row) != 4 for row in rows):
+        raise ValueError(refusal)
+    try:
+        return [[float(entry) for entry in row] for row in rows]
+    except ValueError as error:
+        raise ValueError(refusal) from error
+
+
+def _check_rigid(poses: Tensor, places: Sequence[str]) -> None:
+    """Refuse converted poses (N, 4, 4) that are not rigid, naming the place of the first one."""
+    try:
+        check_poses(poses)
+    except ValueError:
+        for pose, place in zip(poses, places, strict=True):
+            check_poses(pose, place)
+        raise
+    # The conversion turns the proper rotations of the file into improper ones.
+    for number in (torch.linalg.det(poses[:, :3, :3]) > 0).nonzero().flatten().tolist():
+        raise ValueError(f"{places[number]}: the rotation is a mirror image (determinant -1 in the file), must be +1")
+
+
+def fitted_intrinsics(focal_mm: float, size: tuple[int, int], height: int, width: int) -> Tensor:
+    """Return (4,) fp32 fx, fy, cx, cy in pixels after `fit_video` of a video of `size` (rows, columns).
+
+    The sensor's width is the width of the original video and its pixels are square. The principal point counts from
+    the outer corner of the first pixel, so pixel centres lie at +0.5.
+    """
+    rows, columns = fitted_size(size, height, width)
+    focal = focal_mm / SENSOR_MM * size[1]
+    return torch.tensor([focal * columns / size[1], focal * rows / size[0], width / 2, height / 2])
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read_text(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"file {file} is not JSON ({error}); export it again or remove the scene") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"file {file} holds a {type(content).__name__}, must be a JSON object; export it again")
+    return content
+
+
+def _read_presets(file: Path) -> dict[str, str]:
+    return {camera: str(name) for camera, name in _read_json_object(file).items()} if file.is_file() else {}
+
+
+def _read_caption(file: Path, video: str) -> str:
+    reader = csv.DictReader(io.StringIO(_read_text(file), newline=""))
+    if not {"file_name", "text"} <= set(reader.fieldnames or ()):
+        raise ValueError(f"caption file {file} has columns {reader.fieldnames}, must have file_name and text")
+    captions = [row["text"] for row in reader if Path(row["file_name"] or "").name == video]
+    if len(captions) != 1 or not captions[0]:
+        raise ValueError(
+            f"caption file {file} has {len(captions)} rows for {video}, must have one with a text; "
+            "complete the file or remove it"
+        )
+    return captions[0]
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"file {file} cannot be read ({error}); repair it or remove the scene") from error

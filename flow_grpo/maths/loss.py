@@ -1,0 +1,149 @@
+"""The clipped surrogate of GRPO and its terms, one value per sample: the caller weighs, sums and back-propagates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.sde import gaussian_kl
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardTerms:
+    """What the GRPO-Guard ratio needs beside the log-probabilities.
+
+    Its step weight is 1 / (sigma - sigma'), `step_weights("inverse_delta", ...)`, handed over as `step_weight`.
+
+    Attributes:
+        means: (B, K, ...) step means of the current policy, with gradient.
+        old_means: (B, K, ...) step means of the rollout's policy.
+        std: (), (K,) or (B, K) full step std, square root of the step length included.
+    """
+
+    means: Tensor
+    old_means: Tensor
+    std: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerms:
+    """The loss of B samples; only `per_sample` carries gradient.
+
+    Attributes:
+        per_sample: (B,) policy + kl_coef * kl.
+        policy: (B,) clipped surrogate, step weights included, mean over the K steps.
+        kl: (B,) KL to the reference policy in nats per latent element, KL weights included, mean over the K steps.
+        ratio: (B, K) probability ratio per latent element (geometric mean over a sample's elements).
+        clipped: (B, K) bool, where the clip has switched the policy gradient off.
+    """
+
+    per_sample: Tensor
+    policy: Tensor
+    kl: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    *,
+    clip_range: float,
+    adv_clip: float,
+    step_weight: Tensor | None = None,
+    guard: GuardTerms | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_weight: Tensor | None = None,
+) -> LossTerms:
+    """Return the GRPO loss of B samples at K trained steps.
+
+    `max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range))` per step, with A clipped to +-adv_clip.
+    Values that are not finite pass through: stopping is for the caller, on all ranks together.
+
+    Args:
+        log_prob: (B, K) mean log-density per latent element in nats, with gradient.
+        old_log_prob: (B, K) of the policy that sampled.
+        advantages: (B,).
+        clip_range: half width of the unclipped ratio, in units of the mean log-density (of `guard`, if given).
+        adv_clip: bound of |advantage|.
+        step_weight: (K,) weight of the policy term, mean 1 over the steps that may be trained; None means 1.
+        guard: take the GRPO-Guard ratio in place of the plain one.
+        kl: (B, K) KL to the reference policy per latent element in nats, with gradient.
+        kl_coef: weight of the KL term.
+        kl_weight: (K,) weight of the KL of each step; None means 1, whatever `step_weight` is.
+
+    Raises:
+        ValueError: shapes that would broadcast silently, a bound that is not positive, a KL coefficient without KL.
+    """
+    _check_bounds(clip_range, adv_clip, kl_coef, has_kl=kl is not None)
+    _, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
+    log_ratio = log_prob - old_log_prob.detach()
+    if guard is not None:
+        log_ratio = _guarded(log_ratio, guard)
+    ratio = log_ratio.exp()
+    advantage = advantages.detach().to(ratio.dtype).clamp(-adv_clip, adv_clip)[:, None]
+    free, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
+    policy = torch.maximum(free, bounded) * _step_row(step_weight, columns, "step_weight", ratio)
+    penalty = torch.zeros_like(policy) if kl is None else kl * _step_row(kl_weight, columns, "kl_weight", kl)
+    per_sample = policy.mean(dim=1) + kl_coef * penalty.mean(dim=1)
+    return LossTerms(
+        per_sample=per_sample,
+        policy=policy.detach().mean(dim=1),
+        kl=penalty.detach().mean(dim=1),
+        ratio=ratio.detach(),
+        clipped=(bounded > free).detach(),
+    )
+
+
+def _guarded(log_ratio: Tensor, guard: GuardTerms) -> Tensor:
+    """Return std * (log_ratio + bias), (B, K): unbiased and of the same scale on every step (GRPO-Guard, 2510.22319).
+
+    Equals the mean over elements of z_old * (mean - old_mean); bias = mean (mean - old_mean)^2 / (2 std^2) is taken per
+    sample and step.
+    """
+    if guard.means.shape[:2] != log_ratio.shape:
+        raise ValueError(
+            f"guard.means has shape {tuple(guard.means.shape)}, must begin with (B, K) = {tuple(log_ratio.shape)}"
+        )
+    if guard.std.shape not in ((), log_ratio.shape[1:], log_ratio.shape):
+        raise ValueError(f"guard.std has shape {tuple(guard.std.shape)}, must be (), (K,) or {tuple(log_ratio.shape)}")
+    std = guard.std.to(log_ratio.dtype).expand_as(log_ratio)
+    bias = gaussian_kl(guard.means.flatten(0, 1), guard.old_means.flatten(0, 1), std.flatten())
+    return std * (log_ratio + bias.view_as(log_ratio))
+
+
+def _check_bounds(clip_range: float, adv_clip: float, kl_coef: float, *, has_kl: bool) -> None:
+    if not 0 < clip_range < 1:
+        raise ValueError(f"clip_range is {clip_range}, must be > 0 and < 1")
+    if not adv_clip > 0:
+        raise ValueError(f"adv_clip is {adv_clip}, must be > 0")
+    if not kl_coef >= 0:
+        raise ValueError(f"kl_coef is {kl_coef}, must be >= 0")
+    if kl_coef > 0 and not has_kl:
+        raise ValueError(f"kl_coef is {kl_coef} but kl is None: hand over the KL of every step, or set kl_coef to 0")
+
+
+def _check_shapes(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, kl: Tensor | None) -> tuple[int, int]:
+    """Return (B, K)."""
+    if log_prob.ndim != 2:
+        raise ValueError(f"log_prob has shape {tuple(log_prob.shape)}, must be (B, K)")
+    rows, columns = log_prob.shape
+    wanted = {"old_log_prob": (old_log_prob, (rows, columns)), "advantages": (advantages, (rows,))}
+    if kl is not None:
+        wanted["kl"] = (kl, (rows, columns))
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {shape} to fit log_prob")
+    return rows, columns
+
+
+def _step_row(weight: Tensor | None, columns: int, name: str, like: Tensor) -> Tensor:
+    if weight is None:
+        return torch.ones((), dtype=like.dtype, device=like.device)
+    if tuple(weight.shape) != (columns,):
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be ({columns},), one per trained step")
+    return weight.detach().to(like)

@@ -1,0 +1,305 @@
+"""4x4 camera algebra: file conversion, relative poses, camera paths, pose errors and their reductions.
+
+A pose is an OpenCV camera-to-world matrix (x right, y down, z forward) in metres. Everything is computed in float64:
+in float32 the arccos form of the rotation error returns up to 0.028 degrees for identical rotations. Reductions carry
+their convention in the name, because numbers of different conventions may never be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+ORTHONORMAL_TOLERANCE = 1e-3  # camera files print few digits
+ZERO_BASELINE = 1e-6  # rms spread of camera centres, in their unit, below which a path does not move
+CENTIMETRES_PER_METRE = 100.0
+UNREAL_TO_OPENCV = (1, 2, 0, 3)  # columns: Unreal forward, right, up -> right, up, forward; up is then negated
+OPENCV_TO_UNREAL = (2, 0, 1, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A camera motion at uniform speed from the identity.
+
+    Attributes:
+        camera: name of the motion in ReCamMaster's example file, "cam01" to "cam10".
+        translation: camera centre at the last frame in metres: x right, y down, z forward.
+        rotation: rotation vector at the last frame in degrees, same axes.
+    """
+
+    camera: str
+    translation: tuple[float, float, float]
+    rotation: tuple[float, float, float]
+
+
+# End values of frame 80 in ReCamMaster's example_test_data/cameras/camera_extrinsics.json. The centre moves on a
+# straight line, also for the arcs: (1.988, 0.533) is 0.994 of the chord of a 30 degree arc of radius 4 m.
+PRESETS: dict[str, Preset] = {
+    "pan_right": Preset("cam01", (0.0, 0.0, 0.0), (0.0, 19.88, 0.0)),
+    "pan_left": Preset("cam02", (0.0, 0.0, 0.0), (0.0, -19.88, 0.0)),
+    "tilt_up": Preset("cam03", (0.0, 0.0, 0.0), (9.94, 0.0, 0.0)),
+    "tilt_down": Preset("cam04", (0.0, 0.0, 0.0), (-9.94, 0.0, 0.0)),
+    "zoom_in": Preset("cam05", (0.0, 0.0, 1.988), (0.0, 0.0, 0.0)),
+    "zoom_out": Preset("cam06", (0.0, 0.0, -1.988), (0.0, 0.0, 0.0)),
+    "translate_up": Preset("cam07", (0.0, -0.994, 0.0), (-13.95, 0.0, 0.0)),
+    "translate_down": Preset("cam08", (0.0, 0.994, 0.0), (13.95, 0.0, 0.0)),
+    "arc_left": Preset("cam09", (-1.988, 0.0, 0.533), (0.0, 29.82, 0.0)),
+    "arc_right": Preset("cam10", (1.988, 0.0, 0.533), (0.0, -29.82, 0.0)),
+}
+
+
+def preset_path(name: str, frames: int, *, translation_scale: float = 1.0, rotation_scale: float = 1.0) -> Tensor:
+    """Return the (frames, 4, 4) float64 path of a preset: identity at frame 0, the whole motion at the last frame.
+
+    Raises:
+        ValueError: unknown name, or fewer than one frame.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"camera preset is {name!r}, must be one of {', '.join(PRESETS)}")
+    if frames < 1:
+        raise ValueError(f"frames of a camera path is {frames}, must be at least 1")
+    preset = PRESETS[name]
+    progress = torch.arange(frames, dtype=torch.float64)[:, None] / max(frames - 1, 1)
+    translation = translation_scale * torch.tensor(preset.translation, dtype=torch.float64)
+    rotation = rotation_scale * torch.tensor(preset.rotation, dtype=torch.float64)
+    return pose(rotation_matrix(progress * rotation.deg2rad()), progress * translation)
+
+
+def rotation_matrix(vector: Tensor) -> Tensor:
+    """Return (..., 3, 3) rotations for rotation vectors (..., 3) in radians; differentiable, also at zero."""
+    # Rodrigues' formula with sinc, several hundred times faster on small inputs than torch.linalg.matrix_exp.
+    x, y, z = vector.unbind(-1)
+    zero = torch.zeros_like(x)
+    rows = [torch.stack(row, dim=-1) for row in ([zero, -z, y], [z, zero, -x], [-y, x, zero])]
+    cross = torch.stack(rows, dim=-2)
+    angle = (vector.square().sum(-1)[..., None, None] + 1e-30).sqrt() / torch.pi  # half turns; never exactly 0
+    identity = torch.eye(3, dtype=vector.dtype, device=vector.device)
+    return identity + torch.sinc(angle) * cross + 0.5 * torch.sinc(angle / 2).square() * (cross @ cross)
+
+
+def pose(rotation: Tensor, translation: Tensor) -> Tensor:
+    """Return (..., 4, 4) poses of rotations (..., 3, 3) and camera centres (..., 3)."""
+    top = torch.cat([rotation, translation[..., None]], dim=-1)
+    bottom = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=top.dtype, device=top.device).expand_as(top[..., :1, :])
+    return torch.cat([top, bottom], dim=-2)
+
+
+def multicam_to_opencv(matrices: Tensor) -> Tensor:
+    """Convert camera matrices as they stand in a MultiCamVideo file to float64 OpenCV camera-to-world in metres.
+
+    The file holds row-vector 4x4 matrices with Unreal axes (x forward, y right, z up, left-handed) in centimetres.
+    Only the camera's own axes change: the world stays left-handed, so absolute rotations have determinant -1 while
+    every relative rotation has +1.
+
+    Args:
+        matrices: (..., 4, 4), the translation in the last row.
+    """
+    converted = matrices.double().mT[..., list(UNREAL_TO_OPENCV)].clone()
+    converted[..., :3, 1] *= -1
+    converted[..., :3, 3] /= CENTIMETRES_PER_METRE
+    return converted
+
+
+def opencv_to_multicam(poses: Tensor) -> Tensor:
+    """Undo `multicam_to_opencv`: (..., 4, 4) float64 matrices ready to be written to a MultiCamVideo camera file."""
+    converted = poses.double().clone()
+    converted[..., :3, 1] *= -1
+    converted[..., :3, 3] *= CENTIMETRES_PER_METRE
+    return converted[..., list(OPENCV_TO_UNREAL)].mT.contiguous()
+
+
+def check_poses(poses: Tensor, name: str = "poses") -> None:
+    """Refuse matrices that are no poses; determinants of -1 pass, since absolute MultiCamVideo poses have them.
+
+    Raises:
+        ValueError: wrong shape, non-finite entries, a last row that is not 0 0 0 1, or a rotation part that is not
+            orthonormal to 1e-3 (a singular matrix included).
+    """
+    if poses.ndim < 2 or poses.shape[-2:] != (4, 4):
+        raise ValueError(f"{name} has shape {tuple(poses.shape)}, must be (..., 4, 4)")
+    if not poses.isfinite().all():
+        raise ValueError(f"{name} holds values that are not finite; check the camera file")
+    bottom = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=poses.dtype)
+    if not torch.allclose(poses[..., 3, :], bottom, rtol=0, atol=ORTHONORMAL_TOLERANCE):
+        raise ValueError(f"{name} has a last row other than 0 0 0 1; is the matrix transposed?")
+    rotation = poses[..., :3, :3].double()
+    error = (rotation.mT @ rotation - torch.eye(3, dtype=torch.float64)).abs().amax().item()
+    if error > ORTHONORMAL_TOLERANCE:
+        raise ValueError(
+            f"{name} has a rotation part that is off orthonormal by {error:.3g}, must be at most "
+            f"{ORTHONORMAL_TOLERANCE:g}; the matrix is singular, scaled or sheared"
+        )
+
+
+def relative(reference: Tensor, poses: Tensor) -> Tensor:
+    """Return `poses` seen from the reference camera: inverse(reference) @ poses, float64.
+
+    Args:
+        reference: (4, 4), or (..., 4, 4) with one reference per path.
+        poses: (..., F, 4, 4).
+
+    Raises:
+        ValueError: either is no pose (`check_poses`).
+    """
+    check_poses(reference, "reference pose")
+    check_poses(poses)
+    inverse = torch.linalg.inv(reference.double())
+    if 2 < inverse.ndim < poses.ndim:
+        inverse = inverse.unsqueeze(-3)
+    seen: Tensor = inverse @ poses.double()
+    return seen
+
+
+def camera_tokens(poses: Tensor, stride: int = 4) -> Tensor:
+    """Return what the camera encoder is given: (..., F, 12) fp32 row-major 3x4 of frames 0, stride, 2 * stride, ...
+
+    Args:
+        poses: (..., T, 4, 4) relative poses of all video frames, T = stride * n + 1.
+        stride: video frames per latent frame.
+
+    Raises:
+        ValueError: T is not stride * n + 1.
+    """
+    frames = poses.shape[-3]
+    if (frames - 1) % stride:
+        raise ValueError(f"camera path has {frames} frames, must be {stride}n+1: one pose per latent frame")
+    return poses[..., ::stride, :3, :].flatten(-2).float()
+
+
+def rotation_angle(first: Tensor, second: Tensor) -> Tensor:
+    """Return the angles (...) in radians, float64, between rotations (..., 3, 3) or poses (..., 4, 4).
+
+    2 asin(|A - B|_F / (2 sqrt 2)) equals arccos((tr(A^T B) - 1) / 2) and is stable near 0.
+    """
+    difference = first[..., :3, :3].double() - second[..., :3, :3].double()
+    norm = torch.linalg.matrix_norm(difference)
+    return 2 * torch.asin((norm / (2 * math.sqrt(2))).clamp(max=1.0))
+
+
+def rotation_angle_deg(first: Tensor, second: Tensor) -> Tensor:
+    """Return `rotation_angle` in degrees."""
+    return rotation_angle(first, second).rad2deg()
+
+
+def rot_err(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the per-frame rotation error theta (..., F) in radians, float64, of poses (..., F, 4, 4)."""
+    return rotation_angle(commanded, estimated)
+
+
+def trans_err(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the per-frame distance (..., F) between camera centres in metres, float64, of poses (..., F, 4, 4)."""
+    distance: Tensor = torch.linalg.vector_norm(_centres(commanded) - _centres(estimated), dim=-1)
+    return distance
+
+
+def cam_mc(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the per-frame distance (..., F) of the 12-vectors [R|t], float64, of poses (..., F, 4, 4)."""
+    distance: Tensor = torch.linalg.matrix_norm(commanded[..., :3, :].double() - estimated[..., :3, :].double())
+    return distance
+
+
+def rot_deg_frame_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the mean over frames of the rotation error in degrees, (...)."""
+    return rot_err(commanded, estimated).mean(-1).rad2deg()
+
+
+def rot_deg_pair_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the mean over ordered pairs of different frames of the error of their relative rotation, degrees, (...).
+
+    Convention B (ReDirector, Geo-Align). A constant rotation between the two worlds does not show.
+    """
+    frames = commanded.shape[-3]
+    if frames < 2:
+        raise ValueError(f"rotation error over frame pairs needs at least 2 frames, got {frames}")
+    errors = rotation_angle_deg(_pairwise_rotation(commanded), _pairwise_rotation(estimated))
+    return errors.sum(dim=(-2, -1)) / (frames * (frames - 1))
+
+
+def rot_rad_sum(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the sum over frames of the rotation error in radians, (...): convention A (CamI2V, RealCam-I2V)."""
+    return rot_err(commanded, estimated).sum(-1)
+
+
+def trans_m_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the mean over frames of the distance between camera centres in metres, (...)."""
+    return trans_err(commanded, estimated).mean(-1)
+
+
+def trans_sim3_rel(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the mean distance after Sim(3) alignment over the largest distance of two commanded cameras, (...).
+
+    Convention B (ReDirector, Geo-Align): blind to speed and scale. NaN, undefined, where the commanded path does not
+    move or has fewer than three frames; average it only over paths where it is defined. An estimated path that does
+    not move is aligned to the commanded centroid: a frozen video has a score, it is not dropped.
+    """
+    target, source = _centres(commanded), _centres(estimated)
+    similarity = umeyama(target, source)
+    centroid = target.mean(-2, keepdim=True)
+    aligned = torch.where(is_static(source)[..., None, None], centroid, similarity.apply(source))
+    residual = torch.linalg.vector_norm(target - aligned, dim=-1).mean(-1)
+    largest = torch.linalg.vector_norm(target[..., :, None, :] - target[..., None, :, :], dim=-1).amax((-2, -1))
+    undefined = is_static(target) | (target.shape[-2] < 3)
+    return torch.where(undefined, torch.nan, residual / largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Similarity:
+    """x -> scale * rotation @ x + translation, float64; NaN where undefined.
+
+    Attributes:
+        scale: (...).
+        rotation: (..., 3, 3), determinant +1.
+        translation: (..., 3).
+    """
+
+    scale: Tensor
+    rotation: Tensor
+    translation: Tensor
+
+    def apply(self, points: Tensor) -> Tensor:
+        """Return the image (..., F, 3) of points (..., F, 3)."""
+        return self.scale[..., None, None] * points.double() @ self.rotation.mT + self.translation[..., None, :]
+
+
+def umeyama(target: Tensor, source: Tensor) -> Similarity:
+    """Return the similarity that maps source points (..., F, 3) closest to target points (..., F, 3).
+
+    Least squares, Umeyama (TPAMI 1991), never a reflection: mirrored points keep a residual. Undefined, all NaN, for
+    fewer than three points, for points that all coincide in either set, and for values that are not finite.
+    """
+    target, source = target.double(), source.double()
+    undefined = is_static(target) | is_static(source) | (target.shape[-2] < 3)
+    undefined = undefined | ~(target + source).isfinite().all(-1).all(-1)
+    # The decomposition raises on NaN: give undefined paths a harmless stand-in and overwrite their result.
+    target = torch.where(undefined[..., None, None], 0.0, target)
+    source = torch.where(undefined[..., None, None], 0.0, source)
+    target_mean, source_mean = target.mean(-2, keepdim=True), source.mean(-2, keepdim=True)
+    covariance = (target - target_mean).mT @ (source - source_mean) / target.shape[-2]
+    left, singular, right = torch.linalg.svd(covariance)
+    signs = torch.ones_like(singular)
+    signs[..., 2] = torch.where(torch.linalg.det(left) * torch.linalg.det(right) < 0, -1.0, 1.0)
+    rotation = left * signs[..., None, :] @ right
+    variance = (source - source_mean).square().sum(-1).mean(-1)
+    scale = (singular * signs).sum(-1) / variance
+    rotation = torch.where(undefined[..., None, None], torch.nan, rotation)
+    scale = torch.where(undefined, torch.nan, scale)
+    translation = target_mean[..., 0, :] - scale[..., None] * (rotation @ source_mean.mT)[..., 0]
+    return Similarity(scale, rotation, translation)
+
+
+def is_static(points: Tensor) -> Tensor:
+    """Return (...) bool: the camera centres (..., F, 3) have no baseline (rms spread at most 1e-6 of their unit)."""
+    spread = (points - points.mean(-2, keepdim=True)).square().sum(-1).mean(-1).sqrt()
+    return spread <= ZERO_BASELINE
+
+
+def _centres(poses: Tensor) -> Tensor:
+    return poses[..., :3, 3].double()
+
+
+def _pairwise_rotation(poses: Tensor) -> Tensor:
+    rotation = poses[..., :3, :3].double()
+    return rotation.mT[..., :, None, :, :] @ rotation[..., None, :, :, :]

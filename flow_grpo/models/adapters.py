@@ -1,0 +1,233 @@
+"""What is trained of a transformer, how it is saved, its reference copy and its moving average.
+
+A trained weight is any parameter that requires a gradient. The network stays in eval mode and without dropout, so that
+rollout and update compute the same numbers; only gradient flags say that something is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.training_utils import EMAModel
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flow_grpo.config import ModelConfig
+from flow_grpo.models.policy import Policy
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+# What the names of the trained parameters begin with, for each mode without LoRA.
+_TRAINED = {
+    "camera": r"blocks\.\d+\.cam_encoder\.",
+    "attention": r"blocks\.\d+\.(attn1|cam_encoder|projector)\.",
+    "full": "",
+}
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the network inside the gradient-synchronising wrapper, or the module itself when it has none."""
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
+
+
+def apply_training_mode(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
+    """Freeze everything but what `model.trained` names, and keep that in fp32.
+
+    "lora" adds low-rank adapters to `lora_targets` and trains `lora_full_modules` in full beside them; "camera" trains
+    every block's `cam_encoder`; "attention" the self-attention, `cam_encoder` and `projector` (ReCamMaster's own
+    recipe); "full" everything. The adapters' random start depends on nothing, so it is the same on every rank.
+
+    Raises:
+        ValueError: unknown mode, or a pattern or module name that matches nothing.
+    """
+    transformer.requires_grad_(False)
+    if model.trained == "lora":
+        _add_lora(transformer, model)
+    elif model.trained in _TRAINED:
+        for name, parameter in transformer.named_parameters():
+            parameter.requires_grad_(re.match(_TRAINED[model.trained], name) is not None)
+    else:
+        raise ValueError(f"model.trained is {model.trained!r}, expected one of {['lora', *_TRAINED]}")
+    for parameter in trained_parameters(transformer).values():
+        # An optimizer's steps are lost in the rounding of half-precision weights; autocast still computes in it.
+        parameter.data = parameter.data.float()
+    transformer.eval()
+
+
+def _add_lora(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    matched = [name for name in linear if re.fullmatch(model.lora_targets, name)]
+    if not matched:
+        raise ValueError(
+            f"model.lora_targets {model.lora_targets!r} matches no module in full; names look like {linear[-9:-1]}"
+        )
+    for wanted in model.lora_full_modules:
+        if not any(name.split(".")[-1] == wanted for name in linear):
+            last_parts = sorted({name.split(".")[-1] for name in linear})
+            raise ValueError(f"model.lora_full_modules names {wanted!r}, which is none of {last_parts}")
+    config = LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        target_modules=model.lora_targets,
+        modules_to_save=list(model.lora_full_modules) or None,
+        lora_dropout=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer.add_adapter(config)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of everything that requires a gradient, in the network's own order."""
+    return {name: parameter for name, parameter in unwrap(module).named_parameters() if parameter.requires_grad}
+
+
+def trained_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return a CPU copy of the trained weights by name, for a checkpoint."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in trained_parameters(module).items()}
+
+
+@torch.no_grad()
+def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what `trained_state` returned.
+
+    Raises:
+        ValueError: names or shapes differ in either direction; nothing has been changed then.
+    """
+    parameters = trained_parameters(module)
+    missing, unexpected = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
+    reshaped = [n for n in parameters.keys() & state.keys() if parameters[n].shape != state[n].shape]
+    if missing or unexpected or reshaped:
+        raise ValueError(
+            f"checkpoint of another training mode or model: {len(missing)} trained tensors are missing {missing[:2]}, "
+            f"{len(unexpected)} are not trained here {unexpected[:2]}, {len(reshaped)} have another shape "
+            f"{sorted(reshaped)[:2]}; resume with the model settings the checkpoint was made with"
+        )
+    for name, parameter in parameters.items():
+        parameter.copy_(state[name])
+
+
+def has_lora(module: nn.Module) -> bool:
+    """Tell whether low-rank adapters are attached."""
+    return any(isinstance(part, BaseTunerLayer) for part in module.modules())
+
+
+def save_adapter(policy: Policy, folder: str | Path) -> None:
+    """Write what was trained in diffusers format: a LoRA file, or without LoRA the whole transformer."""
+    network: Any = unwrap(policy.module)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if has_lora(network):
+        network.save_lora_adapter(str(folder), weight_name=LORA_FILE)
+    else:
+        network.save_pretrained(str(folder))
+
+
+def load_adapter(transformer: ReCamTransformer3DModel, folder: str | Path) -> ReCamTransformer3DModel:
+    """Return the transformer with what `save_adapter` wrote: adapters added in place, or a whole other transformer.
+
+    Raises:
+        ValueError: the folder holds neither, or a LoRA tensor found no place in this transformer.
+    """
+    file = Path(folder) / LORA_FILE
+    if not file.is_file():
+        return load_recam_transformer(folder)
+    # Without prefix=None diffusers loads nothing, without a weight name it does not find the file.
+    transformer.load_lora_adapter(str(folder), prefix=None, weight_name=LORA_FILE)
+    placed = [n for n, _ in transformer.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
+    stored = load_file(file)
+    if len(placed) != len(stored):
+        raise ValueError(
+            f"adapter of another model: {file} holds {len(stored)} tensors, this transformer has places for "
+            f"{len(placed)}; use the transformer it was trained on"
+        )
+    return transformer.eval()
+
+
+@contextlib.contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Inside, the network computes without its adapters, and with the original of every module trained in full.
+
+    diffusers' own `disable_adapters` leaves modules trained in full at their trained weights.
+    """
+    switches = [part for part in module.modules() if isinstance(part, (BaseTunerLayer, ModulesToSaveWrapper))]
+    for switch in switches:
+        switch.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for switch in switches:
+            switch.enable_adapters(True)
+
+
+@contextlib.contextmanager
+def swapped_in(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the parameters have the given values; storage is exchanged, nothing is copied on one device."""
+    trained = [parameter.data for parameter in parameters]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value.to(parameter.device, parameter.dtype)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, trained, strict=True):
+            parameter.data = value
+
+
+class Ema:
+    """Exponential moving average of trained parameters: average = decay * average + (1 - decay) * parameter.
+
+    The decay is constant from the first update on, so the average starts at the policy that training started from.
+
+    Args:
+        parameters: what to average, in a fixed order.
+        decay: share of the old average that an update keeps, in (0, 1).
+
+    Raises:
+        ValueError: the decay is outside that range.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            raise ValueError(f"EMA decay is {decay}, must be in (0, 1); set train.ema_decay to 0 for no average")
+        self._parameters = list(parameters)
+        # diffusers ramps the decay up and overwrites the average in the first step; these two settings switch that off.
+        self._model = EMAModel(self._parameters, decay=decay, min_decay=decay, update_after_step=-1, foreach=True)
+
+    def update(self) -> None:
+        """Follow the parameters by one step."""
+        self._model.step(self._parameters)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the parameters have their averaged values."""
+        with swapped_in(self._parameters, self._model.shadow_params):
+            yield
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return CPU copies of the averages, by position."""
+        return {str(place): value.detach().cpu().clone() for place, value in enumerate(self._model.shadow_params)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` returned.
+
+        Raises:
+            ValueError: another number of tensors, or other shapes.
+        """
+        shadows = {str(place): shadow for place, shadow in enumerate(self._model.shadow_params)}
+        if {n: value.shape for n, value in state.items()} != {n: shadow.shape for n, shadow in shadows.items()}:
+            raise ValueError(
+                f"EMA state holds {len(state)} tensors for {len(shadows)} averaged parameters, or their shapes differ; "
+                "resume with the model settings the checkpoint was made with"
+            )
+        for name, shadow in shadows.items():
+            shadow.copy_(state[name])

@@ -1,0 +1,271 @@
+"""Wan's transformer with a camera term in every block and the source video beside the target on the frame axis.
+
+The network of ReCamMaster (arXiv 2503.11647) on diffusers' `WanTransformer3DModel`. Letters: B rows, C H W latent
+channels, height, width, F latent frames of one video, D model width, S = 2F * tokens per frame, L prompt tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import register_to_config
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+CAMERA_MODULES = ("cam_encoder", "projector")
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class CastingRMSNorm(nn.RMSNorm):
+    """RMSNorm in its input's precision: a trained fp32 weight under autocast would switch the fused kernel off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x (..., D) over its root mean square, times the weight."""
+        assert self.weight is not None
+        return functional.rms_norm(x, self.normalized_shape, self.weight.type_as(x), self.eps)
+
+
+class ReCamTransformerBlock(WanTransformerBlock):
+    """A Wan block whose self-attention sees the camera, with a linear map behind that attention.
+
+    The camera is an argument, not state read by a hook: gradient checkpointing then recomputes every forward with the
+    camera it was called with.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        ffn_dim: int,
+        num_heads: int,
+        qk_norm: str | None = "rms_norm_across_heads",
+        cross_attn_norm: bool = False,
+        eps: float = 1e-6,
+        camera_dim: int = 12,
+    ) -> None:
+        super().__init__(dim, ffn_dim, num_heads, qk_norm, cross_attn_norm, eps)  # type: ignore[arg-type]
+        for attention in (self.attn1, self.attn2):
+            attention.norm_q = CastingRMSNorm(dim, eps=eps)
+            attention.norm_k = CastingRMSNorm(dim, eps=eps)
+        self.cam_encoder = nn.Linear(camera_dim, dim)
+        self.projector = nn.Linear(dim, dim)
+        nn.init.zeros_(self.cam_encoder.weight)
+        nn.init.zeros_(self.cam_encoder.bias)
+        nn.init.eye_(self.projector.weight)
+        nn.init.zeros_(self.projector.bias)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+        camera: Tensor,
+        tokens_per_frame: int,
+    ) -> Tensor:
+        """Return the (B, S, D) tokens after this block.
+
+        Args:
+            hidden_states: (B, S, D), S = 2F * tokens_per_frame, target frames before source frames.
+            encoder_hidden_states: (B, L, D) embedded prompt.
+            temb: (B, 6, D) modulation of the timestep.
+            rotary_emb: cosines and sines, (1, S, 1, head width) each.
+            camera: (B, F, camera_dim), the target's camera; given to both halves.
+            tokens_per_frame: patches in one latent frame; never derived from S, which may be a shard of the sequence.
+        """
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
+
+        normed = (self.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
+        normed = self._add_camera(normed, camera, tokens_per_frame)
+        attended: Tensor = self.projector(self.attn1(normed, None, None, rotary_emb))
+        hidden_states = (hidden_states.float() + attended * gate).type_as(hidden_states)
+
+        normed = self.norm2(hidden_states.float()).type_as(hidden_states)
+        hidden_states = hidden_states + self.attn2(normed, encoder_hidden_states, None, None)
+
+        normed = (self.norm3(hidden_states.float()) * (1 + ff_scale) + ff_shift).type_as(hidden_states)
+        fed: Tensor = self.ffn(normed)
+        return (hidden_states.float() + fed.float() * ff_gate).type_as(hidden_states)
+
+    def _add_camera(self, tokens: Tensor, camera: Tensor, tokens_per_frame: int) -> Tensor:
+        """Add one vector per frame to all tokens of that frame, the same in the target and the source half."""
+        encoded = rearrange(self.cam_encoder(camera).type_as(tokens), "b f d -> b 1 f 1 d")
+        grid = rearrange(tokens, "b (halves f s) d -> b halves f s d", halves=2, s=tokens_per_frame)
+        shifted: Tensor = rearrange(grid + encoded, "b halves f s d -> b (halves f s) d")
+        return shifted
+
+
+class ReCamTransformer3DModel(WanTransformer3DModel):
+    """Wan 2.1 text-to-video transformer with ReCamMaster's camera conditioning.
+
+    Fresh camera modules are zero (`cam_encoder`) and the identity (`projector`), so a new model computes exactly what
+    base Wan computes on the same [target | source] latents.
+    """
+
+    _no_split_modules = ["ReCamTransformerBlock"]  # noqa: RUF012 - class attributes of the base class
+    _repeated_blocks = ["ReCamTransformerBlock"]  # noqa: RUF012
+    # The base plan would shard the tokens but not the camera, which is one vector per whole frame.
+    _cp_plan = None  # type: ignore[assignment]
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(  # noqa: PLR0913, PLR0917 - register_to_config records the fields that stand in this signature
+        self,
+        patch_size: tuple[int, ...] = (1, 2, 2),
+        num_attention_heads: int = 12,
+        attention_head_dim: int = 128,
+        in_channels: int = 16,
+        out_channels: int = 16,
+        text_dim: int = 4096,
+        freq_dim: int = 256,
+        ffn_dim: int = 8960,
+        num_layers: int = 30,
+        cross_attn_norm: bool = True,
+        qk_norm: str | None = "rms_norm_across_heads",
+        eps: float = 1e-6,
+        image_dim: int | None = None,
+        added_kv_proj_dim: int | None = None,
+        rope_max_seq_len: int = 1024,
+        pos_embed_seq_len: int | None = None,
+        camera_dim: int = 12,
+    ) -> None:
+        if image_dim is not None or added_kv_proj_dim is not None:
+            raise ValueError(
+                f"image_dim is {image_dim} and added_kv_proj_dim is {added_kv_proj_dim}, expected None: ReCam extends "
+                "the text-to-video model, start from a T2V checkpoint"
+            )
+        if patch_size[0] != 1:
+            raise ValueError(f"patch_size is {tuple(patch_size)}, expected (1, h, w): each latent frame has its pose")
+        # num_layers=0: the base class would build blocks only to have them replaced.
+        super().__init__(
+            patch_size=patch_size,
+            num_attention_heads=num_attention_heads,
+            attention_head_dim=attention_head_dim,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            text_dim=text_dim,
+            freq_dim=freq_dim,
+            ffn_dim=ffn_dim,
+            num_layers=0,
+            cross_attn_norm=cross_attn_norm,
+            qk_norm=qk_norm,
+            eps=eps,
+            rope_max_seq_len=rope_max_seq_len,
+            pos_embed_seq_len=pos_embed_seq_len,
+        )
+        self.register_to_config(num_layers=num_layers)  # type: ignore[no-untyped-call]
+        dim = num_attention_heads * attention_head_dim
+        self.blocks = nn.ModuleList(
+            ReCamTransformerBlock(dim, ffn_dim, num_attention_heads, qk_norm, cross_attn_norm, eps, camera_dim)
+            for _ in range(num_layers)
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        camera: Tensor,
+        return_dict: bool = False,
+    ) -> tuple[Tensor] | Transformer2DModelOutput:
+        """Predict the velocity of target and source latents; only the first half of the frames is meaningful.
+
+        Args:
+            hidden_states: (B, C, 2F, H, W) latents, noisy target frames before clean source frames.
+            timestep: (B,) in 0..1000, one per row for all its frames.
+            encoder_hidden_states: (B, L, text_dim) prompt embeddings.
+            camera: (B, F, camera_dim), row-major 3x4 of the relative target pose at each latent frame.
+            return_dict: return diffusers' output record instead of a tuple.
+
+        Returns:
+            A tuple whose only entry is (B, C, 2F, H, W).
+
+        Raises:
+            ValueError: when the frames are not twice the camera's, or the size is no multiple of the patch.
+        """
+        self._check_shapes(hidden_states, timestep, camera)
+        frames, height, width = hidden_states.shape[2:]
+        _, patch_h, patch_w = self.config["patch_size"]
+        grid = {"f": frames, "h": height // patch_h, "w": width // patch_w}
+
+        rotary = self.rope(hidden_states)
+        tokens = rearrange(self.patch_embedding(hidden_states), "b d f h w -> b (f h w) d").contiguous()
+        temb, modulation, text, _ = self.condition_embedder(timestep, encoder_hidden_states)
+        modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
+
+        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
+        checkpointed: Any = self._gradient_checkpointing_func
+        for block in self.blocks:
+            arguments = (tokens, text, modulation, rotary, camera, grid["h"] * grid["w"])
+            tokens = checkpointed(block, *arguments) if checkpointing else block(*arguments)
+
+        shift, scale = (self.scale_shift_table + rearrange(temb, "b d -> b 1 d")).chunk(2, dim=1)
+        tokens = (self.norm_out(tokens.float()) * (1 + scale) + shift).type_as(tokens)
+        output = rearrange(
+            self.proj_out(tokens), "b (f h w) (p q c) -> b c f (h p) (w q)", p=patch_h, q=patch_w, **grid
+        )
+        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    def _check_shapes(self, hidden_states: Tensor, timestep: Tensor, camera: Tensor) -> None:
+        rows, _, frames, height, width = hidden_states.shape
+        expected = (rows, frames // 2, self.config["camera_dim"])
+        if frames % 2 or camera.shape != expected:
+            raise ValueError(
+                f"camera has shape {tuple(camera.shape)} for {frames} latent frames, expected {expected}: latents are "
+                "[target | source] on the frame axis with one camera per target frame"
+            )
+        if timestep.shape != (rows,):
+            raise ValueError(f"timestep has shape {tuple(timestep.shape)}, expected ({rows},): one per row")
+        _, patch_h, patch_w = self.config["patch_size"]
+        if height % patch_h or width % patch_w:
+            raise ValueError(f"latents are {height}x{width}, expected multiples of the patch {patch_h}x{patch_w}")
+
+    @classmethod
+    def from_base_wan(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> ReCamTransformer3DModel:
+        """Build the model from base Wan's configuration and state dict, camera modules at their neutral start.
+
+        `from_pretrained` on a base folder would leave the camera tensors on the meta device with only a warning.
+
+        Args:
+            config: `config` of the base transformer, or its config.json.
+            state: state dict of the base transformer, diffusers names.
+
+        Raises:
+            ValueError: when the state lacks anything but the camera tensors, or holds anything else.
+        """
+        model: ReCamTransformer3DModel = cls(**{k: value for k, value in config.items() if not k.startswith("_")})
+        missing, unexpected = model.load_state_dict(dict(state), strict=False)
+        camera = {name for name in model.state_dict() if set(name.split(".")) & set(CAMERA_MODULES)}
+        if set(missing) != camera or unexpected:
+            raise ValueError(
+                f"not a base Wan state dict: lacks {sorted(set(missing) - camera)[:3]}, has unexpected "
+                f"{list(unexpected)[:3]} and camera tensors {sorted(camera - set(missing))[:3]}; give the "
+                "transformer of a Wan 2.1 T2V checkpoint in diffusers layout"
+            )
+        return model
+
+
+def load_recam_transformer(folder: str | Path, dtype: torch.dtype = torch.float32) -> ReCamTransformer3DModel:
+    """Load a transformer folder in diffusers layout; what Wan keeps in fp32 stays fp32 under another `dtype`.
+
+    Raises:
+        ValueError: when the folder has no config.json, or holds another model. diffusers itself would load base Wan
+            with the camera tensors left on the meta device, with only a warning.
+    """
+    config_file = Path(folder) / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"no transformer at {folder}: {config_file} is missing; give a folder in diffusers layout")
+    found = json.loads(config_file.read_text()).get("_class_name")
+    if found != ReCamTransformer3DModel.__name__:
+        raise ValueError(
+            f"checkpoint of another model: {folder} holds {found}, expected {ReCamTransformer3DModel.__name__}; "
+            "convert a ReCamMaster or base Wan checkpoint first"
+        )
+    model: ReCamTransformer3DModel = ReCamTransformer3DModel.from_pretrained(str(folder), torch_dtype=dtype)
+    return model.eval()

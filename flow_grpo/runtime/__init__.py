@@ -1,0 +1,1 @@
+"""The doors to the outside: devices, ranks, files, trackers."""

@@ -1,0 +1,273 @@
+"""Checkpoints: everything a run needs to go on, published atomically, nothing pickled.
+
+    checkpoints/checkpoint_000010/
+        manifest.json           step, world size, identity, size and sha256 of every other file; written last
+        state.safetensors .json what all ranks share, written by rank 0
+        rank_0.safetensors .json ... what is each rank's own
+
+Files are written into a temporary sibling folder, brought to the disk, listed in the manifest, and the folder is
+renamed. A process killed at any moment leaves the previous checkpoint valid and at most a temporary folder, removed at
+the next start. All ranks must see one file system.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.runtime import state_files
+from flow_grpo.runtime.distributed import Ranks
+
+MANIFEST = "manifest.json"
+_TEMPORARY = ".tmp-"
+_PUBLISHED = re.compile(r"checkpoint_(\d{6,})")
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded; tensors are on the CPU.
+
+    Attributes:
+        path: its folder.
+        step: the step it was saved at.
+        world_size: number of ranks that saved it.
+        state: what all ranks share.
+        per_rank: this rank's own part, or None when fewer ranks saved it.
+    """
+
+    path: Path
+    step: int
+    world_size: int
+    state: dict[str, Any]
+    per_rank: dict[str, Any] | None
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    state: Mapping[str, Any],
+    per_rank: Mapping[str, Any],
+    identity: Mapping[str, str],
+    ranks: Ranks,
+    keep: int,
+) -> Path:
+    """Publish a checkpoint of `step` and return its folder; every rank must call it.
+
+    After publishing, only the `keep` newest stay. Checkpoints of later steps are removed too: they belong to a course
+    of the run that was given up when it was resumed from an earlier step.
+
+    Args:
+        folder: the run's checkpoints folder.
+        step: number of finished steps.
+        state: shared by all ranks and read on rank 0 only; nested as `state_files.flatten` describes.
+        per_rank: this rank's own part, likewise, such as random states.
+        identity: names the model, data and configuration that the checkpoint belongs to; compared by `load`.
+        ranks: who takes part.
+        keep: how many checkpoints to keep, at least 1.
+
+    Raises:
+        RuntimeError: on every rank, if any failed; nothing is published then.
+        ValueError: `keep` is below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"checkpoint.keep={keep} must be at least 1, or no checkpoint would survive")
+    final = folder / f"checkpoint_{step:06d}"
+    partial = folder / ranks.broadcast_text(f"{final.name}{_TEMPORARY}{uuid.uuid4().hex[:8]}")
+    try:
+        with ranks.together("saving a checkpoint (folder)"):
+            if ranks.is_main:
+                partial.mkdir(parents=True)
+        with ranks.together("saving a checkpoint (files)"):
+            if ranks.is_main:
+                state_files.write(partial / "state", state)
+            state_files.write(partial / f"rank_{ranks.rank}", per_rank)
+        with ranks.together("saving a checkpoint (publishing)"):
+            if ranks.is_main:
+                _write_manifest(partial, step, ranks.world_size, identity)
+                _publish(partial, final)
+                _prune(folder, step, keep)
+    except BaseException:
+        if ranks.is_main:  # all ranks have left the phase: nobody writes there any more
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint:
+    """Read a checkpoint, verified before; every rank must call it.
+
+    Raises:
+        ValueError: the checkpoint is missing or damaged, or its identity differs (every differing field is named).
+    """
+    problem = ranks.broadcast_text(damage(path) if ranks.is_main else "")
+    if problem:
+        raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint or use resume='auto'")
+    manifest = json.loads((path / MANIFEST).read_text())
+    _compare_identity(path, manifest["identity"], identity)
+    own = path / f"rank_{ranks.rank}"
+    return Checkpoint(
+        path=path,
+        step=manifest["step"],
+        world_size=manifest["world_size"],
+        state=state_files.read(path / "state"),
+        per_rank=state_files.read(own) if ranks.rank < manifest["world_size"] else None,
+    )
+
+
+def latest(folder: Path, *, ranks: Ranks) -> Path | None:
+    """Return the checkpoint of the highest step that verifies, or None; each damaged one met is warned about.
+
+    Every rank must call it; rank 0 looks.
+    """
+    found = ""
+    if ranks.is_main:
+        for path in reversed(published(folder)):
+            problem = damage(path)
+            if not problem:
+                found = path.name
+                break
+            _log.warning("checkpoint %s is passed over: %s", path, problem)
+    found = ranks.broadcast_text(found)
+    return folder / found if found else None
+
+
+def load_latest(folder: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint | None:
+    """Load what `latest` returns, or None when there is no valid checkpoint."""
+    path = latest(folder, ranks=ranks)
+    return None if path is None else load(path, identity=identity, ranks=ranks)
+
+
+def resolve_resume(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
+    """Return the checkpoint to go on from, or None for a fresh start; every rank must call it.
+
+    Args:
+        resume: "" starts afresh, "auto" takes the latest valid checkpoint of the run if there is one, anything else is
+            the folder of a checkpoint.
+        folder: the run's checkpoints folder.
+        ranks: who takes part.
+
+    Raises:
+        ValueError: a fresh start where checkpoints exist, or a path that is no checkpoint.
+    """
+    if resume == "auto":
+        return latest(folder, ranks=ranks)
+    if not resume:
+        existing = ranks.broadcast_text(", ".join(path.name for path in published(folder)))
+        if existing:
+            raise ValueError(f"{folder} already holds {existing}; use resume='auto' to go on or another run_name")
+        return None
+    problem = ranks.broadcast_text(damage(Path(resume)) if ranks.is_main else "")
+    if problem:
+        raise ValueError(
+            f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as "
+            f"{folder / 'checkpoint_000010'} or 'auto'"
+        )
+    return Path(resume)
+
+
+def remove_stale(folder: Path, *, ranks: Ranks) -> None:
+    """Remove temporary folders of processes that were killed; call once at start, on every rank.
+
+    Raises:
+        RuntimeError: on every rank, if a folder cannot be removed.
+    """
+    with ranks.together("removing stale checkpoints"):
+        if ranks.is_main:
+            for path in folder.glob(f"checkpoint_*{_TEMPORARY}*"):
+                shutil.rmtree(path)
+
+
+def published(folder: Path) -> list[Path]:
+    """Return the published checkpoint folders in ascending order of step; they may be damaged."""
+    found = [path for path in folder.glob("checkpoint_*") if _PUBLISHED.fullmatch(path.name)]
+    return sorted(found, key=_step)
+
+
+def damage(path: Path) -> str:
+    """Return what is wrong with a checkpoint folder in one line, or "" if every file is as the manifest says."""
+    try:
+        listed = json.loads((path / MANIFEST).read_text())["files"]
+        for file, expected in listed.items():
+            size = (path / file).stat().st_size
+            if size != expected["size"]:
+                return f"{file} has {size} bytes instead of {expected['size']}"
+            if _sha256(path / file) != expected["sha256"]:
+                return f"{file} has another sha256 than when it was written"
+    except FileNotFoundError as error:
+        return f"{error.filename} does not exist"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
+    return ""
+
+
+def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[str, str]) -> None:
+    stems = ["state", *(f"rank_{rank}" for rank in range(world_size))]
+    files = [path for stem in stems for path in state_files.paths(folder / stem)]
+    listed = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+    manifest = {"step": step, "world_size": world_size, "identity": dict(identity), "files": listed}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    state_files.to_disk(folder / MANIFEST)
+    state_files.to_disk(folder)
+
+
+def _publish(partial: Path, final: Path) -> None:
+    if final.exists():  # of a course of the run that was given up; a folder is not replaced by a rename
+        _discard(final)
+    os.rename(partial, final)
+    state_files.to_disk(final.parent)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    existing = published(folder)
+    current = [path for path in existing if _step(path) <= step]
+    for path in existing:
+        if path not in current[-keep:]:
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint; renamed first, so that being killed half-way leaves no damaged one behind."""
+    doomed = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:8]}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint_"))
+
+
+def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
+    differences = list(_differences(saved, current))
+    if differences:
+        raise ValueError(
+            f"{path} belongs to another run: {'; '.join(differences)}; resume with the configuration it was saved "
+            "with, or start afresh under another run_name"
+        )
+
+
+def _differences(saved: Mapping[str, str], current: Mapping[str, str]) -> Iterator[str]:
+    for field in sorted({*saved, *current}):
+        if saved.get(field) != current.get(field):
+            there, here = (repr(values[field]) if field in values else "absent" for values in (saved, current))
+            yield f"{field} is {there} there and {here} here"

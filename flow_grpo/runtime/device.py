@@ -1,0 +1,266 @@
+"""npu | cuda | cpu: the only file that may say a vendor's name.
+
+Everything else holds a `torch.device` made by `resolve` and asks this file for what differs between vendors. The two
+accelerator modules, `torch.npu` (made by importing torch_npu) and `torch.cuda`, share the names used here in every
+supported version, so most functions are one line over `getattr(torch, device.type)`; `torch.accelerator` is not used,
+because it lacks random states and names, and before torch 2.9 also memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import platform
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+KINDS = ("npu", "cuda", "cpu")  # in order of preference
+OVERRIDE = "FLOW_GRPO_DEVICE"  # environment variable, asked when the configuration says "auto"
+_GIB = 1024**3
+_log = logging.getLogger(__name__)
+
+_NPU_ENVIRONMENT = {
+    "HCCL_CONNECT_TIMEOUT": "1200",  # seconds; the vendor's 120 are short for a cold start of many ranks
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # against fragmentation
+    "TASK_QUEUE_ENABLE": "1",  # 2 raises peak memory
+    "CPU_AFFINITY_CONF": "1",
+}
+_DETERMINISTIC_ENVIRONMENT = {
+    "npu": {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1", "ATB_MATMUL_SHUFFLE_K_ENABLE": "0"},
+    "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    "cpu": {},
+}
+
+
+def resolve(requested: str = "auto") -> torch.device:
+    """Return this rank's device: the requested kind, or for "auto" the first usable of npu, cuda, cpu.
+
+    The index is LOCAL_RANK. For "auto" the environment variable FLOW_GRPO_DEVICE may name the kind.
+
+    Raises:
+        ValueError: unknown or unusable request, or fewer devices than local ranks.
+        RuntimeError: torch_npu is installed but cannot be loaded.
+    """
+    kind = _requested_kind(requested)
+    why_not = _why_not()  # also when cpu is requested: a broken torch_npu would break the import of the models later
+    if kind == "auto":
+        kind = next(candidate for candidate in KINDS if not why_not[candidate])
+    if why_not[kind]:
+        raise ValueError(f"device={kind!r} was requested, but {why_not[kind]}; repair that or use device='auto'")
+    if kind == "cpu":
+        return torch.device("cpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), _module(kind).device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no {kind} device: {count} visible; start at most {count} processes per node"
+        )
+    return torch.device(kind, local_rank)
+
+
+def describe(device: torch.device, requested: str = "auto") -> str:
+    """Return one line: which device was taken, and why it was not a preferred one."""
+    kind = _requested_kind(requested)
+    line = f"device {device} ({name(device)})"
+    if kind != "auto":
+        return f"{line}: {kind} was requested"
+    skipped = [f"no {better}: {why}" for better, why in _why_not().items() if why]
+    return "; ".join([line, *skipped[: KINDS.index(device.type)]])
+
+
+def launch_env(device: torch.device | str) -> dict[str, str]:
+    """Put the vendor's environment defaults in place where the user has not set them, and return what now holds.
+
+    Must run before the backend is loaded; `resolve` does so.
+    """
+    kind = device if isinstance(device, str) else device.type
+    defaults = dict(_NPU_ENVIRONMENT) if kind == "npu" else {}
+    if "PYTORCH_ALLOC_CONF" in os.environ:  # with both allocator variables set, torch_npu aborts the process
+        defaults.pop("PYTORCH_NPU_ALLOC_CONF", None)
+    return {variable: os.environ.setdefault(variable, value) for variable, value in defaults.items()}
+
+
+def setup(device: torch.device, deterministic: bool = False, num_threads: int = 0) -> None:
+    """Prepare the process for its device; call before any operation on it.
+
+    Args:
+        device: from `resolve`.
+        deterministic: ask for bitwise repeatable kernels and collectives, at a cost in speed.
+        num_threads: CPU threads of this process; 0 leaves torch's choice.
+    """
+    select(device)
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    if deterministic:
+        for variable, value in _DETERMINISTIC_ENVIRONMENT[device.type].items():
+            os.environ.setdefault(variable, value)
+        torch.use_deterministic_algorithms(True)
+    if device.type == "npu":
+        module = _module("npu")
+        module.set_compile_mode(jit_compile=False)
+        module.config.allow_internal_format = False  # private tensor formats cost precision in the video codec
+        module.conv.allow_hf32 = False  # on by default; fp32 shall mean fp32
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # likewise
+
+
+def select(device: torch.device) -> None:
+    """Make `device` the current one of this process."""
+    if device.type != "cpu":
+        _module(device.type).set_device(device)
+
+
+def process_group_backend(device: torch.device) -> str:
+    """Return the backend for `init_process_group`; CPU tensors always travel over gloo."""
+    return {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device.type]
+
+
+def accelerator_kwargs(device: torch.device) -> dict[str, Any]:
+    """Return what `accelerate.Accelerator` needs to be told; unasked, it does not take part in a CPU group."""
+    return {"cpu": True} if device.type == "cpu" else {}
+
+
+def autocast(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager[Any]:
+    """Return the mixed-precision context for `dtype`; for fp32 one that does nothing."""
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states (CPU uint8 tensors) of torch's CPU generator and of this rank's device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = _module(device.type).get_rng_state(device)
+    return states
+
+
+def set_rng_state(device: torch.device, state: dict[str, Tensor]) -> None:
+    """Restore what `rng_state` returned; a state of another kind of device is left out with a warning."""
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and device.type in state:
+        _module(device.type).set_rng_state(state[device.type], device)
+    if set(state) != {"cpu", device.type}:
+        _log.warning("random states are of %s, this run is on %s: its generator starts anew", set(state), device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type != "cpu":
+        _module(device.type).synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give cached memory back to the device."""
+    if device.type != "cpu":
+        _module(device.type).empty_cache()
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Return GiB in use: `allocated`, `peak`, `reserved`, `total`.
+
+    On the CPU: `allocated` and `peak` of this process and the machine's `total`, where the system tells.
+    """
+    if device.type == "cpu":
+        return _process_memory()
+    module = _module(device.type)
+    used = {
+        "allocated": module.memory_allocated(device),
+        "peak": module.max_memory_allocated(device),
+        "reserved": module.memory_reserved(device),
+        "total": module.mem_get_info(device)[1],
+    }
+    return {key: value / _GIB for key, value in used.items()}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `memory()["peak"]` start again from here; a CPU process keeps its peak."""
+    if device.type != "cpu":
+        _module(device.type).reset_peak_memory_stats(device)
+
+
+def name(device: torch.device) -> str:
+    """Return the device's product name."""
+    if device.type == "cpu":
+        return f"{platform.machine()}, {os.cpu_count()} cores"
+    return str(_module(device.type).get_device_name(device))
+
+
+def supports_bf16(device: torch.device) -> bool:
+    """Return whether bf16 is native; on the CPU it always works."""
+    return device.type == "cpu" or bool(_module(device.type).is_bf16_supported())
+
+
+def attention_backends(device: torch.device) -> tuple[str, ...]:
+    """Return diffusers' names of the usable attention backends, the default first.
+
+    The vendor's own one reads additive float masks inverted; it may be chosen where no mask or a boolean one is passed.
+    """
+    return ("native", "_native_npu") if device.type == "npu" else ("native",)
+
+
+def profiler(device: torch.device, folder: Path | str) -> AbstractContextManager[Any]:
+    """Return a profiler context that writes its trace into `folder` when it ends."""
+    library: Any = sys.modules["torch_npu"].profiler if device.type == "npu" else torch.profiler
+    activities = [library.ProfilerActivity.CPU]
+    if device.type != "cpu":
+        activities.append(getattr(library.ProfilerActivity, device.type.upper()))
+    handler = library.tensorboard_trace_handler(str(folder))
+    return cast(AbstractContextManager[Any], library.profile(activities=activities, on_trace_ready=handler))
+
+
+def _requested_kind(requested: str) -> str:
+    """Return the kind asked for by configuration or environment, or "auto"."""
+    kind = os.environ.get(OVERRIDE, "auto") if requested == "auto" else requested
+    if kind not in (*KINDS, "auto"):
+        where = OVERRIDE if requested == "auto" else "device"
+        raise ValueError(f"{where}={kind!r} is not known; use one of auto, {', '.join(KINDS)}")
+    return kind
+
+
+def _why_not() -> dict[str, str]:
+    """For every kind, why it cannot be used here, or ""."""
+    return {"npu": _why_not_npu(), "cuda": _why_not_cuda(), "cpu": ""}
+
+
+def _why_not_npu() -> str:
+    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    launch_env("npu")
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RuntimeError(
+            f"torch_npu is installed but cannot be loaded ({reason}), and the model libraries import it whenever it is "
+            "installed; either make it loadable (source set_env.sh of the CANN toolkit; torch must be the CPU build of "
+            "the same version) or remove it (pip uninstall torch_npu)"
+        ) from error
+    if not _module("npu").is_available():
+        return "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
+    return ""
+
+
+def _why_not_cuda() -> str:
+    if not torch.backends.cuda.is_built():
+        return "this build of torch has no CUDA support"
+    return "" if torch.cuda.is_available() else "torch sees no device (look at `nvidia-smi` and CUDA_VISIBLE_DEVICES)"
+
+
+def _module(kind: str) -> Any:
+    return getattr(torch, kind)
+
+
+def _process_memory() -> dict[str, float]:
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return {}
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    used = {key: int(fields[field].split()[0]) * 1024 for key, field in (("allocated", "VmRSS"), ("peak", "VmHWM"))}
+    used["total"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {key: value / _GIB for key, value in used.items()}

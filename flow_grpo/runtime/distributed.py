@@ -1,0 +1,226 @@
+"""Ranks: start-up in the one right order, small exchanges between CPUs, and "did any rank fail".
+
+Everything here travels over a gloo control group as plain CPU tensors, whatever the accelerator: metrics, group ids and
+error texts are small, and an accelerator's own library aborts the process on a mistake that gloo can report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flow_grpo.runtime import device as device_door
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+CONTROL_TIMEOUT_S = 1800.0  # must exceed the longest time one rank may lag behind another
+DEVICE_TIMEOUT_S = 7200.0  # must exceed the vendor library's own timeouts, which explain themselves better
+_SHOWN = 80  # characters of a differing text that an error quotes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Who this process is among its equals; without a process group every exchange returns its own input.
+
+    Attributes:
+        rank: 0..world_size-1 over all nodes.
+        world_size: number of processes, W.
+        local_rank: 0.. on this node.
+        control_group: gloo group of all ranks, or None for a single process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    control_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints, logs and publishes."""
+        return self.rank == 0
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the (W*n, ...) rows of all ranks in rank order, bit for bit, from every rank's (n, ...) CPU tensor.
+
+        Every rank must call it with the same shape and dtype; that is compared first, because plain gloo aborts the
+        process on a mismatch.
+
+        Raises:
+            ValueError: the tensor is not on the CPU or has no rows dimension, or ranks differ (every shape is named).
+        """
+        kinds = self.gather_text(f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}")
+        if len(set(kinds)) > 1 or tensor.dim() == 0 or tensor.device.type != "cpu":
+            raise ValueError(
+                "all_gather needs rows of one shape and dtype in CPU memory on all ranks, "
+                f"got {_by_rank(kinds)}; pad or cut the rows first"
+            )
+        if self.control_group is None or tensor.numel() == 0:
+            return tensor.detach().clone().repeat(self.world_size, *[1] * (tensor.dim() - 1))
+        # As bytes: gloo lacks some dtypes, and bytes also keep NaN payloads.
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        parts = [torch.empty_like(flat) for _ in range(self.world_size)]
+        dist.all_gather(parts, flat, group=self.control_group)
+        return torch.cat(parts).view(tensor.dtype).view(self.world_size * tensor.shape[0], *tensor.shape[1:])
+
+    def gather_text(self, text: str) -> list[str]:
+        """Return every rank's text in rank order; lengths may differ. Every rank must call it."""
+        if self.control_group is None:
+            return [text]
+        encoded = text.encode()
+        lengths = self._gather_equal(torch.tensor([len(encoded)])).tolist()
+        padded = encoded.ljust(max(*lengths, 1), b"\0")
+        rows = self._gather_equal(torch.frombuffer(bytearray(padded), dtype=torch.uint8)).view(self.world_size, -1)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def broadcast_text(self, text: str) -> str:
+        """Return rank 0's text on every rank; the others' argument is ignored. Every rank must call it."""
+        return self.gather_text(text if self.is_main else "")[0]
+
+    def all_equal(self, fingerprint: str, what: str) -> None:
+        """Check that all ranks hold the same fingerprint.
+
+        Args:
+            fingerprint: any text that tells two states apart.
+            what: what it is a fingerprint of, for the message.
+
+        Raises:
+            ValueError: on every rank alike, naming each rank's value.
+        """
+        values = self.gather_text(fingerprint)
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{what} must be the same on all ranks, got {_by_rank(values)}; "
+                "give every rank the same files, configuration and software"
+            )
+
+    def raise_together(self, error: BaseException | None, phase: str) -> None:
+        """End a phase on all ranks alike: return if no rank brings an error, else raise on every rank.
+
+        Every rank must call it once at the end of the phase. It also serves as the barrier after work of one rank.
+
+        Args:
+            error: what went wrong on this rank, or None.
+            phase: name of the phase, for the message.
+
+        Raises:
+            RuntimeError: the same text on every rank, naming rank, phase, type and message of each failure; on a
+                failing rank the original exception is its cause.
+        """
+        failed = torch.tensor([0 if error is None else 1], dtype=torch.int32)
+        if self.control_group is not None:
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control_group)
+        if not failed.item():
+            return
+        # Marked by length: an exception may have an empty message, a rank without one sends an empty text.
+        texts = self.gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        failures = [f"rank {rank} failed in {phase}: {text}" for rank, text in enumerate(texts) if text]
+        raise RuntimeError("; ".join(failures)) from error
+
+    @contextlib.contextmanager
+    def together(self, phase: str) -> Iterator[None]:
+        """Run a block that holds no exchange of its own, then `raise_together`.
+
+        Raises:
+            RuntimeError: on every rank, if the block raised on any.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.raise_together(error, phase)
+            raise
+        self.raise_together(None, phase)
+
+    def _gather_equal(self, tensor: Tensor) -> Tensor:
+        """Gather tensors that are of one shape by construction."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor, group=self.control_group)
+        return torch.cat(parts)
+
+
+def start(device: torch.device, timeout_s: float = CONTROL_TIMEOUT_S, *, init_method: str = "env://") -> Ranks:
+    """Join the other ranks; call once, after `device.setup` and before anything else communicates.
+
+    Order: select the device, make the process group, run one small collective on the device (the first one builds the
+    communicator), then make the control group. A process without launcher (no RANK in the environment) is alone.
+
+    Args:
+        device: this rank's device, from `device.resolve`.
+        timeout_s: how long one rank may lag behind the others in an exchange, in seconds.
+        init_method: rendezvous of `torch.distributed`; "env://" is the launcher's.
+
+    Raises:
+        RuntimeError: the first collective gives a wrong answer.
+    """
+    if "RANK" not in os.environ:
+        return Ranks()
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
+        _prefer_loopback()
+    device_door.select(device)
+    device_timeout_s = timeout_s if device.type == "cpu" else max(DEVICE_TIMEOUT_S, timeout_s)
+    dist.init_process_group(
+        device_door.process_group_backend(device),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=device_timeout_s),
+    )
+    probe = torch.ones(1, device=device)
+    dist.all_reduce(probe)
+    if probe.item() != world_size:
+        raise RuntimeError(f"the first all-reduce over {world_size} ranks on {device} summed ones to {probe.item()}")
+    control_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    return Ranks(rank, world_size, local_rank, control_group)
+
+
+def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
+    """Return an Accelerator that agrees with `ranks` on who takes part; call after `start`.
+
+    Precision is not its business (`device.autocast` is used), gradient accumulation neither.
+
+    Raises:
+        RuntimeError: accelerate sees another number of processes, which would leave gradients unsynchronised.
+    """
+    from accelerate import Accelerator
+
+    threads = torch.get_num_threads()
+    made = Accelerator(**device_door.accelerator_kwargs(device))
+    torch.set_num_threads(threads)  # on CPU ranks, accelerate replaces the number when OMP_NUM_THREADS is not set
+    if made.num_processes != ranks.world_size:
+        raise RuntimeError(
+            f"accelerate sees {made.num_processes} processes where {ranks.world_size} were started on {device}; "
+            "gradients would not be synchronised"
+        )
+    return made
+
+
+def stop(ranks: Ranks) -> None:
+    """Leave together: wait for all ranks, then take the process group down.
+
+    Leaving a gloo group without this may abort the process. Not for a rank that failed alone: the others would never
+    come, and the launcher ends them when the failed process exits.
+    """
+    if ranks.control_group is not None:
+        dist.barrier(group=ranks.control_group)
+        dist.destroy_process_group()
+
+
+def _by_rank(values: list[str]) -> str:
+    return ", ".join(f"{value[:_SHOWN]} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _prefer_loopback() -> None:
+    """On a single node let gloo use the loopback interface, so that an unresolvable host name does no harm."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

@@ -1,0 +1,92 @@
+"""metrics.jsonl and metrics.csv of a run: always written, readable while the run goes on, consistent after a resume.
+
+The JSON lines are the record, one per call; the CSV is the same as a table with one row per step, where calls of the
+same step share a row and new columns may appear at any time.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+Row = dict[str, float]
+_log = logging.getLogger(__name__)
+
+
+class MetricFiles:
+    """The two files of one run; for one process only.
+
+    Attributes:
+        rows: step -> its metrics, everything on record.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
+        """Start the files afresh, or keep what they hold up to and including `resumed_step` and drop the rest."""
+        self.rows: dict[int, Row] = {}
+        self._lines = folder / "metrics.jsonl"
+        self._table = folder / "metrics.csv"
+        self._columns: list[str] = ["step"]
+        kept = [] if resumed_step is None else self._lines_up_to(resumed_step)
+        for step, metrics in kept:
+            self._remember(step, metrics)
+        _replace(self._lines, "".join(_line(step, metrics) for step, metrics in kept))
+        self._write_table()
+
+    def append(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a call's metrics to both files."""
+        with self._lines.open("a") as file:
+            file.write(_line(step, metrics))
+        is_new_row = step not in self.rows
+        if self._remember(step, metrics) or not is_new_row:
+            self._write_table()
+        else:
+            with self._table.open("a", newline="") as file:
+                csv.writer(file).writerow(self._cells(step))
+
+    def _remember(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Merge into the step's row; return whether columns were added."""
+        self.rows.setdefault(step, {}).update(metrics)
+        new = [name for name in metrics if name not in self._columns]
+        self._columns += new
+        return bool(new)
+
+    def _cells(self, step: int) -> Iterable[float | str]:
+        return [step, *(self.rows[step].get(name, "") for name in self._columns[1:])]
+
+    def _write_table(self) -> None:
+        partial = self._table.with_suffix(".csv.tmp")
+        with partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self._columns)
+            writer.writerows(self._cells(step) for step in self.rows)
+        os.replace(partial, self._table)
+
+    def _lines_up_to(self, last_step: int) -> list[tuple[int, Row]]:
+        kept = []
+        for text in self._lines.read_text().splitlines() if self._lines.exists() else ():
+            try:
+                record = json.loads(text)
+                step = record.pop("step")
+            except (ValueError, KeyError):  # a killed process may leave half a line
+                _log.warning("%s: unreadable line dropped: %.60s", self._lines, text)
+                continue
+            if step <= last_step:
+                kept.append((step, {name: math.nan if value is None else value for name, value in record.items()}))
+        return kept
+
+
+def _line(step: int, metrics: Mapping[str, float]) -> str:
+    """One JSON line; JSON knows no NaN or infinity, they become null."""
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return json.dumps({"step": step, **finite}) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text(text)
+    os.replace(partial, path)

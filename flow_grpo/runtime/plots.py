@@ -1,0 +1,87 @@
+"""The curves of a run as one picture: rewards with their spread inside the groups, and held-out metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Rows = Mapping[int, Mapping[str, float]]
+
+_COLUMNS = 3
+_SMOOTH_FROM = 20  # points from which on a running mean is drawn
+_REWARD, _EVAL = "#1f5fa8", "#b5472f"
+
+
+def draw_curves(rows: Rows, path: Path, title: str = "") -> None:
+    """Write a PNG with one panel per reward and one per held-out metric.
+
+    A reward is a column `reward/...mean`; its band is the column of the same name ending in `group_std` (spread of the
+    reward inside the groups, averaged over groups) if there is one. Held-out metrics are the columns `eval/...`.
+
+    Args:
+        rows: step -> metrics.
+        path: the PNG file, replaced.
+        title: heading, such as the run's name.
+    """
+    names = sorted({name for row in rows.values() for name in row})
+    rewards = [name for name in names if name.startswith("reward/") and name.endswith("mean")]
+    rewards.sort(key=len)  # the combined reward/mean first
+    held_out = [name for name in names if name.startswith("eval/") and len(_points(rows, name)[0])]
+    count = len(rewards) + len(held_out)
+    columns = max(1, min(_COLUMNS, count))
+    lines = max(1, math.ceil(count / columns))
+    figure = Figure(figsize=(4.6 * columns, 3.2 * lines), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, fontsize=12)
+    for position, name in enumerate([*rewards, *held_out], start=1):
+        axes = figure.add_subplot(lines, columns, position)
+        (_draw_reward if name in rewards else _draw_held_out)(axes, rows, name)
+        axes.set_xlabel("epoch", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    partial = path.with_name(f".{path.name}")  # a viewer never sees half a picture
+    figure.savefig(partial, format="png")
+    partial.replace(path)
+
+
+def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
+    steps, means = _points(rows, name)
+    band = name.removesuffix("mean") + "group_std"
+    spread = np.array([rows[step].get(band, math.nan) for step in steps])
+    if np.isfinite(spread).any():
+        axes.fill_between(steps, means - spread, means + spread, color=_REWARD, alpha=0.15, lw=0, label="± group std")
+    smooth = len(means) >= _SMOOTH_FROM
+    axes.plot(steps, means, color=_REWARD, lw=1.0 if smooth else 1.8, alpha=0.45 if smooth else 1.0, label="mean")
+    if smooth:
+        axes.plot(steps, _running_mean(means), color=_REWARD, lw=2.0, label="running mean")
+    axes.set_title(name, fontsize=10)
+    axes.legend(fontsize=7, frameon=False, loc="best")
+
+
+def _draw_held_out(axes: Any, rows: Rows, name: str) -> None:
+    steps, values = _points(rows, name)
+    axes.plot(steps, values, color=_EVAL, lw=1.6, marker="o", ms=4)
+    axes.set_title(f"{name}: {values[0]:.4g} → {values[-1]:.4g}", fontsize=10)
+
+
+def _points(rows: Rows, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    steps = np.array([step for step in sorted(rows) if math.isfinite(rows[step].get(name, math.nan))], dtype=int)
+    return steps, np.array([rows[int(step)][name] for step in steps])
+
+
+def _running_mean(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Mean over a centred window of a tenth of the points; at the ends over what there is of the window."""
+    width = max(3, len(values) // 10) | 1
+    window = np.ones(width)
+    weights = np.convolve(np.ones_like(values), window, mode="same")
+    return np.asarray(np.convolve(values, window, mode="same") / weights)

@@ -1,0 +1,40 @@
+"""Plain `pytest` needs no network, no account and no accelerator: this file sees to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+# Read when the libraries are imported, so set before any test file is.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    MPLBACKEND="Agg",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="offline",
+    WANDB_SILENT="true",
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+
+# The same examples in every run: a suite that is green today is green tomorrow.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_this_machine() -> Iterator[None]:
+    """Refuse connections to other machines."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> None:
+        if self.family != socket.AF_UNIX and isinstance(address, tuple):
+            host = str(address[0])
+            assert host in ("localhost", "::1") or host.startswith("127."), f"a test reached for the network: {host}"
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded)
+        yield

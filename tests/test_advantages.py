@@ -1,0 +1,295 @@
+"""Group-normalised advantages against hand numbers, and what flat, incomplete and mixed groups get."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards, group_advantages
+
+
+def lone_winner(k: int, height: float = 1.0) -> Tensor:
+    """Return k float64 rewards: one of `height`, the rest 0."""
+    rewards = torch.zeros(k, dtype=torch.float64)
+    rewards[0] = height
+    return rewards
+
+
+def one_group(rewards: Tensor | list[float], **settings: object) -> Tensor:
+    """Return the advantages of a single group."""
+    values = torch.as_tensor(rewards, dtype=torch.float64)
+    return group_advantages(values, torch.zeros(len(values), dtype=torch.int64), k=len(values), **settings)
+
+
+@pytest.mark.parametrize(
+    ("k", "ddof", "expected"), [(4, 0, math.sqrt(3)), (4, 1, 1.5), (24, 0, math.sqrt(23)), (24, 1, 23 / math.sqrt(24))]
+)
+def test_lone_winner(k: int, ddof: int, expected: float) -> None:
+    # 1.73 and 1.50 at k = 4; 4.80 and 4.70 at k = 24, so an advantage clip of 5 is not reached.
+    advantages = one_group(lone_winner(k), adv_ddof=ddof)
+    assert advantages[0].item() == pytest.approx(expected, rel=1e-3)
+    assert one_group(lone_winner(k), adv_ddof=ddof, adv_eps=0.0)[0].item() == pytest.approx(expected, rel=1e-12)
+    assert advantages.dtype == torch.float64
+    assert advantages.sum().item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("eps", "size"), [(1e-4, 0.010), (1e-6, 0.50), (1e-8, 0.99)])
+def test_the_eps_decides_whether_noise_becomes_signal(eps: float, size: float) -> None:
+    advantages = one_group([0.0, 2e-6], adv_eps=eps, flat_eps=0.0)  # std 1e-6
+    assert advantages.abs().tolist() == pytest.approx([size] * 2, abs=5e-3)
+
+
+@pytest.mark.parametrize(("k", "size"), [(2, 0.33), (4, 0.52), (24, 0.80)])
+def test_a_lone_winner_at_the_flat_range_would_be_noise_and_gets_exactly_zero(k: int, size: float) -> None:
+    assert one_group(lone_winner(k, 1e-4), flat_eps=0.0)[0].item() == pytest.approx(size, abs=5e-3)
+    assert one_group(lone_winner(k, 1e-4)).tolist() == [0.0] * k
+    assert one_group(lone_winner(k, 1.01e-4))[0].item() != 0
+
+
+@pytest.mark.parametrize("k", [2, 4, 5, 6, 8, 12, 16, 24])
+def test_a_constant_group_is_exactly_zero_without_any_tolerance(k: int) -> None:
+    # The std of equal fp32 values is often above 0: 56 % of groups of 12.
+    values = torch.rand(200, generator=torch.Generator().manual_seed(0)).repeat_interleave(k)
+    ids = torch.arange(200).repeat_interleave(k)
+    for eps in (1e-4, 0.0):
+        assert (group_advantages(values, ids, k=k, flat_eps=0.0, adv_eps=eps) == 0).all()
+
+
+def test_rewards_far_from_zero_keep_their_digits() -> None:
+    # One pass over sums of squares in fp32 gives a negative variance here.
+    values = 100 + 0.01 * torch.tensor([1.0, -1.0, 0.5, -0.5])
+    expected = one_group(0.01 * torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64))
+    assert one_group(values).tolist() == pytest.approx(expected.tolist(), rel=2e-3)
+
+
+def test_groups_are_found_by_id_wherever_their_copies_lie() -> None:
+    rewards = torch.randn(24, generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(6).repeat_interleave(4) * 1000 + 7
+    ordered = group_advantages(rewards, ids, k=4)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(2))
+    assert torch.allclose(group_advantages(rewards[order], ids[order], k=4), ordered[order], rtol=1e-12, atol=1e-12)
+    for gid in ids.unique():
+        members = rewards[ids == gid].double()
+        expected = (members - members.mean()) / (members.std(correction=0) + 1e-4)
+        assert torch.allclose(ordered[ids == gid], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_ids_that_fp32_would_merge_stay_apart() -> None:
+    ids = torch.tensor([2**24, 2**24, 2**24 + 1, 2**24 + 1])
+    rewards = torch.tensor([0.0, 1.0, 10.0, 30.0])
+    assert ids.float().unique().numel() == 1
+    assert group_advantages(rewards, ids, k=2).tolist() == pytest.approx([-1, 1, -1, 1], rel=1e-3)
+    with pytest.raises(ValueError, match=r"group_ids is torch.float32 .* must be integers"):
+        group_advantages(rewards, ids.float(), k=2)
+
+
+@pytest.mark.parametrize(
+    ("ids", "named"), [([5, 5, 5, 9], "gid 5: 3, gid 9: 1"), ([5, 5, 5, 5], "gid 5: 4"), ([3, 5, 5, 7], "gid 3: 1")]
+)
+def test_a_group_of_wrong_size_is_refused_by_name(ids: list[int], named: str) -> None:
+    with pytest.raises(ValueError, match="k=2") as caught:
+        group_advantages(torch.arange(4.0), torch.tensor(ids), k=2)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, None])
+def test_one_missing_reward_silences_its_group_and_no_other(broken: float | None) -> None:
+    rewards = torch.tensor([1.0, 2.0, 4.0, 1.0, 2.0, 4.0])
+    valid = torch.ones(6, dtype=torch.bool)
+    if broken is None:
+        valid[4] = False
+    else:
+        rewards[4] = broken
+    ids = torch.tensor([1, 1, 1, 2, 2, 2])
+    for norm in ("group", "batch", "batch_centered", "max_group", "none"):
+        advantages = group_advantages(rewards, ids, k=3, valid=valid, adv_norm=norm)
+        alone = group_advantages(rewards[:3], ids[:3], k=3, adv_norm=norm)
+        assert advantages[3:].tolist() == [0.0] * 3
+        assert torch.equal(advantages[:3], alone)
+
+
+def test_the_four_other_normalisers_by_hand() -> None:
+    rewards, ids = torch.tensor([0.0, 2.0, 10.0, 18.0]), torch.tensor([0, 0, 1, 1])  # means 1, 14; stds 1, 4
+
+    def normalised(norm: str, ddof: int = 0) -> list[float]:
+        return group_advantages(rewards, ids, k=2, adv_norm=norm, adv_eps=0.0, adv_ddof=ddof).tolist()
+
+    raw = math.sqrt((7.5**2 + 5.5**2 + 2.5**2 + 10.5**2) / 4)
+    within = math.sqrt((1 + 1 + 16 + 16) / 4)
+    assert normalised("none") == [-1, 1, -4, 4]
+    assert normalised("max_group") == pytest.approx([-0.25, 0.25, -1, 1])
+    assert normalised("batch") == pytest.approx([-1 / raw, 1 / raw, -4 / raw, 4 / raw])
+    assert normalised("batch_centered") == pytest.approx([-1 / within, 1 / within, -4 / within, 4 / within])
+    assert normalised("batch", 1)[1] == pytest.approx(1 / (raw * math.sqrt(4 / 3)))
+    assert normalised("batch_centered", 1)[1] == pytest.approx(1 / (within * math.sqrt(4 / 3)))
+    assert normalised("max_group", 1)[1] == pytest.approx(0.25 / math.sqrt(2))
+
+
+def test_raw_batch_std_drowns_in_the_difficulty_of_prompts() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rewards = 10 * torch.randn(32, 1, generator=generator) + torch.randn(32, 8, generator=generator)
+    ids = torch.arange(32).repeat_interleave(8)
+    raw, centred = (
+        group_advantages(rewards.flatten(), ids, k=8, adv_norm=norm).abs().mean()
+        for norm in ("batch", "batch_centered")
+    )
+    assert raw < 0.15
+    assert centred > 0.7
+
+
+def test_flat_groups_stay_at_zero_whatever_the_normaliser() -> None:
+    rewards, ids = torch.tensor([5.0, 5.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    for norm in ("group", "batch", "batch_centered", "max_group", "none"):
+        advantages = group_advantages(rewards, ids, k=2, adv_norm=norm)
+        assert advantages[:2].tolist() == [0.0, 0.0]
+        assert advantages[3] > 0
+
+
+def test_nothing_valid_gives_zeros_and_no_error() -> None:
+    for norm in ("group", "batch", "batch_centered", "max_group", "none"):
+        assert (
+            group_advantages(torch.full((4,), math.nan), torch.zeros(4).long(), k=4, adv_norm=norm).tolist()
+            == [0.0] * 4
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": 1}, "k is 1"),
+        ({"adv_norm": "global"}, "adv_norm is 'global'"),
+        ({"adv_ddof": 2}, "adv_ddof is 2"),
+        ({"adv_eps": -1.0}, "adv_eps is -1.0"),
+        ({"flat_eps": math.nan}, "flat_eps nan"),
+        ({"rewards": torch.zeros(2, 1)}, "must be \\(2,\\) like group_ids"),
+        ({"valid": torch.ones(3, dtype=torch.bool)}, "must be \\(2,\\) like group_ids"),
+    ],
+)
+def test_input_outside_its_bounds_is_refused(changes: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {"rewards": torch.zeros(2), "group_ids": torch.zeros(2, dtype=torch.int64), "k": 2}
+    with pytest.raises(ValueError, match=message):
+        group_advantages(**(given | changes))
+
+
+def combine(
+    rewards: dict[str, list[float]],
+    weights: dict[str, float],
+    ids: list[int],
+    k: int,
+    floors: dict[str, float] | None = None,
+    **settings: object,
+) -> CombinedAdvantages:
+    """Combine rewards given as lists; NaN means not valid."""
+    values = {name: torch.tensor(row) for name, row in rewards.items()}
+    valid = {name: row.isfinite() for name, row in values.items()}
+    return combine_rewards(values, valid, weights, torch.tensor(ids), k=k, floors=floors or {}, **settings)
+
+
+def test_a_single_reward_is_normalised_as_group_advantages_does() -> None:
+    rewards, ids = [0.0, 1.0, 3.0, 3.0, 2.0, 2.0], [4, 4, 2, 2, 9, 9]
+    combined = combine({"a": rewards, "b": rewards[::-1]}, {"a": 1.0, "b": 0.0}, ids, 2)
+    alone = group_advantages(torch.tensor(rewards), torch.tensor(ids), k=2)
+    assert torch.equal(combined.advantages, alone)
+    assert combined.gids.tolist() == [2, 4, 9]
+    assert combined.flat.tolist() == [True, False, True]
+    assert combined.incomplete.tolist() == [False] * 3
+    assert combined.weights.tolist() == [1.0] * 6  # a KL term still acts in flat groups
+    assert combined.advantages[2:].tolist() == [0.0] * 4
+
+
+def test_several_rewards_are_each_divided_by_their_std_and_then_summed_with_weights() -> None:
+    combined = combine({"a": [0.0, 2.0, 4.0], "b": [30.0, 0.0, 0.0]}, {"a": 1.0, "b": 0.3}, [7, 7, 7], 3)
+    std_a, std_b = math.sqrt(8 / 3), math.sqrt(200)
+    expected = [-2 / std_a + 0.3 * 20 / std_b, -0.3 * 10 / std_b, 2 / std_a - 0.3 * 10 / std_b]
+    assert combined.advantages.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_shifting_or_scaling_one_of_several_rewards_changes_nothing_above_its_floor() -> None:
+    first = combine({"a": [0.0, 2.0, 4.0], "b": [3.0, 0.0, 1.0]}, {"a": 1.0, "b": 0.5}, [7, 7, 7], 3)
+    moved = combine({"a": [100.0, 120.0, 140.0], "b": [3.0, 0.0, 1.0]}, {"a": 1.0, "b": 0.5}, [7, 7, 7], 3)
+    assert torch.allclose(first.advantages, moved.advantages, rtol=1e-12, atol=1e-12)
+
+
+def test_a_reward_below_its_floor_is_damped_and_not_blown_up() -> None:
+    noise = {"a": [0.0, 2.0], "b": [0.01, 0.0]}
+    combined = combine(noise, {"a": 1.0, "b": 1.0}, [7, 7], 2, {"b": 0.1})
+    assert combined.advantages.tolist() == pytest.approx([-1 + 0.005 / 0.1, 1 - 0.005 / 0.1], rel=1e-6)
+
+
+def test_a_constant_reward_without_a_floor_adds_nothing_to_another() -> None:
+    # Three times 0.1 in float64 has a mean above 0.1: a rounding over its own std would be of size 1.
+    values = {"a": torch.tensor([0.0, 1.0, 2.0]).double(), "b": torch.full((3,), 0.1, dtype=torch.float64)}
+    valid = {name: torch.ones(3, dtype=torch.bool) for name in values}
+    ids = torch.zeros(3, dtype=torch.int64)
+    found = combine_rewards(values, valid, {"a": 1.0, "b": 1.0}, ids, k=3, floors={}, flat_eps=0.0)
+    assert found.advantages.tolist() == pytest.approx([-math.sqrt(1.5), 0.0, math.sqrt(1.5)], rel=1e-12)
+
+
+def test_a_group_is_flat_when_every_weighted_reward_is_within_its_floor() -> None:
+    rewards = {"a": [0.0, 0.05, 0.0, 0.05, 0.0, 0.5], "b": [1.0, 1.0, 1.0, 3.0, 1.0, 1.0], "c": [0.0, 9.0] * 3}
+    combined = combine(rewards, {"a": 1.0, "b": 1.0, "c": 0.0}, [0, 0, 1, 1, 2, 2], 2, {"a": 0.1, "b": 0.1})
+    assert combined.flat.tolist() == [True, False, False]
+    assert combined.advantages[:2].tolist() == [0.0, 0.0]
+    assert combined.weights.tolist() == [1.0] * 6
+    single = combine({"a": [0.0, 0.05]}, {"a": 1.0}, [0, 0], 2, {"a": 0.1})
+    assert single.flat.tolist() == [True]
+    assert combine({"a": [0.0, 0.05]}, {"a": 1.0}, [0, 0], 2).flat.tolist() == [False]
+
+
+def test_one_invalid_value_is_masked_in_its_own_reward_only() -> None:
+    rewards = {"a": [0.0, 2.0, 7.0], "b": [0.0, 2.0, math.nan]}
+    combined = combine(rewards, {"a": 1.0, "b": 1.0}, [7, 7, 7], 3)
+    own = combine({"a": rewards["a"]}, {"a": 1.0}, [7, 7, 7], 3, adv_eps=0.0).advantages
+    assert combined.incomplete.tolist() == [False]
+    assert combined.weights.tolist() == [1.0] * 3
+    assert (combined.advantages - own).tolist() == pytest.approx([-1.0, 1.0, 0.0], abs=1e-12)
+    for norm in ("batch", "batch_centered"):  # the masked copy does not count in the std over all samples either
+        found = combine(rewards, {"a": 1e-12, "b": 1.0}, [7, 7, 7], 3, adv_norm=norm)
+        assert found.advantages.tolist() == pytest.approx([-1.0, 1.0, 0.0], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "incomplete"),
+    [
+        ([0.0, 1.0, math.nan], [0.0, 1.0, math.nan], True),  # a copy lacks every reward
+        ([0.0, 1.0, 2.0], [math.nan, math.nan, 1.0], True),  # fewer than two copies valid in b
+        ([math.nan, 1.0, 2.0], [0.0, math.nan, 1.0], False),
+    ],
+)
+def test_an_incomplete_group_has_no_weight(a: list[float], b: list[float], incomplete: bool) -> None:
+    other = [0.0, 1.0, 5.0]
+    rewards = {"a": a + other, "b": b + other}
+    combined = combine(rewards, {"a": 1.0, "b": 1.0}, [3, 3, 3, 8, 8, 8], 3)
+    assert combined.incomplete.tolist() == [incomplete, False]
+    assert combined.weights.tolist() == [0.0 if incomplete else 1.0] * 3 + [1.0] * 3
+    assert (combined.advantages[:3] == 0).all().item() is incomplete
+    assert combined.advantages.isfinite().all()
+    assert not combined.flat.any()
+    watched = combine(rewards, {"a": 1.0, "b": 0.0}, [3, 3, 3, 8, 8, 8], 3)
+    assert watched.incomplete.tolist() == [any(math.isnan(value) for value in a), False]
+
+
+def test_an_incomplete_group_is_left_out_of_the_batch_normalisers() -> None:
+    rewards = {"a": [0.0, 1000.0, 0.0, 2.0], "b": [math.nan, math.nan, 0.0, 2.0]}
+    for norm in ("batch", "batch_centered", "max_group"):
+        combined = combine(rewards, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1], 2, adv_norm=norm)
+        assert combined.advantages.tolist() == pytest.approx([0, 0, -2, 2], rel=1e-6)
+
+
+def test_a_lone_reward_with_one_failed_copy_makes_its_group_incomplete() -> None:
+    combined = combine({"a": [1.0, 1.0, math.nan]}, {"a": 1.0}, [3, 3, 3], 3)
+    assert combined.incomplete.tolist() == [True]
+    assert combined.flat.tolist() == [False]  # equal values say nothing while one is missing
+    assert combined.advantages.tolist() == [0.0] * 3
+
+
+def test_weights_without_values_and_weights_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards \['b'\] have a weight but no values, got \['a'\]"):
+        combine({"a": [0.0, 1.0]}, {"a": 1.0, "b": 1.0}, [0, 0], 2)
+    with pytest.raises(ValueError, match="at least one must be non-zero"):
+        combine({"a": [0.0, 1.0]}, {"a": 0.0}, [0, 0], 2)
+    with pytest.raises(ValueError, match="gid 4: 1"):
+        combine({"a": [0.0, 1.0]}, {"a": 1.0}, [4, 5], 2)

@@ -1,0 +1,432 @@
+"""What a program can check of the rules in CONTRIBUTING.md; read from the source, nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from flow_grpo.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+MAX_NESTING = 4
+
+GROUND = {"records", "config", "maths"}
+MAY_IMPORT = {
+    "maths": {"maths"},
+    "records": {"records", "maths"},
+    "config": {"config", "maths"},
+    "runtime": GROUND | {"runtime"},
+    "data": GROUND | {"runtime", "data"},
+    "models": GROUND | {"runtime", "models"},
+    "rewards": GROUND | {"runtime", "rewards"},
+    "algorithm": GROUND | {"runtime", "data", "models", "rewards", "algorithm"},
+}
+
+# Where a word or number type that is banned elsewhere has its reason.
+MAY_NAME_DEVICES = {
+    "flow_grpo/runtime/device.py",
+    "flow_grpo/config_checks.py",  # lists what a user may write for config.device
+}
+CPU_MATHS = (
+    "flow_grpo/maths/",
+    "flow_grpo/data/",  # poses, in metres
+    "flow_grpo/rewards/",  # scored on the CPU
+    "flow_grpo/algorithm/compare.py",  # gathered rewards, on the CPU
+)
+UNREAD = {("sample", "num_image_per_prompt")}  # only compared with sample.k, by the checks
+UNTESTED = {"flow_grpo/models/policy.py"}  # a Protocol: there is nothing to run
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One Python file.
+
+    Attributes:
+        path: relative to the project, with forward slashes.
+        tree: its syntax.
+        lines: how many lines it has.
+    """
+
+    path: str
+    tree: ast.Module
+    lines: int
+
+    @property
+    def room(self) -> str:
+        """Which room of flow_grpo it lies in; the files beside the rooms are named by their first word."""
+        parts = self.path.removeprefix("flow_grpo/").split("/")
+        return parts[0] if len(parts) > 1 else parts[0].removesuffix(".py").split("_")[0]
+
+
+@functools.cache
+def sources(*places: str) -> tuple[Source, ...]:
+    found = []
+    for place in places or ("flow_grpo", "config", "tools", "train_grpo.py"):
+        files = [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py"))
+        for file in filter(Path.is_file, files):
+            text = file.read_text(encoding="utf-8")
+            found.append(Source(file.relative_to(ROOT).as_posix(), ast.parse(text), len(text.splitlines())))
+    return tuple(found)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yield every imported module, and "module.name" for names imported from one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _last(node.func) == "import_module":
+            yield from (str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def _last(node: ast.AST) -> str:
+    """Return the last name of `a`, `a.b` or `a.b(...)`."""
+    if isinstance(node, ast.Call):
+        return _last(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _at(source: Source, node: ast.AST, what: str) -> str:
+    return f"{source.path}:{getattr(node, 'lineno', 0)} {what}"
+
+
+def _docstrings(tree: ast.AST) -> set[int]:
+    """Return ids of the constants that are texts for readers."""
+    return {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+
+
+def _imports_any(source: Source, *libraries: str) -> list[str]:
+    wanted = re.compile(rf"^({'|'.join(map(re.escape, libraries))})(\.|$)")
+    return [f"{source.path} imports {name}" for name in imports(source.tree) if wanted.match(name)]
+
+
+def refuse(found: list[str]) -> None:
+    """Fail with one line for each finding."""
+    assert not found, "\n" + "\n".join(found)
+
+
+# --- the import rule
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_point_down(room: str) -> None:
+    wrong = []
+    for source in sources("flow_grpo"):
+        if source.room != room:
+            continue
+        for name in imports(source.tree):
+            target = re.match(r"flow_grpo\.([a-z]+)", name)
+            if target and target[1] not in MAY_IMPORT[room]:
+                wrong.append(f"{source.path} imports {name}")
+    refuse(wrong)
+
+
+def test_every_file_lies_in_a_room() -> None:
+    refuse([s.path for s in sources("flow_grpo") if s.room not in MAY_IMPORT and s.path != "flow_grpo/__init__.py"])
+
+
+def test_the_library_imports_no_program_and_no_recipe() -> None:
+    programs = ("config", "tools", "tests", "train_grpo")
+    refuse([text for s in sources("flow_grpo") for text in _imports_any(s, *programs)])
+    refuse([text for s in sources("train_grpo.py", "config") for text in _imports_any(s, "tools", "tests")])
+
+
+def test_the_algorithm_knows_no_model_and_no_reward_by_name() -> None:
+    wrong = []
+    for source in sources("flow_grpo/algorithm"):
+        for name in imports(source.tree):
+            if re.match(r"flow_grpo\.(models(?!\.(policy|adapters)\.)|rewards(?!\.base\.))", name):
+                wrong.append(f"{source.path} imports {name}")
+    refuse(wrong)
+
+
+def test_maths_needs_torch_only() -> None:
+    known = {"torch", "flow_grpo", *sys.stdlib_module_names}
+    found = [f"{s.path} imports {name}" for s in sources("flow_grpo/maths") for name in imports(s.tree)]
+    refuse([text for text in found if text.split()[-1].split(".")[0] not in known])
+
+
+def test_model_libraries_stay_in_models() -> None:
+    libraries = ("diffusers", "transformers", "peft")
+    elsewhere = [s for s in sources("flow_grpo", "config", "train_grpo.py") if s.room != "models"]
+    refuse([text for s in elsewhere for text in _imports_any(s, *libraries)])
+
+
+def test_tracker_libraries_stay_in_the_tracker() -> None:
+    libraries = ("wandb", "tensorboard", "trackio", "torch.utils.tensorboard")
+    elsewhere = [s for s in sources() if not s.path.startswith("flow_grpo/runtime/tracker")]
+    refuse([text for s in elsewhere for text in _imports_any(s, *libraries)])
+
+
+# --- vendors and number types
+
+
+VENDOR_TEXT = re.compile(r"^(cuda|npu)(:\d+)?$|nccl|hccl|torch_npu", re.IGNORECASE)
+
+
+def _vendor_words(source: Source) -> Iterator[str]:
+    reader_texts = _docstrings(source.tree)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and _dotted(node) in ("torch.cuda", "torch.npu"):
+            yield _at(source, node, _dotted(node))
+        elif isinstance(node, ast.Name) and node.id == "torch_npu":
+            yield _at(source, node, node.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "npu"):
+            yield _at(source, node, f".{node.func.attr}()")
+        elif isinstance(node, ast.Constant) and id(node) not in reader_texts and VENDOR_TEXT.search(str(node.value)):
+            yield _at(source, node, repr(node.value))
+
+
+def test_vendor_words_stay_behind_the_device_door() -> None:
+    others = [source for source in sources() if source.path not in MAY_NAME_DEVICES]
+    refuse([text for source in others for text in _vendor_words(source)])
+    refuse([text for source in others for text in _imports_any(source, "torch_npu", "torch.cuda", "torch.npu")])
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("torch.cuda.synchronize()", 1),
+        ("video.cuda()", 1),
+        ("video.to('cuda:1')", 1),
+        ("init('cpu:gloo,npu:HCCL')", 1),
+        ("import torch_npu\ntorch_npu.npu", 1),
+        ("run('my_recam_8npu')", 0),
+        ("def f():\n    'cuda'", 0),
+    ],
+)
+def test_the_vendor_search_finds_words_in_use_and_leaves_names_alone(line: str, found: int) -> None:
+    assert len(list(_vendor_words(Source("x.py", ast.parse(line), 1)))) == found
+
+
+CONSTRUCTORS = ("torch.tensor", "torch.zeros", "torch.ones", "torch.full", "torch.empty")
+WIDE_TYPES = ("float64", "double", "complex64", "complex128")
+
+
+def _doubles(source: Source) -> Iterator[str]:
+    """Yield uses of float64 that may meet a device tensor: constructors without a device, and .cpu() first, may not."""
+    on_cpu = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and _dotted(node.func) in CONSTRUCTORS:
+            named = {keyword.arg: keyword.value for keyword in node.keywords}
+            on_cpu |= {id(named["dtype"])} if "dtype" in named and "device" not in named else set()
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call) and _last(node.value.func) == "cpu":
+            on_cpu.add(id(node))
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in WIDE_TYPES and id(node) not in on_cpu:
+            yield _at(source, node, node.attr)
+
+
+def test_float64_is_for_maths_on_the_cpu() -> None:
+    others = [source for source in sources() if not source.path.startswith((*CPU_MATHS, "tools/"))]
+    refuse([text for source in others for text in _doubles(source)])
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("x.double()", 1),
+        ("x.double().cpu()", 1),
+        ("x.cpu().double()", 0),
+        ("x.to(torch.float64)", 1),
+        ("torch.zeros(3, dtype=torch.float64)", 0),
+        ("torch.zeros(3, dtype=torch.float64, device=device)", 1),
+    ],
+)
+def test_the_float64_search_tells_device_from_cpu(line: str, found: int) -> None:
+    assert len(list(_doubles(Source("x.py", ast.parse(line), 1)))) == found
+
+
+# --- things that are not done
+
+
+def test_nothing_is_unpickled() -> None:
+    wrong = [text for source in sources() for text in _imports_any(source, "pickle", "cloudpickle", "dill", "shelve")]
+    for source in sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and _dotted(node.func) == "torch.load":
+                safe = [
+                    k
+                    for k in node.keywords
+                    if k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value
+                ]
+                wrong += [] if safe else [_at(source, node, "torch.load without weights_only=True")]
+    refuse(wrong)
+
+
+def test_one_process_drives_one_device() -> None:
+    refuse(
+        [_at(s, node, "DataParallel") for s in sources() for node in ast.walk(s.tree) if _last(node) == "DataParallel"]
+    )
+    refuse([f"{s.path} imports {n}" for s in sources() for n in imports(s.tree) if n.endswith(".DataParallel")])
+
+
+# --- every knob is read
+
+
+def _sections() -> dict[str, str]:
+    """Return the class name of every section of the configuration."""
+    return {name: hint.__name__ for name, hint in get_type_hints(Config).items() if dataclasses.is_dataclass(hint)}
+
+
+def _fields() -> set[tuple[str, str]]:
+    """Return every (section, field); the fields of Config itself are of section "config"."""
+    hints = get_type_hints(Config)
+    found = {("config", name) for name in hints if name not in _sections()}
+    return found | {(section, field.name) for section in _sections() for field in dataclasses.fields(hints[section])}
+
+
+def _reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (section, field) of every `sample.k`, `config.sample.k`, `sample_cfg.k`, or x.k where x: SampleConfig."""
+    sections = {cls: name for name, cls in _sections().items()} | {"Config": "config"}
+    aliases = {"config": {"config"}, "cfg": {"config"}} | {name: {name} for name in _sections()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            name = node.arg if isinstance(node, ast.arg) else _last(node.target)
+            words = re.findall(r"\w+", ast.unparse(node.annotation))
+            aliases.setdefault(name, set()).update(sections[word] for word in words if word in sections)
+        elif isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
+            for target, value in pairs:
+                if isinstance(value, ast.Attribute) and value.attr in _sections():
+                    aliases.setdefault(_last(target), set()).add(value.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = _last(node.value)
+            for name in (owner, re.sub(r"^_|_(config|cfg)$", "", owner)):
+                yield from ((section, node.attr) for section in aliases.get(name, ()))
+
+
+def test_every_knob_is_read_outside_the_configuration() -> None:
+    readers = [s for s in sources("flow_grpo", "train_grpo.py") if not s.path.startswith("flow_grpo/config")]
+    read = {pair for source in readers for pair in _reads(source.tree)}
+    unread = sorted(f"{section}.{field}" for section, field in _fields() - read - UNREAD)
+    refuse(unread)
+
+
+@pytest.mark.parametrize(
+    ("code", "read"),
+    [
+        ("print(config.sample.k)", ("sample", "k")),
+        ("print(self.sample.k)", ("sample", "k")),
+        ("print(sample_cfg.k)", ("sample", "k")),
+        ("def f(settings: SampleConfig | None): return settings.k", ("sample", "k")),
+        ("class A:\n    s: 'SampleConfig'\n    def f(self): return self.s.k", ("sample", "k")),
+        ("a, b = config.sample, config.train\nprint(a.k)", ("sample", "k")),
+        ("def f(run: Config): return run.seed", ("config", "seed")),
+    ],
+)
+def test_the_search_for_reads_follows_names_and_annotations(code: str, read: tuple[str, str]) -> None:
+    assert read in set(_reads(ast.parse(code)))
+    assert read not in set(_reads(ast.parse("print(other.k, other.seed)\nsample.k = 3\nconfig.seed = 1")))
+
+
+# --- sizes
+
+
+def test_files_stay_within_their_budget() -> None:
+    refuse([f"{s.path}: {s.lines} lines" for s in sources() if s.lines > MAX_FILE_LINES])
+
+
+def _function_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count a function's lines without its docstring."""
+    first = function.body[0]
+    text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if text else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+
+
+def _nesting(statements: list[ast.stmt]) -> int:
+    """Return how deep blocks stand within one another; an elif stands beside its if, a function begins anew."""
+    deepest = 0
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+        blocks += [part.body for name in ("handlers", "cases") for part in getattr(statement, name, [])]
+        for block in filter(None, blocks):
+            elif_ = isinstance(statement, ast.If) and block is statement.orelse and isinstance(block[0], ast.If)
+            deepest = max(deepest, _nesting(block) + (0 if elif_ and len(block) == 1 else 1))
+    return deepest
+
+
+def test_functions_stay_within_their_budget() -> None:
+    wrong = []
+    for source in sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if _function_lines(node) > MAX_FUNCTION_LINES:
+                    wrong.append(_at(source, node, f"{node.name}: {_function_lines(node)} lines"))
+                if _nesting(node.body) > MAX_NESTING:
+                    wrong.append(_at(source, node, f"{node.name}: {_nesting(node.body)} blocks deep"))
+    refuse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "depth"),
+    [
+        ("x = 1", 0),
+        ("if a:\n  b", 1),
+        ("if a:\n  b\nelif c:\n  d\nelif e:\n  f", 1),
+        ("for a in b:\n  try:\n    c\n  except d:\n    with e:\n      f", 3),
+        ("match a:\n  case 1:\n    if b:\n      c", 2),
+        ("if a:\n  def f():\n    if b:\n      c", 1),
+    ],
+)
+def test_nesting_counts_blocks(code: str, depth: int) -> None:
+    assert _nesting(ast.parse(code).body) == depth
+
+
+# --- what belongs together
+
+
+def test_every_file_of_the_library_has_its_test_file() -> None:
+    missing = []
+    for source in sources("flow_grpo"):
+        parts = source.path.removesuffix(".py").split("/")[1:]
+        names = {f"test_{parts[-1]}.py", f"test_{'_'.join(parts)}.py"}
+        if (
+            parts[-1] != "__init__"
+            and source.path not in UNTESTED
+            and not any((ROOT / "tests" / n).is_file() for n in names)
+        ):
+            missing.append(source.path)
+    refuse(missing)
+
+
+def test_every_file_has_its_caption_in_the_map_of_the_readme() -> None:
+    readme = ROOT / "README.md"
+    assert readme.is_file(), "README.md is missing"
+    lines = readme.read_text(encoding="utf-8").splitlines()
+    paths = [source.path for source in sources() if not source.path.endswith("__init__.py")]
+    names = [path.rpartition("/")[2] for path in paths]
+    missing = []
+    for path, name in zip(paths, names, strict=True):
+        # A name that is unique may stand without its folder.
+        wanted = [path, name] if names.count(name) == 1 else [path]
+        pattern = re.compile(rf"(?<![\w/.-])({'|'.join(map(re.escape, wanted))})(?![\w/-])")
+        if not any(
+            pattern.search(line) and len(re.findall(r"[A-Za-z]{2,}", pattern.sub("", line))) >= 3 for line in lines
+        ):
+            missing.append(path)
+    refuse(missing)

@@ -1,0 +1,173 @@
+"""Gathering and comparing: positions, masks, own rows, statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flow_grpo.algorithm import compare
+from flow_grpo.algorithm.clock import Clock
+from flow_grpo.config import RewardConfig
+from flow_grpo.maths.advantages import CombinedAdvantages
+from flow_grpo.records import RewardResult
+from flow_grpo.runtime.distributed import Ranks
+from tests.toy import BrightnessReward, ToyPolicy, collector, group, sample_config, scored
+from tests.workers import run_ranks
+
+REWARD = RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, 1e-6)
+# The example of the k-repeat note: 4 conditions a batch, 8 ranks with 2 rows per batch, 2 batches, slot-major.
+FIRST = [100, 200, 300, 400]
+SECOND = [500, 600, 700, 800]
+POSITIONS = {
+    100: [0, 8, 16, 24],
+    200: [1, 9, 17, 25],
+    300: [4, 12, 20, 28],
+    400: [5, 13, 21, 29],
+    500: [2, 10, 18, 26],
+    600: [3, 11, 19, 27],
+    700: [6, 14, 22, 30],
+    800: [7, 15, 23, 31],
+}
+
+
+def _rows_of_the_example(rank: int) -> list[tuple[int, int]]:
+    """Return the (gid, slot) rows of a rank over both batches."""
+    rows = []
+    for gids in (FIRST, SECOND):
+        batch = [(gid, slot) for slot in range(4) for gid in gids]
+        rows += batch[2 * rank : 2 * rank + 2]
+    return rows
+
+
+def _gather_the_example(ranks: Ranks) -> tuple[list[int], list[float], list[int]]:
+    conditions = [dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in _rows_of_the_example(ranks.rank)]
+    batch = scored(ToyPolicy(), conditions)
+    gathered = compare.gather(batch, ranks)
+    compare.check(gathered, sample_config(), ranks)
+    compared = compare.advantages(gathered, REWARD, k=4, floors={})
+    mine = compare.own_rows(batch, gathered, compared, ranks)
+    return gathered.gids.tolist(), compared.advantages.tolist(), mine.gids.tolist()
+
+
+def test_the_copies_of_a_group_lie_at_the_corrected_positions_of_001_12():
+    results = run_ranks(_gather_the_example, 8)
+    gids, advantages, _ = results[0]
+    found = {gid: [row for row, other in enumerate(gids) if other == gid] for gid in sorted(set(gids))}
+    assert found == POSITIONS
+    assert all(everyone[:2] == (gids, advantages) for everyone in results)
+    for rows in POSITIONS.values():
+        own = torch.tensor([advantages[row] for row in rows])
+        assert own.sum().abs() < 1e-6
+        assert own.std(correction=0) > 0.9
+
+
+def test_every_rank_gets_the_advantages_of_its_own_rows_back():
+    results = run_ranks(_gather_the_example, 8)
+    for rank, (*_, mine) in enumerate(results):
+        assert mine == [gid for gid, _ in _rows_of_the_example(rank)]
+
+
+def _count_an_epoch(ranks: Ranks) -> tuple[int, dict[int, set[int]], int]:
+    sampling = collector(ranks, ToyPolicy(), debug=False)
+    gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))).batch, ranks)
+    compare.check(gathered, sampling.settings.sample, ranks)
+    ranks_of = {gid: set() for gid in gathered.gids.tolist()}
+    for row, gid in enumerate(gathered.gids.tolist()):
+        ranks_of[gid].add(row // 4)
+    return len(gathered.gids), ranks_of, len(sampling.policy.encoded)
+
+
+def test_an_epoch_of_8_ranks_holds_32_samples_of_8_conditions_on_4_ranks_each():
+    total, ranks_of, _ = run_ranks(_count_an_epoch, 8)[0]
+    assert total == 32
+    assert [len(found) for found in ranks_of.values()] == [4] * 8
+
+
+def gathered_of(values, gids, **changes):
+    """Return gathered facts of one reward."""
+    rewards = torch.tensor(values, dtype=torch.float64)
+    gids = torch.tensor(gids)
+    fields = {
+        "gids": gids,
+        "slots": torch.arange(len(gids)) % 2,
+        "indices": gids,
+        "noise_ids": torch.arange(2 * len(gids)).view(-1, 2),
+        "rewards": {"brightness": rewards},
+        "valid": {"brightness": rewards.isfinite()},
+        "info": {"brightness_percent": 100 * rewards},
+    }
+    return compare.Gathered(**(fields | changes))
+
+
+def test_advantages_compare_within_groups_and_mask_what_failed():
+    gathered = gathered_of([1.0, 3.0, 5.0, 5.0, 2.0, float("nan")], [7, 7, 8, 8, 9, 9])
+    compared = compare.advantages(gathered, REWARD, k=2, floors={})
+    assert compared.advantages.tolist() == pytest.approx([-1 / 1.0001, 1 / 1.0001, 0, 0, 0, 0])
+    assert compared.weights.tolist() == [1, 1, 1, 1, 0, 0]
+    metrics = compare.reward_metrics(gathered, compared, {"brightness": 1.0})
+    assert metrics["dyn/flat_groups"] == metrics["dyn/incomplete_groups"] == 1
+    assert metrics["dyn/valid_groups_ratio_initial"] == pytest.approx(1 / 3)
+    assert metrics["train/zero_std_ratio"] == pytest.approx(1 / 3)
+    assert metrics["reward/brightness_valid"] == pytest.approx(5 / 6)
+    assert metrics["reward/brightness_mean"] == metrics["reward/mean"] == pytest.approx(16 / 5)
+    assert metrics["reward/brightness_group_std"] == pytest.approx(0.5)
+    assert metrics["reward/brightness_percent"] == pytest.approx(320)
+
+
+def test_a_floor_makes_a_group_flat():
+    gathered = gathered_of([1.0, 1.3, 1.0, 2.0], [7, 7, 8, 8])
+    compared = compare.advantages(gathered, REWARD, k=2, floors={"brightness": 0.5})
+    assert compared.flat.tolist() == [True, False]
+    assert compared.advantages[:2].tolist() == [0.0, 0.0]
+
+
+def test_statistics_leave_out_what_no_sample_has():
+    gathered = gathered_of([float("nan")] * 4, [7, 7, 8, 8])
+    compared = compare.advantages(gathered, REWARD, k=2, floors={})
+    metrics = compare.reward_metrics(gathered, compared, {"brightness": 1.0})
+    assert metrics["reward/brightness_valid"] == 0.0
+    assert "reward/brightness_mean" not in metrics
+    assert "reward/mean" not in metrics
+
+
+def test_a_broken_sample_keeps_its_nan_out_of_every_metric():
+    batch = scored(ToyPolicy(), group(1, 4), reward=BrightnessReward(broken=[(1, 1)]))
+    gathered = compare.gather(batch, Ranks())
+    assert gathered.info["brightness_percent"].isnan().tolist() == [False, True, False, False]
+    compared = compare.advantages(gathered, REWARD, k=4, floors={})
+    metrics = compare.reward_metrics(gathered, compared, {"brightness": 1.0})
+    assert all(torch.tensor(value).isfinite() for value in metrics.values())
+
+
+def test_duplicated_noise_over_ranks_is_found_in_the_gathered_facts():
+    gathered = gathered_of([1.0, 2.0], [7, 7], noise_ids=torch.tensor([[5, 6], [5, 8]]))
+    sample = sample_config(k=2, num_batches_per_epoch=1)
+    with pytest.raises(RuntimeError, match="samples 0 and 1 of group 7 were drawn from the same initial noise"):
+        compare.check(gathered, sample, Ranks())
+    compare.check(gathered, dataclasses.replace(sample, same_initial_noise=True), Ranks())
+
+
+def test_rows_that_do_not_match_what_was_gathered_are_refused():
+    batch = scored(ToyPolicy(), group(1, 4))
+    gathered = compare.gather(scored(ToyPolicy(), group(1, 4)[::-1]), Ranks())
+    nothing = torch.zeros(4)
+    compared = CombinedAdvantages(nothing, nothing, nothing, nothing, nothing)
+    with pytest.raises(AssertionError, match="rank 0 holds"):
+        compare.own_rows(batch, gathered, compared, Ranks())
+
+
+def test_ids_above_2_to_the_53_survive_the_gather():
+    large = 2**60 + 1
+    batch = scored(ToyPolicy(), [dataclasses.replace(c, gid=large) for c in group(1, 4)])
+    assert compare.gather(batch, Ranks()).gids.tolist() == [large] * 4
+
+
+def test_several_rewards_are_gathered_under_their_own_names():
+    batch = scored(ToyPolicy(), group(1, 4))
+    second = RewardResult(torch.arange(4.0), torch.tensor([True, True, False, True]), ("",) * 4)
+    gathered = compare.gather(dataclasses.replace(batch, rewards=batch.rewards | {"second": second}), Ranks())
+    assert gathered.rewards["second"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert gathered.valid["second"].tolist() == [True, True, False, True]
+    assert set(gathered.info) == {"brightness_percent"}

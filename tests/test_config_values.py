@@ -1,0 +1,66 @@
+"""Text and recipe values become typed values, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flow_grpo import config
+from flow_grpo.config_values import KINDS
+
+SECTIONS = [value for value in vars(config).values() if isinstance(value, type) and value.__name__.endswith("Config")]
+
+
+def test_every_type_of_every_field_is_known() -> None:
+    hints = {hint for section in SECTIONS for hint in get_type_hints(section).values() if hint not in SECTIONS}
+    assert hints == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_example_of_a_kind_can_be_read_and_its_value_put_into_a_recipe(kind: Any) -> None:
+    value = KINDS[kind].parse(KINDS[kind].example)
+    assert KINDS[kind].convert(value) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (int, True),
+        (int, 1.0),
+        (float, "1"),
+        (float, True),
+        (float, None),
+        (bool, 1),
+        (str, None),
+        (float | None, "low"),
+        (tuple[int, ...], (1, True)),
+        (tuple[int, ...], 1),
+        (tuple[str, ...], "wandb"),
+        (dict[str, float], {"target_view": "1"}),
+        (dict[str, float], {1: 1.0}),
+        (dict[str, float], ["target_view"]),
+    ],
+)
+def test_a_recipe_value_of_another_type_is_refused(kind: Any, value: object) -> None:
+    with pytest.raises(ValueError, match=r"^$"):
+        KINDS[kind].convert(value)
+
+
+def test_a_whole_number_will_do_where_a_number_is_asked_for() -> None:
+    value = KINDS[float].convert(3)
+    assert value == 3.0 and type(value) is float
+    assert KINDS[dict[str, float]].convert({"target_view": 1}) == {"target_view": 1.0}
+
+
+@given(st.lists(st.integers()))
+def test_a_tuple_reads_back_as_python_writes_it(numbers: list[int]) -> None:
+    parse = KINDS[tuple[int, ...]].parse
+    assert parse(str(numbers)) == parse(str(tuple(numbers))) == tuple(numbers)
+
+
+@given(st.floats(allow_nan=False))
+def test_a_number_reads_back_as_python_writes_it(number: float) -> None:
+    assert KINDS[float].parse(str(number)) == number

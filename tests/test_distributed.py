@@ -1,0 +1,211 @@
+"""Ranks: exchanges, shared failures, start-up and leaving."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flow_grpo.runtime import distributed
+from flow_grpo.runtime.distributed import Ranks
+from tests.workers import run_ranks
+
+WORLD = 3
+CPU = torch.device("cpu")
+
+
+def gather_of_each_dtype(ranks: Ranks) -> list[torch.Tensor]:
+    dtypes = [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]
+    rows = torch.arange(4).view(2, 2) + 10 * ranks.rank
+    gathered = [ranks.all_gather(rows.to(dtype)) for dtype in dtypes]
+    odd = torch.tensor([float("nan"), float("inf"), -0.0])[: 3 * ranks.rank or 3]
+    return [*gathered, ranks.all_gather(odd), ranks.all_gather(rows.T), ranks.all_gather(torch.empty(0, 5))]
+
+
+def test_all_gather_returns_the_rows_of_all_ranks_in_rank_order() -> None:
+    expected = torch.cat([torch.arange(4).view(2, 2) + 10 * rank for rank in range(WORLD)])
+    for results in run_ranks(gather_of_each_dtype, WORLD):
+        for result in results[:5]:
+            assert torch.equal(result, expected.to(result.dtype))
+        assert [result.dtype for result in results[:5]] == [
+            torch.float32,
+            torch.float64,
+            torch.int64,
+            torch.bool,
+            torch.bfloat16,
+        ]
+        odd = results[5].view(WORLD, 3)
+        assert odd[:, 0].isnan().all() and odd[:, 1].isposinf().all() and torch.signbit(odd[:, 2]).all()
+        assert torch.equal(results[6], torch.cat([torch.arange(4).view(2, 2).T + 10 * rank for rank in range(WORLD)]))
+        assert results[7].shape == (0, 5)
+
+
+def gather_errors(ranks: Ranks) -> list[str]:
+    mine = {0: torch.zeros(16, 3), 1: torch.zeros(14, 3), 2: torch.zeros(16, 3)}[ranks.rank]
+    cases = [mine, torch.zeros(4, dtype=torch.float32 if ranks.rank else torch.float64), torch.tensor(1.0)]
+    texts = []
+    for tensor in cases:
+        with pytest.raises(ValueError, match="all_gather needs") as caught:
+            ranks.all_gather(tensor)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_all_gather_of_unlike_tensors_is_one_error_naming_every_shape_on_every_rank() -> None:
+    results = run_ranks(gather_errors, WORLD)
+    assert results[0] == results[1] == results[2]
+    shapes, dtypes, scalar = results[0]
+    assert "(16, 3) torch.float32 cpu on rank 0, (14, 3) torch.float32 cpu on rank 1" in shapes
+    assert "torch.float64 cpu on rank 0, (4,) torch.float32 cpu on rank 1" in dtypes
+    assert "() torch.float32 cpu on rank 0" in scalar
+
+
+def exchange_texts(ranks: Ranks) -> tuple[list[str], str, list[str]]:
+    gathered = ranks.gather_text("ü" * ranks.rank)
+    return gathered, ranks.broadcast_text(f"from {ranks.rank}"), ranks.gather_text("")
+
+
+def test_texts_of_different_length_arrive_whole() -> None:
+    for result in run_ranks(exchange_texts, WORLD):
+        assert result == (["", "ü", "üü"], "from 0", ["", "", ""])
+
+
+def compare_fingerprints(ranks: Ranks) -> str:
+    ranks.all_equal("same", "dataset")
+    with pytest.raises(ValueError, match="dataset must be the same") as caught:
+        ranks.all_equal("other" if ranks.rank == 2 else "same", "dataset")
+    return str(caught.value)
+
+
+def test_unequal_fingerprints_are_refused_on_every_rank() -> None:
+    results = run_ranks(compare_fingerprints, WORLD)
+    assert set(results) == {results[0]}
+    assert "dataset must be the same on all ranks, got same on rank 0, same on rank 1, other on rank 2" in results[0]
+
+
+def score(ranks: Ranks, failing: tuple[int, ...]) -> None:
+    with ranks.together("score"):
+        if ranks.rank in failing:
+            raise KeyError(f"no video {ranks.rank}")
+
+
+def fail_in_phase(ranks: Ranks, failing: tuple[int, ...]) -> tuple[str, str, float]:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="failed in score") as caught:
+        score(ranks, failing)
+    cause = caught.value.__cause__
+    with ranks.together("next"):  # the ranks are still in step
+        pass
+    return str(caught.value), type(cause).__name__, time.monotonic() - begin
+
+
+def test_one_failing_rank_makes_all_ranks_raise_the_same_text_within_a_second() -> None:
+    results = run_ranks(fail_in_phase, WORLD, (2,))
+    assert {text for text, _, _ in results} == {"rank 2 failed in score: KeyError: 'no video 2'"}
+    assert [cause for _, cause, _ in results] == ["NoneType", "NoneType", "KeyError"]
+    assert max(seconds for _, _, seconds in results) < 1.0
+
+
+def test_every_failing_rank_is_named() -> None:
+    results = run_ranks(fail_in_phase, WORLD, (0, 1))
+    assert {text for text, _, _ in results} == {
+        "rank 0 failed in score: KeyError: 'no video 0'; rank 1 failed in score: KeyError: 'no video 1'"
+    }
+
+
+def accelerator_gradients(ranks: Ranks) -> tuple[int, int, list[float]]:
+    made = distributed.accelerator(CPU, ranks)
+    model = made.prepare(torch.nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), float(ranks.rank))).sum().backward()
+    return made.num_processes, made.process_index, [p.grad.item() for p in model.parameters()]
+
+
+def test_accelerator_takes_part_on_cpu_and_averages_gradients_over_all_ranks() -> None:
+    results = run_ranks(accelerator_gradients, WORLD)
+    assert results == [(WORLD, rank, [1.0]) for rank in range(WORLD)]
+
+
+def accelerator_threads(ranks: Ranks) -> int:
+    del os.environ["OMP_NUM_THREADS"]  # accelerate then divides the cores itself
+    torch.set_num_threads(3)
+    distributed.accelerator(CPU, ranks)
+    return torch.get_num_threads()
+
+
+def test_accelerator_leaves_the_number_of_threads_alone() -> None:
+    assert run_ranks(accelerator_threads, 2, fresh=True) == [3, 3]
+
+
+def accelerator_that_disagrees(ranks: Ranks) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        distributed.accelerator(CPU, Ranks(ranks.rank, 5, ranks.local_rank, ranks.control_group))
+    return str(caught.value)
+
+
+def test_accelerator_with_another_number_of_processes_is_refused() -> None:
+    assert "accelerate sees 3 processes where 5 were started" in run_ranks(accelerator_that_disagrees, WORLD)[0]
+
+
+def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    ranks = distributed.start(CPU)
+    rows = torch.randn(2, 3)
+    gathered = ranks.all_gather(rows)
+    assert ranks == Ranks(0, 1, 0, None) and ranks.is_main and not dist.is_initialized()
+    assert torch.equal(gathered, rows) and gathered.data_ptr() != rows.data_ptr()
+    assert ranks.broadcast_text("x") == "x"
+    ranks.all_equal("x", "y")
+    ranks.raise_together(None, "phase")
+    with pytest.raises(RuntimeError, match="rank 0 failed in phase: OSError: disk"):
+        ranks.raise_together(OSError("disk"), "phase")
+    with pytest.raises(ValueError, match="rows"):
+        ranks.all_gather(torch.tensor(1.0))
+    distributed.stop(ranks)
+
+
+def group_facts(ranks: Ranks) -> tuple[bool, str, float, float, str]:
+    default, control = dist.group.WORLD, ranks.control_group
+    assert default is not None and control is not None
+    timeouts = [group._get_backend(CPU).options._timeout.total_seconds() for group in (default, control)]
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    return default is not control, dist.get_backend(control), timeouts[0], timeouts[1], interface
+
+
+def test_control_group_is_a_gloo_group_of_its_own_with_the_asked_timeout_over_loopback() -> None:
+    assert run_ranks(group_facts, WORLD) == [(True, "gloo", 30.0, 30.0, "lo")] * WORLD
+
+
+def die_in_the_middle(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        os._exit(7)
+    ranks.all_gather(torch.zeros(1))
+
+
+def say_rank(ranks: Ranks) -> int:
+    return ranks.rank
+
+
+def hang(ranks: Ranks) -> None:
+    time.sleep(60 * ranks.rank)
+
+
+def process_of(ranks: Ranks) -> int:
+    assert ranks.world_size == 2
+    return os.getpid()
+
+
+def test_a_dead_or_late_rank_fails_the_call_and_the_next_call_works() -> None:
+    with pytest.raises(AssertionError, match="rank 1: process ended with exit code 7"):
+        run_ranks(die_in_the_middle, 2)
+    with pytest.raises(AssertionError, match=r"no answer within 0.3 s.* from rank\(s\) \[1\]"):
+        run_ranks(hang, 2, timeout=0.3)
+    assert run_ranks(say_rank, 2) == [0, 1]
+
+
+def test_ranks_serve_many_calls_and_fresh_ones_leave_with_exit_code_zero() -> None:
+    first = run_ranks(process_of, 2)
+    assert run_ranks(process_of, 2) == first
+    assert set(run_ranks(process_of, 2, fresh=True)).isdisjoint(first)

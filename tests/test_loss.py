@@ -1,0 +1,274 @@
+"""The clipped surrogate: clip table, golden ratios, weights, and independence from the micro-batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.loss import GuardTerms, LossTerms, grpo_loss
+from flow_grpo.maths.schedule import flow_sigmas, step_weights
+from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob, sample, transition
+
+CLIP = {"clip_range": 1e-3, "adv_clip": 5.0}
+
+
+def one_step(velocity: float, *, requires_grad: bool = False) -> tuple[Transition, Tensor]:
+    """Return golden row 1 with another velocity, and that velocity (1, 1) float64."""
+    v = torch.tensor([[velocity]], dtype=torch.float64, requires_grad=requires_grad)
+    x = torch.tensor([[0.5]], dtype=torch.float64)
+    return transition(v, x, 0.9, 0.8, kind="flow", noise_level=0.7), v
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "loss", "gradient_on"),
+    [
+        (1.0, 1.0, -1.0, True),
+        (1.0, 1.002, -1.001, False),
+        (1.0, 0.998, -0.998, True),
+        (-1.0, 1.002, 1.002, True),
+        (-1.0, 0.998, 0.999, False),
+    ],
+)
+def test_clip_table(advantage: float, ratio: float, loss: float, gradient_on: bool) -> None:
+    log_ratio = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    terms = grpo_loss(log_ratio, torch.zeros(1, 1, dtype=torch.float64), advantages, **CLIP)
+    terms.per_sample.sum().backward()
+    assert terms.per_sample.item() == pytest.approx(loss, abs=1e-12)
+    assert terms.policy.item() == pytest.approx(loss, abs=1e-12)
+    assert terms.ratio.item() == pytest.approx(ratio, abs=1e-12)
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.item() == pytest.approx(-advantage * ratio if gradient_on else 0.0, abs=1e-12)
+    assert terms.clipped.item() is not gradient_on
+
+
+def test_golden_ratio_of_a_moved_velocity() -> None:
+    old, _ = one_step(-0.3)
+    new, _ = one_step(-0.25)
+    x_next = torch.tensor([[0.55]], dtype=torch.float64)
+    before, after = log_prob(x_next, old)[:, None], log_prob(x_next, new)[:, None]
+    assert (after - before).item() == pytest.approx(-0.00195166454, abs=1e-11)
+    terms = grpo_loss(after, before, torch.ones(1), **CLIP)
+    assert terms.ratio.item() == pytest.approx(0.99805024, abs=5e-9)
+
+
+def test_golden_guard_ratio_is_the_old_residual_times_the_move_of_the_mean() -> None:
+    old, _ = one_step(-0.3)
+    new, _ = one_step(-0.25)
+    x_next = torch.tensor([[0.55]], dtype=torch.float64)
+    assert gaussian_kl(new.mean, old.mean, old.std).item() == pytest.approx(4.39349490e-05, rel=1e-8)
+    residual = ((x_next - old.mean) / old.std).item()
+    assert residual == pytest.approx(0.20351516, abs=5e-9)
+    guard = GuardTerms(means=new.mean[:, None], old_means=old.mean[:, None], std=old.std)
+    before, after = log_prob(x_next, old)[:, None], log_prob(x_next, new)[:, None]
+    terms = grpo_loss(after, before, torch.ones(1), guard=guard, **CLIP)
+    assert terms.ratio.log().item() == pytest.approx(-0.00126688184, abs=1e-11)
+    assert terms.ratio.log().item() == pytest.approx(residual * -0.006225, abs=1e-11)
+    assert terms.ratio.item() == pytest.approx(0.99873392, abs=5e-9)
+
+
+def test_guard_keeps_the_bias_of_every_sample_and_step_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    means, old_means, drawn = (torch.randn(3, 2, 4, 5, generator=generator, dtype=torch.float64) for _ in range(3))
+    std = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    wide = std[:, None, None]
+
+    def density(centre: Tensor) -> Tensor:
+        return (-((drawn - centre) ** 2) / (2 * wide**2) - wide.log() - 0.5 * math.log(2 * math.pi)).mean((2, 3))
+
+    expected = ((drawn - old_means) / wide * (means - old_means)).mean((2, 3))
+    for given in (std, std.expand(3, 2)):
+        guard = GuardTerms(means=means, old_means=old_means, std=given)
+        terms = grpo_loss(density(means), density(old_means), torch.ones(3), guard=guard, **CLIP)
+        assert torch.allclose(terms.ratio.log(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("std", [0.05, 0.7])
+@pytest.mark.parametrize("move", [0.0, 0.02])
+def test_guard_gradient_is_the_old_residual_on_every_step_and_after_every_move(std: float, move: float) -> None:
+    # d log_r / d mean = z_old / D: neither the step std nor a one-sided bias is left in it.
+    z = torch.randn(1, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    old_mean, level = torch.zeros(1, 6, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+    mean = (move * z).requires_grad_()
+    new = log_prob(std * z, Transition(mean, level, level, level))[:, None]
+    old = log_prob(std * z, Transition(old_mean, level, level, level))[:, None]
+    guard = GuardTerms(means=mean[:, None], old_means=old_mean[:, None], std=level)
+    terms = grpo_loss(new, old, -torch.ones(1), guard=guard, **CLIP)
+    terms.per_sample.sum().backward()
+    assert mean.grad is not None
+    assert torch.allclose(mean.grad / terms.ratio, z / 6, rtol=1e-9, atol=1e-12)
+
+
+def test_advantages_are_clipped() -> None:
+    terms = grpo_loss(torch.zeros(3, 1), torch.zeros(3, 1), torch.tensor([7.0, -7.0, 2.0]), **CLIP)
+    assert terms.per_sample.tolist() == [-5.0, 5.0, -2.0]
+
+
+def test_step_weights_multiply_the_policy_and_never_the_kl() -> None:
+    kl = torch.tensor([[0.1, 0.3]])
+    weight = torch.tensor([0.5, 1.5])
+    zeros, advantages = torch.zeros(1, 2), torch.ones(1)
+    plain = grpo_loss(zeros, zeros, advantages, step_weight=weight, kl=kl, kl_coef=2.0, **CLIP)
+    assert plain.policy.item() == pytest.approx(-1.0)
+    assert plain.kl.item() == pytest.approx(0.2)
+    assert plain.per_sample.item() == pytest.approx(-1.0 + 2.0 * 0.2)
+    own = grpo_loss(zeros, zeros, advantages, kl=kl, kl_coef=2.0, kl_weight=weight.square(), **CLIP)
+    assert own.kl.item() == pytest.approx((0.25 * 0.1 + 2.25 * 0.3) / 2)
+    assert own.per_sample.item() == pytest.approx(-1.0 + 2.0 * (0.25 * 0.1 + 2.25 * 0.3) / 2)
+    uneven = grpo_loss(zeros, zeros, advantages, step_weight=torch.tensor([0.0, 1.0]), **CLIP)
+    assert uneven.policy.item() == pytest.approx(-0.5)
+
+
+def test_the_kl_term_carries_gradient_and_is_zero_at_the_reference() -> None:
+    reference, _ = one_step(-0.3)
+    for velocity, expected in ((-0.3, 0.0), (-0.25, 4.39349490e-05)):
+        step, v = one_step(velocity, requires_grad=True)
+        kl = gaussian_kl(step.mean, reference.mean, step.std)[:, None]
+        zeros = torch.zeros(1, 1, dtype=torch.float64)
+        terms = grpo_loss(zeros, zeros, torch.zeros(1), kl=kl, kl_coef=0.5, **CLIP)
+        terms.per_sample.sum().backward()
+        assert terms.kl.item() == pytest.approx(expected, abs=1e-12)
+        assert v.grad is not None
+        # d/dv of gain^2 / 2 * (v - v_ref)^2
+        assert v.grad.item() == pytest.approx(0.5 * step.gain.item() ** 2 * (velocity + 0.3), abs=1e-10)
+
+
+def test_a_zero_advantage_leaves_no_policy_gradient_but_the_kl_acts() -> None:
+    new = torch.full((1, 1), 0.1, requires_grad=True)
+    kl = torch.full((1, 1), 0.2, requires_grad=True)
+    terms = grpo_loss(new, torch.zeros(1, 1), torch.zeros(1), kl=kl, kl_coef=0.5, **CLIP)
+    terms.per_sample.sum().backward()
+    assert new.grad is not None and new.grad.item() == 0
+    assert kl.grad is not None and kl.grad.item() == 0.5
+    assert not terms.clipped.item()
+
+
+def test_no_gradient_flows_into_the_old_policy_or_the_advantages() -> None:
+    new, old, advantages = (torch.zeros(shape, requires_grad=True) for shape in ((2, 3), (2, 3), (2,)))
+    terms = grpo_loss(new, old, advantages + 1, **CLIP)
+    terms.per_sample.sum().backward()
+    assert new.grad is not None and old.grad is None and advantages.grad is None
+    assert not any(t.requires_grad for t in (terms.policy, terms.kl, terms.ratio, terms.clipped))
+
+
+def test_inverse_gain_equalises_the_gradient_of_all_steps() -> None:
+    sigmas, steps = flow_sigmas(16, 5.0), list(range(15))
+    settings = {"kind": "flow", "noise_level": 1.0, "max_step_std": 0.45}
+    weights = step_weights("inverse_gain", sigmas, steps, **settings)
+    generator = torch.Generator().manual_seed(2)
+    x, v, z = (torch.randn(1, 64, generator=generator, dtype=torch.float64) for _ in range(3))
+    sizes: dict[str, list[float]] = {"none": [], "inverse_gain": []}
+    for i in steps:
+        for name, weight in (("none", None), ("inverse_gain", weights[i : i + 1].double())):
+            velocity = v.clone().requires_grad_()
+            step = transition(velocity, x, sigmas[i], sigmas[i + 1], sigma_cap=sigmas[1], **settings)
+            new = log_prob(sample(step, z), step)[:, None]
+            loss = grpo_loss(new, new.detach(), torch.ones(1), step_weight=weight, **CLIP).per_sample.sum()
+            loss.backward()
+            assert velocity.grad is not None
+            sizes[name].append(velocity.grad.norm().item())
+    assert max(sizes["none"]) / min(sizes["none"]) > 20
+    assert sizes["inverse_gain"] == pytest.approx([sizes["inverse_gain"][0]] * 15, rel=1e-6)
+
+
+class Toy(torch.nn.Module):
+    """A linear velocity field, float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weight = torch.nn.Parameter(0.3 * torch.randn(6, 6, generator=generator, dtype=torch.float64))
+
+    def forward(self, latents: Tensor) -> Tensor:
+        return latents @ self.weight
+
+
+def toy_gradient(micro_batch: int) -> Tensor:
+    """Return the gradient of 8 samples with 2 steps, weights and KL, accumulated over micro-batches."""
+    generator = torch.Generator().manual_seed(4)
+    latents, noise = (torch.randn(8, 2, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    advantages = torch.randn(8, generator=generator, dtype=torch.float64)
+    sample_weight = torch.tensor([1.0, 1, 0, 1, 1, 1, 0, 1], dtype=torch.float64)
+    reference, model = Toy(), Toy()
+    with torch.no_grad():
+        model.weight += 1e-3 * torch.randn(6, 6, generator=generator, dtype=torch.float64)
+
+    def steps(net: Toy, rows: slice) -> list[Transition]:
+        return [
+            transition(net(latents[rows, i]), latents[rows, i], 0.9, 0.8, kind="constant", noise_level=0.3)
+            for i in range(2)
+        ]
+
+    for rows in (slice(i, i + micro_batch) for i in range(0, 8, micro_batch)):
+        with torch.no_grad():
+            before = steps(reference, rows)
+            drawn = [sample(step, noise[rows, i]) for i, step in enumerate(before)]
+        now = steps(model, rows)
+        terms: LossTerms = grpo_loss(
+            torch.stack([log_prob(x, step) for x, step in zip(drawn, now, strict=True)], dim=1),
+            torch.stack([log_prob(x, step) for x, step in zip(drawn, before, strict=True)], dim=1),
+            advantages[rows],
+            step_weight=torch.tensor([0.4, 1.6]),
+            kl=torch.stack([gaussian_kl(a.mean, b.mean, a.std) for a, b in zip(now, before, strict=True)], dim=1),
+            kl_coef=0.1,
+            **CLIP,
+        )
+        (terms.per_sample * sample_weight[rows]).sum().div(sample_weight.sum()).backward()
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
+def test_the_micro_batch_does_not_change_the_update() -> None:
+    whole = toy_gradient(8)
+    assert whole.norm() > 0
+    for micro_batch in (1, 3):
+        assert torch.allclose(toy_gradient(micro_batch), whole, rtol=1e-10, atol=1e-14)
+
+
+def test_the_ratio_is_exactly_one_before_the_first_update() -> None:
+    x, v, z = (torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    step = transition(v, x, 0.9, 0.8, kind="flow", noise_level=0.7)
+    drawn = sample(step, z)
+    again = transition(v.clone(), x.clone(), 0.9, 0.8, kind="flow", noise_level=0.7)
+    terms = grpo_loss(log_prob(drawn, again)[:, None], log_prob(drawn, step)[:, None], torch.ones(4), **CLIP)
+    assert (terms.ratio == 1).all()
+    assert not terms.clipped.any()
+
+
+def test_values_that_are_not_finite_reach_the_caller() -> None:
+    terms = grpo_loss(torch.tensor([[math.nan], [0.0]]), torch.zeros(2, 1), torch.ones(2), **CLIP)
+    assert terms.ratio.isnan().tolist() == [[True], [False]]
+    assert terms.per_sample.isfinite().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"old_log_prob": torch.zeros(4)}, r"old_log_prob has shape \(4,\), must be \(4, 1\)"),
+        ({"advantages": torch.zeros(4, 1)}, r"advantages has shape \(4, 1\), must be \(4,\)"),
+        ({"log_prob": torch.zeros(4)}, r"log_prob has shape \(4,\), must be \(B, K\)"),
+        ({"kl": torch.zeros(4)}, r"kl has shape \(4,\), must be \(4, 1\)"),
+        ({"step_weight": torch.ones(4)}, r"step_weight has shape \(4,\), must be \(1,\)"),
+        ({"kl": torch.zeros(4, 1), "kl_weight": torch.ones(2)}, r"kl_weight has shape \(2,\)"),
+        ({"kl_coef": 0.1}, "kl_coef is 0.1 but kl is None"),
+        ({"kl_coef": -0.1}, "kl_coef is -0.1"),
+        ({"clip_range": 0.0}, "clip_range is 0.0"),
+        ({"clip_range": 1.0}, "clip_range is 1.0"),
+        ({"adv_clip": 0.0}, "adv_clip is 0.0"),
+        ({"guard": GuardTerms(torch.zeros(4, 3), torch.zeros(4, 3), torch.ones(()))}, r"guard.means has shape"),
+        ({"guard": GuardTerms(torch.zeros(4, 1, 3), torch.zeros(4, 1, 3), torch.ones(4))}, r"guard.std has shape"),
+        ({"guard": GuardTerms(torch.zeros(4, 1, 3), torch.zeros(4, 1, 1), torch.ones(1))}, "reference_mean"),
+    ],
+)
+def test_input_that_would_broadcast_or_mislead_is_refused(changes: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {
+        "log_prob": torch.zeros(4, 1),
+        "old_log_prob": torch.zeros(4, 1),
+        "advantages": torch.zeros(4),
+        **CLIP,
+    }
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(**(given | changes))

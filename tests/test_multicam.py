@@ -1,0 +1,420 @@
+"""A data set in MultiCamVideo layout becomes the same conditions on every machine, or a clear refusal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.data.multicam import MultiCamDataset, fitted_intrinsics, read_cameras
+from flow_grpo.data.video_io import fit_video, write_video
+from flow_grpo.records import Condition
+
+FRAMES = 5
+IDENTITY = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]
+TURNED_RIGHT = [[0, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 1, 0]]  # Unreal, row vectors: forward is now world y, right is -x
+# Camera -> Unreal centimetres at frame 0 and centimetres gained per frame (x forward, y right, z up).
+PATHS = {
+    "cam01": ((100, 200, 300), (10, 0, 0)),
+    "cam02": ((100, 250, 300), (0, 0, 20)),
+    "cam10": ((100, 200, 320), (0, 0, 0)),
+}
+
+
+def matrix_text(rotation: list[list[float]], position: tuple[float, ...]) -> str:
+    return "".join("[" + " ".join(f"{value:g}" for value in row) + "] " for row in [*rotation, [*position, 1]])
+
+
+def extrinsics() -> dict[str, dict[str, str]]:
+    def text(camera: str, frame: int) -> str:
+        start, speed = PATHS[camera]
+        position = tuple(s + frame * v for s, v in zip(start, speed, strict=True))
+        return matrix_text(TURNED_RIGHT if camera == "cam10" else IDENTITY, position)
+
+    return {f"frame{frame}": {camera: text(camera, frame) for camera in PATHS} for frame in range(FRAMES)}
+
+
+def clip(number: int, height: int = 16, width: int = 24) -> Tensor:
+    """Return (3, T, h, w) uint8 moving gradients that differ by number."""
+    t, y, x = torch.meshgrid(*(torch.arange(size) for size in (FRAMES, height, width)), indexing="ij")
+    return torch.stack([10 * x, 10 * y + t, 20 * t + 10 * number]).to(torch.uint8)
+
+
+def write_scene(folder: Path, captions: str | None = None) -> None:
+    (folder / "videos").mkdir(parents=True)
+    (folder / "cameras").mkdir()
+    for number, camera in enumerate(PATHS):
+        write_video(folder / "videos" / f"{camera}.mp4", clip(number), lossless=True)
+    (folder / "cameras" / "camera_extrinsics.json").write_text(json.dumps(extrinsics()))
+    if captions is not None:
+        rows = [f'{camera}.mp4,"a room, seen by {camera}"' for camera in PATHS]
+        (folder / captions).write_text("\n".join(["file_name,text", *rows]))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    root = tmp_path_factory.mktemp("world")
+    write_scene(root / "train" / "f18_aperture10" / "scene12", captions="metadata.csv")
+    write_scene(root / "train" / "f35_aperture2.4" / "scene1", captions="videos/metadata.csv")
+    write_scene(root / "val" / "10basic_trajectories")
+    presets = {"cam01": "zoom_in", "cam02": "translate_up"}
+    (root / "train" / "f18_aperture10" / "scene12" / "cameras" / "presets.json").write_text(json.dumps(presets))
+    return root
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    """Return a copy that a test may break."""
+    return Path(shutil.copytree(original, tmp_path / "world"))
+
+
+def open_split(root: Path, split: str = "train", **changes) -> MultiCamDataset:
+    values = {"num_frames": FRAMES, "height": 16, "width": 24, "prompt": "a video", **changes}
+    return MultiCamDataset(root, split, **values)
+
+
+def second_camera(root: Path) -> Condition:
+    """Return the condition of the validation scene whose target is cam02."""
+    return open_split(root, "val").condition(1)
+
+
+def test_every_scene_and_target_camera_is_one_index(original):
+    dataset = open_split(original)
+    conditions = [dataset.condition(index) for index in range(len(dataset))]
+    assert [(c.index, c.scene, c.target_camera) for c in conditions] == [
+        (0, "train/f18_aperture10/scene12", "cam01"),
+        (1, "train/f18_aperture10/scene12", "cam02"),
+        (2, "train/f18_aperture10/scene12", "cam10"),
+        (3, "train/f35_aperture2.4/scene1", "cam01"),
+        (4, "train/f35_aperture2.4/scene1", "cam02"),
+        (5, "train/f35_aperture2.4/scene1", "cam10"),
+    ]
+    assert all(c.source_camera in PATHS and c.source_camera != c.target_camera for c in conditions)
+
+
+def test_an_item_is_the_same_wherever_the_folder_lies_and_whatever_lies_beside_it(original, root):
+    shutil.rmtree(root / "train" / "f18_aperture10")
+    expected, got = open_split(original).condition(4), open_split(root).condition(1)
+    assert got.source_camera == expected.source_camera
+    for name in ("source_video", "target_video", "source_poses", "target_poses", "reference_pose", "intrinsics"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+def test_all_cameras_serve_as_sources(tmp_path):
+    (tmp_path / "train").mkdir()
+    for number in range(12):
+        scene = tmp_path / "train" / f"scene{number}"
+        (scene / "videos").mkdir(parents=True)
+        (scene / "cameras").mkdir()
+        (scene / "cameras" / "camera_extrinsics.json").write_text("{}")
+        for camera in PATHS:
+            (scene / "videos" / f"{camera}.mp4").touch()
+    dataset = open_split(tmp_path)
+    pairs = {(target, dataset._source_camera(scene, target)) for scene in dataset.scenes for target in scene.cameras}
+    assert len(pairs) == 6
+
+
+def test_videos_are_the_pixels_of_their_cameras(original):
+    condition = open_split(original).condition(2)
+    for camera, video in ((condition.source_camera, condition.source_video), ("cam10", condition.target_video)):
+        assert video is not None and video.dtype == torch.float32 and video.shape == (3, FRAMES, 16, 24)
+        assert torch.equal(video * 255, clip(list(PATHS).index(camera)).float())
+
+
+def test_only_the_first_frames_are_taken(original):
+    condition = open_split(original, num_frames=3).condition(0)
+    assert torch.equal(condition.source_video * 255, clip(list(PATHS).index(condition.source_camera))[:, :3].float())
+    assert condition.target_poses.shape == (3, 4, 4)
+
+
+def test_camera_files_become_metres_with_opencv_axes(original):
+    file = original / "train" / "f18_aperture10" / "scene12" / "cameras" / "camera_extrinsics.json"
+    poses = read_cameras(file, ("cam01", "cam10"), FRAMES)
+    assert poses.shape == (2, FRAMES, 4, 4) and poses.dtype == torch.float64
+    # World axes stay Unreal's (x forward, y right, z up); columns are the camera's right, down, forward.
+    straight = [[0, 0, 1, 1.2], [1, 0, 0, 2], [0, -1, 0, 3], [0, 0, 0, 1]]
+    turned = [[-1, 0, 0, 1], [0, 0, 1, 2], [0, -1, 0, 3.2], [0, 0, 0, 1]]
+    assert torch.allclose(poses[0, 2], torch.tensor(straight, dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(poses[1, 2], torch.tensor(turned, dtype=torch.float64), atol=1e-12)
+
+
+def pose(translation: list[float], rotation: list[list[float]] | None = None) -> Tensor:
+    matrix = torch.eye(4, dtype=torch.float64)
+    matrix[:3, 3] = torch.tensor(translation)
+    if rotation is not None:
+        matrix[:3, :3] = torch.tensor(rotation)
+    return matrix
+
+
+# Seen by another camera's first frame, after 2 frames: x right, y down, z forward, metres.
+YAW_RIGHT, YAW_LEFT = [[0.0, 0, 1], [0, 1, 0], [-1, 0, 0]], [[0.0, 0, -1], [0, 1, 0], [1, 0, 0]]
+SEEN_AT_FRAME_2 = {
+    ("cam01", "cam02"): pose([0.5, -0.4, 0.0]),
+    ("cam02", "cam01"): pose([-0.5, 0.0, 0.2]),
+    ("cam01", "cam10"): pose([0.0, -0.2, 0.0], YAW_RIGHT),
+    ("cam02", "cam10"): pose([-0.5, -0.2, 0.0], YAW_RIGHT),
+    ("cam10", "cam01"): pose([-0.2, 0.2, 0.0], YAW_LEFT),
+    ("cam10", "cam02"): pose([0.0, -0.2, 0.5], YAW_LEFT),
+}
+
+
+def test_target_poses_are_those_seen_by_the_source_cameras_first_frame(original):
+    dataset = open_split(original)
+    for index in range(len(dataset)):
+        condition = dataset.condition(index)
+        expected = SEEN_AT_FRAME_2[condition.source_camera, condition.target_camera]
+        assert torch.allclose(condition.target_poses[2], expected, atol=1e-12), (index, condition.target_poses[2])
+        assert torch.allclose(condition.source_poses[0], torch.eye(4, dtype=torch.float64), atol=1e-12)
+        assert torch.linalg.det(condition.target_poses[:, :3, :3]).allclose(torch.ones(FRAMES, dtype=torch.float64))
+
+
+def test_the_reference_may_be_the_target_cameras_first_frame(original):
+    dataset = open_split(original, reference="target")
+    for index in range(len(dataset)):
+        condition = dataset.condition(index)
+        expected = SEEN_AT_FRAME_2[condition.target_camera, condition.source_camera]
+        assert torch.allclose(condition.source_poses[2], expected, atol=1e-12)
+        assert torch.allclose(condition.target_poses[0], torch.eye(4, dtype=torch.float64), atol=1e-12)
+
+
+@pytest.mark.parametrize("reference", ["source", "target"])
+def test_the_reference_pose_leads_back_to_the_world(original, reference):
+    condition = open_split(original, reference=reference).condition(3)
+    file = original / condition.scene / "cameras" / "camera_extrinsics.json"
+    absolute = read_cameras(file, (condition.target_camera,), FRAMES)[0]
+    assert torch.allclose(condition.reference_pose @ condition.target_poses, absolute, atol=1e-12)
+
+
+@pytest.mark.parametrize(("focal", "expected"), [(18, 630.3), (24, 840.4), (35, 1225.6), (50, 1750.8)])
+def test_intrinsics_of_multicamvideo_at_480x832(focal, expected):
+    fx, fy, cx, cy = fitted_intrinsics(focal, (1280, 1280), 480, 832).tolist()
+    assert fx == fy == pytest.approx(expected, abs=0.05)
+    assert (cx, cy) == (416, 240)
+
+
+@pytest.mark.parametrize(("size", "height", "width"), [((40, 60), 16, 48), ((96, 96), 24, 48), ((50, 70), 30, 40)])
+def test_intrinsics_fit_the_pixels_of_a_resized_and_cropped_video(size, height, width):
+    rows, columns = size
+    y, x = torch.meshgrid(torch.arange(rows) + 0.5, torch.arange(columns) + 0.5, indexing="ij")
+    video = torch.stack([x * 2.5, y * 2.5, y])[:, None].to(torch.uint8)
+    fitted = fit_video(video, height, width)[:, 0].float()
+    fx, fy, cx, cy = fitted_intrinsics(20, size, height, width).tolist()
+    focal = 20 / 23.76 * columns
+    for row, column in ((height // 2, width // 2), (height // 3, width // 3)):
+        # The ray of the new pixel, looked up in the old picture, has the colour of the new pixel.
+        old_x = (column + 0.5 - cx) / fx * focal + columns / 2
+        old_y = (row + 0.5 - cy) / fy * focal + rows / 2
+        assert fitted[0, row, column].item() == pytest.approx(2.5 * old_x, abs=1.6)
+        assert fitted[1, row, column].item() == pytest.approx(2.5 * old_y, abs=1.6)
+
+
+def test_the_focal_length_comes_from_the_folder_name(original):
+    focal = [open_split(original).condition(index).intrinsics[0].item() for index in (0, 3)]
+    assert focal == pytest.approx([18 / 23.76 * 24, 35 / 23.76 * 24])
+
+
+def test_a_scene_without_lens_folder_has_no_intrinsics(original):
+    dataset = open_split(original, "val")
+    assert len(dataset) == 3
+    condition = dataset.condition(0)
+    assert condition.scene == "val/10basic_trajectories" and condition.intrinsics is None
+    assert condition.target_video is not None
+
+
+def test_captions_are_the_targets_own_and_the_prompt_serves_where_there_are_none(original):
+    dataset = open_split(original)
+    for index in range(len(dataset)):  # one scene keeps them beside the videos, the other above
+        condition = dataset.condition(index)
+        assert condition.prompt == f"a room, seen by {condition.target_camera}"
+    assert open_split(original, "val").condition(0).prompt == "a video"
+
+
+def test_presets_are_named_where_they_are_known(original):
+    dataset = open_split(original)
+    assert [dataset.condition(index).preset for index in range(4)] == ["zoom_in", "translate_up", None, None]
+
+
+def test_larger_videos_are_resized_and_cropped(original):
+    condition = open_split(original, height=8, width=8).condition(0)
+    assert condition.target_video.shape == (3, FRAMES, 8, 8)
+    assert torch.equal(condition.target_video * 255, fit_video(clip(0), 8, 8).float())
+
+
+def test_writing_into_a_condition_does_not_change_the_next_one(original):
+    dataset = open_split(original)
+    expected = dataset.condition(0).target_video.clone()
+    dataset.condition(0).target_video.zero_()
+    assert torch.equal(dataset.condition(0).target_video, expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_delivers_labelled_copies_of_what_the_sampler_drew(original, workers):
+    dataset = open_split(original)
+    sampler = DistributedKRepeatSampler(dataset, 4, 2, 1, 0, 7)
+    batches = iter(DataLoader(dataset, batch_sampler=sampler, collate_fn=list, num_workers=workers))
+    for step in range(3):
+        batch = next(batches)
+        assert [(tag, c.gid, c.slot, c.index) for tag, c in batch] == sampler.plan(step)[0]
+        sampler.check(batch[0][0])
+        assert torch.equal(batch[0][1].target_video, batch[2][1].target_video)
+        assert batch[0][1].scene == batch[2][1].scene
+    assert sampler.state_dict()["fingerprint"] == dataset.fingerprint()
+
+
+def test_the_fingerprint_knows_names_and_sizes_but_not_the_place(original, root):
+    expected = open_split(original).fingerprint()
+    assert open_split(root).fingerprint() == expected
+    assert open_split(original, "val").fingerprint() != expected
+    video = root / "train" / "f35_aperture2.4" / "scene1" / "videos" / "cam02.mp4"
+    video.write_bytes(video.read_bytes() + b"0")
+    assert open_split(root).fingerprint() != expected
+    video.unlink()
+    assert open_split(root).fingerprint() != expected
+
+
+def refusal(call) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_missing_folder_and_a_missing_split_are_refused(original):
+    assert f"dataset folder {original / 'nowhere'} does not exist" in refusal(lambda: open_split(original / "nowhere"))
+    assert "has no split 'test', it has ['train', 'val']" in refusal(lambda: open_split(original, "test"))
+
+
+def test_an_empty_split_is_refused(tmp_path):
+    (tmp_path / "train" / "f18_aperture10").mkdir(parents=True)
+    assert "holds no scene" in refusal(lambda: open_split(tmp_path))
+
+
+def test_a_scene_with_one_camera_is_refused(root):
+    scene = root / "val" / "10basic_trajectories"
+    for camera in ("cam02", "cam10"):
+        (scene / "videos" / f"{camera}.mp4").unlink()
+    assert f"scene {scene} has 1 camera video(s), needs at least 2" in refusal(lambda: open_split(root, "val"))
+
+
+def test_a_scene_without_camera_file_is_refused(root):
+    scene = root / "val" / "10basic_trajectories"
+    (scene / "cameras" / "camera_extrinsics.json").unlink()
+    assert f"scene {scene} has no cameras/camera_extrinsics.json" in refusal(lambda: open_split(root, "val"))
+
+
+def test_a_video_that_is_not_named_like_a_camera_is_refused(root):
+    (root / "val" / "10basic_trajectories" / "videos" / "preview.mp4").touch()
+    assert "preview.mp4 is not named like a camera" in refusal(lambda: open_split(root, "val"))
+
+
+@pytest.mark.parametrize("changes", [{"reference": "first"}, {"num_frames": 0}, {"height": 0}])
+def test_bad_arguments_are_refused(original, changes):
+    assert str(next(iter(changes.values()))) in refusal(lambda: open_split(original, **changes))
+
+
+@pytest.mark.parametrize("index", [-1, 6])
+def test_an_index_outside_the_data_set_is_refused(original, index):
+    with pytest.raises(IndexError, match=rf"index is {index}, must be within 0\.\.5"):
+        open_split(original).condition(index)
+
+
+def test_a_short_or_broken_video_is_refused(root):
+    video = root / "val" / "10basic_trajectories" / "videos" / "cam02.mp4"
+    write_video(video, clip(1)[:, :4], lossless=True)
+    assert f"{video} is too short, got 4 of 5 frames" in refusal(lambda: second_camera(root))
+    video.write_bytes(b"nothing")
+    assert f"{video} cannot be read" in refusal(lambda: second_camera(root))
+
+
+def test_cameras_of_different_sizes_are_refused(root):
+    write_video(root / "val" / "10basic_trajectories" / "videos" / "cam02.mp4", clip(1, 32, 48), lossless=True)
+    assert "(32, 48)" in refusal(lambda: second_camera(root))
+
+
+SCALED = [[2, 0, 0, 0], [0, 2, 0, 0], [0, 0, 2, 0]]
+MIRRORED = [[1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 1, 0]]
+TRANSPOSED = "[1 0 0 100] [0 1 0 200] [0 0 1 300] [0 0 0 1] "
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (matrix_text([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]], (1, 2, 3)), "singular"),
+        (matrix_text([[0, 0, 0, 0]] * 3, (1, 2, 3)), "singular"),
+        (matrix_text(SCALED, (1, 2, 3)), "off orthonormal by 3"),
+        (matrix_text(MIRRORED, (1, 2, 3)), "mirror image"),
+        (TRANSPOSED, "is the matrix transposed?"),
+        (matrix_text(IDENTITY, (1, 2, float("nan"))), "not finite"),
+        ("[1 0 0 0] [0 1 0 0] [0 0 1 0]", "four rows of four numbers"),
+        ("[1 0 0 0] [0 1 0 0] [0 0 1 0] [1 2 3]", "four rows of four numbers"),
+        ("[1 0 0 0] [0 1 0 0] [0 0 1 0] [1 2 three 1]", "four rows of four numbers"),
+        ("[1 0 0 0] [0 1 0 0] and [0 0 1 0] [1 2 3 1]", "four rows of four numbers"),
+        ([[1, 0, 0, 0]], "four rows of four numbers"),
+    ],
+)
+def test_a_matrix_that_is_no_pose_is_refused_with_its_place(tmp_path, entry, reason):
+    content = extrinsics()
+    content["frame3"]["cam02"] = entry  # type: ignore[assignment]
+    file = tmp_path / "camera_extrinsics.json"
+    file.write_text(json.dumps(content))
+    assert read_cameras(file, ("cam01", "cam10"), FRAMES).shape == (2, FRAMES, 4, 4)
+    assert read_cameras(file, ("cam02",), 3).shape == (1, 3, 4, 4)
+    text = refusal(lambda: read_cameras(file, ("cam01", "cam02"), FRAMES))
+    assert reason in text and f"{file}, frame3, cam02" in text
+
+
+def test_a_missing_frame_or_camera_is_refused_with_its_place(tmp_path):
+    file = tmp_path / "camera_extrinsics.json"
+    content = extrinsics()
+    del content["frame3"]
+    file.write_text(json.dumps(content))
+    assert "has no frame3, needs frame0..frame4 for cam02" in refusal(lambda: read_cameras(file, ("cam02",), FRAMES))
+    content = extrinsics()
+    del content["frame3"]["cam02"]
+    file.write_text(json.dumps(content))
+    text = refusal(lambda: read_cameras(file, ("cam02",), FRAMES))
+    assert f"{file} has no cam02 in frame3, it has ['cam01', 'cam10']" in text
+
+
+@pytest.mark.parametrize("content", ['{"frame0": ', "[1, 2]", ""])
+def test_a_camera_file_that_is_no_json_object_is_refused(tmp_path, content):
+    file = tmp_path / "camera_extrinsics.json"
+    file.write_text(content)
+    assert str(file) in refusal(lambda: read_cameras(file, ("cam01",), FRAMES))
+
+
+def test_a_camera_file_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "camera_extrinsics.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert f"{file} cannot be read" in refusal(lambda: read_cameras(file, ("cam01",), FRAMES))
+    assert f"{tmp_path} cannot be read" in refusal(lambda: read_cameras(tmp_path, ("cam01",), FRAMES))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("file,caption\ncam02.mp4,a room", "has columns ['file', 'caption']"),
+        ("", "has columns None"),
+        ("file_name,text\ncam01.mp4,a room", "has 0 rows for cam02.mp4"),
+        ("file_name,text\ncam02.mp4,a room\ncam02.mp4,another", "has 2 rows for cam02.mp4"),
+        ("file_name,text\ncam02.mp4", "must have one with a text"),
+    ],
+)
+def test_a_caption_file_without_the_caption_is_refused(root, content, text):
+    file = root / "val" / "10basic_trajectories" / "metadata.csv"
+    file.write_text(content)
+    got = refusal(lambda: second_camera(root))
+    assert text in got and str(file) in got
+
+
+def test_caption_files_may_name_the_folder_and_start_with_a_byte_order_mark(root):
+    rows = "".join(f"videos/{camera}.mp4,it is {camera}\n" for camera in PATHS)
+    file = root / "val" / "10basic_trajectories" / "metadata.csv"
+    file.write_text("file_name,text\n" + rows, encoding="utf-8-sig")
+    assert second_camera(root).prompt == "it is cam02"

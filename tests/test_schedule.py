@@ -1,0 +1,129 @@
+"""Noise levels, the stochastic window and step weights against known numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flow_grpo.maths.schedule import check_sde_steps, flow_sigmas, sde_window, step_weights
+from flow_grpo.maths.sde import coefficients
+
+
+def test_the_grid_has_the_known_levels_of_10_steps_at_shift_3() -> None:
+    expected = [1, 27 / 28, 12 / 13, 7 / 8, 9 / 11, 3 / 4, 2 / 3, 9 / 16, 3 / 7, 1 / 4, 0]
+    sigmas = flow_sigmas(10, 3.0)
+    assert sigmas.dtype == torch.float32
+    assert sigmas.tolist() == torch.tensor(expected, dtype=torch.float64).float().tolist()
+
+
+def test_the_grid_ends_like_recammasters_inference_grid_at_50_steps() -> None:
+    assert flow_sigmas(50, 5.0)[-4:-1].tolist() == pytest.approx([0.2419, 0.1724, 0.0926], abs=5e-5)
+
+
+def test_the_grid_starts_at_exactly_one_and_ends_at_exactly_zero() -> None:
+    for steps, shift in ((1, 1.0), (4, 3.0), (16, 5.0), (50, 0.5)):
+        sigmas = flow_sigmas(steps, shift)
+        assert len(sigmas) == steps + 1
+        assert sigmas[0] == 1 and sigmas[-1] == 0
+        assert (sigmas.diff() < 0).all()
+
+
+def test_the_grid_is_rounded_once_from_float64() -> None:
+    u = 1 - torch.arange(17, dtype=torch.float64) / 16
+    assert torch.equal(flow_sigmas(16, 5.0), (5 * u / (1 + 4 * u)).float())
+
+
+@pytest.mark.parametrize(("steps", "shift", "word"), [(0, 3.0, "num_steps"), (4, 0.0, "shift"), (4, -1.0, "shift")])
+def test_impossible_grids_are_refused(steps: int, shift: float, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        flow_sigmas(steps, shift)
+
+
+@pytest.mark.parametrize("steps", [(), (0, 9), (-1, 0), (3, 2), (2, 2), (10,)])
+def test_the_last_step_and_unordered_steps_are_never_stochastic(steps: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="sde_steps"):
+        check_sde_steps(steps, 10)
+
+
+def test_every_step_but_the_last_may_be_stochastic() -> None:
+    check_sde_steps(range(9), 10)
+
+
+def test_a_window_is_a_run_of_neighbouring_entries() -> None:
+    steps = (1, 2, 3, 5, 6, 7)
+    runs = {steps[i : i + 2] for i in range(5)}
+    drawn = {sde_window(steps, 2, seed=0, round_index=i) for i in range(200)}
+    assert drawn == runs
+
+
+def test_a_window_of_zero_takes_all_steps() -> None:
+    assert sde_window([1, 2, 3], 0, seed=0, round_index=0) == (1, 2, 3)
+    assert sde_window([1, 2, 3], 3, seed=0, round_index=0) == (1, 2, 3)
+
+
+def test_a_window_depends_on_seed_and_round_only() -> None:
+    def windows(seed: int) -> list[tuple[int, ...]]:
+        return [sde_window(range(1, 8), 2, seed=seed, round_index=i) for i in range(50)]
+
+    first = windows(3)
+    torch.rand(7)
+    assert windows(3) == first
+    assert windows(4) != first
+
+
+def test_windows_are_drawn_evenly() -> None:
+    drawn = torch.tensor([sde_window(range(4), 1, seed=1, round_index=i)[0] for i in range(2000)])
+    assert drawn.bincount(minlength=4).tolist() == pytest.approx([500] * 4, abs=100)
+
+
+@pytest.mark.parametrize("window", [-1, 4])
+def test_a_window_wider_than_its_steps_is_refused(window: int) -> None:
+    with pytest.raises(ValueError, match="window is"):
+        sde_window((1, 2, 3), window, seed=0, round_index=0)
+
+
+@pytest.mark.parametrize("kind_of_weight", ["none", "inverse_gain", "inverse_delta"])
+def test_weights_have_mean_one_over_the_trained_steps_and_are_zero_elsewhere(kind_of_weight: str) -> None:
+    steps = [1, 2, 3, 4, 5]
+    weights = step_weights(kind_of_weight, flow_sigmas(16, 5.0), steps, kind="flow", noise_level=0.7)
+    assert weights.shape == (16,)
+    assert weights[steps].mean().item() == pytest.approx(1, abs=1e-6)
+    assert weights[[0, *range(6, 16)]].tolist() == [0.0] * 11
+
+
+def test_inverse_gain_levels_the_gain_of_the_std_that_is_really_added() -> None:
+    # A grid that starts below 1, as UniPC's: the closed form without the std clip weighs step 0 two hundred times more.
+    sigmas = flow_sigmas(10, 3.0)
+    sigmas[0], sigmas[1] = 0.999999, 0.964324
+    settings = {"kind": "flow", "noise_level": 1.0, "max_step_std": 0.45}
+    weights = step_weights("inverse_gain", sigmas, range(9), **settings)
+    step = coefficients(sigmas[:9], sigmas[1:10], sigma_cap=sigmas[1], **settings)
+    pull = weights[:9].double() * step.gain
+    assert pull.tolist() == pytest.approx([pull[0].item()] * 9, rel=1e-5)
+    assert weights[0] / weights[1] < 2
+
+
+def test_inverse_gain_is_the_closed_form_where_nothing_is_clipped() -> None:
+    # LongCat's sqrt(sigma / (1 - sigma)) / sqrt(delta), up to a constant.
+    sigmas, steps = flow_sigmas(16, 5.0), list(range(1, 15))
+    weights = step_weights("inverse_gain", sigmas, steps, kind="flow", noise_level=0.7)[steps].double()
+    sigma, delta = sigmas[steps].double(), (sigmas[:-1] - sigmas[1:])[steps].double()
+    ratio = weights / (sigma / (1 - sigma) / delta).sqrt()
+    assert (ratio / ratio[0]).tolist() == pytest.approx([1.0] * 14, rel=1e-5)
+
+
+def test_inverse_delta_weighs_by_the_step_length() -> None:
+    sigmas = flow_sigmas(10, 3.0)
+    weights = step_weights("inverse_delta", sigmas, [1, 8], kind="constant", noise_level=0.3)
+    deltas = (27 / 28 - 12 / 13, 3 / 7 - 1 / 4)
+    assert (weights[1] / weights[8]).item() == pytest.approx(deltas[1] / deltas[0], rel=1e-5)
+
+
+def test_weights_of_unknown_kind_and_of_untrainable_steps_are_refused() -> None:
+    sigmas = flow_sigmas(10, 3.0)
+    with pytest.raises(ValueError, match="step weight is 'gain'"):
+        step_weights("gain", sigmas, [1], kind="constant", noise_level=0.3)
+    with pytest.raises(ValueError, match="sde_steps"):
+        step_weights("none", sigmas, [9], kind="constant", noise_level=0.3)
+    with pytest.raises(ValueError, match="adds no noise"):
+        step_weights("inverse_gain", sigmas, [1], kind="constant", noise_level=0.0)

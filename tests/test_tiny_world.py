@@ -1,0 +1,100 @@
+"""The tiny world: rooms filmed by known cameras, in MultiCamVideo layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.tiny_world import TINY_WORLDS, WorldSpec, caption, ensure_tiny_world, film, make_scene, write_tiny_world
+from flow_grpo.maths.poses import PRESETS
+from flow_grpo.maths.room import Room, render_video, stack_rooms
+
+SPEC = WorldSpec(seed=5, scenes={"train": 2, "val": 1})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world") / "tiny"
+    write_tiny_world(folder, SPEC)
+    return folder
+
+
+def dataset(root: Path, split: str) -> MultiCamDataset:
+    return MultiCamDataset(root, split, num_frames=5, height=24, width=32, prompt="a room", reference="source")
+
+
+def test_a_scene_is_a_function_of_seed_split_and_number() -> None:
+    first, again = make_scene(SPEC, "train", 1), make_scene(SPEC, "train", 1)
+    assert torch.equal(first.poses, again.poses)
+    assert torch.equal(first.room.phase, again.room.phase)
+    for other in (make_scene(SPEC, "val", 1), make_scene(SPEC, "train", 2), make_scene(dataclasses.replace(SPEC, seed=6), "train", 1)):
+        assert not torch.equal(first.poses, other.poses)
+        assert not torch.equal(first.room.phase[1], other.room.phase[1])
+
+
+def test_all_cameras_of_a_scene_start_together_and_stay_inside_the_room() -> None:
+    for number in range(20):
+        scene = make_scene(SPEC, "train", number)
+        assert torch.equal(scene.poses[:, 0], scene.poses[:1, 0].expand(len(PRESETS), 4, 4))
+        assert (scene.poses[..., :3, 3].abs() < scene.room.half_size.double() - 0.3).all()
+        assert torch.allclose(torch.linalg.det(scene.poses[..., :3, :3]), torch.tensor(-1.0, dtype=torch.float64))
+
+
+def test_the_magnitude_of_rotation_tells_nothing_about_that_of_translation() -> None:
+    arc = list(PRESETS).index("arc_left")
+    paths = torch.stack([make_scene(SPEC, "train", n).poses[arc] for n in range(200)])
+    way = (paths[:, -1, :3, 3] - paths[:, 0, :3, 3]).norm(dim=-1)
+    turn = torch.linalg.inv(paths[:, 0]) @ paths[:, -1]
+    angle = torch.acos(((turn[:, 0, 0] + turn[:, 1, 1] + turn[:, 2, 2] - 1) / 2).clamp(-1, 1))
+    assert abs(torch.corrcoef(torch.stack([way, angle]))[0, 1]) < 0.25
+    assert way.min() > 0.95 and way.max() < 2.1
+
+
+def test_what_is_written_is_read_back_as_it_was_filmed(root: Path) -> None:
+    data = dataset(root, "val")
+    assert len(data) == len(PRESETS)
+    scene = make_scene(SPEC, "val", 1)
+    videos = film(SPEC, [scene], list(range(len(PRESETS))))
+    for index in range(len(data)):
+        condition = data.condition(index)
+        target, source = int(condition.target_camera[3:]) - 1, int(condition.source_camera[3:]) - 1
+        assert target != source
+        assert condition.preset == scene.presets[target]
+        assert condition.target_video is not None and condition.reference_pose is not None
+        assert (condition.target_video - videos[target]).abs().max() < 2.5 / 255
+        assert (condition.source_video - videos[source]).abs().max() < 2.5 / 255
+        world = condition.reference_pose @ condition.target_poses
+        assert torch.allclose(world, scene.poses[target], atol=1e-6)
+        assert torch.allclose(condition.intrinsics, SPEC.intrinsics())
+        assert condition.prompt == caption(videos[target])
+
+
+def test_the_room_beside_a_scene_renders_its_videos(root: Path) -> None:
+    condition = dataset(root, "val").condition(3)
+    room = Room.from_dict(json.loads((root / condition.scene / "room.json").read_text()))
+    poses = (condition.reference_pose @ condition.target_poses)[None].float()
+    video = render_video(stack_rooms([room]), poses, condition.intrinsics, 24, 32)[0]
+    assert (video - condition.target_video).abs().max() < 2.5 / 255
+
+
+def test_train_and_held_out_scenes_never_overlap() -> None:
+    spec = TINY_WORLDS["tiny"]
+    walls = [make_scene(spec, split, n).room.phase[1] for split in spec.scenes for n in range(1, spec.scenes[split] + 1)]
+    assert len(torch.unique(torch.stack(walls), dim=0)) == sum(spec.scenes.values())
+
+
+def test_ensure_writes_once_and_refuses_another_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "world"
+    ensure_tiny_world(folder, "unit_test")
+    stamp = (folder / "world.json").stat().st_mtime_ns
+    ensure_tiny_world(folder, "unit_test")
+    assert (folder / "world.json").stat().st_mtime_ns == stamp
+    with pytest.raises(ValueError, match=r"is not the tiny world 'tiny'.*delete the folder or choose another"):
+        ensure_tiny_world(folder, "tiny")
+    with pytest.raises(ValueError, match=r"data.tiny_world: got 'huge', known are"):
+        ensure_tiny_world(tmp_path / "other", "huge")

@@ -1,0 +1,230 @@
+"""The whole line on a random tiny model and a filmed tiny world: recipe in, adapter out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import train_grpo
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.runtime import checkpoint, distributed, state_files
+from flow_grpo.runtime.distributed import Ranks
+from tests.tiny_models import make_tiny_folder
+from tests.workers import run_ranks
+
+ROOT = Path(__file__).parents[1]
+SMALL = {
+    "num_epochs": 2,
+    "device": "cpu",
+    "max_minutes": 0,
+    "log_videos_every": 0,
+    "trackers": "",
+    "data.tiny_world": "unit_test",
+    "data.num_frames": 5,
+    "sample.k": 4,
+    "sample.train_batch_size": 4,
+    "sample.num_batches_per_epoch": 2,
+    "sample.num_steps": 4,
+    "sample.sde_steps": "0,1,2",
+    "train.batch_size": 4,
+    "reward.weights": "target_view=1,source_match=0.3",
+    "eval.every": 0,
+    "eval.num_conditions": 4,
+    "eval.num_steps": 2,
+    "eval.gold": "",
+    "eval.videos": 1,
+    "checkpoint.every": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    """A model folder and a data folder."""
+    folder = tmp_path_factory.mktemp("line")
+    ensure_tiny_world(folder / "world", "unit_test")
+    return {"model.path": make_tiny_folder(folder / "model"), "data.root": str(folder / "world")}
+
+
+def words(places: dict[str, str], output: Path, recipe: str = "tiny_recam", **changes) -> list[str]:
+    knobs = {**SMALL, **places, "output_root": str(output), "run_name": "run"}
+    knobs |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [
+        "--config",
+        f"{ROOT}/config/grpo.py:{recipe}",
+        *(f"--config.{name}={value}" for name, value in knobs.items()),
+    ]
+
+
+def newest(run: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of the newest checkpoint by path."""
+    return state_files.flatten(state_files.read(checkpoint.published(run / "checkpoints")[-1] / "state"))[0]
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, tmp_path, capsys):
+    assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", log_videos_every=2)) == 0
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert set(summary) == {"before", "after", "train_seconds"}
+    for name in ("eval/target_view_psnr_db", "eval/trans_err_m", "eval/rot_err_deg"):
+        assert {name} <= set(summary["before"]) & set(summary["after"])
+    groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
+    assert groups == {"reward", "policy", "dyn", "eval", "train", "time", "system"}
+    names = [path.name for path in sorted((run / "videos").glob("*.mp4"))]
+    assert [name.partition("_val")[0].partition("_train-")[0] for name in names] == [
+        *(f"eval_00000{step}" for step in range(3)),
+        "train_000002",
+    ]
+    assert len(checkpoint.published(run / "checkpoints")) == 2
+    assert list((run / "adapter").iterdir())
+    assert "held-out metrics" in capsys.readouterr().out
+
+
+def test_the_first_ratio_is_exactly_one_on_the_real_network(places, tmp_path):
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
+    (row,) = [row for row in metrics_of(tmp_path / "run") if "policy/ratio_mean" in row]
+    assert row["policy/ratio_first_max_abs_log"] == 0.0
+    assert row["policy/ratio_min"] == row["policy/ratio_max"] == 1.0
+    assert row["train/grad_norm"] > 0
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path):
+    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=3, train__updates_per_epoch=2)) == 0
+    for epochs in (1, 3):
+        resumed = words(
+            places,
+            tmp_path / "parts",
+            num_epochs=epochs,
+            train__updates_per_epoch=2,
+            resume="auto",
+            data__num_workers=0,
+        )
+        assert train_grpo.main(resumed) == 0
+    whole, parts = newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run")
+    assert set(whole) == set(parts)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert any(name.startswith("moments/") for name in whole)
+    assert any(name.startswith("ema/") for name in whole)
+    rewards = [
+        {row["step"]: row["reward/mean"] for row in metrics_of(tmp_path / part / "run") if "reward/mean" in row}
+        for part in ("whole", "parts")
+    ]
+    assert rewards[0] == rewards[1]
+    assert len(rewards[0]) == 3
+
+
+def test_debug_prints_the_group_structure(places, tmp_path, capsys):
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1, debug="true")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    wanted = ["总样本数（当前GPU）: 8", "期望的总样本数: 8", "Gather后的总样本数（所有GPU）: 8", "期望的唯一样本数: 2"]
+    assert [line for line in lines if line in wanted] == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample__kk": 3}, "config.sample.kk: no such knob"),
+        ({"sample__k": 3}, "config.sample.train_batch_size: got 4"),
+        ({"data__root": "nowhere", "data__tiny_world": ""}, "dataset folder nowhere does not exist"),
+        ({"model__path": "nowhere"}, "model.path 'nowhere' does not exist"),
+        ({"eval__num_conditions": 400}, "eval.num_conditions=400 must be within 1..10"),
+        ({"sample__train_batch_size": 200, "sample__k": 2}, "dataset has 20 conditions, a batch needs m"),
+        ({"data__num_frames": 9, "data__tiny_world": ""}, "has no frame5, needs frame0..frame8"),
+        ({"data__height": 40, "data__width": 36}, "config.data.width: got 36, must be a multiple of 8"),
+        ({"resume": "auto", "run_name": ""}, "resume='auto' needs the name of the run"),
+        ({"resume": "nowhere"}, "resume='nowhere' is not a usable checkpoint"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(places, tmp_path, capsys, changes, message):
+    assert train_grpo.main(words(places, tmp_path, **changes)) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in captured.err
+
+
+def test_a_second_start_under_the_same_name_is_refused(places, tmp_path, capsys):
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 2
+    assert "already holds checkpoint_000001" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused(places, tmp_path, capsys):
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
+    other = make_tiny_folder(tmp_path / "other", seed=1)
+    assert train_grpo.main(words(places, tmp_path, resume="auto", model__path=other)) == 2
+    assert "belongs to another run: model is" in capsys.readouterr().err
+
+
+def test_used_up_minutes_end_the_run_as_if_complete(places, tmp_path):
+    assert train_grpo.main(words(places, tmp_path, num_epochs=50, max_minutes=1e-4)) == 0
+    assert len(checkpoint.published(tmp_path / "run" / "checkpoints")) == 1
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def _train(ranks: Ranks, given: list[str]) -> int:
+    """Run main() on ranks that have met already and stay together afterwards."""
+    with (
+        mock.patch.multiple(
+            train_grpo,
+            join=lambda config: (torch.device("cpu"), ranks),
+        ),
+        mock.patch.object(distributed, "stop"),
+    ):
+        return train_grpo.main(given)
+
+
+def test_8_ranks_run_two_epochs_of_the_shrunken_8_npu_recipe(places, tmp_path):
+    keep = ("sample.k", "sample.train_batch_size", "sample.num_batches_per_epoch", "train.batch_size")
+    small = {name: value for name, value in SMALL.items() if name not in keep}
+    with mock.patch.dict(SMALL, small, clear=True):
+        given = words(places, tmp_path, recipe="my_recam_8npu_tiny", eval__num_conditions=8)
+    assert run_ranks(_train, 8, given, timeout=110) == [0] * 8
+    run = tmp_path / "run"
+    config = json.loads((run / "config.json").read_text())
+    assert (config["sample"]["train_batch_size"], config["sample"]["k"]) == (2, 4)
+    assert config["sample"]["num_batches_per_epoch"] == 2
+    rows = [row for row in metrics_of(run) if "policy/ratio_mean" in row]
+    assert len(rows) == 2
+    assert (
+        rows[0]["dyn/flat_groups"] + rows[0]["dyn/incomplete_groups"] + 8 * rows[0]["dyn/valid_groups_ratio_initial"]
+        == 8
+    )
+    assert newest(run)
+
+
+def test_two_ranks_make_the_run_of_one(places, tmp_path):
+    alone = words(places, tmp_path / "one", sample__num_batches_per_epoch=1)
+    assert train_grpo.main(alone) == 0
+    shared = words(
+        places, tmp_path / "two", sample__num_batches_per_epoch=1, sample__train_batch_size=2, train__batch_size=2
+    )
+    assert run_ranks(_train, 2, shared, timeout=110) == [0, 0]
+    one, two = (newest(tmp_path / part / "run") for part in ("one", "two"))
+    trained = [name for name in one if name.startswith("trained/")]
+    for name in trained:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5)
+
+
+def test_torchrun_stops_at_the_door_without_the_weights(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_grpo.py"]
+    command += ["--config", "config/grpo.py:my_recam_8npu", "--config.device=cpu", f"--config.output_root={tmp_path}"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=110, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "model.path 'models/recammaster-wan2.1-1.3b' does not exist" in line
+    assert "tools/convert_recam.py" in line
+    assert "exitcode  : 2" in done.stderr

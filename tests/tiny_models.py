@@ -1,0 +1,111 @@
+"""Random tiny networks with every part of the real ones: 4x spatial and temporal codec, text encoder, transformer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from flow_grpo.models.recam_policy import Networks
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+
+WORDS = ["<pad>", "</s>", "<unk>", "a", "room", "with", "the", "camera", "pan", "left", "right", "zoom", "slowly"]
+CHANNELS = 4
+
+
+def tiny_transformer(
+    seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2), neutral: bool = False
+) -> ReCamTransformer3DModel:
+    """Return 2 blocks of width 24; unless `neutral`, the camera modules are away from their zero/identity start."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ReCamTransformer3DModel(
+            patch_size=patch_size,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            text_dim=16,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            rope_max_seq_len=32,
+        )
+        if not neutral:
+            for block in model.blocks:
+                torch.nn.init.normal_(block.cam_encoder.weight, std=0.3)
+                torch.nn.init.normal_(block.cam_encoder.bias, std=0.3)
+                block.projector.weight.data += 0.1 * torch.randn_like(block.projector.weight)
+    return model.eval()
+
+
+def tiny_vae(seed: int = 0) -> AutoencoderKLWan:
+    """Return a codec of 4 channels, 4 times smaller in space and time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae = AutoencoderKLWan(
+            base_dim=8,
+            z_dim=CHANNELS,
+            dim_mult=[1, 2, 4],
+            num_res_blocks=1,
+            temperal_downsample=[True, True],
+            latents_mean=[0.1, -0.2, 0.3, -0.4],
+            latents_std=[0.9, 1.1, 0.8, 1.2],
+            scale_factor_temporal=4,
+            scale_factor_spatial=4,
+        )
+    return vae.eval()
+
+
+def tiny_text_encoder(seed: int = 0) -> UMT5EncoderModel:
+    """Return one layer of width 16."""
+    config = UMT5Config(vocab_size=len(WORDS), d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, dropout_rate=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return UMT5EncoderModel(config).eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole words that ends every prompt with </s>."""
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
+    )
+
+
+def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)) -> Networks:
+    """Return the four parts, not saved anywhere."""
+    return Networks(
+        transformer=tiny_transformer(seed, patch_size=patch_size),
+        vae=tiny_vae(seed),
+        text_encoder=tiny_text_encoder(seed),
+        tokenizer=tiny_tokenizer(),
+    )
+
+
+def make_tiny_folder(path: str | Path, seed: int = 0) -> str:
+    """Write a complete folder in diffusers layout and return its path."""
+    folder, parts = Path(path), tiny_networks(seed)
+    parts.transformer.save_pretrained(str(folder / "transformer"))
+    parts.vae.save_pretrained(str(folder / "vae"))
+    parts.text_encoder.save_pretrained(str(folder / "text_encoder"))
+    parts.tokenizer.save_pretrained(str(folder / "tokenizer"))
+    FlowMatchEulerDiscreteScheduler(shift=5.0).save_pretrained(str(folder / "scheduler"))
+    index = {
+        "_class_name": "WanPipeline",
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "T5TokenizerFast"],
+        "transformer": ["flow_grpo.models.recam_transformer", "ReCamTransformer3DModel"],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+    return str(folder)

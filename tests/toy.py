@@ -1,0 +1,255 @@
+"""A policy of a few hundred weights, conditions and rewards to match: the algorithm's tests need no video model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from flow_grpo.rewards.base import RewardSet
+from torch import Tensor, nn
+
+from flow_grpo.algorithm.compare import gather, own_rows
+from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings, merge
+from flow_grpo.algorithm.rollout import SdeSettings, rollout
+from flow_grpo.algorithm.update import Updater, UpdateSettings
+from flow_grpo.config import SampleConfig, TrainConfig
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.maths.advantages import combine_rewards
+from flow_grpo.maths.keys import generator
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingBatch
+from flow_grpo.runtime.distributed import Ranks
+
+SHAPE = (2, 2, 2, 2)  # C, F, H, W
+FRAMES = 5  # T = 4 (F - 1) + 1
+
+
+def condition(index: int = 0, gid: int = 0, slot: int = 0, *, preset: str | None = None) -> Condition:
+    """Return a condition whose videos are a function of its index; h = w = 2."""
+    draw = generator("toy condition", index)
+    poses = torch.eye(4, dtype=torch.float64).repeat(FRAMES, 1, 1)
+    poses[:, 0, 3] = torch.linspace(0, 0.1 * index, FRAMES, dtype=torch.float64)
+    return Condition(
+        index=index,
+        gid=gid,
+        slot=slot,
+        prompt=f"a toy room number {index} seen by a moving camera",
+        source_video=torch.rand((3, FRAMES, *SHAPE[2:]), generator=draw),
+        target_poses=poses,
+        scene=f"val/f17_aperture10/scene{index}",
+        source_camera="cam01",
+        target_camera="cam02",
+        target_video=torch.rand((3, FRAMES, *SHAPE[2:]), generator=draw),
+        preset=preset,
+    )
+
+
+def group(gid: int, k: int, index: int | None = None) -> list[Condition]:
+    """Return the k copies of one draw."""
+    return [condition(gid if index is None else index, gid, slot) for slot in range(k)]
+
+
+class ToyNet(nn.Module):
+    """velocity = MLP(latents, sigma, cameras), all flattened."""
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        elements = SHAPE[0] * SHAPE[1] * SHAPE[2] * SHAPE[3]
+        self.inner = nn.Linear(elements + 1 + SHAPE[1] * 12, hidden)
+        self.outer = nn.Linear(hidden, elements)
+
+    def forward(self, latents: Tensor, sigma: Tensor, cameras: Tensor) -> Tensor:
+        given = torch.cat([latents.flatten(1), sigma[:, None], cameras.flatten(1)], dim=1)
+        return self.outer(torch.tanh(self.inner(given))).view_as(latents)
+
+
+class ToyPolicy:
+    """The `Policy` seam over a ToyNet; counts its calls.
+
+    Attributes:
+        module: the network, possibly wrapped.
+        calls: per call of `velocity`, (rows, sigma of the first row, gradients enabled, inside `reference`).
+        encoded: indices handed to `encode`, call by call.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.net = ToyNet()
+        self.module: nn.Module = self.net
+        self.start = {name: value.clone() for name, value in self.net.state_dict().items()}
+        self.calls: list[tuple[int, float, bool, bool]] = []
+        self.encoded: list[list[int]] = []
+        self._inside_reference = False
+
+    def encode(self, conditions: Sequence[Condition]) -> Conditioning:
+        self.encoded.append([c.index for c in conditions])
+        return Conditioning(
+            prompt_embeds=torch.stack([torch.full((3, 4), float(len(c.prompt))) for c in conditions]),
+            source_latents=torch.stack([c.source_video[:2, :2].float() for c in conditions]),
+            target_cameras=torch.stack([c.target_poses[::4, :3].flatten(1).float() for c in conditions]),
+        )
+
+    def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
+        assert conditions
+        return SHAPE
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        grad = torch.is_grad_enabled()
+        self.calls.append((len(latents), float(sigma[0]), grad, self._inside_reference))
+        network = self.module if grad else self.net
+        velocity: Tensor = network(latents, sigma, conditioning.target_cameras)
+        return velocity
+
+    def decode(self, latents: Tensor) -> Tensor:
+        light = torch.sigmoid(latents.mean(dim=1, keepdim=True)).expand(-1, 3, -1, -1, -1)
+        return torch.cat([light[:, :, :1], light[:, :, 1:].expand(-1, -1, FRAMES - 1, -1, -1)], dim=2)
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[None]:
+        current = {name: value.clone() for name, value in self.net.state_dict().items()}
+        self._inside_reference = True
+        self.net.load_state_dict(self.start)
+        try:
+            yield
+        finally:
+            self.net.load_state_dict(current)
+            self._inside_reference = False
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        return list(self.net.parameters())
+
+
+class BrightnessReward:
+    """Mean of the video; samples whose (index, slot) is in `broken` have no value."""
+
+    name = "brightness"
+    floor = 0.0
+
+    def __init__(self, broken: Sequence[tuple[int, int]] = ()) -> None:
+        self.broken = set(broken)
+
+    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
+        valid = torch.tensor([(c.index, c.slot) not in self.broken for c in conditions])
+        values = videos.flatten(1).mean(dim=1).masked_fill(~valid, torch.nan)
+        causes = tuple("" if fine else "broken on purpose" for fine in valid.tolist())
+        return RewardResult(values, valid, causes, {"percent": 100 * values})
+
+
+SIGMAS = flow_sigmas(6, 3.0)
+SDE = SdeSettings("constant", 0.7)
+
+
+def scored(
+    policy: ToyPolicy,
+    conditions: Sequence[Condition],
+    *,
+    window: Sequence[int] = (1, 2),
+    reward: BrightnessReward | None = None,
+    seed: int = 5,
+) -> ScoredBatch:
+    """Roll out and score one batch."""
+    conditioning = policy.encode(conditions)
+    trajectory = rollout(policy, conditions, conditioning, sigmas=SIGMAS, window=window, sde=SDE, seed=seed)
+    reward = reward or BrightnessReward()
+    result = reward(policy.decode(trajectory.final_latents), conditions)
+    return ScoredBatch(tuple(conditions), conditioning, trajectory, {reward.name: result})
+
+
+def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **options: Any) -> TrainingBatch:
+    """Roll out batch by batch, join, and compare within groups, as one rank would."""
+    merged = merge([scored(policy, conditions, **options) for conditions in batches])
+    gathered = gather(merged, Ranks())
+    k = int((gathered.gids == gathered.gids[0]).sum())
+    compared = combine_rewards(
+        gathered.rewards, gathered.valid, {"brightness": 1.0}, gathered.gids, k=k, floors={}, flat_eps=0.0
+    )
+    return own_rows(merged, gathered, compared, Ranks())
+
+
+def train_config(**changes: Any) -> TrainConfig:
+    """Return settings that suit the toy."""
+    values: dict[str, Any] = {
+        "batch_size": 4,
+        "updates_per_epoch": 1,
+        "learning_rate": 1e-2,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.99,
+        "adam_eps": 1e-8,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "clip_range": 0.1,
+        "adv_clip": 5.0,
+        "kl_coef": 0.0,
+        "step_weight": "none",
+        "guard": False,
+        "old_log_prob": "auto",
+        "ema_decay": 0.0,
+    }
+    return TrainConfig(**(values | changes))
+
+
+def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, ranks: Ranks | None = None, **changes: Any) -> Updater:
+    """Return an Updater over plain SGD, so that an update is proportional to its gradient."""
+    train = train_config(**changes)
+    settings = UpdateSettings(
+        sigmas=SIGMAS, sde=SDE, step_weight=None, rollout_batch_size=rollout_batch_size, seed=5, train=train
+    )
+    optimizer = torch.optim.SGD(policy.trained_parameters(), lr=train.learning_rate)
+    return Updater(policy, optimizer, settings, ranks or Ranks())
+
+
+def weights_of(policy: ToyPolicy) -> Tensor:
+    """Return all weights as one vector."""
+    return torch.cat([parameter.detach().flatten().clone() for parameter in policy.net.parameters()])
+
+
+def sample_config(**changes: Any) -> SampleConfig:
+    """Return the 8-NPU recipe's sampler numbers over the toy's schedule."""
+    values: dict[str, Any] = {
+        "k": 4,
+        "num_image_per_prompt": 4,
+        "train_batch_size": 2,
+        "num_batches_per_epoch": 2,
+        "num_steps": 6,
+        "shift": 3.0,
+        "sde": "constant",
+        "noise_level": 0.7,
+        "max_step_std": None,
+        "sde_steps": (1, 2, 3),
+        "sde_window": 2,
+        "guidance_scale": 1.0,
+        "negative_prompt": "",
+        "layout": "spread",
+        "same_initial_noise": False,
+    }
+    return SampleConfig(**(values | changes))
+
+
+class ToyLoader:
+    """Delivers what the sampler draws, as a loader without workers would."""
+
+    def __init__(self, sampler: DistributedKRepeatSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[tuple[int, Condition]]]:
+        return ([(step, condition(i, gid, slot)) for step, gid, slot, i in draws] for draws in self.sampler)
+
+
+def collector(ranks: Ranks, policy: ToyPolicy, *, debug: bool = True, **changes: Any) -> Collector:
+    """Return a collector over 24 toy conditions."""
+    sample = sample_config(**changes)
+    sampler = DistributedKRepeatSampler(
+        24,
+        sample.train_batch_size,
+        sample.k,
+        ranks.world_size,
+        ranks.rank,
+        seed=1,
+        num_batches_per_epoch=sample.num_batches_per_epoch,
+        layout=sample.layout,
+    )
+    settings = SampleSettings(sample, SIGMAS, SDE, seed=1, debug=debug)
+    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+    return Collector(policy, ConditionStream(ToyLoader(sampler), sampler), rewards, settings, is_main=ranks.is_main)

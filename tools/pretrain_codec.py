@@ -1,0 +1,147 @@
+"""Train the tiny world's video codec: a small `AutoencoderKLWan`, 8x in space and 4x in time. Resumable.
+
+    python tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam --minutes 40
+
+Clips are filmed on the fly in rooms that no data set uses. The loss is mean absolute plus squared error; a faint penalty on
+the size of the latents and noise on them stand for the KL term.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+
+from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
+
+WORLD = WorldSpec(seed=11, scenes={}, translation=(0.1, 1.0), rotation=(0.1, 1.0))
+SCENES_PER_STEP, CAMERAS_PER_SCENE = 4, 2
+LATENT_NOISE = 0.1  # keeps the decoder smooth around what the encoder gives
+
+
+def build_codec(base_dim: int, latent_channels: int) -> AutoencoderKLWan:
+    """Return an untrained codec; latent statistics are filled in after training."""
+    return AutoencoderKLWan(
+        base_dim=base_dim,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,  # pixels are folded 2x2 before the first convolution: a quarter of the cost
+        z_dim=latent_channels,
+        dim_mult=[1, 2, 4],
+        num_res_blocks=1,
+        attn_scales=[],
+        temperal_downsample=[True, True],
+        latents_mean=[0.0] * latent_channels,
+        latents_std=[1.0] * latent_channels,
+        scale_factor_spatial=8,
+        scale_factor_temporal=4,
+    )
+
+
+def clips(step: int, split: str = "codec") -> Tensor:
+    """Return (B, 3, T, h, w) clips in [-1, 1], a function of the step."""
+    scenes = [make_scene(WORLD, split, SCENES_PER_STEP * step + i) for i in range(SCENES_PER_STEP)]
+    cameras = [(step * CAMERAS_PER_SCENE + i) % 10 for i in range(CAMERAS_PER_SCENE)]
+    return film(WORLD, scenes, cameras) * 2 - 1
+
+
+def psnr(first: Tensor, second: Tensor) -> float:
+    """Return dB between videos in [-1, 1], averaged per clip."""
+    error = (first.clamp(-1, 1) - second).square().mean(dim=(1, 2, 3, 4)) / 4
+    return float((-10 * error.log10()).mean())
+
+
+@torch.no_grad()
+def held_out_psnr(codec: AutoencoderKLWan) -> float:
+    """Return the codec's ceiling in dB on clips of rooms it was not trained on."""
+    scores = [
+        psnr(codec.decode(codec.encode(x).latent_dist.mode()).sample, x)
+        for x in (clips(s, "codec-val") for s in range(8))
+    ]
+    return sum(scores) / len(scores)
+
+
+@torch.no_grad()
+def latent_statistics(codec: AutoencoderKLWan) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation per latent channel."""
+    latents = torch.cat([codec.encode(clips(s, "codec-stat")).latent_dist.mode() for s in range(16)])
+    return latents.mean(dim=(0, 2, 3, 4)).tolist(), latents.std(dim=(0, 2, 3, 4)).tolist()
+
+
+def main() -> None:
+    """Train for so many minutes in all, over any number of calls."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
+    parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--minutes", type=float, default=40.0, help="stop after this call has run so long")
+    parser.add_argument("--base-dim", type=int, default=16)
+    parser.add_argument("--latent-channels", type=int, default=24)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    codec = build_codec(args.base_dim, args.latent_channels)
+    optimizer = torch.optim.AdamW(codec.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    args.work.mkdir(parents=True, exist_ok=True)
+    state_file, step, seconds = args.work / "state.pt", 0, 0.0
+    if state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        codec.load_state_dict(state["codec"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, seconds = state["step"], state["seconds"]
+    log = (args.work / "log.jsonl").open("a")
+    began = time.time()
+    while step < args.steps and time.time() - began < 60 * args.minutes:
+        progress = max(step / args.steps, (seconds + time.time() - began) / (60 * args.minutes))
+        for group in optimizer.param_groups:
+            group["lr"] = (
+                args.learning_rate * min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, progress)))
+            )
+        video = clips(step)
+        latents = codec.encode(video).latent_dist.mode()  # the mode is all that is ever used
+        restored = codec.decode(latents + LATENT_NOISE * torch.randn_like(latents)).sample
+        size = latents.square().mean()
+        loss = (restored - video).abs().mean() + 2 * (restored - video).square().mean() + 1e-3 * size
+        codec.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(codec.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % 100 == 0:
+            row = {
+                "step": step,
+                "loss": float(loss),
+                "latent_size": float(size),
+                "val_psnr_db": held_out_psnr(codec),
+                "seconds": seconds + time.time() - began,
+            }
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            torch.save(
+                {
+                    "codec": codec.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": step,
+                    "seconds": row["seconds"],
+                },
+                state_file,
+            )
+    mean, std = latent_statistics(codec)
+    codec.register_to_config(latents_mean=mean, latents_std=std)
+    codec.save_pretrained(args.out / "vae")
+    print(json.dumps({"steps": step, "val_psnr_db": held_out_psnr(codec)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""Pre-train the tiny ReCam model by flow matching, on camera labels of ambiguous unit. Resumable.
+
+    python tools/pretrain_tiny.py --codec .work/out/vae --work .work/base --out assets/tiny_recam --minutes 90
+
+Two data sources are mixed, as when labels come from different pipelines: one gives translations in metres, the other
+in feet (3.28 times larger numbers). Nothing in a label or a video tells which, so a good model must choose a motion;
+what a metric reward can teach it later is which unit the user means. Latents of all clips are encoded once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
+from tiny_text import CAPTIONS, build_text_encoder, encode_captions
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flow_grpo.data.tiny_world import TinyScene, WorldSpec, caption, film, make_scene
+from flow_grpo.maths.keys import generator
+from flow_grpo.maths.poses import camera_tokens
+from flow_grpo.maths.room import render_video, stack_rooms
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+
+FEET = 3.28084  # feet in a metre
+WORLD = WorldSpec(seed=12, scenes={}, translation=(0.15, 1.0), rotation=(0.3, 1.0))
+PROBE = WorldSpec(seed=13, scenes={}, translation=(0.5, 1.0), rotation=(0.3, 1.0))  # magnitudes of the RL data
+PROBE_SCALES = torch.linspace(0.0, 1.4, 15)
+SHIFT = 3.0
+MOVING = (4, 5, 6, 7, 8, 9)  # presets whose translation is not zero
+
+
+@torch.no_grad()
+def encode(codec: AutoencoderKLWan, videos: Tensor) -> Tensor:
+    """Return normalised latents (B, C, F, H, W) of videos in [0, 1]."""
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (codec.config.latents_mean, codec.config.latents_std))
+    return (codec.encode(videos * 2 - 1).latent_dist.mode() - mean) / std
+
+
+@torch.no_grad()
+def decode(codec: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """Return videos in [0, 1]."""
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (codec.config.latents_mean, codec.config.latents_std))
+    return (codec.decode(latents * std + mean).sample.clamp(-1, 1) + 1) / 2
+
+
+class Pool:
+    """Encoded clips of many scenes, every camera of each.
+
+    Attributes:
+        latents: (scenes, cameras, C, F, H, W) fp16 to save memory.
+        cameras: (scenes, cameras, F, 12) fp32 poses relative to the common start, in metres.
+        captions: (scenes,) index into CAPTIONS.
+    """
+
+    def __init__(self, latents: Tensor, cameras: Tensor, captions: Tensor) -> None:
+        self.latents, self.cameras, self.captions = latents, cameras, captions
+
+    @classmethod
+    def encode(cls, codec: AutoencoderKLWan, world: WorldSpec, split: str, scenes: int) -> Pool:
+        """Film and encode every camera of so many scenes."""
+        latents, cameras, captions = [], [], []
+        for first in range(0, scenes, 8):
+            block = [make_scene(world, split, number) for number in range(first, min(first + 8, scenes))]
+            videos = film(world, block, list(range(10)))
+            latents.append(encode(codec, videos).half().unflatten(0, (len(block), 10)))
+            cameras += [scene_cameras(scene) for scene in block]
+            captions += [CAPTIONS.index(caption(video)) for video in videos[::10]]
+        return cls(torch.cat(latents), torch.stack(cameras), torch.tensor(captions))
+
+    def save(self, file: Path) -> None:
+        """Write the tensors."""
+        torch.save(vars(self), file)
+
+    def batch(self, size: int, draw: torch.Generator, feet_share: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return target latents, source latents, cameras in one of the two units, and captions."""
+        scene = torch.randint(len(self.latents), (size,), generator=draw)
+        target = torch.randint(10, (size,), generator=draw)
+        source = (target + torch.randint(1, 10, (size,), generator=draw)) % 10
+        feet = torch.rand(size, generator=draw) < feet_share
+        cameras = in_unit(self.cameras[scene, target], torch.where(feet, FEET, 1.0))
+        return self.latents[scene, target].float(), self.latents[scene, source].float(), cameras, self.captions[scene]
+
+
+def scene_cameras(scene: TinyScene) -> Tensor:
+    """Return (cameras, F, 12) relative to the scene's start pose."""
+    relative = torch.linalg.inv(scene.poses[:, :1]) @ scene.poses
+    return torch.stack([camera_tokens(path) for path in relative])
+
+
+def in_unit(cameras: Tensor, factor: Tensor) -> Tensor:
+    """Scale the translation part of (B, F, 12) row-major 3x4 poses by (B,) factors."""
+    scaled = cameras.clone().unflatten(-1, (3, 4))
+    scaled[..., 3] *= factor.view(-1, 1, 1)
+    return scaled.flatten(-2)
+
+
+class Probe:
+    """Held-out conditions and what the true video would be at every scale of the commanded translation."""
+
+    def __init__(self, codec: AutoencoderKLWan, conditions: int = 24) -> None:
+        self.codec = codec
+        scenes = [make_scene(PROBE, "probe", number) for number in range(conditions)]
+        camera = [MOVING[number % len(MOVING)] for number in range(conditions)]
+        self.cameras = torch.stack([scene_cameras(s)[c] for s, c in zip(scenes, camera, strict=True)])
+        self.truth = torch.stack([film(PROBE, [s], [c])[0] for s, c in zip(scenes, camera, strict=True)])
+        source_camera = [(c + 3 + n) % 10 for n, c in enumerate(camera)]
+        self.source = encode(
+            codec, torch.stack([film(PROBE, [s], [c])[0] for s, c in zip(scenes, source_camera, strict=True)])
+        )
+        self.captions = torch.tensor([CAPTIONS.index(caption(film(PROBE, [s], [0])[0])) for s in scenes])
+        paths = []
+        for scene, c in zip(scenes, camera, strict=True):
+            scaled = scene.poses[c].expand(len(PROBE_SCALES), -1, -1, -1).clone()
+            start = scaled[:, :1, :3, 3]
+            scaled[..., :3, 3] = start + PROBE_SCALES.view(-1, 1, 1) * (scaled[..., :3, 3] - start)
+            paths.append(scaled)
+        rooms = [scene.room for scene in scenes for _ in PROBE_SCALES]
+        videos = render_video(
+            stack_rooms(rooms), torch.cat(paths).float(), PROBE.intrinsics(), PROBE.height, PROBE.width
+        )
+        self.ladder = videos.unflatten(0, (conditions, -1))  # (conditions, scales, 3, T, h, w)
+        ceiling = decode(codec, encode(codec, self.truth))
+        self.ceiling_db = psnr(ceiling, self.truth)
+
+    @torch.no_grad()
+    def measure(
+        self, model: ReCamTransformer3DModel, text: Tensor, copies: int = 4, steps: int = 12
+    ) -> dict[str, float]:
+        """Sample `copies` videos a condition by ODE and find the scale each chose."""
+        rows = torch.arange(len(self.truth)).repeat_interleave(copies)
+        out: dict[str, float] = {"ceiling_db": self.ceiling_db}
+        for name, factor in (("sure", FEET), ("unsure", 1.0)):
+            cameras = in_unit(self.cameras, torch.full((len(self.truth),), factor))[rows]
+            noise = torch.randn(len(rows), *self.source.shape[1:], generator=generator("probe", name))
+            latents = ode(model, noise, self.source[rows], cameras, text[self.captions[rows]], steps)
+            videos = decode(self.codec, latents)
+            error = (videos[:, None, :, -4:] - self.ladder[rows][:, :, :, -4:]).square().mean(dim=(2, 3, 4, 5))
+            chosen = PROBE_SCALES[error.argmin(dim=1)].view(-1, copies)
+            out[f"{name}_psnr_db"] = psnr(videos, self.truth[rows])
+            out[f"{name}_best_scale_psnr_db"] = float((-10 * error.min(dim=1).values.log10()).mean())
+            out[f"{name}_scale_mean"] = float(chosen.mean())
+            out[f"{name}_scale_group_std"] = float(chosen.std(dim=1).mean())
+            out[f"{name}_share_metres"] = float((chosen > 0.8).float().mean())
+            out[f"{name}_share_feet"] = float((chosen < 0.45).float().mean())
+        return out
+
+
+def psnr(first: Tensor, second: Tensor) -> float:
+    """Return the mean over clips of the PSNR in dB."""
+    return float((-10 * (first - second).square().mean(dim=(1, 2, 3, 4)).log10()).mean())
+
+
+def ode(
+    model: ReCamTransformer3DModel, latents: Tensor, source: Tensor, cameras: Tensor, text: Tensor, steps: int
+) -> Tensor:
+    """Return clean latents by Euler steps."""
+    sigmas = flow_sigmas(steps, SHIFT)
+    for i in range(steps):
+        latents = latents + (sigmas[i + 1] - sigmas[i]) * predict(
+            model, latents, sigmas[i].expand(len(latents)), source, cameras, text
+        )
+    return latents
+
+
+def predict(model: nn.Module, latents: Tensor, sigma: Tensor, source: Tensor, cameras: Tensor, text: Tensor) -> Tensor:
+    """Return the velocity of the target half."""
+    hidden = torch.cat([latents, source], dim=2)
+    return model(hidden, 1000 * sigma, text, cameras, return_dict=False)[0][:, :, : latents.shape[2]]
+
+
+def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCamTransformer3DModel:
+    """Return an untrained transformer."""
+    return ReCamTransformer3DModel(
+        patch_size=(1, args.patch, args.patch),
+        num_attention_heads=args.width // 32,
+        attention_head_dim=32,
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=text_dim,
+        freq_dim=64,
+        ffn_dim=args.ffn,
+        num_layers=args.layers,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=64,
+    )
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--codec", type=Path, required=True, help="vae folder made by pretrain_codec.py")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
+    parser.add_argument("--out", type=Path, required=True, help="diffusers folder to write")
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop this call after so long; call again to go on")
+    parser.add_argument("--scenes", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=48, help="samples a step, over all ranks")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--one-unit-steps", type=int, default=0, help="begin with labels in metres only")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--ffn", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--patch", type=int, default=1)
+    parser.add_argument("--ema", type=float, default=0.999)
+    parser.add_argument("--probe-steps", type=int, default=500)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    return parser.parse_args()
+
+
+class Training:
+    """The state of a run: weights, their average, the optimizer, and how far it is."""
+
+    def __init__(self, model: ReCamTransformer3DModel, args: argparse.Namespace) -> None:
+        self.args, self.model = args, model
+        self.average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(args.ema)
+        )
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.99))
+        self.file, self.step, self.seconds = args.work / "state.pt", 0, 0.0
+        if self.file.exists():
+            state = torch.load(self.file, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.average.load_state_dict(state["average"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.seconds = state["step"], state["seconds"]
+
+    def save(self) -> None:
+        """Write the state beside the old one, then replace it."""
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "average", "optimizer")}
+        partial = self.file.with_suffix(".tmp")
+        torch.save({**parts, "step": self.step, "seconds": self.seconds}, partial)
+        partial.rename(self.file)
+
+    def advance(self, pool: Pool, text: Tensor, network: nn.Module, rank: int, world: int) -> Tensor:
+        """Take one step and return its loss ()."""
+        args = self.args
+        rate = min(1.0, (self.step + 1) / 200) * min(1.0, 1.6 * (1 - self.step / args.steps) + 0.01)
+        for group in self.optimizer.param_groups:
+            group["lr"] = args.learning_rate * rate
+        feet_share = 0.0 if self.step < args.one_unit_steps else 0.5
+        draw = generator("step", self.step, rank)
+        loss = flow_matching_loss(network, pool.batch(args.batch // world, draw, feet_share), text, draw)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.average.update_parameters(self.model)
+        self.step += 1
+        return loss.detach()
+
+
+def flow_matching_loss(network: nn.Module, batch: tuple[Tensor, ...], text: Tensor, draw: torch.Generator) -> Tensor:
+    """Return the mean squared error of the velocity at random noise levels."""
+    target, source, cameras, captions = batch
+    uniform = torch.rand(len(target), generator=draw)
+    sigma = SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
+    noise = torch.randn(target.shape, generator=draw)
+    level = sigma.view(-1, 1, 1, 1, 1)
+    predicted = predict(network, (1 - level) * target + level * noise, sigma, source, cameras, text[captions])
+    return (predicted - (noise - target)).square().mean()
+
+
+def main() -> None:
+    """Train, probing the motion the model chooses, and write the diffusers folder."""
+    args = parse()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        dist.init_process_group("gloo")
+    args.work.mkdir(parents=True, exist_ok=True)
+    codec = AutoencoderKLWan.from_pretrained(args.codec).eval()
+    text_encoder, tokenizer = build_text_encoder()
+    text = encode_captions(text_encoder, tokenizer)
+    pool = load_pool(codec, args)
+    training = Training(build_model(args, codec.config.z_dim, text.shape[-1]), args)
+    network = DistributedDataParallel(training.model) if world > 1 else training.model
+    probe = Probe(codec) if rank == 0 else None
+    began, losses = time.time(), []
+    while training.step < args.steps:
+        losses.append(training.advance(pool, text, network, rank, world))
+        if training.step % args.probe_steps and training.step < args.steps:
+            continue
+        if probe is not None:
+            spent, began = time.time() - began, time.time()
+            training.seconds += spent
+            report(training, probe.measure(training.average.module.eval(), text), torch.stack(losses).mean(), args)
+        losses = []
+        late = torch.tensor([float(rank == 0 and training.seconds - args.minutes * 60 > 0)])
+        if world > 1:
+            dist.broadcast(late, 0)
+        if late:
+            break
+    if rank == 0:
+        write_folder(args.out, training.average.module, codec, text_encoder, tokenizer)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace) -> Pool:
+    """Return the encoded clips, from disk when an earlier call made them; rank 0 makes them."""
+    file = args.work.parent / f"pool_{args.scenes}.pt"
+    if int(os.environ.get("RANK", "0")) == 0 and not file.exists():
+        began = time.time()
+        Pool.encode(codec, WORLD, "pretrain", args.scenes).save(file)
+        print(f"{args.scenes} scenes encoded in {time.time() - began:.0f} s", flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+    return Pool(**torch.load(file, weights_only=True))
+
+
+def report(training: Training, measured: dict[str, float], loss: Tensor, args: argparse.Namespace) -> None:
+    """Log one line and save the state."""
+    row = {"step": training.step, "seconds": round(training.seconds), "loss": float(loss), **measured}
+    with (args.work / "log.jsonl").open("a") as log:
+        log.write(json.dumps(row) + "\n")
+    print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
+    training.save()
+
+
+def write_folder(
+    out: Path, model: ReCamTransformer3DModel, codec: AutoencoderKLWan, text_encoder: nn.Module, tokenizer: object
+) -> None:
+    """Write the diffusers layout."""
+    model.save_pretrained(out / "transformer")
+    codec.save_pretrained(out / "vae")
+    text_encoder.save_pretrained(out / "text_encoder")
+    tokenizer.save_pretrained(out / "tokenizer")
+    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
+
+
+if __name__ == "__main__":
+    main()
