@@ -29,7 +29,9 @@ def test_without_a_terminal_there_is_exactly_one_plain_line_per_epoch() -> None:
     run(Progress(12, Ranks(), finished=8, console=Console(file=out, width=40)), 2)
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
-    assert re.fullmatch(r"epoch  9/12  reward/mean 0.1235   reward/group_std 0.04     \d+\.\d s  ETA 0:00:0\d", lines[0])
+    assert re.fullmatch(
+        r"epoch  9/12  reward/mean 0.1235   reward/group_std 0.04     \d+\.\d s  ETA 0:00:0\d", lines[0]
+    )
     assert lines[1].startswith("epoch 10/12  ")
 
 

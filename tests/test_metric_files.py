@@ -27,14 +27,16 @@ def test_every_call_is_a_line_and_every_step_a_row(tmp_path: Path) -> None:
     files.append({"reward/mean": 0.1, "train/loss": 2.0}, 1)
     files.append({"eval/psnr": 20.0}, 1)
     files.append({"reward/mean": 0.2, "train/loss": 1.5}, 2)
+    files.append({"eval/psnr": 21.0}, 2)
     assert lines(tmp_path) == [
         {"step": 1, "reward/mean": 0.1, "train/loss": 2.0},
         {"step": 1, "eval/psnr": 20.0},
         {"step": 2, "reward/mean": 0.2, "train/loss": 1.5},
+        {"step": 2, "eval/psnr": 21.0},
     ]
     assert table(tmp_path) == [
         {"step": "1", "reward/mean": "0.1", "train/loss": "2.0", "eval/psnr": "20.0"},
-        {"step": "2", "reward/mean": "0.2", "train/loss": "1.5", "eval/psnr": ""},
+        {"step": "2", "reward/mean": "0.2", "train/loss": "1.5", "eval/psnr": "21.0"},
     ]
 
 

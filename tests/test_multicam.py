@@ -214,6 +214,12 @@ def test_intrinsics_fit_the_pixels_of_a_resized_and_cropped_video(size, height, 
         assert fitted[1, row, column].item() == pytest.approx(2.5 * old_y, abs=1.6)
 
 
+def test_intrinsics_follow_the_rounding_of_the_resize():
+    # 1280x720 is resized to 854x480, where 853.33 would be exact.
+    expected = torch.tensor([854.0, 853 + 1 / 3, 416.0, 240.0])
+    assert torch.allclose(fitted_intrinsics(23.76, (720, 1280), 480, 832), expected)
+
+
 def test_the_focal_length_comes_from_the_folder_name(original):
     focal = [open_split(original).condition(index).intrinsics[0].item() for index in (0, 3)]
     assert focal == pytest.approx([18 / 23.76 * 24, 35 / 23.76 * 24])

@@ -283,7 +283,9 @@ def test_aligned_error_is_undefined_without_a_baseline_or_with_two_frames() -> N
     wander = p.preset_path("arc_left", 9)
     for name in ZERO_BASELINE:
         assert p.trans_sim3_rel(p.preset_path(name, 9), wander).isnan()
-    assert p.trans_sim3_rel(wander[:2], wander[:2]).isnan()
+    assert (
+        p.trans_sim3_rel(wander[:2], wander[:2]).isnan() and p.trans_sim3_rel(on_x([0, 1e-9, 0]), on_x([1] * 3)).isnan()
+    )
     both = torch.stack([wander, p.preset_path("pan_left", 9)])
     assert p.trans_sim3_rel(both, wander.expand(2, 9, 4, 4)).isnan().tolist() == [False, True]
 

@@ -15,7 +15,7 @@ from flow_grpo.runtime import state_files
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes())
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):

@@ -14,7 +14,7 @@ import torch
 
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.runtime import checkpoint, distributed, state_files
+from flow_grpo.runtime import checkpoint, distributed, plots, state_files
 from flow_grpo.runtime.distributed import Ranks
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks
@@ -42,6 +42,13 @@ SMALL = {
     "eval.videos": 1,
     "checkpoint.every": 1,
 }
+
+
+@pytest.fixture(autouse=True)
+def without_curves(request, monkeypatch):
+    """Drawing costs more than these runs; the first test draws."""
+    if "leaves_summary" not in request.node.name:
+        monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +183,9 @@ def test_used_up_minutes_end_the_run_as_if_complete(places, tmp_path):
 def _train(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.multiple(
-            train_grpo,
-            join=lambda config: (torch.device("cpu"), ranks),
-        ),
+        mock.patch.object(train_grpo, "join", lambda config: (torch.device("cpu"), ranks)),
         mock.patch.object(distributed, "stop"),
+        mock.patch.object(plots, "draw_curves"),
     ):
         return train_grpo.main(given)
 

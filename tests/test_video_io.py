@@ -163,7 +163,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         ((720, 1280), (480, 832), (480, 854)),  # 853.3 rounded so that 11 columns go on either side
         ((24, 32), (24, 32), (24, 32)),
         ((1080, 1920), (480, 832), (480, 854)),
-        ((100, 50), (480, 832), (1664, 832)),
+        ((101, 50), (480, 832), (1680, 832)),  # 1680.6
     ],
 )
 def test_the_picture_is_scaled_to_cover_and_cut_equally_at_both_ends(size, wanted, expected):

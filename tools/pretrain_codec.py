@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere

@@ -14,23 +14,49 @@ Three things make it exact on small, soft pictures:
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-import torch.nn.functional as functional
 from einops import rearrange, repeat
 from torch import Tensor
+from torch.nn import functional
 
-from flow_grpo.maths.poses import pose, rotation_matrix
-from flow_grpo.maths.room import Room, paint, paint_slopes, render
+from flow_grpo.maths.poses import (
+    pose,
+    relative,
+    rot_deg_frame_mean,
+    rot_err,
+    rotation_matrix,
+    trans_err,
+    trans_m_mean,
+)
+from flow_grpo.maths.room import Room, render, stack_rooms
+from flow_grpo.maths.soft_room import Raster, draw, draw_slopes
+from flow_grpo.records import Condition, RewardResult
 
-COARSE_COLUMNS, MIDDLE_COLUMNS, FINE_COLUMNS = 8, 16, 32
-STARTS = 3  # hypotheses of a frame that are refined
+COLUMNS = (8, 16, 32)  # of the coarse, middle and fine pictures, at most
+STARTS = 4  # guesses of a frame that are refined
+GUESS_YAW, GUESS_PITCH = (-30.0, -15.0, 0.0, 15.0, 30.0), (-12.0, 0.0, 12.0)  # degrees
+GUESS_MOVES = (  # metres right, down, forward
+    (0.0, 0.0, 0.0),
+    (1.2, 0.0, 0.3),
+    (-1.2, 0.0, 0.3),
+    (0.0, 0.0, 1.2),
+    (0.0, 0.0, -1.2),
+    (0.0, 0.8, 0.0),
+    (0.0, -0.8, 0.0),
+)
+COMMAND_SCALES = (0.3, 0.6, 1.0, 1.3)
 BLUR = 1.5  # pixels: sigma of the blurred rendering that is mixed in
 MARGIN = 0.1  # metres kept from the walls
 LARGEST_TURN, LARGEST_MOVE = 0.3, 0.8  # radians, metres: of one step
-COMMAND_SCALES = (0.3, 0.6, 1.0, 1.3)
+LOST = 0.15  # residual of a frame that shows another place: codecs leave 0.01 to 0.04, foreign pictures 0.1 to 0.3
+ROT_CAP_DEG, TRANS_CAP_M = 45.0, 2.0
+INFO = ("rot_err_deg", "trans_err_m", "residual", "located")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +78,16 @@ class _View:
 
     Attributes:
         room: N rooms.
-        pixels: (P, 3) homogeneous pixel centres in pixels of the full video.
-        unproject: (N, 3, 3) inverse intrinsics.
+        raster: pixels, in units of those of the full video.
         colours: (3, N, 1, P) the frames.
         size: rows and columns.
-        edge: sigma in full pixels of a pixel's own softness.
         blur: matrices (rows, rows), (columns, columns) that blur an image.
     """
 
     room: Room
-    pixels: Tensor
-    unproject: Tensor
+    raster: Raster
     colours: Tensor
     size: tuple[int, int]
-    edge: float
     blur: tuple[Tensor, Tensor]
 
 
@@ -81,7 +103,7 @@ def _view(room: Room, frames: Tensor, unproject: Tensor, columns: int) -> _View:
     pixels = torch.stack([grid_x, grid_y, torch.ones_like(grid_x)], dim=-1).flatten(0, 1)
     colours = rearrange(small, "n c y x -> c n 1 (y x)").contiguous()
     blur = _blur_matrix(size[0], BLUR / block), _blur_matrix(size[1], BLUR / block)
-    return _View(room, pixels, unproject, colours, size, block / math.sqrt(12), blur)
+    return _View(room, Raster(pixels, unproject, block / math.sqrt(12)), colours, size, blur)
 
 
 def _blur_matrix(length: int, sigma: float) -> Tensor:
@@ -95,110 +117,6 @@ def _blur_matrix(length: int, sigma: float) -> Tensor:
     for offset, weight in zip(offsets, kernel, strict=True):
         matrix.index_put_((rows, (rows + offset).clamp(0, length - 1)), weight, accumulate=True)
     return matrix
-
-
-def _pick(planes: Tensor, axis: Tensor) -> Tensor:
-    """Choose for each pixel one of three planes (3, N, M, P) by axis (N, M, P)."""
-    return planes.gather(0, axis[None])[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Walls:
-    """The wall each pixel shows and the wall beyond the nearest edge; planes (N, M, P) unless stated.
-
-    Attributes:
-        direction: (3, N, M, P) rays in world axes, of unit depth.
-        near, far: axes across the wall shown and across the other one.
-        share: how much of the pixel the wall shown covers.
-        edge_near, edge_far: change of `share` per change of `direction` along the axes `near` and `far`.
-        depth_near, depth_far: metres.
-    """
-
-    direction: Tensor
-    near: Tensor
-    far: Tensor
-    share: Tensor
-    edge_near: Tensor
-    edge_far: Tensor
-    depth_near: Tensor
-    depth_far: Tensor
-
-
-def _look(view: _View, poses: Tensor) -> _Walls:
-    """Trace poses (N, M, 4, 4).
-
-    A wall's inverse depth is linear in the pixel's coordinates, the nearest wall has the largest one, and the edge
-    between two walls is where theirs are equal: difference over gradient is the distance to the edge in pixels.
-    """
-    steps = poses[..., :3, :3] @ view.unproject[:, None]  # (N, M, 3, 3) world direction per pixel
-    direction = torch.einsum("nmij,pj->inmp", steps, view.pixels)
-    half = rearrange(view.room.half_size, "n i -> i n 1 1")
-    origin = rearrange(poses[..., :3, 3], "n m i -> i n m 1")
-    ahead = torch.where(direction < 0, -half, half) - origin
-    inverse_depth = direction / ahead
-    nearest, near = inverse_depth.max(dim=0)
-    second, far = inverse_depth.scatter(0, near[None], -1.0).max(dim=0)
-    ahead_near, ahead_far = _pick(ahead, near), _pick(ahead, far)
-    slope_x, slope_y = rearrange(steps[..., :2], "n m i k -> k i n m 1").expand(-1, -1, -1, -1, near.shape[-1])
-    across_x = _pick(slope_x, near) / ahead_near - _pick(slope_x, far) / ahead_far
-    across_y = _pick(slope_y, near) / ahead_near - _pick(slope_y, far) / ahead_far
-    softness = view.edge * torch.hypot(across_x, across_y).clamp_min(1e-6)
-    distance = (nearest - second) / softness
-    density = torch.exp(-0.5 * distance.square()) / (math.sqrt(2 * math.pi) * softness)
-    depths = 1 / nearest, 1 / second.clamp_min(0.02)
-    share = torch.special.ndtr(distance)
-    return _Walls(direction, near, far, share, density / ahead_near, density / ahead_far, *depths)
-
-
-def _surface(poses: Tensor, walls: _Walls, axis: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return face, u and v of the walls across `axis`, as `paint` wants them."""
-    hit = rearrange(poses[..., :3, 3], "n m i -> i n m 1") + depth * walls.direction
-    face = 2 * axis + (_pick(walls.direction, axis) > 0).long()
-    return face, torch.where(axis == 0, hit[1], hit[0]), torch.where(axis == 2, hit[1], hit[2])
-
-
-def _draw(view: _View, poses: Tensor) -> Tensor:
-    """Return the colours (3, N, M, P) that cameras (N, M, 4, 4) see, edges anti-aliased."""
-    walls = _look(view, poses)
-    near = paint(view.room, *_surface(poses, walls, walls.near, walls.depth_near)).movedim(-1, 0)
-    far = paint(view.room, *_surface(poses, walls, walls.far, walls.depth_far)).movedim(-1, 0)
-    return far + walls.share * (near - far)
-
-
-def _draw_slopes(view: _View, poses: Tensor) -> Tensor:
-    """Return (7, 3, N, M, P): the colours, then their slopes by rotation vector and by move, in world axes.
-
-    The texture beyond an edge is held still: it shows only in the fringe of a pixel.
-    """
-    walls = _look(view, poses)
-    near, along_u, along_v = paint_slopes(view.room, *_surface(poses, walls, walls.near, walls.depth_near))
-    far = paint(view.room, *_surface(poses, walls, walls.far, walls.depth_far)).movedim(-1, 0)
-    near = near.movedim(-1, 0)
-    along_u, along_v = walls.share * along_u.movedim(-1, 0), walls.share * along_v.movedim(-1, 0)
-    axis, (x, y, z) = walls.near, walls.direction
-    # Along the wall's normal a move shifts the picture as much as the ray is slanted.
-    first, second = torch.where(axis == 0, y, x), torch.where(axis == 2, y, z)
-    normal = -(along_u * first + along_v * second) / _pick(walls.direction, axis)
-    move = torch.stack(
-        [
-            torch.where(axis == 0, normal, along_u),
-            torch.where(axis == 1, normal, torch.where(axis == 0, along_u, along_v)),
-            torch.where(axis == 2, normal, along_v),
-        ]
-    )
-    turn = walls.depth_near * move
-    contrast = near - far
-    for sign, wall, slope, depth in (
-        (1, walls.near, walls.edge_near, walls.depth_near),
-        (-1, walls.far, walls.edge_far, walls.depth_far),
-    ):
-        push = sign * contrast * slope
-        index = wall.expand(1, 3, -1, -1, -1)
-        turn.scatter_add_(0, index, push[None])
-        move.scatter_add_(0, index, (push / depth)[None])
-    # A rotation w changes a direction d by w x d.
-    turn = torch.stack([y * turn[2] - z * turn[1], z * turn[0] - x * turn[2], x * turn[1] - y * turn[0]])
-    return torch.cat([(far + walls.share * contrast)[None], turn, move])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +149,7 @@ class _Fit:
 
 def _linearise(view: _View, poses: Tensor, look: Tensor) -> _Fit:
     """Compare frames with renderings and gather what a Gauss-Newton step needs."""
-    drawn = _draw_slopes(view, poses)  # (7, 3, N, M, P)
+    drawn = draw_slopes(view.room, poses, view.raster)  # (7, 3, N, M, P)
     softer = ((view.blur[0] @ drawn.unflatten(-1, view.size)) @ view.blur[1].T).flatten(-2) - drawn
     blur, contrast = look[..., None].unbind(-2)
     drawn = drawn + blur * softer
@@ -272,62 +190,26 @@ def _best(poses: Tensor, cost: Tensor, count: int) -> Tensor:
 
 
 def _guesses(commanded: Tensor | None) -> Tensor:
-    """Return relative poses to start from: (H, 4, 4), or (B, T, H, 4, 4) with those of a command."""
-    sideways, forward, vertical = 1.2, 1.2, 0.8
-    moves = [(0, 0, 0), (sideways, 0, 0.3), (-sideways, 0, 0.3), (0, 0, forward), (0, 0, -forward)]
-    moves += [(0, vertical, 0), (0, -vertical, 0)]
-    turns = [(pitch, yaw, 0) for pitch in (-12, 0, 12) for yaw in (-30, -15, 0, 15, 30)]
-    pairs = [(turn, move) for turn in turns for move in moves]
-    turn = torch.tensor([pair[0] for pair in pairs], dtype=torch.float32).deg2rad()
-    spread = pose(rotation_matrix(turn), torch.tensor([pair[1] for pair in pairs], dtype=torch.float32))
+    """Return relative poses (H, 4, 4), or (B, T, H, 4, 4) with a command, at which every frame is tried first.
+
+    A fixed spread of turns and moves about the reference pose, itself included, and the commanded pose with
+    `COMMAND_SCALES` of its path: the start decides which valley is searched, so a command may help but not attract.
+    """
+    turns = torch.tensor([(pitch, yaw, 0.0) for pitch in GUESS_PITCH for yaw in GUESS_YAW]).deg2rad()
+    moves = torch.tensor(GUESS_MOVES)
+    spread = pose(
+        repeat(rotation_matrix(turns), "turn r c -> (turn move) r c", move=len(moves)),
+        repeat(moves, "move i -> (turn move) i", turn=len(turns)),
+    )
     if commanded is None:
         return spread
-    return spread
+    start = commanded[:, :1, :3, 3]
+    path = commanded[..., :3, 3] - start
+    centres = torch.stack([start + scale * path for scale in COMMAND_SCALES], dim=2)
+    rotations = repeat(commanded[..., :3, :3], "b t r c -> b t scale r c", scale=len(COMMAND_SCALES))
+    batch, frames = commanded.shape[:2]
+    return torch.cat([repeat(spread, "m r c -> b t m r c", b=batch, t=frames), pose(rotations, centres).float()], dim=2)
 
-
-def estimate_poses(
-    videos: Tensor, rooms: Room, reference_poses: Tensor, intrinsics: Tensor, commanded: Tensor | None = None
-) -> RoomPoses:
-    """Find the camera of every frame."""
-    batch, _, frames, height, width = videos.shape
-    count = batch * frames
-    flat = rearrange(videos, "b c t h w -> (b t) c h w").float()
-    room = Room(**{f.name: getattr(rooms, f.name).repeat_interleave(frames, 0) for f in dataclasses.fields(Room)})
-    unproject = _unproject(intrinsics, batch).repeat_interleave(frames, 0)
-    absolute = reference_poses.float().repeat_interleave(frames, 0)[:, None] @ _guesses(commanded)
-    limit = room.half_size[:, None] - MARGIN
-    absolute[..., :3, 3] = absolute[..., :3, 3].clamp(-limit, limit)
-    coarse = _view(room, flat, unproject, COARSE_COLUMNS)
-    t0 = time.process_time()
-    poses = _best(absolute, _quick_cost(coarse, absolute), STARTS)
-    t1 = time.process_time()
-    fit = _refine(coarse, poses, CI)
-    t2 = time.process_time()
-    middle = _view(room, flat, unproject, MIDDLE_COLUMNS)
-    poses = _best(fit.poses, fit.cost, 2)
-    own = rearrange(poses[:, :1], "(b t) 1 r c -> b t r c", t=frames)
-    left, right = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
-    poses = torch.cat([poses, rearrange(torch.stack([left, right], 2), "b t k r c -> (b t) k r c")], 1)
-    cost = (_draw(middle, poses) - middle.colours).square().mean(dim=(0, -1))
-    fit = _refine(middle, _best(poses, cost, MS), MI)
-    t3 = time.process_time()
-    fine = _view(room, flat, unproject, FINE_COLUMNS)
-    fit = _refine(fine, _best(fit.poses, fit.cost, 1), FI)
-    t4 = time.process_time()
-    TT[:] = [round((b - a) * 1e3 / batch, 2) for a, b in zip((t0, t1, t2, t3), (t1, t2, t3, t4))]
-    found = rearrange(fit.poses, "(b t) 1 r c -> b t r c", t=frames).double()
-    left_, _, right_ = torch.linalg.svd(found[..., :3, :3])
-    found[..., :3, :3] = left_ @ right_
-    return RoomPoses(
-        torch.linalg.inv(reference_poses.double())[:, None] @ found, fit.cost[:, 0].sqrt().reshape(batch, frames)
-    )
-import time
-TT=[]; CI=4; MI=3; FI=4; MS=2
-
-def _quick_cost(view, poses):
-    cameras = poses.clone()
-    cameras[..., :3, :3] = poses[..., :3, :3] @ view.unproject[:, None]
-    return (render(view.room, cameras, view.pixels).movedim(-1,0) - view.colours).square().mean(dim=(0, -1))
 
 def _unproject(intrinsics: Tensor, batch: int) -> Tensor:
     """Return (batch, 3, 3) inverse camera matrices of (4,) or (batch, 4) fx, fy, cx, cy."""
@@ -335,3 +217,133 @@ def _unproject(intrinsics: Tensor, batch: int) -> Tensor:
     zero, one = torch.zeros_like(fx), torch.ones_like(fx)
     rows = [(1 / fx, zero, -cx / fx), (zero, 1 / fy, -cy / fy), (zero, zero, one)]
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+
+
+def _search(views: tuple[_View, _View, _View], guesses: Tensor, frames: int) -> _Fit:
+    """Go from guesses (N, H, 4, 4) to one fitted pose a frame, coarse to fine; N holds videos of `frames` frames."""
+    coarse, middle, fine = views
+    cameras = guesses.clone()
+    cameras[..., :3, :3] = guesses[..., :3, :3] @ coarse.raster.unproject[:, None]
+    first_look = render(coarse.room, cameras, coarse.raster.pixels).movedim(-1, 0)
+    fit = _refine(coarse, _best(guesses, (first_look - coarse.colours).square().mean(dim=(0, -1)), STARTS), 3)
+    poses = _best(fit.poses, fit.cost, 2)
+    own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
+    before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
+    neighbours = rearrange(torch.stack([before, after], dim=2), "b t side r c -> (b t) side r c")
+    poses = torch.cat([poses, neighbours], dim=1)
+    cost = (draw(middle.room, poses, middle.raster) - middle.colours).square().mean(dim=(0, -1))
+    fit = _refine(middle, _best(poses, cost, 2), 2)
+    return _refine(fine, _best(fit.poses, fit.cost, 1), 3)
+
+
+@torch.no_grad()
+def estimate_poses(
+    videos: Tensor, rooms: Room, reference_poses: Tensor, intrinsics: Tensor, commanded: Tensor | None = None
+) -> RoomPoses:
+    """Find where every frame was taken from; each frame is judged by its own colours alone.
+
+    A frame that shows another place still gets a pose, with a large residual.
+
+    Args:
+        videos: (B, 3, T, h, w) in [0, 1].
+        rooms: B rooms from `stack_rooms`.
+        reference_poses: (B, 4, 4) absolute camera-to-world of the reference cameras, in metres.
+        intrinsics: (4,) or (B, 4) fx, fy, cx, cy in pixels.
+        commanded: (B, T, 4, 4) commanded poses relative to the reference: a few more places to start from.
+
+    Raises:
+        ValueError: a shape does not fit the videos.
+    """
+    batch, frames = videos.shape[0], videos.shape[2]
+    if reference_poses.shape != (batch, 4, 4) or rooms.base.shape[0] != batch:
+        raise ValueError(
+            f"{batch} videos need as many rooms and reference poses (4, 4), "
+            f"got {rooms.base.shape[0]} rooms and poses {tuple(reference_poses.shape)}"
+        )
+    if commanded is not None and commanded.shape != (batch, frames, 4, 4):
+        raise ValueError(f"commanded poses have shape {tuple(commanded.shape)}, must be {(batch, frames, 4, 4)}")
+    images = rearrange(videos, "b c t h w -> (b t) c h w").float()
+    room = Room(**{f.name: getattr(rooms, f.name).repeat_interleave(frames, 0) for f in dataclasses.fields(Room)})
+    unproject = _unproject(intrinsics, batch).repeat_interleave(frames, 0)
+    guesses = _guesses(commanded)
+    reference = reference_poses.repeat_interleave(frames, 0)[:, None].float()
+    guesses = reference @ (guesses if commanded is None else guesses.flatten(0, 1))
+    limit = room.half_size[:, None] - MARGIN
+    guesses[..., :3, 3] = guesses[..., :3, 3].clamp(-limit, limit)
+    coarse, middle, fine = (_view(room, images, unproject, columns) for columns in COLUMNS)
+    fit = _search((coarse, middle, fine), guesses, frames)
+    found = rearrange(fit.poses[:, 0], "(b t) r c -> b t r c", t=frames).double()
+    left, _, right = torch.linalg.svd(found[..., :3, :3])  # float32 steps leave a rotation off by 1e-6
+    found[..., :3, :3] = left @ right
+    residual = rearrange(fit.cost[:, 0].sqrt(), "(b t) -> b t", t=frames)
+    return RoomPoses(relative(reference_poses, found), residual)
+
+
+@functools.lru_cache(maxsize=512)
+def load_room(path: Path) -> Room:
+    """Read a scene's `room.json`.
+
+    Raises:
+        OSError: no such file.
+        ValueError: the file is not the JSON form of a room.
+    """
+    try:
+        return Room.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the JSON form of a room: {error!r}") from error
+
+
+class RoomPose:
+    """Closeness of the camera to its command, as an optional reward and as the tiny world's gold metric.
+
+    value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
+    camera centres and theta_i the rotation error. A frame whose residual exceeds `LOST` counts with both caps, so
+    that a picture of nothing never beats a wrong camera. `info` holds the uncapped `rot_err_deg` and `trans_err_m`
+    (means over all frames), `residual`, and `located`, the share of frames that are not lost.
+    """
+
+    name = "room_pose"
+    floor = 0.02  # about 1.5 cm and 0.2 degrees: half of what a codec's softness moves the estimate
+
+    def __init__(self, data_root: str | Path) -> None:
+        self.data_root = Path(data_root)
+
+    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
+        """Score (B, 3, T, h, w) videos in [0, 1]; invalid without room, reference pose or intrinsics."""
+        rooms: dict[int, Room] = {}
+        causes = [""] * len(conditions)
+        for row, condition in enumerate(conditions):
+            if condition.reference_pose is None or condition.intrinsics is None:
+                causes[row] = f"{condition.scene} has no reference pose or no intrinsics"
+                continue
+            try:
+                rooms[row] = load_room(self.data_root / condition.scene / "room.json")
+            except (OSError, ValueError) as error:
+                causes[row] = f"no room to compare with: {error}"
+        info = {name: torch.full((len(conditions),), torch.nan) for name in INFO}
+        values = torch.full((len(conditions),), torch.nan)
+        if rooms:
+            rows = list(rooms)
+            chosen = [conditions[row] for row in rows]
+            values[rows], measured = _score(videos[rows], stack_rooms(list(rooms.values())), chosen)
+            for name, measurement in measured.items():
+                info[name][rows] = measurement
+        return RewardResult(values, torch.tensor([not cause for cause in causes]), tuple(causes), info)
+
+
+def _score(videos: Tensor, rooms: Room, conditions: Sequence[Condition]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return values (B,) and info of conditions that carry all that is needed."""
+    commanded = torch.stack([condition.target_poses for condition in conditions])
+    references = torch.stack([c.reference_pose for c in conditions if c.reference_pose is not None])
+    intrinsics = torch.stack([c.intrinsics for c in conditions if c.intrinsics is not None])
+    found = estimate_poses(videos, rooms, references, intrinsics, commanded)
+    lost = found.residual > LOST
+    degrees = rot_err(commanded, found.poses).rad2deg().clamp(max=ROT_CAP_DEG).masked_fill(lost, ROT_CAP_DEG)
+    metres = trans_err(commanded, found.poses).clamp(max=TRANS_CAP_M).masked_fill(lost, TRANS_CAP_M)
+    info = {
+        "rot_err_deg": rot_deg_frame_mean(commanded, found.poses).float(),
+        "trans_err_m": trans_m_mean(commanded, found.poses).float(),
+        "residual": found.residual.mean(-1),
+        "located": 1 - lost.float().mean(-1),
+    }
+    return -(metres + degrees / ROT_CAP_DEG).mean(-1).float(), info

@@ -1,0 +1,122 @@
+"""Time an epoch by phase beside the bare transformer calls it cannot do without, in one process.
+
+    python tools/bench.py --config config/grpo.py:tiny_recam --json --config.sample.train_batch_size=32
+
+`rollout_update_over_bare` divides the rollout and update phases by forward calls, and forward and backward calls, of
+the same shapes and counts; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate, and the medians
+are compared, because the speed of a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+
+import train_grpo
+from flow_grpo.algorithm.clock import Clock
+from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.records import ScoredBatch
+from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import distributed
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE:RECIPE")
+    parser.add_argument("--epochs", type=int, default=5, help="measured epochs, after one to warm up")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    known, overrides = parser.parse_known_args(words)
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = [f"--config.output_root={folder}", "--config.run_name=bench", "--config.trackers=()", "--config.resume="]
+        config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
+        device, ranks = train_grpo.join(config)
+        trainer = train_grpo.build(config, recipe, device, ranks)
+        result = measure(trainer, known.epochs)
+        trainer.tracker.close()
+        distributed.stop(ranks)
+    print(json.dumps(result) if known.json else table(result))
+    return 0
+
+
+def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
+    """Return median seconds per phase, of the bare calls, and their ratios."""
+    phases: list[dict[str, float]] = []
+    bare: list[float] = []
+    for epoch in range(epochs + 1):
+        trainer.clock = Clock(trainer.device)
+        begun = time.perf_counter()
+        samples = trainer.sample(epoch)
+        batch = trainer.compare(samples, trainer.gather(samples))
+        trainer.update(batch, epoch)
+        spent = time.perf_counter() - begun
+        seconds = bare_seconds(trainer, samples.batch, epoch)
+        if epoch:  # the first warms up
+            phases.append(dict(trainer.clock.seconds) | {"epoch": spent})
+            bare.append(seconds)
+    medians = {f"{name}_s": statistics.median(row[name] for row in phases) for name in phases[0]}
+    medians["bare_s"] = statistics.median(bare)
+    medians["rollout_update_over_bare"] = statistics.median(
+        (row["rollout"] + row["update"]) / seconds for row, seconds in zip(phases, bare, strict=True)
+    )
+    medians["epoch_over_bare"] = statistics.median(
+        row["epoch"] / seconds for row, seconds in zip(phases, bare, strict=True)
+    )
+    return medians
+
+
+def bare_seconds(trainer: Trainer, batch: ScoredBatch, epoch: int) -> float:
+    """Return the seconds of the transformer calls of one epoch with nothing around them.
+
+    Guidance calls the network with twice the rows; KL adds a reference call to every replayed step.
+    """
+    config, policy = trainer.config, trainer.updater.policy
+    clean = batch.trajectory.final_latents
+    inputs = (
+        torch.cat([clean, batch.conditioning.source_latents], dim=2),
+        torch.full((len(clean),), 500.0, device=clean.device),
+        batch.conditioning.prompt_embeds,
+        batch.conditioning.target_cameras,
+    )
+    copies = 1 if config.sample.guidance_scale == 1.0 else 2
+    plan = trainer.updater.plan(len(clean), epoch)
+    columns = len(batch.trajectory.steps)
+    device_door.synchronize(trainer.device)
+    begun = time.perf_counter()
+    for rows in torch.arange(len(clean)).split(config.sample.train_batch_size):
+        picked = [value[rows].repeat(copies, *[1] * (value.ndim - 1)) for value in inputs]
+        with torch.no_grad(), device_door.autocast(trainer.device, policy.dtype):
+            for _ in range(config.sample.num_steps):
+                policy.module(*picked)
+    for rows in (rows for micro_batches in plan for rows in micro_batches):
+        picked = [value[rows].repeat(copies, *[1] * (value.ndim - 1)) for value in inputs]
+        for _ in range(columns):
+            with device_door.autocast(trainer.device, policy.dtype):
+                if config.train.kl_coef > 0:
+                    with torch.no_grad():
+                        policy.module(*picked)
+                output = policy.module(*picked)[0]
+            output.float().mean().backward()
+    device_door.synchronize(trainer.device)
+    seconds = time.perf_counter() - begun
+    trainer.updater.optimizer.zero_grad(set_to_none=True)
+    return seconds
+
+
+def table(result: dict[str, float]) -> str:
+    """Return the figures as lines of name and value."""
+    return "\n".join(f"{name:28s} {value:10.4f}" for name, value in result.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
