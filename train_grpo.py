@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from flow_grpo.rewards.base import RewardSet, build_reward
 from torch.utils.data import DataLoader
 
 from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings
@@ -33,6 +32,7 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.rewards.base import RewardSet, build_reward
 from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
@@ -286,7 +286,7 @@ def build_evaluator(config: Config, policy: RecamPolicy, held_out: MultiCamDatas
         videos=evaluation.videos,
     )
     names = list(dict.fromkeys([*config.reward.weights, "target_view"]))
-    gold = None
+    gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
     return Evaluator(policy, held_out, reward_set(config, names), gold, settings, ranks)
 
 

@@ -63,7 +63,7 @@ def tiny_recam() -> ConfigDict:
 
     config.data.root = "data/tiny_world"
     config.data.tiny_world = "tiny"
-    config.data.num_frames = 9  # 3 latent frames
+    config.data.num_frames = 5  # 2 latent frames
     config.data.height = 24
     config.data.width = 32
     config.data.num_workers = 0
@@ -72,7 +72,7 @@ def tiny_recam() -> ConfigDict:
     config.model.dtype = "fp32"
     config.model.trained = "camera"
     config.model.gradient_checkpointing = False
-    config.model.max_prompt_tokens = 16
+    config.model.max_prompt_tokens = 8
 
     # W=2, B=16: 32 samples a batch / k=8 = 4 conditions; nb=4: 128 samples and 16 conditions an epoch, 64 a rank.
     config.sample.train_batch_size = 16
@@ -86,7 +86,7 @@ def tiny_recam() -> ConfigDict:
     config.sample.sde_steps = (0, 1, 2, 3)
     config.sample.sde_window = 2
 
-    config.reward.weights = ConfigDict({"target_view": 1.0, "source_match": 0.1})
+    config.reward.weights = ConfigDict({"target_view": 1.0})
     config.train.batch_size = 16  # as in the rollout, so that the first ratio is exactly 1
     config.train.learning_rate = 5e-4
     config.train.ema_decay = 0.9

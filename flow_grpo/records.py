@@ -8,7 +8,8 @@ L D prompt tokens and width, T video frames, h w video rows and columns. Latents
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,18 +79,19 @@ class Conditioning:
         """Return a copy on `device`; free when already there."""
         return self._map(lambda tensor: tensor.to(device))
 
-    def _map(self, function) -> Conditioning:  # type: ignore[no-untyped-def]
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Conditioning:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Conditioning(**{name: None if v is None else function(v) for name, v in values.items()})
+        mapped: dict[str, Any] = {name: None if v is None else function(v) for name, v in values.items()}
+        return Conditioning(**mapped)
 
     @staticmethod
     def concatenate(parts: Sequence[Conditioning]) -> Conditioning:
         """Join batches of one structure along the sample dimension."""
-        joined: dict[str, Tensor | None] = {}
+        joined: dict[str, Any] = {}
         for field in dataclasses.fields(Conditioning):
             values = [getattr(part, field.name) for part in parts]
             joined[field.name] = None if values[0] is None else torch.cat(values)
-        return Conditioning(**joined)  # type: ignore[arg-type]
+        return Conditioning(**joined)
 
 
 @dataclasses.dataclass(frozen=True)

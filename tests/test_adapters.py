@@ -235,12 +235,14 @@ def test_an_average_goes_on_exactly_after_its_state_was_saved_and_loaded():
     move(first)
     averages[0].update()
     adapters.load_trained_state(second, adapters.trained_state(first))
-    averages[1].load_state_dict(averages[0].state_dict())
+    state = averages[0].state_dict()
+    averages[1].load_state_dict(state)
     for model, average in zip((first, second), averages, strict=True):
         move(model)
         average.update()
     with averages[0].applied(), averages[1].applied():
         assert torch.equal(output(first), output(second))
+    assert not torch.equal(state["0"], averages[0].state_dict()["0"])  # a copy, which later updates leave alone
 
 
 def test_an_average_refuses_states_and_decays_that_do_not_fit():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 
 import pytest
 import torch
-from flow_grpo.rewards.base import RewardSet
 
 from flow_grpo.algorithm.evaluate import Clip, EvalSettings, Evaluation, Evaluator, side_by_side, write_clips
 from flow_grpo.data.video_io import read_video
-from flow_grpo.records import Condition
+from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.distributed import Ranks
 from tests.toy import FRAMES, SIGMAS, BrightnessReward, ToyPolicy, condition
 from tests.workers import run_ranks
@@ -30,15 +29,21 @@ class ToyData:
         return dataclasses.replace(condition(index, gid, slot), preset=PRESETS[index % 3])
 
 
-def gold(videos, conditions):
+class Gold:
     """The sample's index, unknown for the condition with index 4."""
-    return {"trans_err_m": torch.tensor([math.nan if c.index == 4 else float(c.index) for c in conditions])}
+
+    name = "gold"
+    floor = 0.0
+
+    def __call__(self, videos, conditions):
+        index = torch.tensor([float(c.index) for c in conditions])
+        return RewardResult(-index, index != 4, ("",) * len(index), {"trans_err_m": index})
 
 
 def evaluator(ranks: Ranks | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3) -> Evaluator:
     rewards = RewardSet([BrightnessReward(broken=[(5, 0)])], {"brightness": 1.0})
     settings = EvalSettings(sigmas=SIGMAS, num_conditions=number, batch_size=batch_size, videos=2)
-    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, gold, settings, ranks or Ranks())
+    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), settings, ranks or Ranks())
 
 
 def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
@@ -52,6 +57,18 @@ def test_conditions_and_noise_depend_on_nothing_but_the_data():
     first, second = evaluator(), evaluator(number=3)
     assert second.indices == first.indices[:3]
     assert sorted(set(first.indices)) == sorted(first.indices)
+
+
+def test_every_condition_has_noise_of_its_own_and_always_the_same():
+    firsts = []
+    for number in (7, 3):
+        policy = ToyPolicy()
+        velocity, seen = policy.velocity, []
+        policy.velocity = lambda latents, *rest, v=velocity, s=seen: (s.append(latents), v(latents, *rest))[1]
+        evaluator(policy=policy, number=number, batch_size=7).run()
+        firsts.append(seen[0])
+    assert len(firsts[0].flatten(1).unique(dim=0)) == 7
+    assert torch.equal(firsts[0][:3], firsts[1])
 
 
 def test_means_leave_out_what_has_no_value_and_count_it():
@@ -88,7 +105,7 @@ def test_any_number_of_ranks_gives_the_same_numbers(world_size):
 def _fail_on_one(ranks: Ranks) -> str:
     broken = evaluator(ranks)
     if ranks.rank == 1:
-        broken.gold = lambda videos, conditions: 1 / 0
+        broken.dataset.condition = lambda index, gid: 1 / 0
     with pytest.raises(RuntimeError) as caught:
         broken.run()
     return str(caught.value)

@@ -46,9 +46,8 @@ def unreal(x_cm: float, y_cm: float, z_cm: float, yaw_degrees: float = 0.0) -> T
 
 def test_a_level_camera_of_the_file_has_opencv_axes_and_metres() -> None:
     pose = p.multicam_to_opencv(unreal(100, 200, 300))
-    right, down, forward, centre = pose[:3].unbind(-1)
-    assert (right.tolist(), down.tolist(), forward.tolist()) == ([0, 1, 0], [0, 0, -1], [1, 0, 0])
-    assert centre.tolist() == [1, 2, 3]
+    # right, down, forward, centre
+    assert pose[:3].mT.tolist() == [[0, 1, 0], [0, 0, -1], [1, 0, 0], [1, 2, 3]]
 
 
 def test_moves_of_the_file_are_seen_in_camera_axes() -> None:

@@ -10,10 +10,11 @@ import torch
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from flow_grpo.config import SampleConfig
+from flow_grpo.models import recam_policy
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
 from flow_grpo.models.recam_policy import RecamPolicy, load_networks
 from flow_grpo.records import Condition
-from tests.test_adapters import LORA, move
+from tests.test_adapters import LORA
 from tests.tiny_models import make_tiny_folder, tiny_networks, tiny_vae
 
 CPU = torch.device("cpu")
@@ -88,6 +89,16 @@ def test_each_distinct_condition_and_prompt_is_encoded_once_even_over_batches():
     assert len(made.vae.encode.calls) == 3
     assert len(made.text_encoder.forward.calls) == 2
     assert torch.equal(first.source_latents[0], first.source_latents[1])
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(recam_policy, "_KEPT", 2)
+    made = policy()
+    made.vae.encode = Counter(made.vae.encode)
+    first = made.encode([condition(index) for index in (0, 1, 2)])
+    again = made.encode([condition(index) for index in (0, 1, 2)])
+    assert len(made.vae.encode.calls) == 6
+    assert torch.equal(first.source_latents, again.source_latents)
 
 
 def test_one_index_of_two_splits_is_two_conditions():
@@ -331,12 +342,3 @@ def test_missing_folders_and_parts_are_named_with_the_way_to_get_them(folder, tm
 def test_an_unknown_dtype_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match=r"model.dtype is 'fp16'"):
         RecamPolicy.from_config(dataclasses.replace(LORA, dtype="fp16"), SAMPLE, CPU)
-
-
-def test_moving_the_weights_moves_the_velocity():
-    made = policy(mode="camera")
-    encoded, arguments = made.encode([condition(0)]), noisy(made, [condition(0)])
-    with torch.no_grad():
-        before = made.velocity(*arguments, encoded)
-        move(made.module)
-        assert not torch.equal(made.velocity(*arguments, encoded), before)

@@ -244,6 +244,15 @@ def test_settings_that_recam_has_no_meaning_for_are_refused():
         ReCamTransformer3DModel(image_dim=8, num_layers=0)
 
 
+def test_the_full_size_has_the_number_of_weights_of_the_published_model():
+    with torch.device("meta"):
+        state = ReCamTransformer3DModel().state_dict()
+    camera = [name for name in state if "cam_encoder" in name or "projector" in name]
+    assert (len(state), len(camera)) == (945, 120)
+    assert sum(value.numel() for value in state.values()) == 1_490_420_800
+    assert sum(state[name].numel() for name in camera) == 71_424_000
+
+
 def test_sharding_and_compiling_by_block_find_the_block_class():
     names = {type(block).__name__ for block in tiny_transformer().blocks}
     assert names == set(ReCamTransformer3DModel._no_split_modules) == set(ReCamTransformer3DModel._repeated_blocks)

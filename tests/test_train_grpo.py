@@ -34,7 +34,7 @@ SMALL = {
     "sample.num_steps": 4,
     "sample.sde_steps": "0,1,2",
     "train.batch_size": 4,
-    "reward.weights": "target_view=1,source_match=0.3",
+    "reward.weights": "target_view=1",
     "eval.every": 0,
     "eval.num_conditions": 4,
     "eval.num_steps": 2,
@@ -105,6 +105,7 @@ def test_the_first_ratio_is_exactly_one_on_the_real_network(places, tmp_path):
     assert row["train/grad_norm"] > 0
 
 
+@pytest.mark.timeout(300)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path):
     assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=3, train__updates_per_epoch=2)) == 0
     for epochs in (1, 3):
@@ -190,12 +191,13 @@ def _train(ranks: Ranks, given: list[str]) -> int:
         return train_grpo.main(given)
 
 
+@pytest.mark.timeout(300)
 def test_8_ranks_run_two_epochs_of_the_shrunken_8_npu_recipe(places, tmp_path):
     keep = ("sample.k", "sample.train_batch_size", "sample.num_batches_per_epoch", "train.batch_size")
     small = {name: value for name, value in SMALL.items() if name not in keep}
     with mock.patch.dict(SMALL, small, clear=True):
         given = words(places, tmp_path, recipe="my_recam_8npu_tiny", eval__num_conditions=8)
-    assert run_ranks(_train, 8, given, timeout=110) == [0] * 8
+    assert run_ranks(_train, 8, given, timeout=280) == [0] * 8
     run = tmp_path / "run"
     config = json.loads((run / "config.json").read_text())
     assert (config["sample"]["train_batch_size"], config["sample"]["k"]) == (2, 4)
@@ -209,24 +211,26 @@ def test_8_ranks_run_two_epochs_of_the_shrunken_8_npu_recipe(places, tmp_path):
     assert newest(run)
 
 
+@pytest.mark.timeout(300)
 def test_two_ranks_make_the_run_of_one(places, tmp_path):
     alone = words(places, tmp_path / "one", sample__num_batches_per_epoch=1)
     assert train_grpo.main(alone) == 0
     shared = words(
         places, tmp_path / "two", sample__num_batches_per_epoch=1, sample__train_batch_size=2, train__batch_size=2
     )
-    assert run_ranks(_train, 2, shared, timeout=110) == [0, 0]
+    assert run_ranks(_train, 2, shared, timeout=280) == [0, 0]
     one, two = (newest(tmp_path / part / "run") for part in ("one", "two"))
     trained = [name for name in one if name.startswith("trained/")]
     for name in trained:
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.timeout(300)
 def test_torchrun_stops_at_the_door_without_the_weights(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_grpo.py"]
     command += ["--config", "config/grpo.py:my_recam_8npu", "--config.device=cpu", f"--config.output_root={tmp_path}"]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=110, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]

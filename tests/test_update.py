@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from flow_grpo.algorithm.rollout import step_transition
+from flow_grpo.maths.sde import log_prob
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime.distributed import Ranks
-from tests.toy import BrightnessReward, ToyPolicy, group, training_batch, updater, weights_of
+from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, group, training_batch, updater, weights_of
 from tests.workers import run_ranks
 
 BATCHES = [group(1, 4), group(2, 4), group(3, 4)]
@@ -80,6 +82,23 @@ def test_micro_batch_size_does_not_change_the_update(micro):
     got, *_ = updated(batch_size=micro)
     assert (wanted - weights_of(ToyPolicy())).abs().max() > 3e-5
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-7)
+
+
+def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    got, metrics, _ = updated(policy=policy, batch=batch, max_grad_norm=1e9)
+    policy = ToyPolicy()
+    total = 0.0
+    for column, step in enumerate(batch.trajectory.steps):
+        before, after = batch.trajectory.latents[:, column], batch.trajectory.next_latents[:, column]
+        drawn_from = step_transition(policy, before, batch.conditioning, sigmas=SIGMAS, step=step, sde=SDE)
+        ratio = (log_prob(after, drawn_from) - batch.trajectory.log_probs[:, column]).exp()
+        total = total - (batch.advantages * ratio).mean() / 2
+    total.backward()
+    wanted = torch.cat([(p - 1e-2 * p.grad).detach().flatten() for p in policy.net.parameters()])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-7)
+    assert metrics["train/loss"] == pytest.approx(total.item(), abs=1e-6)
 
 
 def test_only_the_remembered_steps_are_replayed_at_their_own_sigmas():
@@ -238,14 +257,14 @@ def test_gradients_are_exchanged_in_the_last_backward_of_a_step_only():
     assert events == ["begin no_sync", "forward", "end no_sync"] * 5 + ["forward"]
 
 
-def test_after_step_is_called_once_per_optimizer_step():
+def test_after_step_is_called_once_per_optimizer_step_with_the_gradients_cleared():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
     calls = []
     updating = updater(policy, updates_per_epoch=3)
-    updating.after_step = lambda: calls.append(1)
+    updating.after_step = lambda: calls.append(all(p.grad is None for p in policy.trained_parameters()))
     updating.run(batch, epoch=0)
-    assert len(calls) == 3
+    assert calls == [True] * 3
 
 
 def _distributed_update(ranks: Ranks, changes: dict) -> tuple[torch.Tensor, dict[str, float]]:

@@ -132,9 +132,10 @@ class BrightnessReward:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         valid = torch.tensor([(c.index, c.slot) not in self.broken for c in conditions])
-        values = videos.flatten(1).mean(dim=1).masked_fill(~valid, torch.nan)
+        values = videos.flatten(1).mean(dim=1)
         causes = tuple("" if fine else "broken on purpose" for fine in valid.tolist())
-        return RewardResult(values, valid, causes, {"percent": 100 * values})
+        # What is not valid means nothing; a number that looks like a score must not get through either.
+        return RewardResult(values.masked_fill(~valid, torch.nan), valid, causes, {"percent": 100 * values})
 
 
 SIGMAS = flow_sigmas(6, 3.0)

@@ -38,7 +38,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     known, overrides = parser.parse_known_args(words)
     with tempfile.TemporaryDirectory() as folder:
-        fixed = [f"--config.output_root={folder}", "--config.run_name=bench", "--config.trackers=()", "--config.resume="]
+        fixed = [
+            f"--config.output_root={folder}",
+            "--config.run_name=bench",
+            "--config.trackers=()",
+            "--config.resume=",
+        ]
         config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
         device, ranks = train_grpo.join(config)
         trainer = train_grpo.build(config, recipe, device, ranks)

@@ -24,7 +24,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--frames", type=int, default=5, help="4n+1")
     parser.add_argument("--height", type=int, default=24, help="pixels, a multiple of 8")
     parser.add_argument("--width", type=int, default=32, help="pixels, a multiple of 8")
-    parser.add_argument("--translation", type=float, nargs=2, default=(0.5, 1.0), metavar=("LOW", "HIGH"))
+    parser.add_argument("--translation", type=float, nargs=2, default=(0.35, 0.65), metavar=("LOW", "HIGH"))
     parser.add_argument("--rotation", type=float, nargs=2, default=(0.3, 1.0), metavar=("LOW", "HIGH"))
     return parser.parse_args()
 

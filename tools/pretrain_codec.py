@@ -1,6 +1,6 @@
 """Train the tiny world's video codec: a small `AutoencoderKLWan`, 8x in space and 4x in time. Resumable.
 
-    python tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam --minutes 40
+    python tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam
 
 Clips are filmed on the fly in rooms that no data set uses. The loss is mean absolute plus squared error; a faint penalty on
 the size of the latents and noise on them stand for the KL term.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,12 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 import torch
+import torch.distributed as dist
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 
-WORLD = WorldSpec(seed=11, scenes={}, translation=(0.1, 1.0), rotation=(0.1, 1.0))
+WORLD = WorldSpec(seed=11, scenes={}, translation=(0.03, 0.65), rotation=(0.1, 1.0))
 SCENES_PER_STEP, CAMERAS_PER_SCENE = 4, 2
 LATENT_NOISE = 0.1  # keeps the decoder smooth around what the encoder gives
 
@@ -77,21 +79,42 @@ def latent_statistics(codec: AutoencoderKLWan) -> tuple[list[float], list[float]
     return latents.mean(dim=(0, 2, 3, 4)).tolist(), latents.std(dim=(0, 2, 3, 4)).tolist()
 
 
+def take_over(codec: AutoencoderKLWan, file: Path) -> None:
+    """Copy the weights of another codec wherever name and shape agree."""
+    own = codec.state_dict()
+    other = torch.load(file, weights_only=True)["codec"]
+    codec.load_state_dict(own | {name: value for name, value in other.items() if value.shape == own[name].shape})
+
+
+def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
+    """Replace the gradients by their mean over ranks."""
+    gradients = [parameter.grad for parameter in codec.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, mean in zip(gradients, (flat / world).split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
 def main() -> None:
     """Train for so many minutes in all, over any number of calls."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")
-    parser.add_argument("--steps", type=int, default=20000)
-    parser.add_argument("--minutes", type=float, default=40.0, help="stop after this call has run so long")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--warm-from", type=Path, help="begin with the layers that fit of another codec's state.pt")
     parser.add_argument("--base-dim", type=int, default=16)
-    parser.add_argument("--latent-channels", type=int, default=24)
+    parser.add_argument("--latent-channels", type=int, default=48)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        dist.init_process_group("gloo")
     codec = build_codec(args.base_dim, args.latent_channels)
+    if args.warm_from:
+        take_over(codec, args.warm_from)
     optimizer = torch.optim.AdamW(codec.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     args.work.mkdir(parents=True, exist_ok=True)
     state_file, step, seconds = args.work / "state.pt", 0, 0.0
@@ -102,23 +125,25 @@ def main() -> None:
         step, seconds = state["step"], state["seconds"]
     log = (args.work / "log.jsonl").open("a")
     began = time.time()
-    while step < args.steps and time.time() - began < 60 * args.minutes:
-        progress = max(step / args.steps, (seconds + time.time() - began) / (60 * args.minutes))
+    while step < args.steps:
+        progress = step / args.steps
         for group in optimizer.param_groups:
             group["lr"] = (
                 args.learning_rate * min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, progress)))
             )
-        video = clips(step)
+        video = clips(step * world + rank)
         latents = codec.encode(video).latent_dist.mode()  # the mode is all that is ever used
         restored = codec.decode(latents + LATENT_NOISE * torch.randn_like(latents)).sample
         size = latents.square().mean()
         loss = (restored - video).abs().mean() + 2 * (restored - video).square().mean() + 1e-3 * size
         codec.zero_grad(set_to_none=True)
         loss.backward()
+        if world > 1:
+            average_gradients(codec, world)
         torch.nn.utils.clip_grad_norm_(codec.parameters(), 1.0)
         optimizer.step()
         step += 1
-        if step % 100 == 0:
+        if step % 100 == 0 and rank == 0:
             row = {
                 "step": step,
                 "loss": float(loss),
@@ -137,6 +162,10 @@ def main() -> None:
                 },
                 state_file,
             )
+    if world > 1:
+        dist.destroy_process_group()
+    if rank:
+        return
     mean, std = latent_statistics(codec)
     codec.register_to_config(latents_mean=mean, latents_std=std)
     codec.save_pretrained(args.out / "vae")

@@ -1,15 +1,17 @@
 """Pre-train the tiny ReCam model by flow matching, on camera labels of ambiguous unit. Resumable.
 
-    python tools/pretrain_tiny.py --codec .work/out/vae --work .work/base --out assets/tiny_recam --minutes 90
+    torchrun --nproc_per_node=2 tools/pretrain_tiny.py --codec .work/codec/vae --work .work/base --out assets/tiny_recam
 
-Two data sources are mixed, as when labels come from different pipelines: one gives translations in metres, the other
-in feet (3.28 times larger numbers). Nothing in a label or a video tells which, so a good model must choose a motion;
-what a metric reward can teach it later is which unit the user means. Latents of all clips are encoded once.
+Two data sources are mixed, as when labels come from different pipelines: one moves its camera by tenths of metres to
+metres and labels it in metres, the other by centimetres and labels it in decimetres, so that the same numbers mean ten
+times less motion. For large labels nothing in label or source video tells which, so a good model must choose; what a
+metric reward can teach it later is which unit the user means. Latents of all clips are encoded once.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -32,10 +34,12 @@ from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 
-FEET = 3.28084  # feet in a metre
-WORLD = WorldSpec(seed=12, scenes={}, translation=(0.15, 1.0), rotation=(0.3, 1.0))
-PROBE = WorldSpec(seed=13, scenes={}, translation=(0.5, 1.0), rotation=(0.3, 1.0))  # magnitudes of the RL data
-PROBE_SCALES = torch.linspace(0.0, 1.4, 15)
+DECIMETRES = 10.0  # in a metre: the factor on the labels of the second source
+WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled in metres
+NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065))  # labelled in decimetres: 0.35 to 0.65 again
+UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 1.0))  # labels both sources give
+SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source gives
+LADDER = torch.linspace(0.0, 1.4, 15)  # scales of the commanded translation a sample is compared with
 SHIFT = 3.0
 MOVING = (4, 5, 6, 7, 8, 9)  # presets whose translation is not zero
 
@@ -55,11 +59,11 @@ def decode(codec: AutoencoderKLWan, latents: Tensor) -> Tensor:
 
 
 class Pool:
-    """Encoded clips of many scenes, every camera of each.
+    """Encoded clips of many scenes: ten wide cameras each, and six narrow ones for the moving presets.
 
     Attributes:
-        latents: (scenes, cameras, C, F, H, W) fp16 to save memory.
-        cameras: (scenes, cameras, F, 12) fp32 poses relative to the common start, in metres.
+        latents: (scenes, 16, C, F, H, W) fp16 to save memory.
+        cameras: (scenes, 16, F, 12) fp32 labels relative to the common start, each in its source's unit.
         captions: (scenes,) index into CAPTIONS.
     """
 
@@ -67,93 +71,87 @@ class Pool:
         self.latents, self.cameras, self.captions = latents, cameras, captions
 
     @classmethod
-    def encode(cls, codec: AutoencoderKLWan, world: WorldSpec, split: str, scenes: int) -> Pool:
-        """Film and encode every camera of so many scenes."""
+    def encode(cls, codec: AutoencoderKLWan, split: str, scenes: int) -> Pool:
+        """Film and encode so many scenes."""
         latents, cameras, captions = [], [], []
-        for first in range(0, scenes, 8):
-            block = [make_scene(world, split, number) for number in range(first, min(first + 8, scenes))]
-            videos = film(world, block, list(range(10)))
-            latents.append(encode(codec, videos).half().unflatten(0, (len(block), 10)))
-            cameras += [scene_cameras(scene) for scene in block]
-            captions += [CAPTIONS.index(caption(video)) for video in videos[::10]]
-        return cls(torch.cat(latents), torch.stack(cameras), torch.tensor(captions))
+        for number in range(scenes):
+            wide, narrow = make_scene(WIDE, split, number), make_scene(NARROW, split, number)
+            videos = torch.cat([film(WIDE, [wide], list(range(10))), film(NARROW, [narrow], list(MOVING))])
+            latents.append(encode(codec, videos).half())
+            labels = in_unit(scene_cameras(narrow)[list(MOVING)], DECIMETRES)
+            cameras.append(torch.cat([scene_cameras(wide), labels]))
+            captions.append(CAPTIONS.index(caption(videos[0])))
+        return cls(torch.stack(latents), torch.stack(cameras), torch.tensor(captions))
 
     def save(self, file: Path) -> None:
         """Write the tensors."""
         torch.save(vars(self), file)
 
-    def batch(self, size: int, draw: torch.Generator, feet_share: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return target latents, source latents, cameras in one of the two units, and captions."""
+    def batch(self, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return target latents, source latents, cameras as labelled and captions; half from each data source."""
         scene = torch.randint(len(self.latents), (size,), generator=draw)
-        target = torch.randint(10, (size,), generator=draw)
-        source = (target + torch.randint(1, 10, (size,), generator=draw)) % 10
-        feet = torch.rand(size, generator=draw) < feet_share
-        cameras = in_unit(self.cameras[scene, target], torch.where(feet, FEET, 1.0))
-        return self.latents[scene, target].float(), self.latents[scene, source].float(), cameras, self.captions[scene]
+        preset = torch.randint(10, (size,), generator=draw)
+        source = (preset + torch.randint(1, 10, (size,), generator=draw)) % 10
+        narrow = (torch.rand(size, generator=draw) < 0.5) & (preset >= MOVING[0])
+        target = torch.where(narrow, preset + len(MOVING), preset)  # narrow clips follow the ten wide ones
+        clips = self.latents[scene, target].float(), self.latents[scene, source].float()
+        return *clips, self.cameras[scene, target], self.captions[scene]
 
 
 def scene_cameras(scene: TinyScene) -> Tensor:
-    """Return (cameras, F, 12) relative to the scene's start pose."""
+    """Return (cameras, F, 12) relative to the scene's start pose, in metres."""
     relative = torch.linalg.inv(scene.poses[:, :1]) @ scene.poses
     return torch.stack([camera_tokens(path) for path in relative])
 
 
-def in_unit(cameras: Tensor, factor: Tensor) -> Tensor:
-    """Scale the translation part of (B, F, 12) row-major 3x4 poses by (B,) factors."""
+def in_unit(cameras: Tensor, factor: float) -> Tensor:
+    """Scale the translation part of (B, F, 12) row-major 3x4 poses."""
     scaled = cameras.clone().unflatten(-1, (3, 4))
-    scaled[..., 3] *= factor.view(-1, 1, 1)
+    scaled[..., 3] *= factor
     return scaled.flatten(-2)
 
 
 class Probe:
-    """Held-out conditions and what the true video would be at every scale of the commanded translation."""
+    """Held-out conditions, and what the true video would be at every scale of the commanded translation."""
 
-    def __init__(self, codec: AutoencoderKLWan, conditions: int = 24) -> None:
+    def __init__(self, codec: AutoencoderKLWan, world: WorldSpec, conditions: int = 24) -> None:
         self.codec = codec
-        scenes = [make_scene(PROBE, "probe", number) for number in range(conditions)]
-        camera = [MOVING[number % len(MOVING)] for number in range(conditions)]
-        self.cameras = torch.stack([scene_cameras(s)[c] for s, c in zip(scenes, camera, strict=True)])
-        self.truth = torch.stack([film(PROBE, [s], [c])[0] for s, c in zip(scenes, camera, strict=True)])
-        source_camera = [(c + 3 + n) % 10 for n, c in enumerate(camera)]
-        self.source = encode(
-            codec, torch.stack([film(PROBE, [s], [c])[0] for s, c in zip(scenes, source_camera, strict=True)])
-        )
-        self.captions = torch.tensor([CAPTIONS.index(caption(film(PROBE, [s], [0])[0])) for s in scenes])
-        paths = []
-        for scene, c in zip(scenes, camera, strict=True):
-            scaled = scene.poses[c].expand(len(PROBE_SCALES), -1, -1, -1).clone()
-            start = scaled[:, :1, :3, 3]
-            scaled[..., :3, 3] = start + PROBE_SCALES.view(-1, 1, 1) * (scaled[..., :3, 3] - start)
-            paths.append(scaled)
-        rooms = [scene.room for scene in scenes for _ in PROBE_SCALES]
-        videos = render_video(
-            stack_rooms(rooms), torch.cat(paths).float(), PROBE.intrinsics(), PROBE.height, PROBE.width
-        )
-        self.ladder = videos.unflatten(0, (conditions, -1))  # (conditions, scales, 3, T, h, w)
-        ceiling = decode(codec, encode(codec, self.truth))
-        self.ceiling_db = psnr(ceiling, self.truth)
+        pairs = [(make_scene(world, "probe", n), MOVING[n % len(MOVING)]) for n in range(conditions)]
+        self.cameras = torch.stack([scene_cameras(scene)[c] for scene, c in pairs])
+        self.truth = torch.cat([film(world, [scene], [c]) for scene, c in pairs])
+        sources = torch.cat([film(world, [scene], [(c + 3 + n) % 10]) for n, (scene, c) in enumerate(pairs)])
+        self.source = encode(codec, sources)
+        self.captions = torch.tensor([CAPTIONS.index(caption(video)) for video in self.truth])
+        self.ladder = torch.stack([self._scaled(world, scene, c) for scene, c in pairs])
+        self.ceiling_db = psnr(decode(codec, encode(codec, self.truth)), self.truth)
+
+    @staticmethod
+    def _scaled(world: WorldSpec, scene: TinyScene, camera: int) -> Tensor:
+        """Return (scales, 3, T, h, w): the scene filmed with the path's translation at every scale."""
+        paths = scene.poses[camera].expand(len(LADDER), -1, -1, -1).clone()
+        start = paths[:, :1, :3, 3].clone()
+        paths[..., :3, 3] = start + LADDER.view(-1, 1, 1) * (paths[..., :3, 3] - start)
+        rooms = stack_rooms([scene.room] * len(LADDER))
+        return render_video(rooms, paths.float(), world.intrinsics(), world.height, world.width)
 
     @torch.no_grad()
-    def measure(
-        self, model: ReCamTransformer3DModel, text: Tensor, copies: int = 4, steps: int = 12
-    ) -> dict[str, float]:
+    def measure(self, model: nn.Module, text: Tensor, copies: int = 4, steps: int = 12) -> dict[str, float]:
         """Sample `copies` videos a condition by ODE and find the scale each chose."""
         rows = torch.arange(len(self.truth)).repeat_interleave(copies)
-        out: dict[str, float] = {"ceiling_db": self.ceiling_db}
-        for name, factor in (("sure", FEET), ("unsure", 1.0)):
-            cameras = in_unit(self.cameras, torch.full((len(self.truth),), factor))[rows]
-            noise = torch.randn(len(rows), *self.source.shape[1:], generator=generator("probe", name))
-            latents = ode(model, noise, self.source[rows], cameras, text[self.captions[rows]], steps)
-            videos = decode(self.codec, latents)
-            error = (videos[:, None, :, -4:] - self.ladder[rows][:, :, :, -4:]).square().mean(dim=(2, 3, 4, 5))
-            chosen = PROBE_SCALES[error.argmin(dim=1)].view(-1, copies)
-            out[f"{name}_psnr_db"] = psnr(videos, self.truth[rows])
-            out[f"{name}_best_scale_psnr_db"] = float((-10 * error.min(dim=1).values.log10()).mean())
-            out[f"{name}_scale_mean"] = float(chosen.mean())
-            out[f"{name}_scale_group_std"] = float(chosen.std(dim=1).mean())
-            out[f"{name}_share_metres"] = float((chosen > 0.8).float().mean())
-            out[f"{name}_share_feet"] = float((chosen < 0.45).float().mean())
-        return out
+        noise = torch.randn(len(rows), *self.source.shape[1:], generator=generator("probe"))
+        conditioning = self.source[rows], self.cameras[rows], text[self.captions[rows]]
+        videos = decode(self.codec, ode(model, noise, *conditioning, steps))
+        error = (videos[:, None, :, -4:] - self.ladder[rows][:, :, :, -4:]).square().mean(dim=(2, 3, 4, 5))
+        chosen = LADDER[error.argmin(dim=1)].view(-1, copies)
+        return {
+            "psnr_db": psnr(videos, self.truth[rows]),
+            "ceiling_db": self.ceiling_db,
+            "best_scale_psnr_db": float((-10 * error.min(dim=1).values.log10()).mean()),
+            "scale_mean": float(chosen.mean()),
+            "scale_group_std": float(chosen.std(dim=1).mean()),
+            "share_moved": float((chosen > 0.7).float().mean()),
+            "share_still": float((chosen < 0.3).float().mean()),
+        }
 
 
 def psnr(first: Tensor, second: Tensor) -> float:
@@ -205,13 +203,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder to write")
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--minutes", type=float, default=60.0, help="stop this call after so long; call again to go on")
-    parser.add_argument("--scenes", type=int, default=1500)
+    parser.add_argument("--scenes", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=48, help="samples a step, over all ranks")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--one-unit-steps", type=int, default=0, help="begin with labels in metres only")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--ffn", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--patch", type=int, default=1)
     parser.add_argument("--ema", type=float, default=0.999)
     parser.add_argument("--probe-steps", type=int, default=500)
@@ -252,9 +249,8 @@ class Training:
         rate = min(1.0, (self.step + 1) / 200) * min(1.0, 1.6 * (1 - self.step / args.steps) + 0.01)
         for group in self.optimizer.param_groups:
             group["lr"] = args.learning_rate * rate
-        feet_share = 0.0 if self.step < args.one_unit_steps else 0.5
         draw = generator("step", self.step, rank)
-        loss = flow_matching_loss(network, pool.batch(args.batch // world, draw, feet_share), text, draw)
+        loss = flow_matching_loss(network, pool.batch(args.batch // world, draw), text, draw)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -290,16 +286,16 @@ def main() -> None:
     pool = load_pool(codec, args)
     training = Training(build_model(args, codec.config.z_dim, text.shape[-1]), args)
     network = DistributedDataParallel(training.model) if world > 1 else training.model
-    probe = Probe(codec) if rank == 0 else None
+    probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
     began, losses = time.time(), []
     while training.step < args.steps:
         losses.append(training.advance(pool, text, network, rank, world))
         if training.step % args.probe_steps and training.step < args.steps:
             continue
-        if probe is not None:
+        if rank == 0:
             spent, began = time.time() - began, time.time()
             training.seconds += spent
-            report(training, probe.measure(training.average.module.eval(), text), torch.stack(losses).mean(), args)
+            report(training, probes, text, torch.stack(losses).mean())
         losses = []
         late = torch.tensor([float(rank == 0 and training.seconds - args.minutes * 60 > 0)])
         if world > 1:
@@ -318,19 +314,22 @@ def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace) -> Pool:
     file = args.work.parent / f"pool_{args.scenes}.pt"
     if int(os.environ.get("RANK", "0")) == 0 and not file.exists():
         began = time.time()
-        Pool.encode(codec, WORLD, "pretrain", args.scenes).save(file)
+        Pool.encode(codec, "pretrain", args.scenes).save(file)
         print(f"{args.scenes} scenes encoded in {time.time() - began:.0f} s", flush=True)
     if dist.is_initialized():
         dist.barrier()
     return Pool(**torch.load(file, weights_only=True))
 
 
-def report(training: Training, measured: dict[str, float], loss: Tensor, args: argparse.Namespace) -> None:
+def report(training: Training, probes: dict[str, Probe], text: Tensor, loss: Tensor) -> None:
     """Log one line and save the state."""
-    row = {"step": training.step, "seconds": round(training.seconds), "loss": float(loss), **measured}
-    with (args.work / "log.jsonl").open("a") as log:
+    row = {"step": training.step, "seconds": round(training.seconds), "loss": float(loss)}
+    for name, probe in probes.items():
+        measured = probe.measure(training.average.module.eval(), text)
+        row |= {f"{name}_{key}": round(value, 3) for key, value in measured.items()}
+    with (training.args.work / "log.jsonl").open("a") as log:
         log.write(json.dumps(row) + "\n")
-    print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
+    print(json.dumps(row), flush=True)
     training.save()
 
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,13 +24,10 @@ from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.base import RewardSet
+from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.runtime.distributed import Ranks
 
 SHOWN_ROWS = 240  # pixels: smaller videos are enlarged to about this height
-
-Metric = Callable[[Tensor, Sequence[Condition]], dict[str, Tensor]]
-"""(videos (B, 3, T, h, w) CPU fp32, conditions) -> name -> (B,), NaN where there is no value."""
 
 
 class ConditionSource(Protocol):
@@ -100,7 +97,7 @@ class Evaluator:
         policy: sampled deterministically.
         dataset: held-out conditions.
         rewards: measured on every sample.
-        gold: an estimator that no reward uses, or None.
+        gold: an estimator that no reward uses, or None; its measurements go by their own names.
         settings: see `EvalSettings`.
         ranks: who shares the work.
 
@@ -113,7 +110,7 @@ class Evaluator:
         policy: Policy,
         dataset: ConditionSource,
         rewards: RewardSet,
-        gold: Metric | None,
+        gold: Reward | None,
         settings: EvalSettings,
         ranks: Ranks,
     ) -> None:
@@ -167,7 +164,11 @@ class Evaluator:
             seed=key("eval", "noise"),
         ).final_latents
         scores = score(self.policy, conditions, latents, self.rewards, batch_size=len(conditions))
-        columns = _columns(scores.rewards) | (self.gold(scores.videos, conditions) if self.gold else {})
+        columns: dict[str, Tensor] = {}
+        for name, result in scores.rewards.items():
+            columns |= _columns(name, result, prefix=f"{name}_")
+        if self.gold is not None:
+            columns |= _columns(self.gold.name, self.gold(scores.videos, conditions), prefix="")
         for row, (position, condition) in enumerate(zip(positions, conditions, strict=True)):
             values = {name: float(column[row]) for name, column in columns.items()}
             rows.append({"position": position, "preset": condition.preset or "", "values": values})
@@ -222,13 +223,16 @@ def make_clip(condition: Condition, generated: Tensor, rewards: dict[str, float]
     )
 
 
-def _columns(rewards: dict[str, RewardResult]) -> dict[str, Tensor]:
-    """Return every reward and its measurements as (B,) columns, NaN where not valid."""
-    columns: dict[str, Tensor] = {}
-    for name, result in rewards.items():
-        for column, values in {"": result.values, **{f"_{extra}": v for extra, v in result.info.items()}}.items():
-            columns[name + column] = values.double().masked_fill(~result.valid, torch.nan)
-    return columns
+def _columns(name: str, result: RewardResult, prefix: str) -> dict[str, Tensor]:
+    """Return a reward and its measurements as (B,) columns, NaN where not valid.
+
+    Args:
+        name: of the reward's own column.
+        result: B values and measurements.
+        prefix: of the measurements' columns.
+    """
+    columns = {name: result.values} | {prefix + extra: values for extra, values in result.info.items()}
+    return {column: values.double().masked_fill(~result.valid, torch.nan) for column, values in columns.items()}
 
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -195,7 +195,7 @@ class Updater:
 
     def _global_mass(self, batch: TrainingBatch, plan: list[list[Tensor]]) -> list[float]:
         """Return, per optimizer step, the sum of sample weights over all ranks."""
-        local = torch.stack([batch.weights[torch.cat(rows)].double().sum().cpu() for rows in plan])
+        local = torch.stack([batch.weights[torch.cat(rows)].cpu().double().sum() for rows in plan])
         masses: list[float] = self.ranks.all_gather(local[None]).sum(dim=0).tolist()
         return masses
 

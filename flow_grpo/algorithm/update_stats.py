@@ -55,7 +55,7 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
     metrics = {"train/updates": float(len(stats.norms)), "train/skipped_updates": float(stats.skipped)}
     if not stats.norms:
         return metrics
-    ratio, gap = torch.cat(stats.ratios).double().cpu(), stats.gaps or [torch.zeros(1)]
+    ratio, gap = torch.cat(stats.ratios).cpu().double(), stats.gaps or [torch.zeros(1)]
     local = {
         "count": float(len(ratio)),
         "ratio": ratio.sum().item(),

@@ -63,8 +63,8 @@ def load_networks(path: str | Path, dtype: torch.dtype) -> Networks:
         what = f"has no {', '.join(absent)} folder" if folder.is_dir() else "does not exist"
         raise ValueError(
             f"model.path {str(folder)!r} {what}, expected transformer, vae, text_encoder and tokenizer in diffusers "
-            "layout; on a connected machine download Wan-AI/Wan2.1-T2V-1.3B-Diffusers and the ReCamMaster checkpoint "
-            "from the Hugging Face hub, convert them with tools/convert_recam.py and set --config.model.path"
+            "layout; on a connected machine download Wan-AI/Wan2.1-T2V-1.3B-Diffusers and KwaiVGI/ReCamMaster-Wan2.1 "
+            "from the Hugging Face hub, convert the transformer to diffusers layout and set --config.model.path"
         )
     return Networks(
         transformer=load_recam_transformer(folder / "transformer", dtype),

@@ -1,0 +1,158 @@
+"""The verbs of the loop, on the toy: when things happen, what is recorded, that ranks agree."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import pytest
+import torch
+from flow_grpo.rewards.base import RewardSet
+
+from flow_grpo.algorithm import trainer as trainer_module
+from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
+from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.config import CheckpointConfig, Config, EvalConfig, RewardConfig
+from flow_grpo.runtime import checkpoint, plots
+from flow_grpo.runtime.console import Progress
+from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.tracker import Tracker
+from tests.test_evaluate import ToyData
+from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, collector, sample_config, train_config, updater
+
+
+def a_config(**changes) -> Config:
+    values = {field.name: None for field in dataclasses.fields(Config)}
+    values |= {
+        "num_epochs": 3,
+        "max_minutes": 0.0,
+        "debug": False,
+        "log_videos_every": 0,
+        "sample": sample_config(train_batch_size=4),
+        "reward": RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, 1e-6),
+        "train": train_config(),
+        "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1),
+        "checkpoint": CheckpointConfig(every=2, keep=5),
+    }
+    return Config(**(values | changes))
+
+
+@pytest.fixture
+def a_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder: folder.mkdir())
+
+    def make(ranks=None, **changes) -> Trainer:
+        config, policy, ranks = a_config(**changes), ToyPolicy(), ranks or Ranks()
+        sampling = collector(ranks, policy, debug=config.debug, train_batch_size=4)
+        moving = updater(policy, ranks=ranks)
+        rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+        state = RunState(policy.net, moving.optimizer, sampling.stream._sampler, None, torch.device("cpu"), {})
+        return Trainer(
+            config=config,
+            collector=sampling,
+            updater=moving,
+            evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1), ranks),
+            state=state,
+            tracker=Tracker(tmp_path, {}, (), ranks),
+            progress=Progress(config.num_epochs, ranks),
+            ranks=ranks,
+            device=torch.device("cpu"),
+            run_folder=tmp_path,
+        )
+
+    return make
+
+
+def run(trainer: Trainer) -> list[int]:
+    seen = []
+    trainer.evaluate_before()
+    for epoch in trainer.epochs():
+        samples = trainer.sample(epoch)
+        batch = trainer.compare(samples, trainer.gather(samples))
+        trainer.update(batch, epoch)
+        trainer.log(samples)
+        seen.append(epoch)
+    trainer.finish()
+    return seen
+
+
+def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path):
+    assert run(a_trainer()) == [0, 1, 2]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/brightness" in row] == [0, 2, 3]
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
+    assert [row["step"] for row in rows if "policy/ratio_after_max_abs_log" in row] == [2]
+    assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == [
+        "checkpoint_000002",
+        "checkpoint_000003",
+    ]
+    assert set(json.loads((tmp_path / "summary.json").read_text())) == {"before", "after", "train_seconds"}
+
+
+def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "reward/mean" in row]
+    phases = ("fetch", "encode", "rollout", "score", "gather", "update")
+    assert {f"time/{phase}_s" for phase in phases} <= set(row)
+    assert row["time/epoch_s"] == pytest.approx(sum(row[f"time/{phase}_s"] for phase in phases))
+    assert row["system/samples_per_s"] == pytest.approx(8 / row["time/epoch_s"])
+    assert {"train/learning_rate", "train/zero_std_ratio", "dyn/flat_groups", "reward/brightness_valid"} <= set(row)
+    assert any(name.startswith("system/memory_") for name in row)
+
+
+def test_the_same_state_is_evaluated_once(a_trainer):
+    trainer = a_trainer(num_epochs=2)
+    run(trainer)
+    per_epoch = 2 * len(SIGMAS[:-1])
+    replayed = 2 * 2 * 2 + 1  # epochs, micro-batches, window; the probe
+    evaluations = 2
+    assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + evaluations * 6
+
+
+def test_training_videos_are_written_when_asked_for(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, log_videos_every=1))
+    assert len(list((tmp_path / "videos").glob("train_000001_*.mp4"))) == 1
+
+
+def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
+    trainer = a_trainer(num_epochs=0)
+    trainer.state.before = {"eval/brightness": 0.5}
+    trainer.evaluate_before()
+    assert trainer.collector.policy.calls == []
+
+
+def test_the_time_limit_counts_what_earlier_runs_used(a_trainer):
+    trainer = a_trainer(max_minutes=1.0)
+    trainer.state.train_seconds = 61.0
+    assert list(trainer.epochs()) == []
+
+
+def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
+    trainer = a_trainer(num_epochs=0)
+    inside = []
+
+    class Average:
+        @contextlib.contextmanager
+        def applied(self):
+            inside.append("in")
+            yield
+            inside.append("out")
+
+        def state_dict(self):
+            return {}
+
+    trainer.state.ema = Average()
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder: inside.append("save"))
+    run(trainer)
+    assert inside == ["in", "out", "in", "save", "out"]
+
+
+def test_a_failing_phase_is_named(a_trainer):
+    trainer = a_trainer()
+    trainer.collector.stream.take = lambda step: 1 / 0
+    with pytest.raises(RuntimeError, match="rank 0 failed in sampling: ZeroDivisionError"):
+        trainer.sample(0)
