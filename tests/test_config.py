@@ -13,11 +13,11 @@ from flow_grpo.config import Config, ConfigError, load_config, to_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 GRPO = str(ROOT / "config" / "grpo.py")
-TINY = f"{GRPO}:tiny_recam"
+TOY = f"{ROOT}/tests/toy_recipe.py:toy"
 
 
 def load(*overrides: str) -> Config:
-    return load_config(TINY, overrides)
+    return load_config(TOY, overrides)
 
 
 def refusal(spec: str, *overrides: str) -> str:
@@ -83,7 +83,7 @@ def test_a_single_weight_joins_the_recipe_s_and_a_whole_table_replaces_them() ->
 def test_argparse_hands_overrides_through_in_order() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--config", required=True)
-    words = ["--config", TINY, "--config.sample.k", "16", "--config.debug", "--config.train.kl_coef=0.01"]
+    words = ["--config", TOY, "--config.sample.k", "16", "--config.debug", "--config.train.kl_coef=0.01"]
     known, overrides = parser.parse_known_args(words)
     config = load_config(known.config, overrides)
     assert (config.sample.k, config.debug, config.train.kl_coef) == (16, True, 0.01)
@@ -138,7 +138,7 @@ def test_an_unknown_recipe_is_refused_with_what_there_is(spec: str, parts: list[
 def test_an_override_that_cannot_be_read_is_refused_with_the_way_to_write_it(
     overrides: list[str], parts: list[str]
 ) -> None:
-    text = refusal(TINY, *overrides)
+    text = refusal(TOY, *overrides)
     assert all(part in text for part in parts), text
 
 

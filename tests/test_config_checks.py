@@ -13,7 +13,7 @@ from flow_grpo.config_checks import BOUNDS, CHOICES, value_of
 from flow_grpo.maths import advantages, sde
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = f"{ROOT}/config/grpo.py:tiny_recam"
+TOY = f"{ROOT}/tests/toy_recipe.py:toy"
 FULL = f"{ROOT}/config/grpo.py:my_recam_8npu"
 
 BAD = [
@@ -91,7 +91,7 @@ BAD = [
 @pytest.mark.parametrize(("settings", "parts"), BAD, ids=[settings for settings, _ in BAD])
 def test_a_setting_that_cannot_work_is_refused_in_one_line(settings: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"^config\.[^\n]+[;?][^\n]*$") as caught:
-        load_config(TINY, [f"--config.{setting}" for setting in settings.split(" ")])
+        load_config(TOY, [f"--config.{setting}" for setting in settings.split(" ")])
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
@@ -118,7 +118,7 @@ def test_a_setting_that_cannot_work_is_refused_in_one_line(settings: str, parts:
     ],
 )
 def test_a_setting_at_the_edge_of_what_works_is_taken(settings: str) -> None:
-    assert load_config(TINY, [f"--config.{setting}" for setting in settings.split(" ")])
+    assert load_config(TOY, [f"--config.{setting}" for setting in settings.split(" ")])
 
 
 def world(world_size: int, *overrides: str) -> None:
@@ -166,7 +166,7 @@ def test_every_number_has_a_bound() -> None:
 
 
 def test_every_bound_and_choice_belongs_to_a_knob() -> None:
-    config = load_config(TINY)
+    config = load_config(TOY)
     for path in [*BOUNDS, *CHOICES]:
         value_of(config, path)
 

@@ -235,5 +235,5 @@ def test_torchrun_stops_at_the_door_without_the_weights(tmp_path):
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "model.path 'models/recammaster-wan2.1-1.3b' does not exist" in line
-    assert "tools/convert_recam.py" in line
+    assert "--config.model.path" in line
     assert "exitcode  : 2" in done.stderr
