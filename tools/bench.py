@@ -103,15 +103,15 @@ def bare_seconds(trainer: Trainer, batch: ScoredBatch, epoch: int) -> float:
         with torch.no_grad(), device_door.autocast(trainer.device, policy.dtype):
             for _ in range(config.sample.num_steps):
                 policy.module(*picked)
-    for rows in (rows for micro_batches in plan for rows in micro_batches):
+    passes = [rows for micro_batches in plan for rows in micro_batches for _ in range(columns)]
+    for rows in passes:
         picked = [value[rows].repeat(copies, *[1] * (value.ndim - 1)) for value in inputs]
-        for _ in range(columns):
-            with device_door.autocast(trainer.device, policy.dtype):
-                if config.train.kl_coef > 0:
-                    with torch.no_grad():
-                        policy.module(*picked)
-                output = policy.module(*picked)[0]
-            output.float().mean().backward()
+        with device_door.autocast(trainer.device, policy.dtype):
+            if config.train.kl_coef > 0:
+                with torch.no_grad():
+                    policy.module(*picked)
+            output = policy.module(*picked)[0]
+        output.float().mean().backward()
     device_door.synchronize(trainer.device)
     seconds = time.perf_counter() - begun
     trainer.updater.optimizer.zero_grad(set_to_none=True)

@@ -2,8 +2,8 @@
 
     python tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam
 
-Clips are filmed on the fly in rooms that no data set uses. The loss is mean absolute plus squared error; a faint penalty on
-the size of the latents and noise on them stand for the KL term.
+Clips are filmed on the fly in rooms that no data set uses. The loss is mean absolute plus squared error; a faint
+penalty on the size of the latents and noise on them stand for the KL term.
 """
 
 from __future__ import annotations
@@ -95,9 +95,54 @@ def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def main() -> None:
-    """Train for so many minutes in all, over any number of calls."""
-    parser = argparse.ArgumentParser(description=__doc__)
+class Training:
+    """The state of a run, kept in `work/state.pt`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.codec = build_codec(args.base_dim, args.latent_channels)
+        self.optimizer = torch.optim.AdamW(
+            self.codec.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+        )
+        self.args, self.step, self.seconds = args, 0, 0.0
+        self.file = args.work / "state.pt"
+        if self.file.exists():
+            state = torch.load(self.file, weights_only=True)
+            self.codec.load_state_dict(state["codec"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.seconds = state["step"], state["seconds"]
+        elif args.warm_from:
+            take_over(self.codec, args.warm_from)
+
+    def advance(self, rank: int, world: int) -> dict[str, float]:
+        """Take one step; the rate falls along a half cosine."""
+        fall = 0.5 + 0.5 * math.cos(math.pi * self.step / self.args.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.args.learning_rate * min(1.0, (self.step + 1) / 100) * fall
+        video = clips(self.step * world + rank)
+        latents = self.codec.encode(video).latent_dist.mode()  # the mode is all that is ever used
+        restored = self.codec.decode(latents + LATENT_NOISE * torch.randn_like(latents)).sample
+        size = latents.square().mean()
+        loss = (restored - video).abs().mean() + 2 * (restored - video).square().mean() + 1e-3 * size
+        self.codec.zero_grad(set_to_none=True)
+        loss.backward()
+        if world > 1:
+            average_gradients(self.codec, world)
+        torch.nn.utils.clip_grad_norm_(self.codec.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        return {"loss": loss.item(), "latent_size": size.item()}
+
+    def save(self) -> None:
+        """Write the state beside the old one, then replace it."""
+        partial = self.file.with_suffix(".tmp")
+        state = {"codec": self.codec.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**state, "step": self.step, "seconds": self.seconds}, partial)
+        partial.rename(self.file)
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")
     parser.add_argument("--steps", type=int, default=4000)
@@ -105,71 +150,34 @@ def main() -> None:
     parser.add_argument("--base-dim", type=int, default=16)
     parser.add_argument("--latent-channels", type=int, default=48)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train to the last step, over any number of calls, and write the codec."""
+    args = parse()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         dist.init_process_group("gloo")
-    codec = build_codec(args.base_dim, args.latent_channels)
-    if args.warm_from:
-        take_over(codec, args.warm_from)
-    optimizer = torch.optim.AdamW(codec.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     args.work.mkdir(parents=True, exist_ok=True)
-    state_file, step, seconds = args.work / "state.pt", 0, 0.0
-    if state_file.exists():
-        state = torch.load(state_file, weights_only=True)
-        codec.load_state_dict(state["codec"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, seconds = state["step"], state["seconds"]
-    log = (args.work / "log.jsonl").open("a")
-    began = time.time()
-    while step < args.steps:
-        progress = step / args.steps
-        for group in optimizer.param_groups:
-            group["lr"] = (
-                args.learning_rate * min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, progress)))
-            )
-        video = clips(step * world + rank)
-        latents = codec.encode(video).latent_dist.mode()  # the mode is all that is ever used
-        restored = codec.decode(latents + LATENT_NOISE * torch.randn_like(latents)).sample
-        size = latents.square().mean()
-        loss = (restored - video).abs().mean() + 2 * (restored - video).square().mean() + 1e-3 * size
-        codec.zero_grad(set_to_none=True)
-        loss.backward()
-        if world > 1:
-            average_gradients(codec, world)
-        torch.nn.utils.clip_grad_norm_(codec.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        if step % 100 == 0 and rank == 0:
-            row = {
-                "step": step,
-                "loss": float(loss),
-                "latent_size": float(size),
-                "val_psnr_db": held_out_psnr(codec),
-                "seconds": seconds + time.time() - began,
-            }
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-            torch.save(
-                {
-                    "codec": codec.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "step": step,
-                    "seconds": row["seconds"],
-                },
-                state_file,
-            )
+    training, began = Training(args), time.time()
+    while training.step < args.steps:
+        row = training.advance(rank, world)
+        if rank == 0 and training.step % 100 == 0:
+            training.seconds, began = training.seconds + time.time() - began, time.time()
+            row |= {"val_psnr_db": held_out_psnr(training.codec), "seconds": training.seconds}
+            with (args.work / "log.jsonl").open("a") as log:
+                log.write(json.dumps({"step": training.step, **row}) + "\n")
+            training.save()
     if world > 1:
         dist.destroy_process_group()
-    if rank:
-        return
-    mean, std = latent_statistics(codec)
-    codec.register_to_config(latents_mean=mean, latents_std=std)
-    codec.save_pretrained(args.out / "vae")
-    print(json.dumps({"steps": step, "val_psnr_db": held_out_psnr(codec)}))
+    if rank == 0:
+        mean, std = latent_statistics(training.codec)
+        training.codec.register_to_config(latents_mean=mean, latents_std=std)
+        training.codec.half().save_pretrained(args.out / "vae")  # half the size on disk; loaded back to fp32
 
 
 if __name__ == "__main__":

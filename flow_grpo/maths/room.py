@@ -182,6 +182,7 @@ def render_video(room: Room, poses: Tensor, intrinsics: Tensor, height: int, wid
         width: columns of the video in pixels.
         supersample: rays per pixel and axis.
     """
-    colours = render(room, poses, pixel_rays(intrinsics, height, width, supersample))
-    colours = colours.unflatten(2, (height, supersample, width, supersample)).mean(dim=(3, 5))
+    rays = pixel_rays(intrinsics, height, width, supersample)
+    colours = render(room, poses, rays).reshape(*poses.shape[:2], height, supersample, width, supersample, 3)
+    colours = colours.mean(dim=(3, 5))
     return colours.permute(0, 4, 1, 2, 3).contiguous()
