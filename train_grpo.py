@@ -32,7 +32,7 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.recam_policy import RecamPolicy
-from flow_grpo.rewards.base import RewardSet, build_reward
+from flow_grpo.rewards.base import RewardSet, build_reward, build_reward_set
 from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
@@ -127,7 +127,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         policy = RecamPolicy.from_config(config.model, config.sample, device, keep_reference=config.train.kl_coef > 0)
         train, held_out = (dataset(config, split) for split in (config.data.train_split, config.data.eval_split))
         policy.latent_shape([train.condition(0), held_out.condition(0)])  # unfit videos and sizes show here already
-        rewards = reward_set(config, list(config.reward.weights))
+        rewards = build_reward_set(config.reward.weights, data_root=config.data.root)
         evaluator = build_evaluator(config, policy, held_out, ranks)
     identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
     ranks.all_equal(str(identity), "model and data")
@@ -181,12 +181,6 @@ def dataset(config: Config, split: str) -> MultiCamDataset:
         prompt=data.prompt,
         reference=data.reference,
     )
-
-
-def reward_set(config: Config, names: Sequence[str]) -> RewardSet:
-    """Return the named rewards with their configured weights; names without one are only measured."""
-    rewards = [build_reward(name, data_root=config.data.root) for name in names]
-    return RewardSet(rewards, {name: config.reward.weights.get(name, 0.0) for name in names})
 
 
 def build_sampler(config: Config, train: MultiCamDataset, ranks: Ranks) -> DistributedKRepeatSampler:
@@ -285,9 +279,9 @@ def build_evaluator(config: Config, policy: RecamPolicy, held_out: MultiCamDatas
         batch_size=evaluation.batch_size,
         videos=evaluation.videos,
     )
-    names = list(dict.fromkeys([*config.reward.weights, "target_view"]))
+    measured = build_reward_set({"target_view": 0.0} | config.reward.weights, data_root=config.data.root)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
-    return Evaluator(policy, held_out, reward_set(config, names), gold, settings, ranks)
+    return Evaluator(policy, held_out, measured, gold, settings, ranks)
 
 
 def resume(config: Config, state: RunState, folder: Path, ranks: Ranks) -> int | None:

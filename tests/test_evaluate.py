@@ -34,6 +34,7 @@ class Gold:
 
     name = "gold"
     floor = 0.0
+    measures = ("trans_err_m",)
 
     def __call__(self, videos, conditions):
         index = torch.tensor([float(c.index) for c in conditions])

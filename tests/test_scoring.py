@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flow_grpo.rewards.base import RewardSet
 
 from flow_grpo.algorithm.scoring import decode, score
+from flow_grpo.rewards.base import RewardSet
 from tests.toy import FRAMES, SHAPE, BrightnessReward, ToyPolicy, group
 
 REWARDS = RewardSet([BrightnessReward(broken=[(3, 1)])], {"brightness": 1.0})

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from flow_grpo.data.multicam import MultiCamDataset
-from flow_grpo.data.tiny_world import TINY_WORLDS, WorldSpec, caption, ensure_tiny_world, film, make_scene, write_tiny_world
+from flow_grpo.data.tiny_world import (
+    TINY_WORLDS,
+    WorldSpec,
+    caption,
+    ensure_tiny_world,
+    film,
+    make_scene,
+    write_tiny_world,
+)
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.maths.room import Room, render_video, stack_rooms
 
@@ -32,7 +40,11 @@ def test_a_scene_is_a_function_of_seed_split_and_number() -> None:
     first, again = make_scene(SPEC, "train", 1), make_scene(SPEC, "train", 1)
     assert torch.equal(first.poses, again.poses)
     assert torch.equal(first.room.phase, again.room.phase)
-    for other in (make_scene(SPEC, "val", 1), make_scene(SPEC, "train", 2), make_scene(dataclasses.replace(SPEC, seed=6), "train", 1)):
+    for other in (
+        make_scene(SPEC, "val", 1),
+        make_scene(SPEC, "train", 2),
+        make_scene(dataclasses.replace(SPEC, seed=6), "train", 1),
+    ):
         assert not torch.equal(first.poses, other.poses)
         assert not torch.equal(first.room.phase[1], other.room.phase[1])
 
@@ -84,7 +96,9 @@ def test_the_room_beside_a_scene_renders_its_videos(root: Path) -> None:
 
 def test_train_and_held_out_scenes_never_overlap() -> None:
     spec = TINY_WORLDS["tiny"]
-    walls = [make_scene(spec, split, n).room.phase[1] for split in spec.scenes for n in range(1, spec.scenes[split] + 1)]
+    walls = [
+        make_scene(spec, split, n).room.phase[1] for split in spec.scenes for n in range(1, spec.scenes[split] + 1)
+    ]
     assert len(torch.unique(torch.stack(walls), dim=0)) == sum(spec.scenes.values())
 
 

@@ -34,7 +34,7 @@ SMALL = {
     "sample.num_steps": 4,
     "sample.sde_steps": "0,1,2",
     "train.batch_size": 4,
-    "reward.weights": "target_view=1",
+    "reward.weights": "target_view=1,source_match=0.3",
     "eval.every": 0,
     "eval.num_conditions": 4,
     "eval.num_steps": 2,
@@ -184,7 +184,7 @@ def test_used_up_minutes_end_the_run_as_if_complete(places, tmp_path):
 def _train(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.object(train_grpo, "join", lambda config: (torch.device("cpu"), ranks)),
+        mock.patch.object(train_grpo, "join", return_value=(torch.device("cpu"), ranks)),
         mock.patch.object(distributed, "stop"),
         mock.patch.object(plots, "draw_curves"),
     ):

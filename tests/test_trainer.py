@@ -8,13 +8,13 @@ import json
 
 import pytest
 import torch
-from flow_grpo.rewards.base import RewardSet
 
 from flow_grpo.algorithm import trainer as trainer_module
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.config import CheckpointConfig, Config, EvalConfig, RewardConfig
+from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import checkpoint, plots
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
@@ -149,6 +149,18 @@ def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
     monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder: inside.append("save"))
     run(trainer)
     assert inside == ["in", "out", "in", "save", "out"]
+
+
+def test_samples_without_a_reward_are_told_and_counted(a_trainer, capsys, tmp_path):
+    trainer = a_trainer(num_epochs=1)
+    index = trainer.collector.stream._sampler.plan(0)[0][0][3]
+    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(index, 2)])], {"brightness": 1.0})
+    run(trainer)
+    assert "reward brightness: 1 samples of rank 0 have no value, first: broken on purpose" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "reward/mean" in row]
+    assert row["reward/brightness_valid"] == pytest.approx(7 / 8)
+    assert row["dyn/incomplete_groups"] == 1
 
 
 def test_a_failing_phase_is_named(a_trainer):

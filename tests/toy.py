@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from flow_grpo.rewards.base import RewardSet
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.compare import gather, own_rows
@@ -20,6 +19,7 @@ from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingBatch
+from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.distributed import Ranks
 
 SHAPE = (2, 2, 2, 2)  # C, F, H, W
@@ -126,6 +126,8 @@ class BrightnessReward:
 
     name = "brightness"
     floor = 0.0
+    measures = ("percent",)
+    measures = ("percent",)
 
     def __init__(self, broken: Sequence[tuple[int, int]] = ()) -> None:
         self.broken = set(broken)

@@ -101,6 +101,7 @@ class Trainer:
         with self.ranks.together("comparing"):
             compared = compare.advantages(gathered, reward, k=self.config.sample.k, floors=floors)
             self.metrics |= compare.reward_metrics(gathered, compared, reward.weights)
+            self._say_what_failed(collected)
             return compare.own_rows(collected.batch, gathered, compared, self.ranks)
 
     def update(self, batch: TrainingBatch, epoch: int) -> None:
@@ -175,6 +176,12 @@ class Trainer:
     def _weights(self) -> AbstractContextManager[Any]:
         """Return what puts the evaluated weights in place: the average when there is one."""
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
+
+    def _say_what_failed(self, collected: Collected) -> None:
+        for name, result in collected.batch.rewards.items():
+            causes = [cause for cause in result.causes if cause]
+            if causes:
+                self.progress.say(f"reward {name}: {len(causes)} samples of rank 0 have no value, first: {causes[0]}")
 
     def _training_clips(self, collected: Collected) -> list[Clip]:
         rewards = collected.batch.rewards

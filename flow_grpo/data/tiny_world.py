@@ -167,7 +167,9 @@ def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
 
 def _matrix_text(matrix: Tensor) -> str:
     """Write a 4x4 as MultiCamVideo does: "[a b c d] [..] [..] [..] " with a trailing blank."""
-    return "".join("[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in rearrange(matrix, "r c -> r c").tolist())
+    return "".join(
+        "[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in rearrange(matrix, "r c -> r c").tolist()
+    )
 
 
 def ensure_tiny_world(root: str | Path, name: str) -> None:

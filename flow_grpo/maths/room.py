@@ -48,12 +48,12 @@ class Room:
 
 
 def random_room(
-    generator: torch.Generator, *, half_size: tuple[float, float, float] = (3.0, 2.0, 1.25), waves: int = 2
+    generator: torch.Generator, *, half_size: tuple[float, float, float] = (3.0, 2.0, 1.25), waves: int = 3
 ) -> Room:
     """Draw a room: the far wall (x+) is new in every room, the other five faces are those of one house.
 
     What a camera reveals beyond the first view is therefore predictable, and a score that compares with the true view
-    measures the motion rather than the luck of guessing an unseen wall. Wave lengths lie between 2.9 and 10 metres:
+    measures the motion rather than the luck of guessing an unseen wall. Wave lengths lie between 2.5 and 10 metres:
     a wave spans at least half of the picture, so a small codec loses little and a small model can re-project it.
     """
     house = _random_faces(torch.Generator().manual_seed(HOUSE_SEED), waves)
@@ -65,9 +65,9 @@ def random_room(
 
 
 def _random_faces(generator: torch.Generator, waves: int) -> dict[str, Tensor]:
-    low, high = 0.1, 0.35  # cycles per metre
-    base = torch.randn(FACES, 3, generator=generator)
-    amplitude = 0.8 * torch.randn(FACES, waves, 3, generator=generator)
+    low, high = 0.1, 0.4  # cycles per metre
+    base = 0.8 * torch.randn(FACES, 3, generator=generator)
+    amplitude = torch.randn(FACES, waves, 3, generator=generator)
     size = low + (high - low) * torch.rand(FACES, waves, 1, generator=generator)
     angle = 2 * math.pi * torch.rand(FACES, waves, 1, generator=generator)
     phase = 2 * math.pi * torch.rand(FACES, waves, generator=generator)
@@ -171,7 +171,9 @@ def _texture(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Te
     return base, amplitude.unflatten(0, (waves, 3)), along_u, along_v, turn
 
 
-def render_video(room: Room, poses: Tensor, intrinsics: Tensor, height: int, width: int, supersample: int = 2) -> Tensor:
+def render_video(
+    room: Room, poses: Tensor, intrinsics: Tensor, height: int, width: int, supersample: int = 2
+) -> Tensor:
     """Return videos (B, 3, F, height, width) in [0, 1], box-filtered over `supersample`^2 rays per pixel.
 
     Args:

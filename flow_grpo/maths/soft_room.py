@@ -11,7 +11,6 @@ import dataclasses
 import math
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from flow_grpo.maths.room import Room, paint, paint_slopes
@@ -67,14 +66,14 @@ def _look(room: Room, poses: Tensor, raster: Raster) -> _Walls:
     """
     steps = poses[..., :3, :3] @ raster.unproject[:, None]  # (N, M, 3, 3) world direction per pixel
     direction = torch.einsum("nmij,pj->inmp", steps, raster.pixels)
-    half = rearrange(room.half_size, "n i -> i n 1 1")
-    origin = rearrange(poses[..., :3, 3], "n m i -> i n m 1")
+    half = room.half_size.T[..., None, None]  # (3, N, 1, 1)
+    origin = poses[..., :3, 3].movedim(-1, 0)[..., None]  # (3, N, M, 1)
     ahead = torch.where(direction < 0, -half, half) - origin
     inverse_depth = direction / ahead
     nearest, near = inverse_depth.max(dim=0)
     second, far = inverse_depth.scatter(0, near[None], -1.0).max(dim=0)
     ahead_near, ahead_far = _pick(ahead, near), _pick(ahead, far)
-    slope_x, slope_y = rearrange(steps[..., :2], "n m i k -> k i n m 1").expand(-1, -1, -1, -1, near.shape[-1])
+    slope_x, slope_y = (steps[..., axis].movedim(-1, 0)[..., None].expand(-1, *near.shape) for axis in (0, 1))
     across_x = _pick(slope_x, near) / ahead_near - _pick(slope_x, far) / ahead_far
     across_y = _pick(slope_y, near) / ahead_near - _pick(slope_y, far) / ahead_far
     softness = raster.softness * torch.hypot(across_x, across_y).clamp_min(1e-6)
@@ -87,7 +86,7 @@ def _look(room: Room, poses: Tensor, raster: Raster) -> _Walls:
 
 def _surface(poses: Tensor, walls: _Walls, axis: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return face, u and v of the walls across `axis`, as `paint` wants them."""
-    hit = rearrange(poses[..., :3, 3], "n m i -> i n m 1") + depth * walls.direction
+    hit = poses[..., :3, 3].movedim(-1, 0)[..., None] + depth * walls.direction
     face = 2 * axis + (_pick(walls.direction, axis) > 0).long()
     return face, torch.where(axis == 0, hit[1], hit[0]), torch.where(axis == 2, hit[1], hit[2])
 

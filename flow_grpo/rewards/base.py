@@ -1,40 +1,138 @@
-"""What a reward is, and how several are run side by side."""
+"""What a reward is, which ones there are, and how several are run side by side.
+
+A new reward is one file with a class like `Reward`, and one line in `REWARDS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.motion_mag import MotionMag
+from flow_grpo.rewards.room_pose import RoomPose
+from flow_grpo.rewards.source_match import SourceMatch
+from flow_grpo.rewards.target_view import TargetView
+
+logger = logging.getLogger(__name__)
 
 
 class Reward(Protocol):
+    """A judge of videos: more is better.
+
+    Attributes:
+        name: key of its weight and prefix of its metrics.
+        floor: noise in the unit of the reward: copies that differ by no more are equally good.
+        measures: names in `RewardResult.info`, the same for every batch, since ranks gather them side by side.
+    """
+
     name: str
     floor: float
 
-    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult: ...
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Return the names of the further measurements."""
+        ...
+
+    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
+        """Score CPU fp32 videos (B, 3, T, h, w) in [0, 1]; what cannot be scored is marked as not valid."""
+        ...
+
+
+REWARDS: Mapping[str, Callable[[Path], Reward]] = {
+    "target_view": lambda _: TargetView(),
+    "source_match": lambda _: SourceMatch(),
+    "motion_mag": lambda _: MotionMag(),
+    "room_pose": RoomPose,
+}
 
 
 class RewardSet:
+    """Several rewards, each on its own: one that fails takes no other along and never turns into a score.
+
+    Args:
+        rewards: with different names.
+        weights: name -> weight, for exactly these rewards.
+
+    Raises:
+        ValueError: names do not match.
+    """
+
     def __init__(self, rewards: Sequence[Reward], weights: Mapping[str, float]) -> None:
+        names = [reward.name for reward in rewards]
+        if len(set(names)) != len(names) or set(names) != set(weights):
+            raise ValueError(f"rewards {names} and weights {sorted(weights)} must name the same rewards, each once")
         self.rewards = tuple(rewards)
         self.weights = dict(weights)
 
     def floor(self, name: str) -> float:
-        return next(r.floor for r in self.rewards if r.name == name)
+        """Return the noise floor of a reward of the set, in its own unit."""
+        return {reward.name: reward.floor for reward in self.rewards}[name]
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
-        return {r.name: r(videos, conditions) for r in self.rewards}
+        """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1]."""
+        return {reward.name: _measure(reward, videos, conditions) for reward in self.rewards}
 
 
-def build_reward(name: str, *, data_root: str) -> Reward:
-    if name == "target_view":
-        from flow_grpo.rewards.target_view import TargetView
+def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
+    """Run one reward; an exception marks the whole batch as not valid and is kept as the cause."""
+    try:
+        return _checked(reward, reward(videos, conditions), len(conditions))
+    except Exception as error:
+        logger.exception("reward %s failed on %d samples", reward.name, len(conditions))
+        unknown = torch.full((len(conditions),), torch.nan)
+        cause = f"{type(error).__name__}: {error}"
+        return RewardResult(
+            values=unknown,
+            valid=torch.zeros(len(conditions), dtype=torch.bool),
+            causes=(cause,) * len(conditions),
+            info={name: unknown.clone() for name in reward.measures},
+        )
 
-        return TargetView()
-    from flow_grpo.rewards.room_pose import RoomPose
 
-    return RoomPose(data_root)
+def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
+    """Mark values that are not finite as not valid, and make every value that is not valid NaN."""
+    shapes = {tuple(part.shape) for part in (result.values, result.valid, *result.info.values())}
+    if shapes != {(count,)} or len(result.causes) != count:
+        raise ValueError(f"results have shapes {sorted(shapes)} and {len(result.causes)} causes, must be ({count},)")
+    if set(result.info) != set(reward.measures):
+        raise ValueError(f"info holds {sorted(result.info)}, must hold {sorted(reward.measures)} as declared")
+    finite = result.values.isfinite()
+    causes = [
+        f"value is {value}" if valid and not fine else cause
+        for value, valid, fine, cause in zip(
+            result.values.tolist(), result.valid.tolist(), finite.tolist(), result.causes, strict=True
+        )
+    ]
+    valid = result.valid & finite
+    return RewardResult(result.values.masked_fill(~valid, torch.nan), valid, tuple(causes), result.info)
+
+
+def validity(results: Mapping[str, RewardResult]) -> dict[str, float]:
+    """Return reward name -> share of samples that have a value."""
+    return {name: float(result.valid.float().mean()) for name, result in results.items()}
+
+
+def build_reward(name: str, *, data_root: str | Path) -> Reward:
+    """Return a reward by name.
+
+    Args:
+        name: one of `REWARDS`.
+        data_root: dataset folder, for rewards that read what lies beside the videos.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in REWARDS:
+        raise ValueError(f"reward is {name!r}, must be one of {', '.join(REWARDS)}")
+    return REWARDS[name](Path(data_root))
+
+
+def build_reward_set(weights: Mapping[str, float], *, data_root: str | Path) -> RewardSet:
+    """Return the rewards that `weights` names; a weight of 0 measures without training on it."""
+    return RewardSet([build_reward(name, data_root=data_root) for name in weights], weights)

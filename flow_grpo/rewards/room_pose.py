@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
-from torch.nn import functional
 
+from flow_grpo.maths.pictures import blur_matrix, shrink
 from flow_grpo.maths.poses import (
     pose,
     relative,
@@ -56,7 +56,6 @@ MARGIN = 0.1  # metres kept from the walls
 LARGEST_TURN, LARGEST_MOVE = 0.3, 0.8  # radians, metres: of one step
 LOST = 0.15  # residual of a frame that shows another place: codecs leave 0.01 to 0.04, foreign pictures 0.1 to 0.3
 ROT_CAP_DEG, TRANS_CAP_M = 45.0, 2.0
-INFO = ("rot_err_deg", "trans_err_m", "residual", "located")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,29 +93,16 @@ class _View:
 def _view(room: Room, frames: Tensor, unproject: Tensor, columns: int) -> _View:
     """Shrink frames (N, 3, h, w) to at most `columns` columns."""
     height, width = frames.shape[-2:]
-    block = math.ceil(width / columns)
-    size = max(1, height // block), max(1, width // block)
-    small = functional.adaptive_avg_pool2d(frames, size)
+    small = shrink(frames, columns)
+    size = small.shape[-2], small.shape[-1]
+    block = width / size[1]
     y = (torch.arange(size[0]) + 0.5) * (height / size[0])
     x = (torch.arange(size[1]) + 0.5) * (width / size[1])
     grid_y, grid_x = torch.meshgrid(y, x, indexing="ij")
     pixels = torch.stack([grid_x, grid_y, torch.ones_like(grid_x)], dim=-1).flatten(0, 1)
     colours = rearrange(small, "n c y x -> c n 1 (y x)").contiguous()
-    blur = _blur_matrix(size[0], BLUR / block), _blur_matrix(size[1], BLUR / block)
+    blur = blur_matrix(size[0], BLUR / block), blur_matrix(size[1], BLUR / block)
     return _View(room, Raster(pixels, unproject, block / math.sqrt(12)), colours, size, blur)
-
-
-def _blur_matrix(length: int, sigma: float) -> Tensor:
-    """Return the (length, length) Gaussian blur that repeats the border."""
-    reach = max(1, math.ceil(3 * sigma))
-    offsets = torch.arange(-reach, reach + 1)
-    kernel = torch.exp(-0.5 * (offsets / sigma).square())
-    kernel = kernel / kernel.sum()
-    matrix = torch.zeros(length, length)
-    rows = torch.arange(length)
-    for offset, weight in zip(offsets, kernel, strict=True):
-        matrix.index_put_((rows, (rows + offset).clamp(0, length - 1)), weight, accumulate=True)
-    return matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,6 +290,7 @@ class RoomPose:
 
     name = "room_pose"
     floor = 0.02  # about 1.5 cm and 0.2 degrees: half of what a codec's softness moves the estimate
+    measures = ("rot_err_deg", "trans_err_m", "residual", "located")
 
     def __init__(self, data_root: str | Path) -> None:
         self.data_root = Path(data_root)
@@ -320,7 +307,7 @@ class RoomPose:
                 rooms[row] = load_room(self.data_root / condition.scene / "room.json")
             except (OSError, ValueError) as error:
                 causes[row] = f"no room to compare with: {error}"
-        info = {name: torch.full((len(conditions),), torch.nan) for name in INFO}
+        info = {name: torch.full((len(conditions),), torch.nan) for name in self.measures}
         values = torch.full((len(conditions),), torch.nan)
         if rooms:
             rows = list(rooms)

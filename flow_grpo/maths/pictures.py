@@ -1,0 +1,35 @@
+"""Shrinking and blurring pictures, shared by everything that compares them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def shrink(pictures: Tensor, columns: int) -> Tensor:
+    """Average pictures (N, C, h, w) over square blocks so that at most `columns` columns are left; rows follow."""
+    height, width = pictures.shape[-2:]
+    block = math.ceil(width / columns)
+    return functional.adaptive_avg_pool2d(pictures, (max(1, height // block), max(1, width // block)))
+
+
+def blur_matrix(length: int, sigma: float) -> Tensor:
+    """Return the (length, length) matrix of a Gaussian blur of `sigma` samples that repeats the border sample."""
+    reach = max(1, math.ceil(3 * sigma))
+    offsets = torch.arange(-reach, reach + 1)
+    kernel = torch.exp(-0.5 * (offsets / sigma).square())
+    kernel = kernel / kernel.sum()
+    matrix = torch.zeros(length, length)
+    rows = torch.arange(length)
+    for offset, weight in zip(offsets, kernel, strict=True):
+        matrix.index_put_((rows, (rows + offset).clamp(0, length - 1)), weight, accumulate=True)
+    return matrix
+
+
+def blur(pictures: Tensor, sigma: float) -> Tensor:
+    """Blur the last two dimensions of `pictures` by a Gaussian of `sigma` pixels; the border is repeated."""
+    rows, columns = (blur_matrix(length, sigma) for length in pictures.shape[-2:])
+    return rows @ pictures @ columns.T

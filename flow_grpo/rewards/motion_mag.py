@@ -1,0 +1,43 @@
+"""As much motion as the reference has: a companion that a frozen or a flickering video fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flow_grpo.records import Condition, RewardResult
+
+SMALLEST_CHANGE = 1 / 255  # colour, one grey level: less than this is no motion
+
+
+def motion(videos: Tensor) -> Tensor:
+    """Return (B,) mean absolute colour change between neighbouring frames of (B, 3, T, h, w) videos in [0, 1]."""
+    return videos.diff(dim=2).abs().mean(dim=(1, 2, 3, 4))
+
+
+class MotionMag:
+    """value = -|log((m_generated + e) / (m_reference + e))| with m from `motion` and e of one grey level.
+
+    The reference is the ground-truth view, else the source video. `info`: `motion`, m of the generated video.
+    """
+
+    name = "motion_mag"
+    floor = 0.02  # 2 % more or less motion
+    measures = ("motion",)
+
+    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
+        """Score (B, 3, T, h, w) videos in [0, 1].
+
+        Raises:
+            ValueError: videos of a single frame, which cannot move.
+        """
+        if videos.shape[2] < 2:
+            raise ValueError(f"motion needs at least 2 frames, got videos of {videos.shape[2]}")
+        references = [c.source_video if c.target_video is None else c.target_video for c in conditions]
+        wanted = torch.stack([motion(reference[None].float())[0] for reference in references])
+        seen = motion(videos.float())
+        values = -((seen + SMALLEST_CHANGE) / (wanted + SMALLEST_CHANGE)).log().abs()
+        valid = torch.ones(len(conditions), dtype=torch.bool)
+        return RewardResult(values, valid, ("",) * len(conditions), {"motion": seen})
