@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -14,9 +16,11 @@ import torch
 
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.rewards import base
 from flow_grpo.runtime import checkpoint, distributed, plots, state_files
 from flow_grpo.runtime.distributed import Ranks
 from tests.tiny_models import make_tiny_folder
+from tests.toy import BrightnessReward
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +38,7 @@ SMALL = {
     "sample.num_steps": 4,
     "sample.sde_steps": "0,1,2",
     "train.batch_size": 4,
-    "reward.weights": "target_view=1,source_match=0.3",
+    "reward.weights": "target_view=1,motion_mag=1",
     "eval.every": 0,
     "eval.num_conditions": 4,
     "eval.num_steps": 2,
@@ -44,11 +48,26 @@ SMALL = {
 }
 
 
+class Light(BrightnessReward):
+    """In the place of a real reward, which finds all noise of an untrained model equally bad: groups would be flat."""
+
+    name = "source_match"
+
+
+@contextlib.contextmanager
+def quick(*, curves: bool = False) -> Iterator[None]:
+    """Replace a reward, and the drawing of curves, which costs more than these runs."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(base.REWARDS, {"source_match": lambda _: Light()}))
+        if not curves:
+            stack.enter_context(mock.patch.object(plots, "draw_curves"))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def without_curves(request, monkeypatch):
-    """Drawing costs more than these runs; the first test draws."""
-    if "leaves_summary" not in request.node.name:
-        monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+def quickly(request) -> Iterator[None]:
+    with quick(curves="leaves_summary" in request.node.name):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +140,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path)
     whole, parts = newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run")
     assert set(whole) == set(parts)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert any(name.startswith("moments/") for name in whole)
+    moments = [value for name, value in whole.items() if name.endswith("exp_avg_sq")]
+    assert all(value.abs().max() > 0 for value in moments)
+    assert moments
     assert any(name.startswith("ema/") for name in whole)
     rewards = [
         {row["step"]: row["reward/mean"] for row in metrics_of(tmp_path / part / "run") if "reward/mean" in row}
@@ -186,7 +207,7 @@ def _train(ranks: Ranks, given: list[str]) -> int:
     with (
         mock.patch.object(train_grpo, "join", return_value=(torch.device("cpu"), ranks)),
         mock.patch.object(distributed, "stop"),
-        mock.patch.object(plots, "draw_curves"),
+        quick(),
     ):
         return train_grpo.main(given)
 
@@ -208,7 +229,7 @@ def test_8_ranks_run_two_epochs_of_the_shrunken_8_npu_recipe(places, tmp_path):
         rows[0]["dyn/flat_groups"] + rows[0]["dyn/incomplete_groups"] + 8 * rows[0]["dyn/valid_groups_ratio_initial"]
         == 8
     )
-    assert newest(run)
+    assert first["train/grad_norm"] > 0
 
 
 @pytest.mark.timeout(300)
@@ -220,9 +241,12 @@ def test_two_ranks_make_the_run_of_one(places, tmp_path):
     )
     assert run_ranks(_train, 2, shared, timeout=280) == [0, 0]
     one, two = (newest(tmp_path / part / "run") for part in ("one", "two"))
-    trained = [name for name in one if name.startswith("trained/")]
-    for name in trained:
-        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5)
+    squares = [name for name in one if name.endswith("exp_avg_sq")]
+    for name in squares:
+        assert one[name].max() > 0
+        torch.testing.assert_close(two[name], one[name], rtol=1e-2, atol=1e-3 * float(one[name].max()))
+    for name in (name for name in one if name.startswith("trained/")):
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-4)
 
 
 @pytest.mark.timeout(300)

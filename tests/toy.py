@@ -127,7 +127,6 @@ class BrightnessReward:
     name = "brightness"
     floor = 0.0
     measures = ("percent",)
-    measures = ("percent",)
 
     def __init__(self, broken: Sequence[tuple[int, int]] = ()) -> None:
         self.broken = set(broken)

@@ -232,7 +232,9 @@ def _columns(name: str, result: RewardResult, prefix: str) -> dict[str, Tensor]:
         prefix: of the measurements' columns.
     """
     columns = {name: result.values} | {prefix + extra: values for extra, values in result.info.items()}
-    return {column: values.double().masked_fill(~result.valid, torch.nan) for column, values in columns.items()}
+    return {
+        column: values.cpu().double().masked_fill(~result.valid.cpu(), torch.nan) for column, values in columns.items()
+    }
 
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
