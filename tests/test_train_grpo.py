@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -16,11 +14,9 @@ import torch
 
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.rewards import base
 from flow_grpo.runtime import checkpoint, distributed, plots, state_files
 from flow_grpo.runtime.distributed import Ranks
 from tests.tiny_models import make_tiny_folder
-from tests.toy import BrightnessReward
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -48,26 +44,11 @@ SMALL = {
 }
 
 
-class Light(BrightnessReward):
-    """In the place of a real reward, which finds all noise of an untrained model equally bad: groups would be flat."""
-
-    name = "source_match"
-
-
-@contextlib.contextmanager
-def quick(*, curves: bool = False) -> Iterator[None]:
-    """Replace a reward, and the drawing of curves, which costs more than these runs."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(base.REWARDS, {"source_match": lambda _: Light()}))
-        if not curves:
-            stack.enter_context(mock.patch.object(plots, "draw_curves"))
-        yield
-
-
 @pytest.fixture(autouse=True)
-def quickly(request) -> Iterator[None]:
-    with quick(curves="leaves_summary" in request.node.name):
-        yield
+def without_curves(request, monkeypatch):
+    """Drawing costs more than these runs; the first test draws."""
+    if "leaves_summary" not in request.node.name:
+        monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +188,7 @@ def _train(ranks: Ranks, given: list[str]) -> int:
     with (
         mock.patch.object(train_grpo, "join", return_value=(torch.device("cpu"), ranks)),
         mock.patch.object(distributed, "stop"),
-        quick(),
+        mock.patch.object(plots, "draw_curves"),
     ):
         return train_grpo.main(given)
 
@@ -225,10 +206,8 @@ def test_8_ranks_run_two_epochs_of_the_shrunken_8_npu_recipe(places, tmp_path):
     assert config["sample"]["num_batches_per_epoch"] == 2
     rows = [row for row in metrics_of(run) if "policy/ratio_mean" in row]
     assert len(rows) == 2
-    assert (
-        rows[0]["dyn/flat_groups"] + rows[0]["dyn/incomplete_groups"] + 8 * rows[0]["dyn/valid_groups_ratio_initial"]
-        == 8
-    )
+    first = rows[0]
+    assert first["dyn/flat_groups"] + first["dyn/incomplete_groups"] + 8 * first["dyn/valid_groups_ratio_initial"] == 8
     assert first["train/grad_norm"] > 0
 
 

@@ -17,6 +17,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from einops import rearrange
 from torch import Tensor, nn
 from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from flow_grpo.config import ModelConfig, SampleConfig
 from flow_grpo.maths.poses import camera_tokens
@@ -66,6 +67,7 @@ def load_networks(path: str | Path, dtype: torch.dtype) -> Networks:
             "layout; on a connected machine download Wan-AI/Wan2.1-T2V-1.3B-Diffusers and KwaiVGI/ReCamMaster-Wan2.1 "
             "from the Hugging Face hub, convert the transformer to diffusers layout and set --config.model.path"
         )
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # drawn by every rank over the console
     return Networks(
         transformer=load_recam_transformer(folder / "transformer", dtype),
         vae=AutoencoderKLWan.from_pretrained(str(folder / "vae"), torch_dtype=torch.float32).eval(),

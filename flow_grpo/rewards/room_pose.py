@@ -6,8 +6,8 @@ Three things make it exact on small, soft pictures:
 
 * walls meet in anti-aliased edges (the share of a pixel that each of two walls covers follows from the distance to
   their edge), so the strongest lines of the picture pull at the camera instead of jumping between pixels;
-* blur and contrast of the frame are fitted along with the pose: left out, a codec's blur of one pixel alone moves the
-  pose by a degree and ten centimetres;
+* blur and contrast of the frame are fitted along with the pose and mean colours are left out: otherwise a codec's blur
+  of one pixel or a tenth more brightness alone moves the pose by a degree and ten centimetres;
 * neighbouring frames lend each other their poses, so one lucky start saves the whole video.
 """
 
@@ -54,7 +54,8 @@ COMMAND_SCALES = (0.3, 0.6, 1.0, 1.3)
 BLUR = 1.5  # pixels: sigma of the blurred rendering that is mixed in
 MARGIN = 0.1  # metres kept from the walls
 LARGEST_TURN, LARGEST_MOVE = 0.3, 0.8  # radians, metres: of one step
-LOST = 0.15  # residual of a frame that shows another place: codecs leave 0.01 to 0.04, foreign pictures 0.1 to 0.3
+LOST = 0.5  # share of a frame's variance that no pose explains: codecs leave under 0.1, other places more than all
+SMALLEST_CONTRAST = 0.03  # standard deviation below which a frame shows nothing to go by
 ROT_CAP_DEG, TRANS_CAP_M = 45.0, 2.0
 
 
@@ -64,7 +65,8 @@ class RoomPoses:
 
     Attributes:
         poses: (B, T, 4, 4) float64 OpenCV camera-to-world in metres, relative to the reference camera.
-        residual: (B, T) root mean square colour error, in [0, 1], that the best pose leaves.
+        residual: (B, T) root mean square colour error, in [0, 1], that the best pose leaves; blur, contrast and a shift of
+            the colours do not count.
     """
 
     poses: Tensor
@@ -78,7 +80,7 @@ class _View:
     Attributes:
         room: N rooms.
         raster: pixels, in units of those of the full video.
-        colours: (3, N, 1, P) the frames.
+        colours: (3, N, 1, P) the frames, each less its mean colour: a shift of all colours says nothing of the camera.
         size: rows and columns.
         blur: matrices (rows, rows), (columns, columns) that blur an image.
     """
@@ -101,6 +103,7 @@ def _view(room: Room, frames: Tensor, unproject: Tensor, columns: int) -> _View:
     grid_y, grid_x = torch.meshgrid(y, x, indexing="ij")
     pixels = torch.stack([grid_x, grid_y, torch.ones_like(grid_x)], dim=-1).flatten(0, 1)
     colours = rearrange(small, "n c y x -> c n 1 (y x)").contiguous()
+    colours = colours - colours.mean(-1, keepdim=True)
     blur = blur_matrix(size[0], BLUR / block), blur_matrix(size[1], BLUR / block)
     return _View(room, Raster(pixels, unproject, block / math.sqrt(12)), colours, size, blur)
 
@@ -139,9 +142,10 @@ def _linearise(view: _View, poses: Tensor, look: Tensor) -> _Fit:
     softer = ((view.blur[0] @ drawn.unflatten(-1, view.size)) @ view.blur[1].T).flatten(-2) - drawn
     blur, contrast = look[..., None].unbind(-2)
     drawn = drawn + blur * softer
-    centred = drawn[0] - drawn[0].mean(dim=(0, -1), keepdim=True)
-    error = rearrange(drawn[0] + contrast * centred - view.colours, "c n m p -> n m (c p)")
-    jacobian = torch.cat([(1 + contrast) * drawn[1:], softer[:1], centred[None]])
+    drawn = drawn - drawn.mean(-1, keepdim=True)
+    error = rearrange((1 + contrast) * drawn[0] - view.colours, "c n m p -> n m (c p)")
+    softer = softer[:1] - softer[:1].mean(-1, keepdim=True)
+    jacobian = torch.cat([(1 + contrast) * drawn[1:], softer, drawn[:1]])
     jacobian = rearrange(jacobian, "k c n m p -> n m k (c p)").contiguous()
     normal = jacobian @ jacobian.mT
     pull = (jacobian @ error[..., None])[..., 0]
@@ -167,6 +171,11 @@ def _refine(view: _View, poses: Tensor, steps: int) -> _Fit:
         fit = trial.where(better, fit)
         damping = torch.where(better, 0.1 * damping, 10 * damping)
     return fit
+
+
+def _cost(view: _View, drawn: Tensor) -> Tensor:
+    """Return the (N, M) mean square colour error of drawings (3, N, M, P) as they are."""
+    return (drawn - drawn.mean(-1, keepdim=True) - view.colours).square().mean(dim=(0, -1))
 
 
 def _best(poses: Tensor, cost: Tensor, count: int) -> Tensor:
@@ -211,13 +220,13 @@ def _search(views: tuple[_View, _View, _View], guesses: Tensor, frames: int) -> 
     cameras = guesses.clone()
     cameras[..., :3, :3] = guesses[..., :3, :3] @ coarse.raster.unproject[:, None]
     first_look = render(coarse.room, cameras, coarse.raster.pixels).movedim(-1, 0)
-    fit = _refine(coarse, _best(guesses, (first_look - coarse.colours).square().mean(dim=(0, -1)), STARTS), 3)
+    fit = _refine(coarse, _best(guesses, _cost(coarse, first_look), STARTS), 3)
     poses = _best(fit.poses, fit.cost, 2)
     own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
     before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
     neighbours = rearrange(torch.stack([before, after], dim=2), "b t side r c -> (b t) side r c")
     poses = torch.cat([poses, neighbours], dim=1)
-    cost = (draw(middle.room, poses, middle.raster) - middle.colours).square().mean(dim=(0, -1))
+    cost = _cost(middle, draw(middle.room, poses, middle.raster))
     fit = _refine(middle, _best(poses, cost, 2), 2)
     return _refine(fine, _best(fit.poses, fit.cost, 1), 3)
 
@@ -283,9 +292,9 @@ class RoomPose:
     """Closeness of the camera to its command, as an optional reward and as the tiny world's gold metric.
 
     value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
-    camera centres and theta_i the rotation error. A frame whose residual exceeds `LOST` counts with both caps, so
-    that a picture of nothing never beats a wrong camera. `info` holds the uncapped `rot_err_deg` and `trans_err_m`
-    (means over all frames), `residual`, and `located`, the share of frames that are not lost.
+    camera centres and theta_i the rotation error. A frame is lost when no pose explains half of its variance; it counts
+    with both caps, so that a picture of nothing never beats a wrong camera. `info` holds `rot_err_deg` and `trans_err_m`
+    (uncapped means over all frames), `residual`, and `located`, the share of frames that are not lost.
     """
 
     name = "room_pose"
@@ -324,7 +333,8 @@ def _score(videos: Tensor, rooms: Room, conditions: Sequence[Condition]) -> tupl
     references = torch.stack([c.reference_pose for c in conditions if c.reference_pose is not None])
     intrinsics = torch.stack([c.intrinsics for c in conditions if c.intrinsics is not None])
     found = estimate_poses(videos, rooms, references, intrinsics, commanded)
-    lost = found.residual > LOST
+    variance = rearrange(videos, "b c t h w -> b t c (h w)").var(-1).mean(-1)
+    lost = found.residual.square() > LOST * variance.clamp_min(SMALLEST_CONTRAST**2)
     degrees = rot_err(commanded, found.poses).rad2deg().clamp(max=ROT_CAP_DEG).masked_fill(lost, ROT_CAP_DEG)
     metres = trans_err(commanded, found.poses).clamp(max=TRANS_CAP_M).masked_fill(lost, TRANS_CAP_M)
     info = {

@@ -149,7 +149,9 @@ def align(frames: Tensor, targets: Tensor) -> Alignment:
     moved = overlay.motion @ _motions(height, width).flatten(1)
     displacement = moved.square().mean(-1).mul(2).sqrt() / width  # both directions
     variance = targets.var(dim=(2, 3)).mean(1).clamp_min(SMALLEST_CONTRAST**2)
-    return Alignment(displacement, overlay.cost / variance)
+    # Contrast is fitted so that it cannot pull at the motion; it is not forgiven.
+    faithful = _lay_over(_planes(frames), targets, _motions(height, width), overlay.motion, torch.zeros(count))
+    return Alignment(displacement, faithful.cost / variance)
 
 
 class TargetView:

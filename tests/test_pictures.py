@@ -1,0 +1,37 @@
+"""Shrinking and blurring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flow_grpo.maths.pictures import blur, blur_matrix, shrink
+
+
+def test_shrinking_averages_square_blocks():
+    picture = torch.arange(32.0).reshape(1, 1, 4, 8)
+    assert torch.equal(shrink(picture, 4), picture.reshape(1, 1, 2, 2, 4, 2).mean(dim=(3, 5)))
+
+
+@pytest.mark.parametrize(("columns", "size"), [(32, (24, 32)), (48, (24, 32)), (31, (12, 16)), (8, (6, 8))])
+def test_at_most_the_asked_for_columns_are_left(columns, size):
+    assert shrink(torch.zeros(2, 3, 24, 32), columns).shape == (2, 3, *size)
+
+
+def test_a_flat_picture_stays_as_it_is_when_blurred_up_to_the_border():
+    assert torch.allclose(blur(torch.full((1, 3, 5, 7), 0.4), 2.0), torch.full((1, 3, 5, 7), 0.4))
+
+
+def test_blur_spreads_a_point_by_sigma():
+    spread = blur_matrix(41, 3.0)[20]
+    place = torch.arange(41.0) - 20
+    assert spread.sum().item() == pytest.approx(1.0)
+    assert (spread * place.square()).sum().sqrt().item() == pytest.approx(3.0, rel=0.02)
+
+
+def test_rows_and_columns_are_blurred_alike():
+    point = torch.zeros(1, 1, 21, 21)
+    point[..., 10, 10] = 1
+    spread = blur(point, 1.5)
+    assert torch.allclose(spread, spread.mT)
+    assert spread[0, 0, 10, 10] > spread[0, 0, 10, 11] > spread[0, 0, 11, 11] > 0

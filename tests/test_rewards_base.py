@@ -1,0 +1,144 @@
+"""The reward set: what one reward does wrong stays its own, is counted, and never becomes a score."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flow_grpo.config_checks import REWARDS as CONFIGURABLE
+from flow_grpo.records import RewardResult
+from flow_grpo.rewards.base import REWARDS, RewardSet, build_reward, build_reward_set, validity
+from tests.room_films import conditions, film
+
+FILM = film(["pan_left", "zoom_in", "arc_right"])
+CONDITIONS = conditions(FILM)
+
+
+class Fake:
+    """Returns what it is told to."""
+
+    floor = 0.25
+    measures = ("extra",)
+
+    def __init__(self, name: str, answer: Callable[[], RewardResult]) -> None:
+        self.name = name
+        self.answer = answer
+
+    def __call__(self, videos, conditions):
+        return self.answer()
+
+
+def result(values=(1.0, 2.0, 3.0), valid=(True, True, True), changes=None) -> RewardResult:
+    values = torch.tensor(values)
+    fields = {"values": values, "valid": torch.tensor(valid), "causes": tuple("" if v else "why" for v in valid)}
+    return RewardResult(**(fields | {"info": {"extra": 10 * values}} | (changes or {})))
+
+
+def run(*rewards: Fake) -> dict[str, RewardResult]:
+    return RewardSet(rewards, {reward.name: 1.0 for reward in rewards})(FILM.videos, CONDITIONS)
+
+
+def explode() -> RewardResult:
+    raise RuntimeError("the scorer is down")
+
+
+def test_what_a_reward_says_is_handed_on():
+    said = run(Fake("fine", result))["fine"]
+    assert said.values.tolist() == [1, 2, 3]
+    assert said.valid.all()
+    assert said.causes == ("", "", "")
+    assert said.info["extra"].tolist() == [10, 20, 30]
+
+
+def test_an_exception_is_a_mask_with_its_cause_and_takes_no_other_reward_along(caplog):
+    with caplog.at_level(logging.ERROR):
+        results = run(Fake("broken", explode), Fake("fine", result))
+    broken = results["broken"]
+    assert not broken.valid.any()
+    assert broken.values.isnan().all()
+    assert broken.causes == ("RuntimeError: the scorer is down",) * 3
+    assert broken.info["extra"].isnan().all() and broken.info["extra"].shape == (3,)
+    assert results["fine"].valid.all()
+    assert "broken failed on 3 samples" in caplog.text and "the scorer is down" in caplog.text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_masked_with_its_cause(value):
+    said = run(Fake("odd", lambda: result((1.0, value, 3.0))))["odd"]
+    assert said.valid.tolist() == [True, False, True]
+    assert said.values[1].isnan()
+    assert said.causes[1] == f"value is {value}"
+
+
+def test_a_masked_value_is_nan_whatever_the_reward_put_there():
+    said = run(Fake("half", lambda: result(valid=(True, False, True))))["half"]
+    assert said.values[1].isnan()
+    assert said.causes == ("", "why", "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"values": torch.zeros(2)},
+        {"values": torch.zeros(3, 1)},
+        {"valid": torch.ones(1, dtype=torch.bool)},
+        {"causes": ("",)},
+        {"info": {"extra": torch.zeros(2)}},
+        {"info": {}},
+        {"info": {"extra": torch.zeros(3), "more": torch.zeros(3)}},
+    ],
+)
+def test_an_answer_of_another_form_than_declared_is_masked(changes):
+    said = run(Fake("odd", lambda: result(changes=changes)))["odd"]
+    assert not said.valid.any()
+    assert said.causes[0].startswith("ValueError: ")
+    assert set(said.info) == {"extra"}
+
+
+def test_the_validity_rate_counts_samples_with_a_value():
+    results = run(Fake("fine", result), Fake("broken", explode), Fake("odd", lambda: result((1.0, math.nan, 3.0))))
+    assert validity(results) == pytest.approx({"fine": 1, "broken": 0, "odd": 2 / 3})
+
+
+def test_names_and_weights_must_match():
+    fine = Fake("fine", result)
+    for rewards, weights in (([fine], {}), ([fine], {"fine": 1.0, "other": 1.0}), ([fine, fine], {"fine": 1.0})):
+        with pytest.raises(ValueError, match="must name the same rewards"):
+            RewardSet(rewards, weights)
+
+
+def test_a_set_knows_its_floors_and_weights():
+    chosen = RewardSet([Fake("fine", result)], {"fine": 0.5})
+    assert chosen.floor("fine") == 0.25
+    assert chosen.weights == {"fine": 0.5}
+
+
+def test_an_unknown_reward_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="reward is 'beauty', must be one of target_view, .*room_pose"):
+        build_reward("beauty", data_root="data")
+
+
+def test_every_reward_answers_as_it_declares(tmp_path):
+    chosen = build_reward_set(dict.fromkeys(REWARDS, 1.0), data_root=tmp_path)
+    assert [reward.name for reward in chosen.rewards] == list(REWARDS)
+    results = chosen(FILM.videos, conditions(FILM, root=tmp_path))
+    for reward in chosen.rewards:
+        said = results[reward.name]
+        assert said.valid.all(), said.causes
+        assert said.values.dtype == torch.float32
+        assert set(said.info) == set(reward.measures)
+        assert reward.floor > 0
+
+
+def test_the_configuration_offers_exactly_the_rewards_there_are():
+    assert set(CONFIGURABLE) == set(REWARDS)
+
+
+def test_a_set_can_be_sent_to_another_process(tmp_path):
+    chosen = build_reward_set({"target_view": 1.0, "room_pose": 0.0}, data_root=tmp_path)
+    assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights

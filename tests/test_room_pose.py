@@ -1,0 +1,161 @@
+"""The camera found in a frame, against cameras that are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.pictures import blur
+from flow_grpo.maths.poses import PRESETS, preset_path, rot_err, trans_err
+from flow_grpo.rewards.room_pose import RoomPose, RoomPoses, estimate_poses, load_room
+from tests.room_films import INTRINSICS, Film, conditions, film, like_a_codec
+
+FEW = ["pan_right", "zoom_in", "arc_left", "translate_up"]
+SHORT = film(FEW, frames=3)
+
+
+def locate(filmed: Film, videos: Tensor | None = None) -> RoomPoses:
+    return estimate_poses(filmed.videos if videos is None else videos, filmed.rooms, filmed.references, INTRINSICS)
+
+
+def errors(filmed: Film, found: RoomPoses) -> tuple[Tensor, Tensor]:
+    """Return degrees and centimetres, each (B, T)."""
+    return rot_err(filmed.true, found.poses).rad2deg(), 100 * trans_err(filmed.true, found.poses)
+
+
+@pytest.mark.parametrize("speed", [0.3, 1.3])
+def test_all_ten_presets_are_followed_without_knowing_the_command(speed):
+    filmed = film(list(PRESETS), speed=speed, rooms=2)
+    degrees, centimetres = errors(filmed, locate(filmed))
+    assert degrees.mean() < 0.4 and degrees.max() < 2.5
+    assert centimetres.mean() < 2.5 and centimetres.max() < 15
+
+
+def test_a_large_motion_is_found():
+    filmed = film(["pan_left", "zoom_in", "arc_right"], speed=2.0)
+    degrees, centimetres = errors(filmed, locate(filmed))
+    assert filmed.true[2, -1, :3, 3].norm() > 1.9
+    assert degrees.max() < 2 and centimetres.max() < 12
+
+
+def test_blur_and_noise_of_a_codec_move_it_little():
+    filmed = film(FEW, rooms=2)
+    degrees, centimetres = errors(filmed, locate(filmed, like_a_codec(filmed.videos, sigma=1.0, noise=0.02)))
+    assert degrees.mean() < 1.0 and centimetres.mean() < 6
+
+
+def test_blur_alone_and_faded_colours_do_not_move_it():
+    for changed in (blur(SHORT.videos, 1.2), 0.25 + 0.5 * SHORT.videos):
+        degrees, centimetres = errors(SHORT, locate(SHORT, changed))
+        assert degrees.mean() < 0.8 and centimetres.mean() < 5
+
+
+def test_the_command_helps_the_search_but_does_not_attract_it():
+    slow = film(FEW, speed=0.5, frames=3)
+    found = estimate_poses(slow.videos, slow.rooms, slow.references, INTRINSICS, slow.commanded)
+    degrees, centimetres = errors(slow, found)
+    assert degrees.mean() < 0.5 and centimetres.mean() < 3
+    assert 100 * trans_err(slow.commanded, found.poses)[1, -1] > 45  # zoom in: half of 0.99 m is missing
+
+
+def test_poses_are_rigid_and_relative_to_the_reference():
+    found = locate(SHORT)
+    assert found.poses.dtype == torch.float64
+    rotation = found.poses[..., :3, :3]
+    assert torch.allclose(rotation @ rotation.mT, torch.eye(3, dtype=torch.float64).expand_as(rotation), atol=1e-12)
+    assert torch.allclose(torch.linalg.det(rotation), torch.ones(4, 3, dtype=torch.float64))
+    assert found.residual.shape == (4, 3)
+
+
+def test_the_residual_tells_a_located_frame_from_one_of_another_place():
+    located = locate(SHORT, like_a_codec(SHORT.videos)).residual
+    noise = torch.rand(SHORT.videos.shape, generator=torch.Generator().manual_seed(0))
+    assert located.max() < 0.06
+    assert locate(SHORT, noise).residual.min() > 0.2
+
+
+def test_videos_of_a_batch_do_not_touch_one_another():
+    part = estimate_poses(
+        SHORT.videos[1:2],
+        dataclasses.replace(
+            SHORT.rooms, **{f.name: getattr(SHORT.rooms, f.name)[1:2] for f in dataclasses.fields(SHORT.rooms)}
+        ),
+        SHORT.references[1:2],
+        INTRINSICS,
+    )
+    assert torch.allclose(part.poses[0], locate(SHORT).poses[1], atol=2e-3)
+
+
+def test_intrinsics_may_differ_from_video_to_video():
+    each = estimate_poses(SHORT.videos, SHORT.rooms, SHORT.references, INTRINSICS.expand(4, 4))
+    assert torch.equal(each.poses, locate(SHORT).poses)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="as many rooms and reference poses"):
+        estimate_poses(SHORT.videos, SHORT.rooms, SHORT.references[:2], INTRINSICS)
+    with pytest.raises(ValueError, match="commanded poses have shape"):
+        estimate_poses(SHORT.videos, SHORT.rooms, SHORT.references, INTRINSICS, SHORT.commanded[:, :2])
+
+
+def test_the_reward_is_the_formula_of_its_errors(tmp_path):
+    chosen = conditions(SHORT, root=tmp_path)
+    off = [dataclasses.replace(c, target_poses=preset_path("zoom_in", 3, translation_scale=-0.25)) for c in chosen]
+    result = RoomPose(tmp_path)(SHORT.videos, off)
+    assert result.valid.all()
+    expected = -result.info["trans_err_m"] - result.info["rot_err_deg"] / 45
+    assert torch.allclose(result.values, expected, atol=1e-5)
+    # The film goes 0.99 m ahead, the command asks for 0.5 m back: 0, 0.75 and 1.49 m apart.
+    assert result.info["trans_err_m"][1].item() == pytest.approx(0.746, abs=0.03)
+    assert result.info["located"].tolist() == [1, 1, 1, 1]
+
+
+def test_the_reward_orders_speeds(tmp_path):
+    chosen = conditions(SHORT, root=tmp_path)
+    reward = RoomPose(tmp_path)
+    values = [
+        float(reward(like_a_codec(film(FEW, frames=3, speed=speed).videos, sigma=0.5), chosen).values.mean())
+        for speed in (1.0, 0.85, 0.6, 0.2)
+    ]
+    assert values == sorted(values, reverse=True), values
+
+
+def test_a_picture_of_nothing_gets_both_caps(tmp_path):
+    chosen = conditions(SHORT, root=tmp_path)
+    noise = torch.rand(SHORT.videos.shape, generator=torch.Generator().manual_seed(0))
+    for nothing in (noise, torch.full_like(SHORT.videos, 0.5), torch.zeros_like(SHORT.videos)):
+        result = RoomPose(tmp_path)(nothing, chosen)
+        assert result.values.tolist() == pytest.approx([-3] * 4)
+        assert result.info["located"].tolist() == [0] * 4
+        assert result.info["trans_err_m"].isfinite().all()
+
+
+def test_what_cannot_be_compared_is_masked_alone_with_its_cause(tmp_path):
+    chosen = conditions(SHORT, root=tmp_path)
+    chosen[0] = dataclasses.replace(chosen[0], scene="val/nowhere")
+    chosen[1] = dataclasses.replace(chosen[1], reference_pose=None)
+    (tmp_path / chosen[2].scene / "room.json").write_text('{"base": [1]}')
+    result = RoomPose(tmp_path)(SHORT.videos, chosen)
+    assert result.valid.tolist() == [False, False, False, True]
+    assert "nowhere" in result.causes[0] and "room.json" in result.causes[0]
+    assert "no reference pose" in result.causes[1]
+    assert "not the JSON form of a room" in result.causes[2]
+    assert result.causes[3] == ""
+    assert result.info["rot_err_deg"][:3].isnan().all() and result.info["rot_err_deg"][3] < 2
+
+
+def test_no_room_at_all_is_no_error(tmp_path):
+    result = RoomPose(tmp_path)(SHORT.videos, conditions(SHORT))
+    assert not result.valid.any()
+    assert set(result.info) == set(RoomPose.measures)
+
+
+def test_a_room_is_read_as_it_was_written(tmp_path):
+    chosen = conditions(SHORT, root=tmp_path)
+    room = load_room(tmp_path / chosen[0].scene / "room.json")
+    assert torch.equal(room.phase, SHORT.rooms.phase[0])
+    assert math.isclose(float(room.half_size[0]), 3.0)
