@@ -119,7 +119,7 @@ def test_a_set_knows_its_floors_and_weights():
 
 
 def test_an_unknown_reward_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="reward is 'beauty', must be one of target_view, .*room_pose"):
+    with pytest.raises(ValueError, match=r"reward is 'beauty', must be one of target_view, .*room_pose"):
         build_reward("beauty", data_root="data")
 
 

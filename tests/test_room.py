@@ -134,7 +134,7 @@ def test_a_supersampled_video_is_the_mean_of_a_finer_one():
     fine = render_video(seen, poses, 2 * INTRINSICS, 48, 64, supersample=1)
     assert coarse.shape == (1, 3, 1, 24, 32)
     assert torch.allclose(coarse, fine.reshape(1, 3, 1, 24, 2, 32, 2).mean(dim=(4, 6)), atol=1e-6)
-    assert 0 <= coarse.min() and coarse.max() <= 1
+    assert coarse.min() >= 0 and coarse.max() <= 1
 
 
 def test_a_room_survives_json_to_the_last_bit():

@@ -1,4 +1,4 @@
-"""Train the tiny world's video codec: a small `AutoencoderKLWan`, 8x in space and 4x in time. Resumable.
+"""Train the tiny world's video codec: a small `AutoencoderKLWan`, 8x in space, every frame by itself. Resumable.
 
     python tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam
 
@@ -41,11 +41,11 @@ def build_codec(base_dim: int, latent_channels: int) -> AutoencoderKLWan:
         dim_mult=[1, 2, 4],
         num_res_blocks=1,
         attn_scales=[],
-        temperal_downsample=[True, True],
+        temperal_downsample=[False, False],  # one latent frame a picture: see docs/tiny_recam.md
         latents_mean=[0.0] * latent_channels,
         latents_std=[1.0] * latent_channels,
         scale_factor_spatial=8,
-        scale_factor_temporal=4,
+        scale_factor_temporal=1,
     )
 
 
@@ -92,7 +92,8 @@ def take_over(codec: AutoencoderKLWan, file: Path) -> None:
     """Copy the weights of another codec wherever name and shape agree."""
     own = codec.state_dict()
     other = torch.load(file, weights_only=True)["codec"]
-    codec.load_state_dict(own | {name: value for name, value in other.items() if value.shape == own[name].shape})
+    fit = {name: value for name, value in other.items() if name in own and value.shape == own[name].shape}
+    codec.load_state_dict(own | fit)
 
 
 def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
@@ -159,7 +160,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--warm-from", type=Path, help="begin with the layers that fit of another codec's state.pt")
     parser.add_argument("--base-dim", type=int, default=16)
-    parser.add_argument("--latent-channels", type=int, default=48)
+    parser.add_argument("--latent-channels", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     return parser.parse_args()

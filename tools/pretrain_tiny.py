@@ -11,6 +11,7 @@ metric reward can teach it later is which unit the user means. Latents of all cl
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import os
@@ -26,6 +27,7 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
 from tiny_text import CAPTIONS, build_text_encoder, encode_captions
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.data.tiny_world import TinyScene, WorldSpec, caption, film, make_scene
 from flow_grpo.maths.keys import generator
@@ -41,6 +43,7 @@ UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 
 SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source gives
 LADDER = torch.linspace(0.0, 1.4, 15)  # scales of the commanded translation a sample is compared with
 SHIFT = 3.0
+SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # for the record
 MOVING = (4, 5, 6, 7, 8, 9)  # presets whose translation is not zero
 
 
@@ -303,7 +306,8 @@ def main() -> None:
         if late:
             break
     if rank == 0:
-        write_folder(args.out, training.average.module, codec, text_encoder, tokenizer)
+        parts = {"transformer": training.average.module, "vae": codec, "text_encoder": text_encoder}
+        write_folder(args, parts, tokenizer)
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -333,15 +337,21 @@ def report(training: Training, probes: dict[str, Probe], text: Tensor, loss: Ten
     training.save()
 
 
-def write_folder(
-    out: Path, model: ReCamTransformer3DModel, codec: AutoencoderKLWan, text_encoder: nn.Module, tokenizer: object
-) -> None:
-    """Write the diffusers layout."""
-    model.save_pretrained(out / "transformer")
-    codec.save_pretrained(out / "vae")
-    text_encoder.save_pretrained(out / "text_encoder")
-    tokenizer.save_pretrained(out / "tokenizer")
-    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
+def write_folder(args: argparse.Namespace, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the diffusers layout, weights in half precision, and the record of how they came about."""
+    for name, part in parts.items():
+        copy.deepcopy(part).half().save_pretrained(args.out / name)
+    tokenizer.save_pretrained(args.out / "tokenizer")
+    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(args.out / "scheduler")
+    record = {
+        "tool": "tools/pretrain_tiny.py",
+        "torch": torch.__version__,
+        "seed": 0,
+        "settings": {name: getattr(args, name) for name in SETTINGS},
+        "data": {"metres": dataclasses.asdict(WIDE), "decimetres": dataclasses.asdict(NARROW)},
+        "log": [json.loads(line) for line in (args.work / "log.jsonl").read_text().splitlines()],
+    }
+    (args.out / "pretraining.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

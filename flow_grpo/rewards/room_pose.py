@@ -65,8 +65,8 @@ class RoomPoses:
 
     Attributes:
         poses: (B, T, 4, 4) float64 OpenCV camera-to-world in metres, relative to the reference camera.
-        residual: (B, T) root mean square colour error, in [0, 1], that the best pose leaves; blur, contrast and a shift of
-            the colours do not count.
+        residual: (B, T) root mean square colour error, in [0, 1], that the best pose leaves; blur, contrast and a
+            shift of all colours do not count.
     """
 
     poses: Tensor
@@ -292,9 +292,9 @@ class RoomPose:
     """Closeness of the camera to its command, as an optional reward and as the tiny world's gold metric.
 
     value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
-    camera centres and theta_i the rotation error. A frame is lost when no pose explains half of its variance; it counts
-    with both caps, so that a picture of nothing never beats a wrong camera. `info` holds `rot_err_deg` and `trans_err_m`
-    (uncapped means over all frames), `residual`, and `located`, the share of frames that are not lost.
+    camera centres and theta_i the rotation error. A frame is lost when no pose explains half of its variance; it
+    counts with both caps, so that a picture of nothing never beats a wrong camera. `info` holds `rot_err_deg` and
+    `trans_err_m` (uncapped means over all frames), `residual`, and `located`, the share of frames that are not lost.
     """
 
     name = "room_pose"
