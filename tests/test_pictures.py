@@ -22,6 +22,13 @@ def test_a_flat_picture_stays_as_it_is_when_blurred_up_to_the_border():
     assert torch.allclose(blur(torch.full((1, 3, 5, 7), 0.4), 2.0), torch.full((1, 3, 5, 7), 0.4))
 
 
+def test_the_border_is_repeated_not_wrapped():
+    row = torch.zeros(1, 1, 1, 9)
+    row[..., 0] = 1
+    spread = blur(row, 1.0)[0, 0, 0]
+    assert spread[0] > 0.69 and spread[-1] == 0  # 0.4 of its own and 0.3 that would fall outside
+
+
 def test_blur_spreads_a_point_by_sigma():
     spread = blur_matrix(41, 3.0)[20]
     place = torch.arange(41.0) - 20

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.maths.pictures import blur
-from flow_grpo.maths.poses import PRESETS, preset_path, rot_err, trans_err
+from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix, trans_err
+from flow_grpo.maths.room import random_room, render_video, stack_rooms
+from flow_grpo.rewards import room_pose
 from flow_grpo.rewards.room_pose import RoomPose, RoomPoses, estimate_poses, load_room
-from tests.room_films import INTRINSICS, Film, conditions, film, like_a_codec
+from tests.room_films import HEIGHT, INTRINSICS, WIDTH, Film, conditions, film, like_a_codec, reference_pose
 
 FEW = ["pan_right", "zoom_in", "arc_left", "translate_up"]
 SHORT = film(FEW, frames=3)
@@ -48,10 +50,54 @@ def test_blur_and_noise_of_a_codec_move_it_little():
     assert degrees.mean() < 1.0 and centimetres.mean() < 6
 
 
-def test_blur_alone_and_faded_colours_do_not_move_it():
+def test_blur_alone_and_faded_colours_neither_move_it_nor_count_as_residual():
     for changed in (blur(SHORT.videos, 1.2), 0.25 + 0.5 * SHORT.videos):
-        degrees, centimetres = errors(SHORT, locate(SHORT, changed))
+        found = locate(SHORT, changed)
+        degrees, centimetres = errors(SHORT, found)
         assert degrees.mean() < 0.8 and centimetres.mean() < 5
+        assert found.residual.mean() < 0.012
+
+
+def look_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no guess that leads anywhere: all look at a side wall."""
+    monkeypatch.setattr(room_pose, "GUESS_YAW", (100.0,))
+    monkeypatch.setattr(room_pose, "GUESS_PITCH", (0.0,))
+
+
+def test_the_command_is_among_the_first_guesses(monkeypatch):
+    look_away(monkeypatch)
+    _, blind = errors(SHORT, locate(SHORT))
+    command = SHORT.commanded.clone()
+    command[..., :3, 3] /= 0.6
+    found = estimate_poses(SHORT.videos, SHORT.rooms, SHORT.references, INTRINSICS, command)
+    _, guided = errors(SHORT, found)
+    assert blind.median() > 100
+    assert guided.median() < 3
+
+
+def test_single_frames_far_from_the_reference_are_found():
+    far = [(dx, yaw, pitch) for dx in (-0.8, 0.8) for yaw in (-40, 0, 40) for pitch in (-12, 12)]
+    turns = torch.tensor([(pitch, yaw, 0.0) for _, yaw, pitch in far], dtype=torch.float64).deg2rad()
+    moves = torch.tensor([(dx, 0.0, 0.5) for dx, _, _ in far], dtype=torch.float64)
+    true = pose(rotation_matrix(turns), moves)[:, None]
+    rooms = stack_rooms([random_room(torch.Generator().manual_seed(3))] * len(far))
+    references = reference_pose().expand(len(far), 4, 4)
+    videos = render_video(rooms, (references[:, None] @ true).float(), INTRINSICS, HEIGHT, WIDTH, 4)
+    found = estimate_poses(like_a_codec(videos), rooms, references, INTRINSICS)
+    assert rot_err(true, found.poses).rad2deg().max() < 3
+    assert trans_err(true, found.poses).max() < 0.2
+
+
+def test_a_frame_is_found_from_its_neighbours_when_its_own_guesses_fail(monkeypatch):
+    """Two frames of one still picture; only the first is given a guess that leads anywhere."""
+    still = film(["pan_left"], frames=1)
+    videos = still.videos.expand(-1, -1, 2, -1, -1)
+    away = pose(rotation_matrix(torch.tensor([0.0, math.radians(100), 0.0])), torch.zeros(3))
+    guesses = torch.stack([torch.eye(4), away]).reshape(1, 2, 1, 4, 4).expand(1, 2, 4, 4, 4)
+    monkeypatch.setattr(room_pose, "_guesses", lambda commanded: guesses)
+    commanded = torch.eye(4, dtype=torch.float64).expand(1, 2, 4, 4)
+    found = estimate_poses(videos, still.rooms, still.references, INTRINSICS, commanded)
+    assert trans_err(still.true, found.poses).max() < 0.05
 
 
 def test_the_command_helps_the_search_but_does_not_attract_it():
