@@ -75,6 +75,12 @@ def test_the_command_is_among_the_first_guesses(monkeypatch):
     assert guided.median() < 3
 
 
+def test_the_command_is_tried_at_several_scales_of_its_path():
+    guesses = room_pose._guesses(SHORT.commanded)
+    end = SHORT.commanded[1, -1, 2, 3].item()  # zoom in: metres ahead
+    assert guesses[1, -1, -4:, 2, 3].tolist() == pytest.approx([scale * end for scale in (0.3, 0.6, 1.0, 1.3)])
+
+
 def test_single_frames_far_from_the_reference_are_found():
     far = [(dx, yaw, pitch) for dx in (-0.8, 0.8) for yaw in (-40, 0, 40) for pitch in (-12, 12)]
     turns = torch.tensor([(pitch, yaw, 0.0) for _, yaw, pitch in far], dtype=torch.float64).deg2rad()
