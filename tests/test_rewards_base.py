@@ -12,7 +12,7 @@ import torch
 
 from flow_grpo.config_checks import REWARDS as CONFIGURABLE
 from flow_grpo.records import RewardResult
-from flow_grpo.rewards.base import REWARDS, RewardSet, build_reward, build_reward_set, validity
+from flow_grpo.rewards.base import REWARDS, RewardSet, build_reward, build_reward_set
 from tests.room_films import conditions, film
 
 FILM = film(["pan_left", "zoom_in", "arc_right"])
@@ -98,11 +98,6 @@ def test_an_answer_of_another_form_than_declared_is_masked(changes):
     assert not said.valid.any()
     assert said.causes[0].startswith("ValueError: ")
     assert set(said.info) == {"extra"}
-
-
-def test_the_validity_rate_counts_samples_with_a_value():
-    results = run(Fake("fine", result), Fake("broken", explode), Fake("odd", lambda: result((1.0, math.nan, 3.0))))
-    assert validity(results) == pytest.approx({"fine": 1, "broken": 0, "odd": 2 / 3})
 
 
 def test_names_and_weights_must_match():

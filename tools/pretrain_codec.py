@@ -1,9 +1,10 @@
 """Train the tiny world's video codec: a small `AutoencoderKLWan`, 8x in space, every frame by itself. Resumable.
 
-    python tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam
+    torchrun --nproc_per_node=2 tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam
 
-Clips are filmed on the fly in rooms that no data set uses. The loss compares pixels and their changes in
-time at four scales; a faint penalty on the size of the latents and noise on them stand for the KL.
+It begins as the best linear codec of 8x8-pixel patches, then learns to use what lies around a patch. Clips are filmed in
+rooms that no data set uses. The loss compares pixels and their changes in time at four scales; a faint penalty on
+the size of the latents and noise on them stand for the KL.
 """
 
 from __future__ import annotations
@@ -21,39 +22,98 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan
+from einops import rearrange
 from torch import Tensor
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
+from flow_grpo.maths.keys import generator
 
 WORLD = WorldSpec(seed=11, scenes={}, translation=(0.03, 0.65), rotation=(0.1, 1.0))
-SCENES_PER_STEP, CAMERAS_PER_SCENE = 4, 2
+PATCH = 8  # pixels along each axis of the square that becomes one latent position
 LATENT_NOISE = 0.1  # keeps the decoder smooth around what the encoder gives
 
 
 def build_codec(base_dim: int, latent_channels: int) -> AutoencoderKLWan:
-    """Return an untrained codec; latent statistics are filled in after training."""
+    """Return an untrained codec; the latents' scale is filled in after training."""
     return AutoencoderKLWan(
         base_dim=base_dim,
-        in_channels=12,
-        out_channels=12,
-        patch_size=2,  # pixels are folded 2x2 before the first convolution: a quarter of the cost
+        in_channels=3 * PATCH**2,
+        out_channels=3 * PATCH**2,
+        patch_size=PATCH,  # all compression is the VAE's own folding of pixels: cheap, and no level to train through
         z_dim=latent_channels,
-        dim_mult=[1, 2, 4],
+        dim_mult=[1],
         num_res_blocks=1,
         attn_scales=[],
-        temperal_downsample=[False, False],  # one latent frame a picture: see docs/tiny_recam.md
+        temperal_downsample=[],  # one latent frame a picture: see docs/tiny_recam.md
         latents_mean=[0.0] * latent_channels,
         latents_std=[1.0] * latent_channels,
-        scale_factor_spatial=8,
+        scale_factor_spatial=PATCH,
         scale_factor_temporal=1,
     )
 
 
-def clips(step: int, split: str = "codec") -> Tensor:
-    """Return (B, 3, T, h, w) clips in [-1, 1], a function of the step."""
-    scenes = [make_scene(WORLD, split, SCENES_PER_STEP * step + i) for i in range(SCENES_PER_STEP)]
-    cameras = [(step * CAMERAS_PER_SCENE + i) % 10 for i in range(CAMERAS_PER_SCENE)]
-    return film(WORLD, scenes, cameras) * 2 - 1
+def make_clips(split: str, scenes: int, cameras: int = 10) -> Tensor:
+    """Return (scenes * cameras, 3, T, h, w) clips in [-1, 1]."""
+    filmed = [film(WORLD, [make_scene(WORLD, split, i)], list(range(cameras))) for i in range(scenes)]
+    return torch.cat(filmed) * 2 - 1
+
+
+@torch.no_grad()
+def become_linear(codec: AutoencoderKLWan, clips: Tensor) -> None:
+    """Set the codec to the principal components of the clips' patches, nearly.
+
+    A component travels through encoder and decoder as a channel and its negative, so that silu(x) - silu(-x) = x; a
+    large constant channel makes the root-mean-square norms almost constant; the residual branches begin at zero. A
+    latent is a component divided by the root of its standard deviation: coarse parts stay louder than fine ones.
+    """
+    patches = rearrange(clips, "b c t (h q) (w r) -> (b t h w) (c r q)", q=PATCH, r=PATCH)
+    mean = patches.mean(dim=0)
+    count = codec.config.z_dim
+    basis = torch.linalg.eigh((patches - mean).T @ (patches - mean)).eigenvectors.T.flip(0)[:count]
+    deviation = ((patches - mean) @ basis.T).std(dim=0)
+    down = basis / deviation.sqrt()[:, None]
+    up = basis * deviation.sqrt()[:, None]
+    constant = 3.0 * math.sqrt(float(deviation.sum()))  # the channels' mean energy is about 2 * deviation.sum()
+
+    for branch in (*codec.encoder.down_blocks, *codec.encoder.mid_block.resnets, *codec.decoder.mid_block.resnets):
+        branch.conv2.weight.zero_()
+    for block in codec.decoder.up_blocks:
+        for branch in block.resnets:
+            branch.conv2.weight.zero_()
+    for middle in (codec.encoder.mid_block, codec.decoder.mid_block):
+        middle.attentions[0].proj.weight.zero_()
+        middle.attentions[0].proj.bias.zero_()
+    norm = math.sqrt(constant**2 + 2 * float(deviation.sum()))
+    undo = norm / math.sqrt(codec.encoder.conv_in.out_channels)  # of the norm before the last convolution
+    _open_pairs(codec.encoder.conv_in, down, -(down @ mean), constant)
+    _close_pairs(codec.encoder.conv_out, torch.cat([torch.eye(count), torch.zeros(count, count)]) * undo, None)
+    codec.quant_conv.weight.copy_(torch.eye(2 * count)[..., None, None, None])
+    codec.post_quant_conv.weight.copy_(torch.eye(count)[..., None, None, None])
+    codec.quant_conv.bias.zero_()
+    codec.post_quant_conv.bias.zero_()
+    _open_pairs(codec.decoder.conv_in, torch.eye(count), torch.zeros(count), constant)
+    _close_pairs(codec.decoder.conv_out, up.T * undo, mean)
+
+
+def _open_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor, constant: float) -> None:
+    """Write rows of `matrix` and their negatives to the first channels and a constant to the last."""
+    rows = len(matrix)
+    convolution.weight.mul_(0.1)  # the remaining channels start small
+    convolution.weight[: 2 * rows] = 0
+    convolution.weight[: 2 * rows, :, -1, 1, 1] = torch.cat([matrix, -matrix])  # causal: the last tap is now
+    convolution.bias[: 2 * rows] = torch.cat([bias, -bias])
+    convolution.weight[-1] = 0
+    convolution.bias[-1] = constant
+
+
+def _close_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor | None) -> None:
+    """Read `matrix` times (first half of the pairs minus second half)."""
+    rows = matrix.shape[1]
+    convolution.weight.zero_()
+    convolution.weight[:, : 2 * rows, -1, 1, 1] = torch.cat([matrix, -matrix], dim=1)
+    convolution.bias.zero_()
+    if bias is not None:
+        convolution.bias.copy_(bias)
 
 
 def psnr(first: Tensor, second: Tensor) -> float:
@@ -63,20 +123,9 @@ def psnr(first: Tensor, second: Tensor) -> float:
 
 
 @torch.no_grad()
-def held_out_psnr(codec: AutoencoderKLWan) -> float:
-    """Return the codec's ceiling in dB on clips of rooms it was not trained on."""
-    scores = [
-        psnr(codec.decode(codec.encode(x).latent_dist.mode()).sample, x)
-        for x in (clips(s, "codec-val") for s in range(8))
-    ]
-    return sum(scores) / len(scores)
-
-
-@torch.no_grad()
-def latent_statistics(codec: AutoencoderKLWan) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per latent channel."""
-    latents = torch.cat([codec.encode(clips(s, "codec-stat")).latent_dist.mode() for s in range(16)])
-    return latents.mean(dim=(0, 2, 3, 4)).tolist(), latents.std(dim=(0, 2, 3, 4)).tolist()
+def restore(codec: AutoencoderKLWan, clips: Tensor) -> Tensor:
+    """Return what is left of clips after encoding and decoding."""
+    return codec.decode(codec.encode(clips).latent_dist.mode()).sample
 
 
 def multiscale(error: Tensor) -> Tensor:
@@ -86,14 +135,6 @@ def multiscale(error: Tensor) -> Tensor:
     """
     scales = [torch.nn.functional.avg_pool3d(error, (1, size, size)) for size in (1, 2, 4, 8)]
     return torch.stack([part.abs().mean() + 2 * part.square().mean() for part in scales]).sum()
-
-
-def take_over(codec: AutoencoderKLWan, file: Path) -> None:
-    """Copy the weights of another codec wherever name and shape agree."""
-    own = codec.state_dict()
-    other = torch.load(file, weights_only=True)["codec"]
-    fit = {name: value for name, value in other.items() if name in own and value.shape == own[name].shape}
-    codec.load_state_dict(own | fit)
 
 
 def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
@@ -108,31 +149,32 @@ def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
 class Training:
     """The state of a run, kept in `work/state.pt`."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, clips: Tensor) -> None:
         self.codec = build_codec(args.base_dim, args.latent_channels)
         self.optimizer = torch.optim.AdamW(
             self.codec.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
         )
-        self.args, self.step, self.seconds = args, 0, 0.0
+        self.args, self.clips, self.step, self.seconds = args, clips, 0, 0.0
         self.file = args.work / "state.pt"
         if self.file.exists():
             state = torch.load(self.file, weights_only=True)
             self.codec.load_state_dict(state["codec"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds = state["step"], state["seconds"]
-        elif args.warm_from:
-            take_over(self.codec, args.warm_from)
+        else:
+            become_linear(self.codec, clips[:2000])
 
     def advance(self, rank: int, world: int) -> dict[str, float]:
         """Take one step; the rate falls along a half cosine."""
         fall = 0.5 + 0.5 * math.cos(math.pi * self.step / self.args.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.learning_rate * min(1.0, (self.step + 1) / 100) * fall
-        video = clips(self.step * world + rank)
+        draw = generator("codec", self.step, rank)
+        video = self.clips[torch.randint(len(self.clips), (self.args.batch // world,), generator=draw)]
         latents = self.codec.encode(video).latent_dist.mode()  # the mode is all that is ever used
-        restored = self.codec.decode(latents + LATENT_NOISE * torch.randn_like(latents)).sample
+        noise = LATENT_NOISE * torch.randn(latents.shape, generator=draw)
+        error = self.codec.decode(latents + noise).sample - video
         size = latents.square().mean()
-        error = restored - video
         # What is wrong with the motion counts by itself: smeared time costs the gold metric more than blur.
         loss = multiscale(error) + multiscale(error.diff(dim=2)) + 1e-3 * size
         self.codec.zero_grad(set_to_none=True)
@@ -157,17 +199,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--warm-from", type=Path, help="begin with the layers that fit of another codec's state.pt")
-    parser.add_argument("--base-dim", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--scenes", type=int, default=500, help="filmed for training, ten cameras each")
+    parser.add_argument("--batch", type=int, default=32, help="clips a step, over all ranks")
+    parser.add_argument("--base-dim", type=int, default=72)
     parser.add_argument("--latent-channels", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train to the last step, over any number of calls, and write the codec."""
+    """Train to the last step, over any number of calls, and write the codec with its record."""
     args = parse()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -175,21 +218,49 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     args.work.mkdir(parents=True, exist_ok=True)
-    training, began = Training(args), time.time()
+    training, held_out = Training(args, make_clips("codec", args.scenes)), make_clips("codec-val", 8)
+    began, log = time.time(), args.work / "log.jsonl"
     while training.step < args.steps:
+        if rank == 0 and training.step == 0:
+            _append(log, {"step": 0, "val_psnr_db": psnr(restore(training.codec, held_out), held_out)})
         row = training.advance(rank, world)
         if rank == 0 and training.step % 100 == 0:
             training.seconds, began = training.seconds + time.time() - began, time.time()
-            row |= {"val_psnr_db": held_out_psnr(training.codec), "seconds": training.seconds}
-            with (args.work / "log.jsonl").open("a") as log:
-                log.write(json.dumps({"step": training.step, **row}) + "\n")
+            ceiling = psnr(restore(training.codec, held_out), held_out)
+            _append(log, {"step": training.step, **row, "val_psnr_db": ceiling, "seconds": training.seconds})
             training.save()
     if world > 1:
         dist.destroy_process_group()
     if rank == 0:
-        mean, std = latent_statistics(training.codec)
-        training.codec.register_to_config(latents_mean=mean, latents_std=std)
-        training.codec.half().save_pretrained(args.out / "vae")  # half the size on disk; loaded back to fp32
+        write_codec(training, args, log)
+
+
+def _append(log: Path, row: dict[str, float]) -> None:
+    with log.open("a") as file:
+        file.write(json.dumps({name: round(value, 4) for name, value in row.items()}) + "\n")
+
+
+@torch.no_grad()
+def write_codec(training: Training, args: argparse.Namespace, log: Path) -> None:
+    """Write the diffusers folder, weights in half precision, and the record of how they came about.
+
+    One standard deviation serves all channels: what carries most of the picture is then the last to drown in noise.
+    """
+    codec = training.codec
+    latents = codec.encode(training.clips[:500]).latent_dist.mode()
+    mean = latents.mean(dim=(0, 2, 3, 4))
+    std = float((latents - mean.view(-1, 1, 1, 1)).std())
+    codec.register_to_config(latents_mean=mean.tolist(), latents_std=[std] * len(mean))
+    codec.half().save_pretrained(args.out / "vae")  # loaded back to fp32
+    names = ("steps", "scenes", "batch", "base_dim", "latent_channels", "learning_rate")
+    record = {
+        "tool": "tools/pretrain_codec.py",
+        "torch": torch.__version__,
+        "seed": 0,
+        "settings": {name: getattr(args, name) for name in names},
+        "log": [json.loads(line) for line in log.read_text().splitlines()],
+    }
+    (args.out / "vae" / "pretraining.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

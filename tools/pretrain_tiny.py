@@ -37,6 +37,7 @@ from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 DECIMETRES = 10.0  # in a metre: the factor on the labels of the second source
 WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled in metres
 NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065))  # labelled in decimetres: 0.35 to 0.65 again
+NARROW_SHARE = 0.3  # of the moving clips; about half of all labels that both sources give
 SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # for the record
 
 
@@ -53,10 +54,10 @@ class Pool:
         self.latents, self.cameras, self.captions = latents, cameras, captions
 
     @classmethod
-    def encode(cls, codec: AutoencoderKLWan, split: str, scenes: int) -> Pool:
-        """Film and encode so many scenes."""
+    def encode(cls, codec: AutoencoderKLWan, split: str, scenes: range) -> Pool:
+        """Film and encode scenes of these numbers."""
         latents, cameras, captions = [], [], []
-        for number in range(scenes):
+        for number in scenes:
             wide, narrow = make_scene(WIDE, split, number), make_scene(NARROW, split, number)
             videos = torch.cat([film(WIDE, [wide], list(range(10))), film(NARROW, [narrow], list(MOVING))])
             latents.append(encode(codec, videos).half())
@@ -65,16 +66,24 @@ class Pool:
             captions.append(CAPTIONS.index(caption(videos[0])))
         return cls(torch.stack(latents), torch.stack(cameras), torch.tensor(captions))
 
+    @classmethod
+    def load(cls, files: list[Path]) -> Pool:
+        """Read the pools of several files as one."""
+        parts = [torch.load(file, weights_only=True) for file in files]
+        return cls(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
     def save(self, file: Path) -> None:
-        """Write the tensors."""
-        torch.save(vars(self), file)
+        """Write the tensors; the file appears whole."""
+        partial = file.with_suffix(".tmp")
+        torch.save(vars(self), partial)
+        partial.rename(file)
 
     def batch(self, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return target latents, source latents, cameras as labelled and captions; half from each data source."""
+        """Return target latents, source latents, cameras as labelled and captions."""
         scene = torch.randint(len(self.latents), (size,), generator=draw)
         preset = torch.randint(10, (size,), generator=draw)
         source = (preset + torch.randint(1, 10, (size,), generator=draw)) % 10
-        narrow = (torch.rand(size, generator=draw) < 0.5) & (preset >= MOVING[0])
+        narrow = (torch.rand(size, generator=draw) < NARROW_SHARE) & (preset >= MOVING[0])
         target = torch.where(narrow, preset + len(MOVING), preset)  # narrow clips follow the ten wide ones
         clips = self.latents[scene, target].float(), self.latents[scene, source].float()
         return *clips, self.cameras[scene, target], self.captions[scene]
@@ -186,7 +195,7 @@ def main() -> None:
     codec = AutoencoderKLWan.from_pretrained(args.codec).eval()
     text_encoder, tokenizer = build_text_encoder()
     text = encode_captions(text_encoder, tokenizer)
-    pool = load_pool(codec, args)
+    pool = load_pool(codec, args, rank, world)
     training = Training(build_model(args, codec.config.z_dim, text.shape[-1]), args)
     network = DistributedDataParallel(training.model) if world > 1 else training.model
     probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
@@ -213,16 +222,16 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace) -> Pool:
-    """Return the encoded clips, from disk when an earlier call made them; rank 0 makes them."""
-    file = args.work.parent / f"pool_{args.scenes}.pt"
-    if int(os.environ.get("RANK", "0")) == 0 and not file.exists():
+def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, world: int) -> Pool:
+    """Return the encoded clips, from disk when an earlier call made them; every rank makes its share."""
+    files = [args.work / f"pool_{args.scenes}_{part}_of_{world}.pt" for part in range(world)]
+    if not files[rank].exists():
         began = time.time()
-        Pool.encode(codec, "pretrain", args.scenes).save(file)
-        print(f"{args.scenes} scenes encoded in {time.time() - began:.0f} s", flush=True)
-    if dist.is_initialized():
+        Pool.encode(codec, "pretrain", range(rank, args.scenes, world)).save(files[rank])
+        print(f"rank {rank}: scenes encoded in {time.time() - began:.0f} s", flush=True)
+    if world > 1:
         dist.barrier()
-    return Pool(**torch.load(file, weights_only=True))
+    return Pool.load(files)
 
 
 def report(training: Training, probes: dict[str, Probe], text: Tensor, loss: Tensor) -> None:

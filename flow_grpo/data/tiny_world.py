@@ -115,7 +115,7 @@ def _start_pose(draw: torch.Generator) -> Tensor:
     return pose
 
 
-def film(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int], supersample: int = 2) -> Tensor:
+def film(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int], supersample: int = 4) -> Tensor:
     """Return videos (scenes * cameras, 3, T, h, w) fp32 in [0, 1], scene-major."""
     rooms = stack_rooms([scene.room for scene in scenes for _ in cameras])
     poses = torch.stack([scene.poses[camera] for scene in scenes for camera in cameras]).float()

@@ -113,11 +113,6 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
     return RewardResult(result.values.masked_fill(~valid, torch.nan), valid, tuple(causes), result.info)
 
 
-def validity(results: Mapping[str, RewardResult]) -> dict[str, float]:
-    """Return reward name -> share of samples that have a value."""
-    return {name: float(result.valid.float().mean()) for name, result in results.items()}
-
-
 def build_reward(name: str, *, data_root: str | Path) -> Reward:
     """Return a reward by name.
 

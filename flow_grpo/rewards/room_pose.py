@@ -24,6 +24,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from flow_grpo.maths.choose import choose
 from flow_grpo.maths.pictures import blur_matrix, shrink
 from flow_grpo.maths.poses import (
     pose,
@@ -126,15 +127,6 @@ class _Fit:
     normal: Tensor
     pull: Tensor
 
-    def where(self, better: Tensor, other: _Fit) -> _Fit:
-        """Take `self` where `better` (N, M), else `other`."""
-        parts = {}
-        for field in dataclasses.fields(_Fit):
-            mine: Tensor = getattr(self, field.name)
-            mask = better.reshape(*better.shape, *([1] * (mine.ndim - 2)))
-            parts[field.name] = torch.where(mask, mine, getattr(other, field.name))
-        return _Fit(**parts)
-
 
 def _linearise(view: _View, poses: Tensor, look: Tensor) -> _Fit:
     """Compare frames with renderings and gather what a Gauss-Newton step needs."""
@@ -168,7 +160,7 @@ def _refine(view: _View, poses: Tensor, steps: int) -> _Fit:
         moved = pose(rotation_matrix(turn) @ fit.poses[..., :3, :3], centres)
         trial = _linearise(view, moved, (fit.look + look).clamp(-0.6, 1.5))
         better = trial.cost < fit.cost
-        fit = trial.where(better, fit)
+        fit = choose(better, trial, fit)
         damping = torch.where(better, 0.1 * damping, 10 * damping)
     return fit
 

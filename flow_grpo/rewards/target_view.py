@@ -15,6 +15,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn import functional
 
+from flow_grpo.maths.choose import choose
 from flow_grpo.maths.pictures import blur, shrink
 from flow_grpo.records import Condition, RewardResult
 
@@ -65,15 +66,6 @@ class _Overlay:
     cost: Tensor
     normal: Tensor
     pull: Tensor
-
-    def where(self, better: Tensor, other: _Overlay) -> _Overlay:
-        """Take `self` where `better` (N,), else `other`."""
-        parts = {}
-        for field in dataclasses.fields(_Overlay):
-            mine: Tensor = getattr(self, field.name)
-            mask = better.reshape(-1, *([1] * (mine.ndim - 1)))
-            parts[field.name] = torch.where(mask, mine, getattr(other, field.name))
-        return _Overlay(**parts)
 
 
 def _motions(height: int, width: int) -> Tensor:
@@ -134,7 +126,7 @@ def _improve(source: Tensor, target: Tensor, motion: Tensor, contrast: Tensor, s
         contrast = (overlay.contrast + step[:, 4]).clamp(-0.5, 1.0)
         trial = _lay_over(planes, target, fields, motion, contrast)
         better = trial.cost < overlay.cost
-        overlay = trial.where(better, overlay)
+        overlay = choose(better, trial, overlay)
         damping = torch.where(better, 0.1 * damping, 10 * damping)
     return overlay
 
