@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam
 
-It begins as the best linear codec of 8x8-pixel patches, then learns to use what lies around a patch. Clips are filmed in
-rooms that no data set uses. The loss compares pixels and their changes in time at four scales; a faint penalty on
+It begins as the best linear codec of 8x8-pixel patches, then learns to use what lies around a patch. Clips are filmed
+in rooms that no data set uses. The loss compares pixels and their changes in time at four scales; a faint penalty on
 the size of the latents and noise on them stand for the KL.
 """
 

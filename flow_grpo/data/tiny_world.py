@@ -115,11 +115,11 @@ def _start_pose(draw: torch.Generator) -> Tensor:
     return pose
 
 
-def film(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int], supersample: int = 4) -> Tensor:
+def film(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int]) -> Tensor:
     """Return videos (scenes * cameras, 3, T, h, w) fp32 in [0, 1], scene-major."""
     rooms = stack_rooms([scene.room for scene in scenes for _ in cameras])
     poses = torch.stack([scene.poses[camera] for scene in scenes for camera in cameras]).float()
-    return render_video(rooms, poses, spec.intrinsics(), spec.height, spec.width, supersample)
+    return render_video(rooms, poses, spec.intrinsics(), spec.height, spec.width)
 
 
 def caption(video: Tensor) -> str:

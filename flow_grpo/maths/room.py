@@ -172,7 +172,7 @@ def _texture(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 
 def render_video(
-    room: Room, poses: Tensor, intrinsics: Tensor, height: int, width: int, supersample: int = 2
+    room: Room, poses: Tensor, intrinsics: Tensor, height: int, width: int, supersample: int = 4
 ) -> Tensor:
     """Return videos (B, 3, F, height, width) in [0, 1], box-filtered over `supersample`^2 rays per pixel.
 

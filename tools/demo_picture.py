@@ -1,0 +1,81 @@
+"""Draw what a run changed: the same held-out conditions before and after training, frame by frame.
+
+python tools/demo_picture.py outputs/RUN --out docs/demo.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from flow_grpo.data.video_io import read_video
+
+COLUMNS = ("source", "before training", "after training", "true view")
+
+
+def clips(run: Path) -> dict[str, dict[int, Path]]:
+    """Return condition -> step -> video file of a run's evaluations.
+
+    Raises:
+        ValueError: the folder holds no evaluation videos of two steps.
+    """
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted((run / "videos").glob("eval_*.mp4")):
+        step, _, rest = path.stem.removeprefix("eval_").partition("_")
+        condition = "_".join(rest.split("_")[:2])  # scene and camera
+        found.setdefault(condition, {})[int(step)] = path
+    found = {condition: steps for condition, steps in found.items() if len(steps) > 1}
+    if not found:
+        raise ValueError(f"{run}/videos holds no evaluation videos of two steps; give the folder of a finished run")
+    return found
+
+
+def thirds(path: Path, frames: int) -> list[Tensor]:
+    """Return source, generated and target (T, rows, columns, 3) of a side-by-side video."""
+    video = read_video(path, num_frames=frames)
+    return list(video.permute(1, 2, 3, 0).chunk(3, dim=2))
+
+
+def draw(run: Path, out: Path, rows: int, frames: int) -> None:
+    """Write the picture."""
+    chosen = list(clips(run).items())[:rows]
+    shown = (0, frames // 2, frames - 1)
+    figure = Figure(figsize=(14, 1.05 * len(chosen) + 0.5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    groups = figure.subfigures(1, len(COLUMNS), wspace=0.02)
+    cells = [group.subplots(len(chosen), len(shown), squeeze=False) for group in groups]
+    for group, title in zip(groups, COLUMNS, strict=True):
+        group.suptitle(title, fontsize=12)
+    for row, (_, steps) in enumerate(chosen):
+        source, before, target = thirds(steps[min(steps)], frames)
+        after = thirds(steps[max(steps)], frames)[1]
+        for column, video in enumerate((source, before, after, target)):
+            for cell, frame in zip(cells[column][row], shown, strict=True):
+                cell.imshow(video[frame].numpy())
+                cell.set_axis_off()
+    figure.savefig(out)
+
+
+def main() -> None:
+    """Draw; one line says what is wrong when it cannot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("--out", type=Path, required=True, help="PNG file")
+    parser.add_argument("--rows", type=int, default=4, help="conditions")
+    parser.add_argument("--frames", type=int, default=5, help="frames in a video of the run")
+    args = parser.parse_args()
+    try:
+        draw(args.run, args.out, args.rows, args.frames)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
