@@ -1,0 +1,34 @@
+"""The picture of what a run changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from flow_grpo.data.video_io import write_video
+from tools.demo_picture import clips, draw
+
+
+def film(path, level: float) -> None:
+    video = torch.zeros(3, 5, 24, 96)
+    video[..., :32], video[..., 32:64], video[..., 64:] = 0.2, level, 0.9
+    write_video(path, video)
+
+
+def test_the_first_and_the_last_evaluation_stand_side_by_side(tmp_path):
+    folder = tmp_path / "run" / "videos"
+    for step, level in ((0, 0.0), (50, 0.4), (120, 1.0)):
+        film(folder / f"eval_{step:06d}_val-scene1_cam05_target_view_-0.{step}.mp4", level)
+    film(folder / "eval_000000_val-scene2_cam01_target_view_0.mp4", 0.5)  # measured once: nothing to compare
+    assert list(clips(tmp_path / "run")) == ["val-scene1_cam05"]
+    draw(tmp_path / "run", tmp_path / "out.png", rows=4, frames=5)
+    picture = imread(tmp_path / "out.png")[..., 0]
+    middle = picture[int(0.7 * len(picture))]
+    levels = [float(middle[int(len(middle) * place)]) for place in (0.04, 0.29, 0.54, 0.79)]
+    assert levels == pytest.approx([0.2, 0.0, 1.0, 0.9], abs=0.06)
+
+
+def test_a_folder_without_two_evaluations_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no evaluation videos of two steps; give the folder of a finished run"):
+        clips(tmp_path)

@@ -1,0 +1,77 @@
+"""The tools that made the embedded model: the codec's start is linear, a stopped run goes on as if it had not been."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(params=["pretrain_codec", "pretrain_tiny"])
+def tool(request, monkeypatch) -> ModuleType:
+    return load(request.param, monkeypatch)
+
+
+def load(name: str, monkeypatch) -> ModuleType:
+    """Import a tool as its own folder sees it."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module(name)
+
+
+def test_the_untrained_codec_is_the_best_linear_one(monkeypatch):
+    codec_tool = load("pretrain_codec", monkeypatch)
+    torch.manual_seed(0)
+    clips = codec_tool.make_clips("codec", 3)
+    codec = codec_tool.build_codec(base_dim=32, latent_channels=12)
+    codec_tool.become_linear(codec, clips)
+    patches = clips.reshape(-1, 3, 5, 3, 8, 4, 8).permute(0, 2, 3, 5, 1, 4, 6).reshape(-1, 192)
+    centred = patches - patches.mean(dim=0)
+    basis = torch.linalg.svd(centred, full_matrices=False).Vh[:12]
+    best = float((centred - centred @ basis.T @ basis).square().mean())
+    found = float((codec_tool.restore(codec, clips) - clips).square().mean())
+    assert best <= found < 1.6 * best  # the norms are only almost constant
+    assert float(clips.var()) > 5 * best
+
+
+def start(tool: ModuleType, work: Path):
+    """Return a run of a tool, fresh or where its folder left off, and a function that takes one step."""
+    torch.manual_seed(0)
+    if tool.__name__ == "pretrain_codec":
+        args = argparse.Namespace(work=work, base_dim=16, latent_channels=4, learning_rate=1e-3, steps=9, batch=2)
+        run = tool.Training(args, tool.make_clips("codec", 1))
+        return run, run.codec, lambda: run.advance(0, 1)
+    args = argparse.Namespace(
+        work=work, width=32, ffn=32, layers=1, patch=1, ema=0.9, learning_rate=1e-3, steps=9, batch=4
+    )
+    draw = torch.Generator().manual_seed(1)
+    pool = tool.Pool(
+        torch.randn(3, 16, 4, 5, 3, 4, generator=draw).half(),
+        torch.randn(3, 16, 5, 12, generator=draw),
+        torch.tensor([0, 1, 2]),
+    )
+    text = torch.randn(8, 8, 32, generator=draw)
+    run = tool.Training(tool.build_model(args, 4, 32), args)
+    return run, run.average, lambda: run.advance(pool, text, run.model, 0, 1)
+
+
+def test_a_stopped_run_goes_on_bit_by_bit(tool, tmp_path):
+    run, straight, step = start(tool, tmp_path / "none")
+    before = [parameter.detach().clone() for parameter in straight.parameters()]
+    for _ in range(3):
+        step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, straight.parameters(), strict=True))
+    stopped, _, step = start(tool, tmp_path)
+    for _ in range(2):
+        step()
+    stopped.save()
+    resumed, again, step = start(tool, tmp_path)
+    assert resumed.step == 2
+    step()
+    for first, second in zip(straight.parameters(), again.parameters(), strict=True):
+        assert torch.equal(first, second)
