@@ -61,7 +61,7 @@ def start(tool: ModuleType, work: Path):
 
 
 def test_a_stopped_run_goes_on_bit_by_bit(tool, tmp_path):
-    run, straight, step = start(tool, tmp_path / "none")
+    _, straight, step = start(tool, tmp_path / "none")
     before = [parameter.detach().clone() for parameter in straight.parameters()]
     for _ in range(3):
         step()
