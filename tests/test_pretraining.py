@@ -39,6 +39,19 @@ def test_the_untrained_codec_is_the_best_linear_one(monkeypatch):
     assert float(clips.var()) > 5 * best
 
 
+def test_targets_are_drawn_in_the_stated_shares(monkeypatch):
+    tool = load("pretrain_tiny", monkeypatch)
+    codec = load("pretrain_codec", monkeypatch).build_codec(8, 2)
+    pool = tool.Pool.encode(codec, "pretrain", range(6))
+    draw = torch.Generator().manual_seed(0)
+    cameras = torch.cat([pool.batch(500, draw)[2] for _ in range(4)])
+    travel = cameras.unflatten(-1, (3, 4))[:, -1, :, 3].norm(dim=-1)
+    rotation_only = float((travel == 0).float().mean())
+    assert rotation_only == pytest.approx(tool.SHARES["still"], abs=0.04)
+    # Nothing but the smaller labels of the first source is shorter than 0.35 of the shortest preset's metre.
+    assert 0 < float(((travel > 0) & (travel < 0.347)).float().mean()) <= tool.SHARES["sure"] + 0.04
+
+
 def start(tool: ModuleType, work: Path):
     """Return a run of a tool, fresh or where its folder left off, and a function that takes one step."""
     torch.manual_seed(0)

@@ -32,12 +32,14 @@ from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.data.tiny_world import WorldSpec, caption, film, make_scene
 from flow_grpo.maths.keys import generator
+from flow_grpo.maths.poses import PRESETS, preset_path
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 
 DECIMETRES = 10.0  # in a metre: the factor on the labels of the second source
 WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled in metres
 NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065))  # labelled in decimetres: 0.35 to 0.65 again
-NARROW_SHARE = 0.3  # of the moving clips; about half of all labels that both sources give
+# Of the targets: rotation only; narrow; wide with labels that narrow clips have, too; wide with smaller labels.
+SHARES = {"still": 0.2, "narrow": 0.3, "wide": 0.3, "sure": 0.2}
 SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # for the record
 
 
@@ -52,6 +54,7 @@ class Pool:
 
     def __init__(self, latents: Tensor, cameras: Tensor, captions: Tensor) -> None:
         self.latents, self.cameras, self.captions = latents, cameras, captions
+        self._weights = self._draw_weights()
 
     @classmethod
     def encode(cls, codec: AutoencoderKLWan, split: str, scenes: range) -> Pool:
@@ -75,16 +78,26 @@ class Pool:
     def save(self, file: Path) -> None:
         """Write the tensors; the file appears whole."""
         partial = file.with_suffix(".tmp")
-        torch.save(vars(self), partial)
+        torch.save({"latents": self.latents, "cameras": self.cameras, "captions": self.captions}, partial)
         partial.rename(file)
+
+    def _draw_weights(self) -> Tensor:
+        """Return (scenes * 16,) how often each clip is drawn as a target, so that `SHARES` come out."""
+        travel = self.cameras.unflatten(-1, (3, 4))[:, :, -1, :, 3].norm(dim=-1)  # (scenes, 16) as labelled
+        full = [float(preset_path(name, 2)[-1, :3, 3].norm()) for name in PRESETS]
+        full = torch.tensor(full + full[MOVING[0] :])
+        narrow = (torch.arange(len(full)) >= len(PRESETS)).expand_as(travel)
+        still, unsure = (full == 0).expand_as(travel), travel >= UNSURE.translation[0] * full
+        kinds = {"still": still, "narrow": narrow, "wide": unsure & ~still & ~narrow, "sure": ~unsure & ~narrow}
+        shares = [SHARES[name] * kind / kind.sum().clamp_min(1) for name, kind in kinds.items()]
+        return torch.stack(shares).sum(0).flatten()
 
     def batch(self, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return target latents, source latents, cameras as labelled and captions."""
-        scene = torch.randint(len(self.latents), (size,), generator=draw)
-        preset = torch.randint(10, (size,), generator=draw)
+        chosen = torch.multinomial(self._weights, size, replacement=True, generator=draw)
+        scene, target = chosen // self.cameras.shape[1], chosen % self.cameras.shape[1]
+        preset = torch.where(target < len(PRESETS), target, target - len(MOVING))
         source = (preset + torch.randint(1, 10, (size,), generator=draw)) % 10
-        narrow = (torch.rand(size, generator=draw) < NARROW_SHARE) & (preset >= MOVING[0])
-        target = torch.where(narrow, preset + len(MOVING), preset)  # narrow clips follow the ten wide ones
         clips = self.latents[scene, target].float(), self.latents[scene, source].float()
         return *clips, self.cameras[scene, target], self.captions[scene]
 
@@ -257,7 +270,7 @@ def write_folder(args: argparse.Namespace, parts: dict[str, nn.Module], tokenize
         "torch": torch.__version__,
         "seed": 0,
         "settings": {name: getattr(args, name) for name in SETTINGS},
-        "data": {"metres": dataclasses.asdict(WIDE), "decimetres": dataclasses.asdict(NARROW)},
+        "data": {"metres": dataclasses.asdict(WIDE), "decimetres": dataclasses.asdict(NARROW), "shares": SHARES},
         "log": [json.loads(line) for line in (args.work / "log.jsonl").read_text().splitlines()],
     }
     (args.out / "pretraining.json").write_text(json.dumps(record, indent=1))

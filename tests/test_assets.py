@@ -1,0 +1,84 @@
+"""The embedded model: small, complete, on record, and really trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from flow_grpo.algorithm.rollout import SdeSettings, rollout
+from flow_grpo.algorithm.scoring import decode
+from flow_grpo.config import load_config
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.rewards.target_view import psnr_db
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "assets" / "tiny_recam"
+LIMIT_MB = 12
+
+
+def test_the_folder_is_complete_small_and_on_record():
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert {path.name for path in FOLDER.iterdir()} == {
+        *("transformer", "vae", "text_encoder", "tokenizer", "scheduler"),
+        "pretraining.json",
+    }
+    assert sum(path.stat().st_size for path in files) < LIMIT_MB * 1e6
+    record, codec = (json.loads((FOLDER / part).read_text()) for part in ("pretraining.json", "vae/pretraining.json"))
+    for made in (record, codec):
+        assert {"tool", "torch", "seed", "settings", "log"} <= set(made)
+        assert made["log"][-1]["step"] > 1000
+    assert {"metres", "decimetres"} <= set(record["data"])
+
+
+def test_weights_are_half_precision_and_finite():
+    for path in FOLDER.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_tensor(name)
+                assert tensor.dtype == torch.float16 and tensor.isfinite().all(), name
+
+
+@pytest.fixture(scope="module")
+def policy() -> RecamPolicy:
+    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.model.path={FOLDER}"])
+    return RecamPolicy.from_config(config.model, config.sample, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def conditions(tmp_path_factory):
+    """Every camera of a held-out scene."""
+    root = tmp_path_factory.mktemp("assets") / "world"
+    ensure_tiny_world(root, "unit_test")
+    data = MultiCamDataset(root, "val", num_frames=5, height=24, width=32, prompt="caption", reference="source")
+    return [data.condition(index, gid=index) for index in range(len(data))]
+
+
+def test_the_codec_restores_rooms_it_has_not_seen(policy, conditions):
+    encoded = policy.encode(conditions).source_latents
+    sources = torch.stack([condition.source_video for condition in conditions])
+    assert psnr_db(decode(policy, encoded, batch_size=8), sources).mean() > 28
+
+
+def test_samples_show_the_room_and_not_the_source(policy, conditions):
+    """Where only the direction of view changes nothing is ambiguous: the view must be right."""
+    turning = [c for c in conditions if (c.target_poses[-1, :3, 3].norm() < 1e-6)]
+    with torch.no_grad():
+        latents = rollout(
+            policy,
+            turning,
+            policy.encode(turning),
+            sigmas=flow_sigmas(8, 3.0),
+            window=(),
+            sde=SdeSettings("ode", 0.0),
+            seed=0,
+        ).final_latents
+    videos = decode(policy, latents, batch_size=8)
+    targets, sources = (torch.stack([getattr(c, f"{name}_video") for c in turning]) for name in ("target", "source"))
+    assert psnr_db(videos, targets).mean() > psnr_db(sources, targets).mean() + 4
