@@ -10,7 +10,7 @@ from einops import rearrange
 
 from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.room import render_video
-from flow_grpo.rewards.target_view import TargetView, align, psnr_db, ssim
+from flow_grpo.rewards.target_view import TargetPsnr, TargetView, align, psnr_db, ssim
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, conditions, film, like_a_codec
 
 PRESETS = ["pan_right", "zoom_in", "zoom_out", "arc_left"]
@@ -124,3 +124,15 @@ def test_a_target_video_of_another_size_masks_the_sample():
     result = score(TRUE.videos, chosen)
     assert not result.valid[0] and result.valid[1:].all()
     assert "(3, 5, 12, 16)" in result.causes[0]
+
+
+def test_the_pixel_reward_is_the_psnr_and_needs_a_target_of_its_shape():
+    missing = dataclasses.replace(CONDITIONS[2], target_video=None)
+    shorter = dataclasses.replace(CONDITIONS[3], target_video=TRUE.videos[3][:, :3])
+    videos = (TRUE.videos[:4] + 0.1).clamp(0, 1)
+    found = TargetPsnr()(videos, [*CONDITIONS[:2], missing, shorter])
+    assert torch.equal(found.values[:2], psnr_db(videos[:2], TRUE.videos[:2]))
+    assert found.valid.tolist() == [True, True, False, False]
+    assert found.values[2:].isnan().all()
+    assert found.info == {}
+    assert "has no target video" in found.causes[2] and "shape" in found.causes[3]

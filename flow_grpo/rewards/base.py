@@ -17,7 +17,7 @@ from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.room_pose import RoomPose
 from flow_grpo.rewards.source_match import SourceMatch
-from flow_grpo.rewards.target_view import TargetView
+from flow_grpo.rewards.target_view import TargetPsnr, TargetView
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Reward(Protocol):
 
 REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "target_view": lambda _: TargetView(),
+    "target_psnr": lambda _: TargetPsnr(),
     "source_match": lambda _: SourceMatch(),
     "motion_mag": lambda _: MotionMag(),
     "room_pose": RoomPose,
