@@ -97,6 +97,7 @@ def tiny_recam() -> ConfigDict:
     config.eval.batch_size = 16
     config.eval.num_steps = 8
     config.eval.gold = "room_pose"
+    config.eval.videos = 8
     config.checkpoint.every = 50
     return config
 

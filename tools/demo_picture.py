@@ -43,22 +43,29 @@ def thirds(path: Path, frames: int) -> list[Tensor]:
     return list(video.permute(1, 2, 3, 0).chunk(3, dim=2))
 
 
+def strips(run: Path, rows: int, frames: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Return source, before, after and true view of the conditions that training changed most."""
+    found = []
+    for steps in clips(run).values():
+        source, before, target = thirds(steps[min(steps)], frames)
+        after = thirds(steps[max(steps)], frames)[1]
+        found.append((source, before, after, target))
+    return sorted(found, key=lambda row: -float((row[2].float() - row[1].float()).abs().mean()))[:rows]
+
+
 def draw(run: Path, out: Path, rows: int, frames: int) -> None:
     """Write the picture."""
-    chosen = list(clips(run).items())[:rows]
+    chosen = strips(run, rows, frames)
     shown = (0, frames // 2, frames - 1)
     figure = Figure(figsize=(14, 1.05 * len(chosen) + 0.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     groups = figure.subfigures(1, len(COLUMNS), wspace=0.02)
-    cells = [group.subplots(len(chosen), len(shown), squeeze=False) for group in groups]
-    for group, title in zip(groups, COLUMNS, strict=True):
+    for column, (group, title) in enumerate(zip(groups, COLUMNS, strict=True)):
         group.suptitle(title, fontsize=12)
-    for row, (_, steps) in enumerate(chosen):
-        source, before, target = thirds(steps[min(steps)], frames)
-        after = thirds(steps[max(steps)], frames)[1]
-        for column, video in enumerate((source, before, after, target)):
-            for cell, frame in zip(cells[column][row], shown, strict=True):
-                cell.imshow(video[frame].numpy())
+        cells = group.subplots(len(chosen), len(shown), squeeze=False)
+        for line, row in zip(cells, chosen, strict=True):
+            for cell, frame in zip(line, shown, strict=True):
+                cell.imshow(row[column][frame].numpy())
                 cell.set_axis_off()
     figure.savefig(out)
 
