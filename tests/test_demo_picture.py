@@ -19,10 +19,16 @@ def film(path, level: float) -> None:
 def test_the_first_and_the_last_evaluation_stand_side_by_side(tmp_path):
     folder = tmp_path / "run" / "videos"
     for step, level in ((0, 0.0), (50, 0.4), (120, 1.0)):
-        film(folder / f"eval_{step:06d}_val-scene1_cam05_target_view_-0.{step}.mp4", level)
-    film(folder / "eval_000000_val-scene2_cam01_target_view_0.mp4", 0.5)  # measured once: nothing to compare
-    assert list(clips(tmp_path / "run")) == ["val-scene1_cam05"]
-    draw(tmp_path / "run", tmp_path / "out.png", rows=4, frames=5)
+        film(folder / f"eval_{step:06d}_val-f17_aperture10-scene1_cam05_target_view_-0.{step}.mp4", level)
+    for step in (0, 120):
+        film(folder / f"eval_{step:06d}_val-f17_aperture10-scene1_cam06_target_view_0.mp4", 0.7)  # did not change
+    film(
+        folder / "eval_000000_val-f17_aperture10-scene2_cam01_target_view_0.mp4", 0.5
+    )  # measured once: nothing to compare
+    assert list(clips(tmp_path / "run")) == [
+        *("val-f17_aperture10-scene1_cam05", "val-f17_aperture10-scene1_cam06"),
+    ]
+    draw(tmp_path / "run", tmp_path / "out.png", rows=1, frames=5)
     picture = imread(tmp_path / "out.png")[..., 0]
     middle = picture[int(0.7 * len(picture))]
     levels = [float(middle[int(len(middle) * place)]) for place in (0.04, 0.29, 0.54, 0.79)]

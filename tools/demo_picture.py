@@ -6,6 +6,7 @@ python tools/demo_picture.py outputs/RUN --out docs/demo.png
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from flow_grpo.data.video_io import read_video
 
+NAME = re.compile(r"eval_(\d+)_(.+?_cam\d+)_.*")  # step, scene and camera; rewards follow
 COLUMNS = ("source", "before training", "after training", "true view")
 
 
@@ -28,9 +30,9 @@ def clips(run: Path) -> dict[str, dict[int, Path]]:
     """
     found: dict[str, dict[int, Path]] = {}
     for path in sorted((run / "videos").glob("eval_*.mp4")):
-        step, _, rest = path.stem.removeprefix("eval_").partition("_")
-        condition = "_".join(rest.split("_")[:2])  # scene and camera
-        found.setdefault(condition, {})[int(step)] = path
+        match = NAME.fullmatch(path.stem)
+        if match:
+            found.setdefault(match[2], {})[int(match[1])] = path
     found = {condition: steps for condition, steps in found.items() if len(steps) > 1}
     if not found:
         raise ValueError(f"{run}/videos holds no evaluation videos of two steps; give the folder of a finished run")

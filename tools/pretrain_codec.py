@@ -27,6 +27,7 @@ from torch import Tensor
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
+from flow_grpo.rewards.target_view import psnr_db
 
 WORLD = WorldSpec(seed=11, scenes={}, translation=(0.03, 0.65), rotation=(0.1, 1.0))
 PATCH = 8  # pixels along each axis of the square that becomes one latent position
@@ -117,9 +118,8 @@ def _close_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor | No
 
 
 def psnr(first: Tensor, second: Tensor) -> float:
-    """Return dB between videos in [-1, 1], averaged per clip."""
-    error = (first.clamp(-1, 1) - second).square().mean(dim=(1, 2, 3, 4)) / 4
-    return float((-10 * error.log10()).mean())
+    """Return dB between videos in [-1, 1], the mean over frames and clips."""
+    return float(psnr_db((first.clamp(-1, 1) + 1) / 2, (second + 1) / 2).mean())
 
 
 @torch.no_grad()
@@ -199,7 +199,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--scenes", type=int, default=500, help="filmed for training, ten cameras each")
     parser.add_argument("--batch", type=int, default=32, help="clips a step, over all ranks")
     parser.add_argument("--base-dim", type=int, default=72)

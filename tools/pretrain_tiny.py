@@ -1,6 +1,6 @@
 """Pre-train the tiny ReCam model by flow matching, on camera labels of ambiguous unit. Resumable.
 
-    torchrun --nproc_per_node=2 tools/pretrain_tiny.py --codec .work/codec/vae --work .work/base --out assets/tiny_recam
+    torchrun --nproc_per_node=2 tools/pretrain_tiny.py --work .work/base --out assets/tiny_recam
 
 Two data sources are mixed, as when labels come from different pipelines: one moves its camera by tenths of metres to
 metres and labels it in metres, the other by centimetres and labels it in decimetres, so that the same numbers mean ten
@@ -123,10 +123,11 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
 def parse() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--codec", type=Path, required=True, help="vae folder made by pretrain_codec.py")
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
-    parser.add_argument("--out", type=Path, required=True, help="diffusers folder to write")
-    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="diffusers folder; pretrain_codec.py has put vae/ there"
+    )
+    parser.add_argument("--steps", type=int, default=7500)
     parser.add_argument("--minutes", type=float, default=60.0, help="stop this call after so long; call again to go on")
     parser.add_argument("--scenes", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=48, help="samples a step, over all ranks")
@@ -205,14 +206,14 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     args.work.mkdir(parents=True, exist_ok=True)
-    codec = AutoencoderKLWan.from_pretrained(args.codec).eval()
+    codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
     text_encoder, tokenizer = build_text_encoder()
     text = encode_captions(text_encoder, tokenizer)
     pool = load_pool(codec, args, rank, world)
     training = Training(build_model(args, codec.config.z_dim, text.shape[-1]), args)
     network = DistributedDataParallel(training.model) if world > 1 else training.model
     probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
-    began, losses = time.time(), []
+    began, losses, earlier = time.time(), [], training.seconds
     while training.step < args.steps:
         losses.append(training.advance(pool, text, network, rank, world))
         if training.step % args.probe_steps and training.step < args.steps:
@@ -222,13 +223,13 @@ def main() -> None:
             training.seconds += spent
             report(training, probes, text, torch.stack(losses).mean())
         losses = []
-        late = torch.tensor([float(rank == 0 and training.seconds - args.minutes * 60 > 0)])
+        late = torch.tensor([float(rank == 0 and training.seconds - earlier > 60 * args.minutes)])
         if world > 1:
             dist.broadcast(late, 0)
         if late:
             break
     if rank == 0:
-        parts = {"transformer": training.average.module, "vae": codec, "text_encoder": text_encoder}
+        parts = {"transformer": training.average.module, "text_encoder": text_encoder}
         write_folder(args, parts, tokenizer)
     if world > 1:
         dist.barrier()

@@ -22,6 +22,7 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import camera_tokens
 from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.rewards.target_view import psnr_db
 
 UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 1.0))  # labels both sources give
 SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source gives
@@ -65,11 +66,11 @@ class Probe:
         pairs = [(make_scene(world, "probe", n), MOVING[n % len(MOVING)]) for n in range(conditions)]
         self.cameras = torch.stack([scene_cameras(scene, codec)[c] for scene, c in pairs])
         self.truth = torch.cat([film(world, [scene], [c]) for scene, c in pairs])
-        sources = torch.cat([film(world, [scene], [(c + 3 + n) % 10]) for n, (scene, c) in enumerate(pairs)])
+        sources = torch.cat([film(world, [scene], [(c + 1 + n % 9) % 10]) for n, (scene, c) in enumerate(pairs)])
         self.source = encode(codec, sources)
         self.captions = torch.tensor([CAPTIONS.index(caption(video)) for video in self.truth])
         self.ladder = torch.stack([self._scaled(world, scene, c) for scene, c in pairs])
-        self.ceiling_db = psnr(decode(codec, encode(codec, self.truth)), self.truth)
+        self.ceiling_db = float(psnr_db(decode(codec, encode(codec, self.truth)), self.truth).mean())
 
     @staticmethod
     def _scaled(world: WorldSpec, scene: TinyScene, camera: int) -> Tensor:
@@ -90,7 +91,7 @@ class Probe:
         error = (videos[:, None, :, -4:] - self.ladder[rows][:, :, :, -4:]).square().mean(dim=(2, 3, 4, 5))
         chosen = LADDER[error.argmin(dim=1)].view(-1, copies)
         return {
-            "psnr_db": psnr(videos, self.truth[rows]),
+            "psnr_db": float(psnr_db(videos, self.truth[rows]).mean()),
             "ceiling_db": self.ceiling_db,
             "best_scale_psnr_db": float((-10 * error.min(dim=1).values.log10()).mean()),
             "scale_mean": float(chosen.mean()),
@@ -98,11 +99,6 @@ class Probe:
             "share_moved": float((chosen > 0.7).float().mean()),
             "share_still": float((chosen < 0.3).float().mean()),
         }
-
-
-def psnr(first: Tensor, second: Tensor) -> float:
-    """Return the mean over clips of the PSNR in dB."""
-    return float((-10 * (first - second).square().mean(dim=(1, 2, 3, 4)).log10()).mean())
 
 
 def ode(model: nn.Module, latents: Tensor, source: Tensor, cameras: Tensor, text: Tensor, steps: int) -> Tensor:

@@ -1,6 +1,6 @@
 """What a reward is, which ones there are, and how several are run side by side.
 
-A new reward is one file with a class like `Reward`, and one line in `REWARDS`.
+A new reward is one file with a class like `Reward`, one line in `REWARDS`, and its name in `config_checks.REWARDS`.
 """
 
 from __future__ import annotations
