@@ -28,6 +28,7 @@ def test_the_benchmark_prints_one_object_with_both_ratios(tmp_path, capsys, kl_c
         "train.batch_size": 2,
         "train.kl_coef": kl_coef,
         "eval.num_conditions": 4,
+        "eval.videos": 1,
     }
     words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", "--epochs", "2", "--json"]
     assert bench.main([*words, *(f"--config.{name}={value}" for name, value in knobs.items())]) == 0
