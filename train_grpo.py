@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
+from flow_grpo.algorithm.debug_print import show
+from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.rollout import SdeSettings
@@ -55,7 +57,8 @@ def main(words: Sequence[str] | None = None) -> int:
         for epoch in trainer.epochs():
             samples = trainer.sample(epoch)
             gathered = trainer.gather(samples)
-            batch = trainer.compare(samples, gathered)
+            chosen = trainer.choose(samples, gathered, epoch)
+            batch = trainer.compare(chosen)
             trainer.update(batch, epoch)
             trainer.log(samples)
     trainer.finish()
@@ -155,6 +158,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         ranks=ranks,
         device=device,
         run_folder=run_folder,
+        dynamic_sampling=build_dynamic_sampling(config, rewards, state, progress, ranks),
     )
 
 
@@ -241,9 +245,30 @@ def build_collector(
         sde=sde_settings(config),
         seed=config.seed,
         debug=config.debug,
+        offload=config.dynamic_sampling.enabled,
     )
     stream = ConditionStream(loader, sampler)
     return Collector(policy, stream, rewards, settings, is_main=is_main, on_batch=progress.rollout)
+
+
+def build_dynamic_sampling(
+    config: Config, rewards: RewardSet, state: RunState, progress: Progress, ranks: Ranks
+) -> DynamicSampling | None:
+    """Return what draws further rounds when groups are flat, or None when that is not asked for."""
+    if not config.dynamic_sampling.enabled:
+        return None
+    return DynamicSampling(
+        config=config.dynamic_sampling,
+        reward=config.reward,
+        floors=rewards.floors,
+        k=config.sample.k,
+        local=config.sample.expanded_batch_size,
+        seed=config.seed,
+        ranks=ranks,
+        device=state.device,
+        history=state.shortages,
+        say=progress.say if ranks.is_main else lambda line: show([line]),
+    )
 
 
 def build_updater(config: Config, policy: RecamPolicy, state: RunState, progress: Progress, ranks: Ranks) -> Updater:

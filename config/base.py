@@ -28,6 +28,7 @@ def get_config() -> ConfigDict:
     config.model = _model()
     config.sample = _sample()
     config.reward = _reward()
+    config.dynamic_sampling = _dynamic_sampling()
     config.train = _train()
     config.eval = _eval()
     config.checkpoint = _checkpoint()
@@ -98,6 +99,18 @@ def _reward() -> ConfigDict:
     reward.adv_ddof = 0  # 0 | 1: degrees of freedom taken off that std
     reward.flat_eps = 1e-4  # a group whose rewards span no more than this teaches nothing
     return reward
+
+
+def _dynamic_sampling() -> ConfigDict:
+    """Sampling fresh conditions until every group carries a signal; README, "When groups are flat"."""
+    dynamic = ConfigDict()
+    dynamic.enabled = False  # look at reward/*_group_range_p50 first: without a floor hardly any group is flat
+    dynamic.max_resample_times = 3  # rounds after an epoch's first; the last one counts
+    # fallback_original | fill_flat | pad | rebalance | raise: what an epoch trains on when still too few groups differ
+    dynamic.policy = "fallback_original"
+    dynamic.metric = ""  # the one reward that says which groups are flat; "" asks all that have a weight
+    dynamic.skip_step_if_all_flat = False  # take no optimizer step when no group of the epoch carries a signal
+    return dynamic
 
 
 def _train() -> ConfigDict:

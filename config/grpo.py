@@ -53,6 +53,17 @@ def my_recam_8npu() -> ConfigDict:
     return config
 
 
+def my_recam_8npu_dapo() -> ConfigDict:
+    """`my_recam_8npu` that samples on until every group carries a signal: starting values, not validated."""
+    config = my_recam_8npu()
+    config.dynamic_sampling.enabled = True
+    # Whether the camera went where it was told is what a group must differ in; its noise floor says what is flat.
+    config.dynamic_sampling.metric = "target_view"
+    config.dynamic_sampling.max_resample_times = 3
+    config.dynamic_sampling.policy = "fallback_original"
+    return config
+
+
 def tiny_recam() -> ConfigDict:
     """The demo: a small trained ReCam model learns metric camera motion on 2 CPU cores in ten minutes."""
     config = get_config()
@@ -110,4 +121,14 @@ def my_recam_8npu_tiny() -> ConfigDict:
     config.train.batch_size = full.train.batch_size
     config.eval.num_conditions = 16
     config.eval.batch_size = 2
+    return config
+
+
+def my_recam_8npu_dapo_tiny() -> ConfigDict:
+    """`my_recam_8npu_dapo` shrunk likewise, judged so coarsely that pools fill up late or not at all."""
+    config, full = my_recam_8npu_tiny(), my_recam_8npu_dapo()
+    config.dynamic_sampling = full.dynamic_sampling
+    config.reward.weights = ConfigDict({"target_view": 1.0})
+    # Half of the groups range over less than 0.05, nine in ten over less than 0.2: about one in four counts here.
+    config.reward.flat_eps = 0.15
     return config

@@ -75,6 +75,11 @@ class SampleConfig:
     layout: str  # "spread" | "shuffled" | "contiguous"
     same_initial_noise: bool  # the copies of a group share their first noise
 
+    @property
+    def expanded_batch_size(self) -> int:
+        """Samples of a rank per epoch: with whole groups on a rank, its conditions times the k copies of each."""
+        return self.train_batch_size * self.num_batches_per_epoch
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
@@ -85,6 +90,17 @@ class RewardConfig:
     adv_eps: float
     adv_ddof: int
     flat_eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicSamplingConfig:
+    """What happens when groups teach nothing."""
+
+    enabled: bool
+    max_resample_times: int  # rounds after the first; the last one counts
+    policy: str  # "fallback_original" | "fill_flat" | "pad" | "rebalance" | "raise"
+    metric: str  # "" or the one reward that says which groups are flat
+    skip_step_if_all_flat: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +164,7 @@ class Config:
     model: ModelConfig
     sample: SampleConfig
     reward: RewardConfig
+    dynamic_sampling: DynamicSamplingConfig
     train: TrainConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ BOUNDS: Mapping[str, str] = {
     "reward.adv_eps": "(0, inf)",
     "reward.adv_ddof": "[0, 1]",
     "reward.flat_eps": "[0, inf)",
+    "dynamic_sampling.max_resample_times": "[0, inf)",
     "train.batch_size": "[1, inf)",
     "train.updates_per_epoch": "[1, inf)",
     "train.learning_rate": "(0, inf)",
@@ -73,6 +75,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "sample.layout": ("spread", "shuffled", "contiguous"),
     "reward.weights": REWARDS,
     "reward.adv_norm": ("group", "batch", "batch_centered", "max_group", "none"),
+    "dynamic_sampling.policy": ("fallback_original", "fill_flat", "pad", "rebalance", "raise"),
+    "dynamic_sampling.metric": ("", *REWARDS),
     "train.step_weight": ("none", "inverse_gain"),
     "train.old_log_prob": ("auto", "rollout", "recompute", "detach"),
     "eval.gold": ("", "room_pose"),
@@ -101,6 +105,7 @@ def check(config: Config) -> None:
     _check_steps(config)
     _check_noise(config)
     _check_rewards(config)
+    _check_dynamic_sampling(config)
     _check_update(config)
 
 
@@ -259,9 +264,23 @@ def _check_rewards(config: Config) -> None:
         raise _refusal("eval.gold", config.eval.gold, bound, f"pass --config.reward.weights.{config.eval.gold}=0")
 
 
+def _check_dynamic_sampling(config: Config) -> None:
+    dynamic, reward = config.dynamic_sampling, config.reward
+    if dynamic.metric and dynamic.metric not in reward.weights:
+        bound = f"must be one of the measured rewards {', '.join(reward.weights)}, or '' for all that have a weight"
+        way_out = f"pass --config.reward.weights.{dynamic.metric}=0 to measure it"
+        raise _refusal("dynamic_sampling.metric", dynamic.metric, bound, way_out)
+    if dynamic.enabled and reward.flat_eps < reward.adv_eps:
+        warnings.warn(
+            f"config.reward.flat_eps={reward.flat_eps:g} is below reward.adv_eps={reward.adv_eps:g}: dynamic sampling "
+            "will take groups for valid whose advantages are mostly rounding; raise reward.flat_eps",
+            stacklevel=2,
+        )
+
+
 def _check_update(config: Config) -> None:
     train, sample = config.train, config.sample
-    local = sample.train_batch_size * sample.num_batches_per_epoch
+    local = sample.expanded_batch_size
     held = f"the {local} samples a rank holds per epoch (train_batch_size {sample.train_batch_size} x "
     held += f"num_batches_per_epoch {sample.num_batches_per_epoch})"
     if local % train.updates_per_epoch:

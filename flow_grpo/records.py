@@ -8,11 +8,13 @@ L D prompt tokens and width, T video frames, h w video rows and columns. Latents
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+RowsType = TypeVar("RowsType", bound="Rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +53,65 @@ class Condition:
     target_video: Tensor | None = None
     preset: str | None = None
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Video frames, rows and columns (T, h, w); conditions of one size can share a call."""
+        frames, height, width = self.source_video.shape[1:]
+        return frames, height, width
+
 
 @dataclasses.dataclass(frozen=True)
-class Conditioning:
-    """What the transformer is given beside latents; every tensor's first dimension is the sample.
+class Rows:
+    """A record of tensors, or tables of tensors, whose first dimension is the sample; all samples share the rest."""
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return every tensor by its dotted name, those of records inside included; what is None is left out."""
+        found: dict[str, Tensor] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Rows):
+                found |= value.tensors(f"{prefix}{field.name}.")
+            elif isinstance(value, dict):
+                found |= {f"{prefix}{field.name}.{name}": tensor for name, tensor in value.items()}
+            elif isinstance(value, Tensor):
+                found[prefix + field.name] = value
+        return found
+
+    def with_tensors(self: RowsType, tensors: Mapping[str, Tensor], prefix: str = "") -> RowsType:
+        """Return a copy with other tensors, by the names that `tensors` gives."""
+        changed: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Rows):
+                changed[field.name] = value.with_tensors(tensors, f"{prefix}{field.name}.")
+            elif isinstance(value, dict):
+                changed[field.name] = {name: tensors[f"{prefix}{field.name}.{name}"] for name in value}
+            elif isinstance(value, Tensor):
+                changed[field.name] = tensors[prefix + field.name]
+        return dataclasses.replace(self, **changed)
+
+    def map(self: RowsType, function: Callable[[Tensor], Tensor]) -> RowsType:
+        """Return a copy with every tensor passed through `function`."""
+        return self.with_tensors({name: function(tensor) for name, tensor in self.tensors().items()})
+
+    def rows(self: RowsType, selection: slice | Tensor) -> RowsType:
+        """Return the selected samples; a slice shares memory, an index tensor copies."""
+        return self.map(lambda tensor: tensor[selection])
+
+    def to(self: RowsType, device: torch.device | str) -> RowsType:
+        """Return a copy on `device`; free when already there."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    @classmethod
+    def concatenate(cls: type[RowsType], parts: Sequence[RowsType]) -> RowsType:
+        """Join records of one structure along the sample dimension; shared fields are those of the first."""
+        columns = [part.tensors() for part in parts]
+        return parts[0].with_tensors({name: torch.cat([column[name] for column in columns]) for name in columns[0]})
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditioning(Rows):
+    """What the transformer is given beside latents.
 
     Attributes:
         prompt_embeds: (B, L, D), zero after the prompt's true length.
@@ -71,50 +128,24 @@ class Conditioning:
     def __len__(self) -> int:
         return self.target_cameras.shape[0]
 
-    def rows(self, selection: slice | Tensor) -> Conditioning:
-        """Return the selected samples."""
-        return self._map(lambda tensor: tensor[selection])
-
-    def to(self, device: torch.device | str) -> Conditioning:
-        """Return a copy on `device`; free when already there."""
-        return self._map(lambda tensor: tensor.to(device))
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Conditioning:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        mapped: dict[str, Any] = {name: None if v is None else function(v) for name, v in values.items()}
-        return Conditioning(**mapped)
-
-    @staticmethod
-    def concatenate(parts: Sequence[Conditioning]) -> Conditioning:
-        """Join batches of one structure along the sample dimension."""
-        joined: dict[str, Any] = {}
-        for field in dataclasses.fields(Conditioning):
-            values = [getattr(part, field.name) for part in parts]
-            joined[field.name] = None if values[0] is None else torch.cat(values)
-        return Conditioning(**joined)
-
 
 @dataclasses.dataclass(frozen=True)
-class Trajectory:
-    """The remembered part of a rollout.
+class Trajectory(Rows):
+    """The remembered part of a rollout: enough to replay it.
 
     Attributes:
         states: (B, M, C, F, H, W) fp32: the latents before and after every stochastic step, each stored once
             (M = K + 1 for a contiguous window).
+        log_probs: (B, K) fp32 mean log-density per latent element, in nats.
         positions: for each of the K stochastic steps, where its `latents` stand in `states`; its `next_latents` are
             the following entry.
         steps: the K step numbers in the schedule.
-        log_probs: (B, K) fp32 mean log-density per latent element, in nats.
-        final_latents: (B, C, F, H, W) fp32 clean latents at the end of the rollout.
-        noise_ids: (B, 2) int64 hashes of each sample's initial noise and step noise, to find copies that are not.
     """
 
     states: Tensor
+    log_probs: Tensor
     positions: tuple[int, ...]
     steps: tuple[int, ...]
-    log_probs: Tensor
-    final_latents: Tensor
-    noise_ids: Tensor
 
     @property
     def latents(self) -> Tensor:
@@ -145,36 +176,94 @@ class RewardResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experience(Rows):
+    """What one rank keeps of n samples of one size, enough to replay them.
+
+    Attributes:
+        keys: (n, 3) int64 CPU: gid, slot, index.
+        conditioning: n rows.
+        trajectory: n rows.
+    """
+
+    keys: Tensor
+    conditioning: Conditioning
+    trajectory: Trajectory
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device | str) -> Experience:
+        """Return a copy on `device`, its keys on the CPU."""
+        return Experience(self.keys, self.conditioning.to(device), self.trajectory.to(device))
+
+
+@dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """B rolled-out and scored samples of one rank.
+    """B rolled-out and scored samples of one size on one rank.
 
     Attributes:
         conditions: the B conditions, in row order.
+        positions: where each stands among the samples of its rank and epoch.
         conditioning: what the transformer was given, B rows.
         trajectory: the remembered steps.
+        noise_ids: (B, 2) int64 CPU hashes of each sample's initial noise and step noise, to find copies that are not.
         rewards: reward name -> result of B rows.
     """
 
     conditions: tuple[Condition, ...]
+    positions: tuple[int, ...]
     conditioning: Conditioning
     trajectory: Trajectory
+    noise_ids: Tensor
     rewards: dict[str, RewardResult]
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Video frames, rows and columns of all its samples."""
+        return self.conditions[0].size
+
+    @property
+    def experience(self) -> Experience:
+        """What stays of the samples once they are scored; shares memory."""
+        keys = torch.tensor([[c.gid, c.slot, c.index] for c in self.conditions], dtype=torch.int64)
+        return Experience(keys, self.conditioning, self.trajectory)
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingBatch:
-    """What the update replays: one rank's rows of an epoch.
+class TrainingPart(Rows):
+    """Samples of one size that an epoch trains on, on one rank.
 
     Attributes:
-        conditioning: N rows.
-        trajectory: N rows.
-        advantages: (N,) fp32, group-normalised.
-        weights: (N,) fp32 sample weights; 0 leaves a sample out of the loss.
-        gids: (N,) int64 group of every row, for messages.
+        positions: (n,) int64 CPU: where each stands among the rank's samples of the epoch.
+        conditioning: n rows.
+        trajectory: n rows.
+        advantages: (n,) fp32 CPU, group-normalised.
+        weights: (n,) fp32 CPU sample weights; 0 leaves a sample out of the loss.
+        gids: (n,) int64 CPU group of every row, for messages.
     """
 
+    positions: Tensor
     conditioning: Conditioning
     trajectory: Trajectory
     advantages: Tensor
     weights: Tensor
     gids: Tensor
+
+    def __len__(self) -> int:
+        return len(self.gids)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingBatch:
+    """What the update replays: one rank's samples of an epoch, as many on every rank.
+
+    Attributes:
+        parts: one per video size.
+        as_rolled_out: the rows of every part are those of the rollout's batches, in their order.
+    """
+
+    parts: tuple[TrainingPart, ...]
+    as_rolled_out: bool = True
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)

@@ -70,7 +70,7 @@ def test_samples_show_the_true_view_where_only_the_direction_changes(policy, con
     """A rotation has no unit, so nothing is ambiguous; 28.4 dB were measured, an untrained model has about 10."""
     turning = [c for c in conditions if (c.target_poses[-1, :3, 3].norm() < 1e-6)]
     with torch.no_grad():
-        latents = rollout(
+        rolled = rollout(
             policy,
             turning,
             policy.encode(turning),
@@ -78,7 +78,7 @@ def test_samples_show_the_true_view_where_only_the_direction_changes(policy, con
             window=(),
             sde=SdeSettings("ode", 0.0),
             seed=0,
-        ).final_latents
-    videos = decode(policy, latents, batch_size=8)
+        )
+    videos = decode(policy, rolled.final_latents, batch_size=8)
     targets = torch.stack([condition.target_video for condition in turning])
     assert psnr_db(videos, targets).mean() > 26

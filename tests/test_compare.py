@@ -44,10 +44,10 @@ def _rows_of_the_example(rank: int) -> list[tuple[int, int]]:
 def _gather_the_example(ranks: Ranks) -> tuple[list[int], list[float], list[int]]:
     conditions = [dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in _rows_of_the_example(ranks.rank)]
     batch = scored(ToyPolicy(), conditions)
-    gathered = compare.gather(batch, ranks)
+    gathered = compare.gather([batch], ranks)
     compare.check(gathered, sample_config(), ranks)
     compared = compare.advantages(gathered, REWARD, k=4, floors={})
-    mine = compare.own_rows(batch, gathered, compared, ranks)
+    (mine,) = compare.own_rows(compare.everything([batch], gathered, ranks), compared, ranks).parts
     return gathered.gids.tolist(), compared.advantages.tolist(), mine.gids.tolist()
 
 
@@ -71,7 +71,7 @@ def test_every_rank_gets_the_advantages_of_its_own_rows_back():
 
 def _count_an_epoch(ranks: Ranks) -> tuple[int, dict[int, set[int]], int]:
     sampling = collector(ranks, ToyPolicy(), debug=False)
-    gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))).batch, ranks)
+    gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))).batches, ranks)
     compare.check(gathered, sampling.settings.sample, ranks)
     ranks_of = {gid: set() for gid in gathered.gids.tolist()}
     for row, gid in enumerate(gathered.gids.tolist()):
@@ -93,6 +93,7 @@ def gathered_of(values, gids, **changes):
         "gids": gids,
         "slots": torch.arange(len(gids)) % 2,
         "indices": gids,
+        "sizes": torch.tensor([[5, 2, 2]] * len(gids)),
         "noise_ids": torch.arange(2 * len(gids)).view(-1, 2),
         "rewards": {"brightness": rewards},
         "valid": {"brightness": rewards.isfinite()},
@@ -106,10 +107,11 @@ def test_advantages_compare_within_groups_and_mask_what_failed():
     compared = compare.advantages(gathered, REWARD, k=2, floors={})
     assert compared.advantages.tolist() == pytest.approx([-1 / 1.0001, 1 / 1.0001, 0, 0, 0, 0])
     assert compared.weights.tolist() == [1, 1, 1, 1, 0, 0]
-    metrics = compare.reward_metrics(gathered, compared, {"brightness": 1.0})
-    assert metrics["dyn/flat_groups"] == metrics["dyn/incomplete_groups"] == 1
-    assert metrics["dyn/valid_groups_ratio_initial"] == pytest.approx(1 / 3)
-    assert metrics["train/zero_std_ratio"] == pytest.approx(1 / 3)
+    counts = compare.group_metrics(compared)
+    assert counts["dyn/flat_groups"] == counts["dyn/incomplete_groups"] == 1
+    assert counts["dyn/valid_groups_ratio_initial"] == pytest.approx(1 / 3)
+    metrics = compare.reward_metrics(gathered, {"brightness": 1.0})
+    assert [metrics[f"reward/brightness_group_range_p{p}"] for p in (10, 50, 90)] == pytest.approx([0.2, 1.0, 1.8])
     assert metrics["reward/brightness_valid"] == pytest.approx(5 / 6)
     assert metrics["reward/brightness_mean"] == metrics["reward/mean"] == pytest.approx(16 / 5)
     assert metrics["reward/brightness_group_std"] == pytest.approx(0.5)
@@ -125,8 +127,7 @@ def test_a_floor_makes_a_group_flat():
 
 def test_statistics_leave_out_what_no_sample_has():
     gathered = gathered_of([float("nan")] * 4, [7, 7, 8, 8])
-    compared = compare.advantages(gathered, REWARD, k=2, floors={})
-    metrics = compare.reward_metrics(gathered, compared, {"brightness": 1.0})
+    metrics = compare.reward_metrics(gathered, {"brightness": 1.0})
     assert metrics["reward/brightness_valid"] == 0.0
     assert "reward/brightness_mean" not in metrics
     assert "reward/mean" not in metrics
@@ -134,10 +135,9 @@ def test_statistics_leave_out_what_no_sample_has():
 
 def test_a_broken_sample_keeps_its_nan_out_of_every_metric():
     batch = scored(ToyPolicy(), group(1, 4), reward=BrightnessReward(broken=[(1, 1)]))
-    gathered = compare.gather(batch, Ranks())
+    gathered = compare.gather([batch], Ranks())
     assert gathered.info["brightness_percent"].isnan().tolist() == [False, True, False, False]
-    compared = compare.advantages(gathered, REWARD, k=4, floors={})
-    metrics = compare.reward_metrics(gathered, compared, {"brightness": 1.0})
+    metrics = compare.reward_metrics(gathered, {"brightness": 1.0})
     assert all(torch.tensor(value).isfinite() for value in metrics.values())
 
 
@@ -151,23 +151,23 @@ def test_duplicated_noise_over_ranks_is_found_in_the_gathered_facts():
 
 def test_rows_that_do_not_match_what_was_gathered_are_refused():
     batch = scored(ToyPolicy(), group(1, 4))
-    gathered = compare.gather(scored(ToyPolicy(), group(1, 4)[::-1]), Ranks())
+    gathered = compare.gather([scored(ToyPolicy(), group(1, 4)[::-1])], Ranks())
     nothing = torch.zeros(4)
     compared = CombinedAdvantages(nothing, nothing, nothing, nothing, nothing)
     with pytest.raises(AssertionError, match="rank 0 holds"):
-        compare.own_rows(batch, gathered, compared, Ranks())
+        compare.own_rows(compare.everything([batch], gathered, Ranks()), compared, Ranks())
 
 
 def test_ids_above_2_to_the_53_survive_the_gather():
     large = 2**60 + 1
     batch = scored(ToyPolicy(), [dataclasses.replace(c, gid=large) for c in group(1, 4)])
-    assert compare.gather(batch, Ranks()).gids.tolist() == [large] * 4
+    assert compare.gather([batch], Ranks()).gids.tolist() == [large] * 4
 
 
 def test_several_rewards_are_gathered_under_their_own_names():
     batch = scored(ToyPolicy(), group(1, 4))
     second = RewardResult(torch.arange(4.0), torch.tensor([True, True, False, True]), ("",) * 4)
-    gathered = compare.gather(dataclasses.replace(batch, rewards=batch.rewards | {"second": second}), Ranks())
+    gathered = compare.gather([dataclasses.replace(batch, rewards=batch.rewards | {"second": second})], Ranks())
     assert gathered.rewards["second"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert gathered.valid["second"].tolist() == [True, True, False, True]
     assert set(gathered.info) == {"brightness_percent"}

@@ -18,8 +18,9 @@ METRICS = {"reward/mean": 0.12345, "reward/group_std": 0.04, "train/unlisted": 1
 def run(progress: Progress, epochs: int) -> None:
     with progress:
         for _ in range(epochs):
-            progress.start_epoch(rollouts=2, updates=1)
+            progress.start_epoch(rollouts=2)
             progress.rollout(2)
+            progress.start_update(1)
             progress.update()
             progress.finish_epoch(METRICS)
 
@@ -41,7 +42,7 @@ def test_time_left_counts_only_epochs_of_this_process(monkeypatch: pytest.Monkey
     out = io.StringIO()
     progress = Progress(100, Ranks(), finished=90, console=Console(file=out))
     progress._begin = 0.0
-    progress.start_epoch(rollouts=1, updates=1)
+    progress.start_epoch(rollouts=1)
     monkeypatch.setattr("flow_grpo.runtime.console.time.monotonic", lambda: 10.0)
     progress.finish_epoch({})
     assert out.getvalue().strip() == "epoch  91/100  10.0 s  ETA 0:01:30"

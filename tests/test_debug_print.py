@@ -41,16 +41,12 @@ def fake_batch(rows: int, steps: int) -> ScoredBatch:
     """A batch in the shapes of the 8-NPU recipe: 21 latent frames of 60x104, without the memory."""
     states = torch.zeros(()).expand(rows, steps + 1, 16, 21, 60, 104)
     trajectory = Trajectory(
-        states,
-        tuple(range(steps)),
-        tuple(range(1, steps + 1)),
-        torch.zeros(rows, steps),
-        states[:, -1],
-        torch.zeros(rows, 2),
+        states, torch.zeros(rows, steps), positions=tuple(range(steps)), steps=tuple(range(1, steps + 1))
     )
     conditioning = Conditioning(torch.zeros(rows, 5, 8), states[:, 0], torch.zeros(rows, 21, 12))
     rewards = {"avg": RewardResult(torch.zeros(rows), torch.ones(rows, dtype=torch.bool), ("",) * rows)}
-    return ScoredBatch(tuple(group(1, rows)), conditioning, trajectory, rewards)
+    noise_ids = torch.zeros((rows, 2), dtype=torch.int64)
+    return ScoredBatch(tuple(group(1, rows)), tuple(range(rows)), conditioning, trajectory, noise_ids, rewards)
 
 
 def test_the_shapes_of_001_10_are_printed_word_for_word():
@@ -61,7 +57,7 @@ def test_the_shapes_of_001_10_are_printed_word_for_word():
         "log_probs": trajectory.log_probs,
         "target_cameras": torch.zeros(4, 21, 12),
     }
-    assert debug_print.merged_lines(view, 4, 4) == [
+    assert debug_print.merged_lines([view], 4, 4) == [
         "合并后的samples形状（验证k个副本的分布）:",
         "  latents: [4, 2, 16, 21, 60, 104]",
         "  log_probs: [4, 2]",
@@ -91,11 +87,11 @@ def _one_epoch(ranks: Ranks) -> tuple[list[str], dict[str, object]]:
     debug_print.show = lines.extend  # the ranks of a pool share no console
     policy = ToyPolicy()
     collected = collector(ranks, policy).collect(1, Clock(torch.device("cpu")))
-    gathered = compare.gather(collected.batch, ranks)
+    gathered = compare.gather(collected.batches, ranks)
     compare.check(gathered, sample_config(), ranks)
-    compare.show_gathered(collected.batch, gathered, sample_config(), ranks, {"brightness": 1.0})
+    compare.show_gathered(collected.batches, gathered, sample_config(), ranks, {"brightness": 1.0})
     facts = {
-        "prompts": [c.prompt[:30] for c in collected.batch.conditions],
+        "prompts": [c.prompt[:30] for c in collected.batches[0].conditions],
         "encoded": sum(len(part) for part in policy.encoded),
         "gids": gathered.gids.tolist(),
     }
@@ -141,7 +137,8 @@ def test_the_events_of_an_epoch_come_in_the_order_of_001_15(monkeypatch, capsys)
     sampler = sampling.stream._sampler
     original_set_epoch = sampler.set_epoch
     monkeypatch.setattr(sampler, "set_epoch", lambda v: (events.append(f"set_epoch {v}"), original_set_epoch(v)))
-    spy(epoch, "ScoredBatch", "append")
+    original_take = sampling.stream.take
+    monkeypatch.setattr(sampling.stream, "take", lambda step: (original_take(step), events.append("append"))[0])
     spy(debug_print, "prompt_line", "prompt print")
     spy(epoch, "merge", "concatenate")
     spy(debug_print, "merged_lines", "shape print")
@@ -150,8 +147,8 @@ def test_the_events_of_an_epoch_come_in_the_order_of_001_15(monkeypatch, capsys)
     for number in (0, 1):
         collected = sampling.collect(number, Clock(torch.device("cpu")))
         events.append("gather")
-        gathered = compare.gather(collected.batch, ranks)
-        compare.show_gathered(collected.batch, gathered, sample, ranks, {"brightness": 1.0})
+        gathered = compare.gather(collected.batches, ranks)
+        compare.show_gathered(collected.batches, gathered, sample, ranks, {"brightness": 1.0})
     once = ["append", "prompt print"]
     after = ["concatenate", "shape print", "gather", "gather print"]
     assert events == [

@@ -53,7 +53,7 @@ def test_each_distinct_condition_of_an_epoch_is_encoded_once():
 def test_a_contiguous_group_spread_over_two_batches_is_encoded_once_and_has_one_window():
     policy = ToyPolicy()
     sampling = collector(Ranks(0, 2), policy, debug=False, layout="contiguous")
-    batch = sampling.collect(0, Clock(torch.device("cpu"))).batch
+    (batch,) = sampling.collect(0, Clock(torch.device("cpu"))).batches
     assert [c.slot for c in batch.conditions] == [0, 1, 2, 3]
     assert len(policy.encoded) == 1
     assert len(batch.trajectory.steps) == 2
@@ -63,19 +63,21 @@ def test_an_epoch_takes_new_conditions_and_gives_back_the_first_batch_s_videos()
     sampling = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=4)
     first = sampling.collect(0, Clock(torch.device("cpu")))
     second = sampling.collect(1, Clock(torch.device("cpu")))
-    gids = [{c.gid for c in found.batch.conditions} for found in (first, second)]
+    gids = [{c.gid for c in found.batches[0].conditions} for found in (first, second)]
     assert gids == [{0, 1}, {2, 3}]
     assert first.videos.shape == (4, 3, FRAMES, 2, 2)
-    own = first.batch.rewards["brightness"].values[:4]
+    own = first.batches[0].rewards["brightness"].values[:4]
     torch.testing.assert_close(first.videos.flatten(1).mean(dim=1), own)
 
 
 def test_joining_batches_keeps_rows_in_order():
     policy = ToyPolicy()
-    parts = [scored(policy, group(gid, 2)) for gid in (4, 9)]
+    parts = [scored(policy, group(gid, 2), first=first) for gid, first in ((4, 0), (9, 2))]
     joined = merge(parts)
     assert [c.gid for c in joined.conditions] == [4, 4, 9, 9]
-    assert torch.equal(joined.trajectory.final_latents[2:], parts[1].trajectory.final_latents)
-    assert torch.equal(joined.trajectory.noise_ids[:2], parts[0].trajectory.noise_ids)
+    assert joined.positions == (0, 1, 2, 3)
+    assert torch.equal(joined.trajectory.states[2:], parts[1].trajectory.states)
+    assert torch.equal(joined.trajectory.log_probs[:2], parts[0].trajectory.log_probs)
+    assert torch.equal(joined.noise_ids[:2], parts[0].noise_ids)
     assert torch.equal(joined.rewards["brightness"].values[2:], parts[1].rewards["brightness"].values)
     assert torch.equal(joined.rewards["brightness"].info["percent"][2:], parts[1].rewards["brightness"].info["percent"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -12,7 +13,13 @@ from config.base import get_config
 from flow_grpo.config import Config, check_world, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-RANKS = {"tiny_recam": 2, "my_recam_8npu": 8, "my_recam_8npu_tiny": 8}
+RANKS = {
+    "tiny_recam": 2,
+    "my_recam_8npu": 8,
+    "my_recam_8npu_tiny": 8,
+    "my_recam_8npu_dapo": 8,
+    "my_recam_8npu_dapo_tiny": 8,
+}
 
 
 def recipe(name: str) -> Config:
@@ -29,7 +36,7 @@ def test_every_recipe_is_tested() -> None:
     assert found == set(RANKS)
 
 
-@pytest.mark.parametrize("name", ["my_recam_8npu", "my_recam_8npu_tiny"])
+@pytest.mark.parametrize("name", [name for name in RANKS if "8npu" in name])
 def test_8_ranks_sample_32_videos_of_8_conditions_4_times_each_an_epoch(name: str) -> None:
     sample = recipe(name).sample
     assert (sample.train_batch_size, sample.k, sample.num_batches_per_epoch) == (2, 4, 2)
@@ -37,7 +44,7 @@ def test_8_ranks_sample_32_videos_of_8_conditions_4_times_each_an_epoch(name: st
     per_batch = 8 * sample.train_batch_size
     per_epoch = per_batch * sample.num_batches_per_epoch
     assert (per_batch, per_batch // sample.k, per_epoch, per_epoch // sample.k) == (16, 4, 32, 8)
-    assert sample.train_batch_size * sample.num_batches_per_epoch == 4
+    assert sample.expanded_batch_size == 4
 
 
 def test_my_recam_8npu_has_the_sizes_and_starting_values_it_was_decided_to_have() -> None:
@@ -51,6 +58,16 @@ def test_my_recam_8npu_has_the_sizes_and_starting_values_it_was_decided_to_have(
     assert (model.trained, model.lora_rank, model.lora_full_modules) == ("lora", 64, ("cam_encoder",))
     assert (train.learning_rate, train.clip_range, train.kl_coef, train.updates_per_epoch) == (1e-4, 1e-3, 0.0, 1)
     assert config.reward.weights == {"target_view": 1.0, "source_match": 0.3, "motion_mag": 0.3}
+
+
+def test_the_dapo_recipes_differ_from_their_bases_in_dynamic_sampling_and_what_it_judges_by() -> None:
+    full, base = recipe("my_recam_8npu_dapo"), recipe("my_recam_8npu")
+    assert full.dynamic_sampling.enabled and not base.dynamic_sampling.enabled
+    assert (full.dynamic_sampling.max_resample_times, full.dynamic_sampling.policy) == (3, "fallback_original")
+    assert dataclasses.replace(full, dynamic_sampling=base.dynamic_sampling) == base
+    tiny, small = recipe("my_recam_8npu_dapo_tiny"), recipe("my_recam_8npu_tiny")
+    assert dataclasses.replace(tiny, dynamic_sampling=small.dynamic_sampling, reward=small.reward) == small
+    assert tiny.dynamic_sampling == full.dynamic_sampling
 
 
 def test_the_adapters_of_my_recam_8npu_are_on_self_attention_only() -> None:

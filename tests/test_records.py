@@ -39,8 +39,6 @@ def test_a_trajectory_finds_both_ends_of_every_remembered_step() -> None:
         positions=(0, 1, 3),
         steps=(2, 3, 6),
         log_probs=torch.zeros(1, 3),
-        final_latents=states[:, -1],
-        noise_ids=torch.zeros(1, 2, dtype=torch.int64),
     )
     assert trajectory.latents.flatten().tolist() == [0.0, 1.0, 3.0]
     assert trajectory.next_latents.flatten().tolist() == [1.0, 2.0, 4.0]

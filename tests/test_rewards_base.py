@@ -109,7 +109,7 @@ def test_names_and_weights_must_match():
 
 def test_a_set_knows_its_floors_and_weights():
     chosen = RewardSet([Fake("fine", result)], {"fine": 0.5})
-    assert chosen.floor("fine") == 0.25
+    assert chosen.floors["fine"] == 0.25
     assert chosen.weights == {"fine": 0.5}
 
 

@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from flow_grpo.algorithm import trainer as trainer_module
+from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.config import CheckpointConfig, Config, EvalConfig, RewardConfig
+from flow_grpo.config import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig, RewardConfig
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import checkpoint, plots
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.tracker import Tracker
 from tests.test_evaluate import ToyData
-from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, collector, sample_config, train_config, updater
+from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, collector, sample_config, train_config, updater, weights_of
+
+DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
 
 
 def a_config(**changes) -> Config:
@@ -50,6 +53,19 @@ def a_trainer(tmp_path, monkeypatch):
         moving = updater(policy, ranks=ranks)
         rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
         state = RunState(policy.net, moving.optimizer, sampling.stream._sampler, None, torch.device("cpu"), {})
+        progress = Progress(config.num_epochs, ranks)
+        dynamic = config.dynamic_sampling and DynamicSampling(
+            config.dynamic_sampling,
+            config.reward,
+            {"brightness": 0.0},
+            k=4,
+            local=8,
+            seed=5,
+            ranks=ranks,
+            device=torch.device("cpu"),
+            history=state.shortages,
+            say=progress.say,
+        )
         return Trainer(
             config=config,
             collector=sampling,
@@ -57,10 +73,11 @@ def a_trainer(tmp_path, monkeypatch):
             evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1), ranks),
             state=state,
             tracker=Tracker(tmp_path, {}, (), ranks),
-            progress=Progress(config.num_epochs, ranks),
+            progress=progress,
             ranks=ranks,
             device=torch.device("cpu"),
             run_folder=tmp_path,
+            dynamic_sampling=dynamic,
         )
 
     return make
@@ -71,7 +88,8 @@ def run(trainer: Trainer) -> list[int]:
     trainer.evaluate_before()
     for epoch in trainer.epochs():
         samples = trainer.sample(epoch)
-        batch = trainer.compare(samples, trainer.gather(samples))
+        chosen = trainer.choose(samples, trainer.gather(samples), epoch)
+        batch = trainer.compare(chosen)
         trainer.update(batch, epoch)
         trainer.log(samples)
         seen.append(epoch)
@@ -168,3 +186,69 @@ def test_a_failing_phase_is_named(a_trainer):
     trainer.collector.stream.take = lambda step: 1 / 0
     with pytest.raises(RuntimeError, match="rank 0 failed in sampling: ZeroDivisionError"):
         trainer.sample(0)
+
+
+def metrics_of(folder) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "reward/mean" in row]
+
+
+def everything_flat(**changes) -> dict:
+    return {"reward": RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, 1e3), "dynamic_sampling": DYNAMIC} | changes
+
+
+def test_002_8_a_run_goes_on_after_falling_back_and_draws_fresh_conditions_every_time(a_trainer, tmp_path):
+    trainer = a_trainer(**everything_flat())
+    assert run(trainer) == [0, 1, 2]
+    rows = metrics_of(tmp_path)
+    assert [row["dyn/fallback"] for row in rows] == [1.0] * 3
+    assert [row["dyn/resample_rounds"] for row in rows] == [1.0] * 3
+    assert all(row["train/updates"] == 1 and row["train/grad_norm"] == 0.0 for row in rows)
+    assert all(row["system/samples_per_s"] == pytest.approx(16 / row["time/epoch_s"]) for row in rows)
+    assert trainer.state.sampler.next_step == 3 * 2 * 2  # epochs, rounds, batches
+    assert trainer.state.shortages == [1, 1, 1]
+
+
+def test_the_rollout_bar_expects_the_samples_of_a_resample(a_trainer):
+    trainer = a_trainer(**everything_flat(num_epochs=1))
+    run(trainer)
+    assert trainer.progress._bars.tasks[trainer.progress._rollouts].total == 16
+
+
+def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_path):
+    skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
+    run(a_trainer(**everything_flat(num_epochs=1, dynamic_sampling=skipping)))
+    (row,) = metrics_of(tmp_path)
+    assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
+
+
+def test_every_metric_of_the_note_is_recorded(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
+    (row,) = metrics_of(tmp_path)
+    names = (
+        "valid_groups_ratio_initial flat_groups incomplete_groups resample_rounds pool_samples shortage fallback "
+        "fallback_rate discarded_valid padded_samples moved_samples moved_bytes time reward_mean_before "
+        "reward_mean_after"
+    )
+    assert {f"dyn/{name}" for name in names.split()} <= set(row)
+    assert "train/zero_std_ratio" in row
+    assert row["dyn/reward_mean_before"] == pytest.approx(row["reward/mean"])
+
+
+def test_a_full_first_round_trains_as_without_dynamic_sampling(a_trainer, tmp_path):
+    plain, pooled = a_trainer(num_epochs=2), a_trainer(num_epochs=2, dynamic_sampling=DYNAMIC)
+    for trainer in (plain, pooled):
+        for epoch in trainer.epochs():
+            samples = trainer.sample(epoch)
+            trainer.update(trainer.compare(trainer.choose(samples, trainer.gather(samples), epoch)), epoch)
+    assert torch.equal(weights_of(plain.updater.policy), weights_of(pooled.updater.policy))
+    assert not torch.equal(weights_of(plain.updater.policy), weights_of(ToyPolicy()))
+
+
+def test_a_failing_resample_is_named(a_trainer):
+    trainer = a_trainer(**everything_flat())
+    samples = trainer.sample(0)
+    gathered = trainer.gather(samples)
+    trainer.collector.stream.take = lambda step: 1 / 0
+    with pytest.raises(RuntimeError, match="rank 0 failed in resample #1: ZeroDivisionError"):
+        trainer.choose(samples, gathered, 0)

@@ -10,10 +10,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.algorithm.rollout import step_transition
+from flow_grpo.algorithm.update import Updater
 from flow_grpo.maths.sde import log_prob
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime.distributed import Ranks
-from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, group, training_batch, updater, weights_of
+from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, group, scored, training_batch, updater, weights_of
 from tests.workers import run_ranks
 
 BATCHES = [group(1, 4), group(2, 4), group(3, 4)]
@@ -29,20 +30,14 @@ def updated(*, batches=BATCHES, rollout_batch_size=4, epoch=0, policy=None, batc
 
 
 def rows_of(batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
-    trajectory = batch.trajectory
-    return TrainingBatch(
-        batch.conditioning.rows(rows),
-        dataclasses.replace(
-            trajectory,
-            states=trajectory.states[rows],
-            log_probs=trajectory.log_probs[rows],
-            final_latents=trajectory.final_latents[rows],
-            noise_ids=trajectory.noise_ids[rows],
-        ),
-        batch.advantages[rows],
-        batch.weights[rows],
-        batch.gids[rows],
-    )
+    """Return some samples as a batch of their own."""
+    (part,) = batch.parts
+    return TrainingBatch((dataclasses.replace(part.rows(rows), positions=torch.arange(len(rows))),))
+
+
+def changed(batch: TrainingBatch, **changes) -> TrainingBatch:
+    (part,) = batch.parts
+    return TrainingBatch((dataclasses.replace(part, **changes),))
 
 
 def test_ratio_is_exactly_one_before_the_first_update_at_the_rollout_s_geometry():
@@ -90,6 +85,7 @@ def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
     got, metrics, _ = updated(policy=policy, batch=batch, max_grad_norm=1e9)
     policy = ToyPolicy()
     total = 0.0
+    (batch,) = batch.parts
     for column, step in enumerate(batch.trajectory.steps):
         before, after = batch.trajectory.latents[:, column], batch.trajectory.next_latents[:, column]
         drawn_from = step_transition(policy, before, batch.conditioning, sigmas=SIGMAS, step=step, sde=SDE)
@@ -118,7 +114,7 @@ def test_no_reference_forward_without_kl_and_one_per_replayed_step_with_it():
 def test_the_kl_is_zero_at_the_start_and_pulls_back_once_the_policy_has_moved():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
-    silent = dataclasses.replace(batch, advantages=torch.zeros(12))
+    silent = changed(batch, advantages=torch.zeros(12))
     before, metrics, _ = updated(policy=policy, batch=silent, kl_coef=1.0)
     assert metrics["policy/kl"] == 0.0
     assert torch.equal(before, weights_of(ToyPolicy()))
@@ -135,43 +131,52 @@ def test_a_sample_of_weight_zero_has_no_say():
     batch = training_batch(policy, BATCHES)
     weights = torch.ones(12)
     weights[4:8] = 0
-    loud = batch.advantages.clone()
+    loud = batch.parts[0].advantages.clone()
     loud[4:8] = 100.0
-    masked, *_ = updated(batch=dataclasses.replace(batch, weights=weights, advantages=loud))
+    masked, *_ = updated(batch=changed(batch, weights=weights, advantages=loud))
     without, *_ = updated(batch=rows_of(batch, torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])))
     torch.testing.assert_close(masked, without, rtol=0, atol=1e-7)
 
 
 def test_a_masked_reward_gives_weight_zero_to_its_group():
     policy = ToyPolicy()
-    batch = training_batch(policy, BATCHES, reward=BrightnessReward(broken=[(2, 1)]))
+    (batch,) = training_batch(policy, BATCHES, reward=BrightnessReward(broken=[(2, 1)])).parts
     assert batch.weights.tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 4
     assert batch.advantages[4:8].tolist() == [0.0] * 4
 
 
 def test_an_update_without_any_weight_is_skipped_and_counted():
     policy = ToyPolicy()
-    batch = dataclasses.replace(training_batch(policy, BATCHES), weights=torch.zeros(12))
+    batch = changed(training_batch(policy, BATCHES), weights=torch.zeros(12))
     weights, metrics, _ = updated(batch=batch)
     assert torch.equal(weights, weights_of(ToyPolicy()))
     assert metrics == {"train/updates": 0.0, "train/skipped_updates": 1.0}
 
 
+def dealt(updating: Updater, rows: int, epoch: int) -> list[list[list[int]]]:
+    """Return the row numbers of every micro-batch of every optimizer step."""
+    batch = training_batch(ToyPolicy(), [group(1, rows)])
+    return [[micro.rows.tolist() for micro in micro_batches] for micro_batches in updating.plan(batch, epoch)]
+
+
 def test_several_updates_share_out_the_rows_once_and_alike_everywhere():
-    plan = updater(ToyPolicy(), updates_per_epoch=3, rollout_batch_size=4).plan(12, epoch=7)
-    assert [len(rows) for rows in plan] == [1, 1, 1]
-    assert sorted(torch.cat([rows for micro in plan for rows in micro]).tolist()) == list(range(12))
-    assert all(micro[0].tolist() == list(range(micro[0][0], micro[0][0] + 4)) for micro in plan)
-    orders = {str(updater(ToyPolicy(), updates_per_epoch=3).plan(12, epoch)) for epoch in range(6)}
+    plan = dealt(updater(ToyPolicy(), updates_per_epoch=3, rollout_batch_size=4), 12, epoch=7)
+    assert [len(micro_batches) for micro_batches in plan] == [1, 1, 1]
+    assert sorted(row for (rows,) in plan for row in rows) == list(range(12))
+    assert all(rows == list(range(rows[0], rows[0] + 4)) for (rows,) in plan)
+    orders = {str(dealt(updater(ToyPolicy(), updates_per_epoch=3), 12, epoch)) for epoch in range(6)}
     assert len(orders) > 1
-    assert str(plan) == str(updater(ToyPolicy(), updates_per_epoch=3).plan(12, epoch=7))
+    assert plan == dealt(updater(ToyPolicy(), updates_per_epoch=3), 12, epoch=7)
 
 
 def test_more_updates_than_rollout_batches_deal_single_rows_evenly():
-    plan = updater(ToyPolicy(), updates_per_epoch=4, rollout_batch_size=12, batch_size=2).plan(12, epoch=0)
+    plan = dealt(updater(ToyPolicy(), updates_per_epoch=4, rollout_batch_size=12, batch_size=2), 12, epoch=0)
     assert [[len(rows) for rows in micro] for micro in plan] == [[2, 1]] * 4
-    with pytest.raises(ValueError, match="updates_per_epoch=13 exceeds the 12 samples"):
-        updater(ToyPolicy(), updates_per_epoch=13).plan(12, epoch=0)
+
+
+def test_fewer_rows_than_updates_are_a_step_each():
+    plan = dealt(updater(ToyPolicy(), updates_per_epoch=13, batch_size=2), 2, epoch=0)
+    assert sorted(row for (rows,) in plan for row in rows) == [0, 1]
 
 
 def test_the_ratio_moves_away_from_one_with_several_updates_and_the_clip_acts():
@@ -226,7 +231,7 @@ def test_gradients_are_clipped_to_the_norm():
 def test_a_non_finite_log_ratio_names_rank_step_and_gid_and_leaves_the_weights():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
-    batch.trajectory.log_probs[6, 1] = torch.nan
+    batch.parts[0].trajectory.log_probs[6, 1] = torch.nan
     with pytest.raises(RuntimeError, match=r"rank 0 failed in update: .*not finite in step 2 of gids \[2\]"):
         updated(policy=policy, batch=batch)
     assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
@@ -294,7 +299,7 @@ def _broken_rank(ranks: Ranks) -> str:
     policy = ToyPolicy()
     batch = training_batch(policy, [group(1 + ranks.rank, 4)])
     if ranks.rank == 1:
-        batch.trajectory.log_probs[0, 0] = torch.inf
+        batch.parts[0].trajectory.log_probs[0, 0] = torch.inf
     policy.module = DistributedDataParallel(policy.net)
     with pytest.raises(RuntimeError, match="not finite") as caught:
         updater(policy, ranks=ranks).run(batch, epoch=0)
@@ -310,12 +315,12 @@ def test_a_non_finite_log_ratio_on_one_rank_stops_all_alike():
 
 def test_a_toy_bandit_grows_brighter():
     policy = ToyPolicy()
+    reward = BrightnessReward()
     means = []
     updating = updater(policy, rollout_batch_size=32)
     updating.optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=3e-3)
     for epoch in range(30):
         conditions = [c for gid in range(4 * epoch, 4 * epoch + 4) for c in group(gid, 8, index=gid % 7)]
-        batch = training_batch(policy, [conditions], seed=1)
-        means.append(policy.decode(batch.trajectory.final_latents).mean().item())
-        updating.run(batch, epoch=epoch)
+        means.append(scored(policy, conditions, reward=reward, seed=1).rewards["brightness"].values.mean().item())
+        updating.run(training_batch(policy, [conditions], seed=1), epoch=epoch)
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.05, means

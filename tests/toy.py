@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.algorithm.compare import gather, own_rows
+from flow_grpo.algorithm.compare import everything, gather, own_rows
 from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings, merge
 from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.algorithm.update import Updater, UpdateSettings
@@ -150,24 +150,29 @@ def scored(
     window: Sequence[int] = (1, 2),
     reward: BrightnessReward | None = None,
     seed: int = 5,
+    first: int = 0,
 ) -> ScoredBatch:
-    """Roll out and score one batch."""
+    """Roll out and score one batch, whose samples stand at `first` and after it in the rank's order."""
     conditioning = policy.encode(conditions)
-    trajectory = rollout(policy, conditions, conditioning, sigmas=SIGMAS, window=window, sde=SDE, seed=seed)
+    rolled = rollout(policy, conditions, conditioning, sigmas=SIGMAS, window=window, sde=SDE, seed=seed)
     reward = reward or BrightnessReward()
-    result = reward(policy.decode(trajectory.final_latents), conditions)
-    return ScoredBatch(tuple(conditions), conditioning, trajectory, {reward.name: result})
+    result = reward(policy.decode(rolled.final_latents), conditions)
+    positions = tuple(range(first, first + len(conditions)))
+    rewards = {reward.name: result}
+    return ScoredBatch(tuple(conditions), positions, conditioning, rolled.trajectory, rolled.noise_ids, rewards)
 
 
 def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **options: Any) -> TrainingBatch:
     """Roll out batch by batch, join, and compare within groups, as one rank would."""
-    merged = merge([scored(policy, conditions, **options) for conditions in batches])
-    gathered = gather(merged, Ranks())
+    starts = [sum(map(len, batches[:number])) for number in range(len(batches))]
+    parts = [scored(policy, part, first=first, **options) for part, first in zip(batches, starts, strict=True)]
+    merged = merge(parts)
+    gathered = gather([merged], Ranks())
     k = int((gathered.gids == gathered.gids[0]).sum())
     compared = combine_rewards(
         gathered.rewards, gathered.valid, {"brightness": 1.0}, gathered.gids, k=k, floors={}, flat_eps=0.0
     )
-    return own_rows(merged, gathered, compared, Ranks())
+    return own_rows(everything([merged], gathered, Ranks()), compared, Ranks())
 
 
 def train_config(**changes: Any) -> TrainConfig:

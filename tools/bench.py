@@ -25,7 +25,7 @@ import torch
 import train_grpo
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.records import ScoredBatch
+from flow_grpo.records import TrainingBatch, TrainingPart
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime import distributed
 
@@ -62,10 +62,10 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
         trainer.clock = Clock(trainer.device)
         begun = time.perf_counter()
         samples = trainer.sample(epoch)
-        batch = trainer.compare(samples, trainer.gather(samples))
+        batch = trainer.compare(trainer.choose(samples, trainer.gather(samples), epoch))
         trainer.update(batch, epoch)
         spent = time.perf_counter() - begun
-        seconds = bare_seconds(trainer, samples.batch, epoch)
+        seconds = bare_seconds(trainer, batch, epoch)
         if epoch:  # the first warms up
             phases.append(dict(trainer.clock.seconds) | {"epoch": spent})
             bare.append(seconds)
@@ -80,32 +80,29 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
     return medians
 
 
-def bare_seconds(trainer: Trainer, batch: ScoredBatch, epoch: int) -> float:
+def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
     """Return the seconds of the transformer calls of one epoch with nothing around them.
 
     Guidance calls the network with twice the rows; KL adds a reference call to every replayed step.
     """
     config, policy = trainer.config, trainer.updater.policy
-    clean = batch.trajectory.final_latents
-    inputs = (
-        torch.cat([clean, batch.conditioning.source_latents], dim=2),
-        torch.full((len(clean),), 500.0, device=clean.device),
-        batch.conditioning.prompt_embeds,
-        batch.conditioning.target_cameras,
-    )
-    copies = 1 if config.sample.guidance_scale == 1.0 else 2
-    plan = trainer.updater.plan(len(clean), epoch)
-    columns = len(batch.trajectory.steps)
+    inputs = [_inputs(part) for part in batch.parts]
+    rollouts = [
+        (part, rows)
+        for part, given in enumerate(inputs)
+        for rows in torch.arange(len(given[0])).split(config.sample.train_batch_size)
+    ]
+    replays = [micro for step in trainer.updater.plan(batch, epoch) for micro in step]
+    columns = range(len(batch.parts[0].trajectory.steps))
     device_door.synchronize(trainer.device)
     begun = time.perf_counter()
-    for rows in torch.arange(len(clean)).split(config.sample.train_batch_size):
-        picked = [value[rows].repeat(copies, *[1] * (value.ndim - 1)) for value in inputs]
+    for part, rows in rollouts:
+        picked = _picked(inputs[part], rows, config.sample.guidance_scale)
         with torch.no_grad(), device_door.autocast(trainer.device, policy.dtype):
             for _ in range(config.sample.num_steps):
                 policy.module(*picked)
-    passes = [rows for micro_batches in plan for rows in micro_batches for _ in range(columns)]
-    for rows in passes:
-        picked = [value[rows].repeat(copies, *[1] * (value.ndim - 1)) for value in inputs]
+    for part, rows in [micro for micro in replays for _ in columns]:
+        picked = _picked(inputs[part], rows, config.sample.guidance_scale)
         with device_door.autocast(trainer.device, policy.dtype):
             if config.train.kl_coef > 0:
                 with torch.no_grad():
@@ -116,6 +113,17 @@ def bare_seconds(trainer: Trainer, batch: ScoredBatch, epoch: int) -> float:
     seconds = time.perf_counter() - begun
     trainer.updater.optimizer.zero_grad(set_to_none=True)
     return seconds
+
+
+def _inputs(part: TrainingPart) -> list[torch.Tensor]:
+    latents, given = part.trajectory.states[:, 0], part.conditioning
+    times = torch.full((len(part),), 500.0, device=latents.device)
+    return [torch.cat([latents, given.source_latents], dim=2), times, given.prompt_embeds, given.target_cameras]
+
+
+def _picked(inputs: list[torch.Tensor], rows: torch.Tensor, guidance_scale: float) -> list[torch.Tensor]:
+    copies = 1 if guidance_scale == 1.0 else 2
+    return [value[rows].repeat(copies, *[1] * (value.ndim - 1)) for value in inputs]
 
 
 def table(result: dict[str, float]) -> str:

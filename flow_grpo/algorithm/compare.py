@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,18 +12,19 @@ from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout import check_noise
 from flow_grpo.config import RewardConfig, SampleConfig
 from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
-from flow_grpo.records import ScoredBatch, TrainingBatch
+from flow_grpo.records import Experience, Rows, ScoredBatch, TrainingBatch, TrainingPart
 from flow_grpo.runtime.distributed import Ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class Gathered:
-    """What all ranks know of all N samples of an epoch, in rank order.
+class Gathered(Rows):
+    """What all ranks know of N samples, in rank order and on each rank in sampling order.
 
     Attributes:
         gids: (N,) int64 group.
         slots: (N,) int64 copy number within the group.
         indices: (N,) int64 dataset position of the condition.
+        sizes: (N, 3) int64 video frames, rows and columns.
         noise_ids: (N, 2) int64 noise hashes.
         rewards: reward name -> (N,) float64.
         valid: reward name -> (N,) bool.
@@ -32,75 +34,129 @@ class Gathered:
     gids: Tensor
     slots: Tensor
     indices: Tensor
+    sizes: Tensor
     noise_ids: Tensor
     rewards: dict[str, Tensor]
     valid: dict[str, Tensor]
     info: dict[str, Tensor]
 
+    def __len__(self) -> int:
+        return len(self.gids)
 
-def gather(batch: ScoredBatch, ranks: Ranks) -> Gathered:
-    """Exchange ids and rewards of every rank's n samples, never latents; ids travel as integers."""
-    keys = torch.tensor([[c.gid, c.slot, c.index] for c in batch.conditions], dtype=torch.int64)
-    ids = ranks.all_gather(torch.cat([keys, batch.trajectory.noise_ids], dim=1))
-    columns = {("value", name): r.values.double() for name, r in batch.rewards.items()}
-    columns |= {("valid", name): r.valid.double() for name, r in batch.rewards.items()}
-    for name, result in batch.rewards.items():
-        for extra, values in result.info.items():
-            masked = values.double().where(result.valid, torch.tensor(torch.nan, dtype=torch.float64))
-            columns["info", f"{name}_{extra}"] = masked
-    table = ranks.all_gather(torch.stack(list(columns.values()), dim=1))
-    by_key = dict(zip(columns, table.unbind(dim=1), strict=True))
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What an epoch trains on.
+
+    Attributes:
+        gathered: the facts of its samples: whole groups, each sample once.
+        placement: per rank, in its order, which row of `gathered` each of its samples is.
+        experiences: this rank's samples, per video size, in the order of `positions`.
+        positions: per experience, where each of its rows stands in this rank's order. A position past the rank's
+            placement is a stand-in, there so that every rank replays as many samples; it has no say.
+        as_rolled_out: nothing was moved or left out.
+    """
+
+    gathered: Gathered
+    placement: tuple[tuple[int, ...], ...]
+    experiences: tuple[Experience, ...]
+    positions: tuple[tuple[int, ...], ...]
+    as_rolled_out: bool
+
+
+def everything(batches: Sequence[ScoredBatch], gathered: Gathered, ranks: Ranks) -> Chosen:
+    """Choose a round as it is."""
+    rows = torch.arange(len(gathered)).chunk(ranks.world_size)
+    return Chosen(
+        gathered=gathered,
+        placement=tuple(tuple(own.tolist()) for own in rows),
+        experiences=tuple(batch.experience for batch in batches),
+        positions=tuple(batch.positions for batch in batches),
+        as_rolled_out=True,
+    )
+
+
+def gather(batches: Sequence[ScoredBatch], ranks: Ranks) -> Gathered:
+    """Exchange ids and rewards of every rank's n samples, never latents; ids travel as integers.
+
+    Args:
+        batches: this rank's samples of a round; their positions are 0..n-1, each once.
+        ranks: who takes part, each with n samples.
+    """
+    order = torch.tensor([position for batch in batches for position in batch.positions]).argsort()
+    keys = [[c.gid, c.slot, c.index, *c.size] for batch in batches for c in batch.conditions]
+    noise_ids = torch.cat([batch.noise_ids for batch in batches])
+    ids = ranks.all_gather(torch.cat([torch.tensor(keys, dtype=torch.int64), noise_ids], dim=1)[order])
+    tables = [_reward_columns(batch) for batch in batches]
+    names = list(tables[0])
+    table = torch.cat([torch.stack([own[name] for name in names], dim=1) for own in tables])
+    by_key = dict(zip(names, ranks.all_gather(table[order]).unbind(dim=1), strict=True))
     return Gathered(
         gids=ids[:, 0],
         slots=ids[:, 1],
         indices=ids[:, 2],
-        noise_ids=ids[:, 3:],
+        sizes=ids[:, 3:6],
+        noise_ids=ids[:, 6:],
         rewards={name: column for (kind, name), column in by_key.items() if kind == "value"},
         valid={name: column.bool() for (kind, name), column in by_key.items() if kind == "valid"},
         info={name: column for (kind, name), column in by_key.items() if kind == "info"},
     )
 
 
+def _reward_columns(batch: ScoredBatch) -> dict[tuple[str, str], Tensor]:
+    """Return (kind, name) -> (B,) float64 of every value, validity and measurement."""
+    columns = {("value", name): r.values.double() for name, r in batch.rewards.items()}
+    columns |= {("valid", name): r.valid.double() for name, r in batch.rewards.items()}
+    for name, result in batch.rewards.items():
+        for extra, values in result.info.items():
+            masked = values.double().where(result.valid, torch.tensor(torch.nan, dtype=torch.float64))
+            columns["info", f"{name}_{extra}"] = masked
+    return columns
+
+
 def check(gathered: Gathered, sample: SampleConfig, ranks: Ranks) -> None:
-    """Assert that the gathered samples are the epoch's groups, whole, and that no two copies share their noise.
+    """Assert that the gathered samples are the round's groups, whole, and that no two copies share their noise.
 
     Raises:
         AssertionError: a count is wrong, or a group has not each of its k copies once.
         RuntimeError: two copies of a group were drawn from the same noise.
     """
-    expected = ranks.world_size * sample.train_batch_size * sample.num_batches_per_epoch
+    expected = ranks.world_size * sample.expanded_batch_size
     debug_print.check_gathered(gathered.gids, gathered.slots, expected, sample.k)
     check_noise(gathered.gids, gathered.noise_ids, same_initial_noise=sample.same_initial_noise)
 
 
 def show_gathered(
-    batch: ScoredBatch, gathered: Gathered, sample: SampleConfig, ranks: Ranks, weights: dict[str, float]
+    batches: Sequence[ScoredBatch], gathered: Gathered, sample: SampleConfig, ranks: Ranks, weights: dict[str, float]
 ) -> None:
     """Print the gathered counts on rank 0, from rewards that travelled; every rank must call it.
 
     The average reward is repeated over the remembered steps for this print only: an advantage has one value per sample.
     """
-    average = debug_print.average_reward(batch, weights)
-    repeated = debug_print.repeat_over_steps(average, len(batch.trajectory.steps))
-    everyone = ranks.all_gather(repeated.cpu())
-    assert everyone.shape == (len(gathered.gids), len(batch.trajectory.steps))
+    steps = len(batches[0].trajectory.steps)
+    average = torch.cat([debug_print.average_reward(batch, weights) for batch in batches])
+    everyone = ranks.all_gather(debug_print.repeat_over_steps(average, steps).cpu())
+    assert everyone.shape == (len(gathered.gids), steps)
     if ranks.is_main:
         debug_print.show(debug_print.gathered_lines(len(everyone), sample.k))
 
 
-def advantages(gathered: Gathered, config: RewardConfig, *, k: int, floors: dict[str, float]) -> CombinedAdvantages:
-    """Return the advantages of all N samples; every rank computes the same.
+def advantages(
+    gathered: Gathered, config: RewardConfig, *, k: int, floors: Mapping[str, float], metric: str = ""
+) -> CombinedAdvantages:
+    """Return the advantages of N samples and which of their groups are flat or incomplete; alike on every rank.
 
     Args:
-        gathered: all ranks' rewards.
+        gathered: all ranks' rewards, whole groups.
         config: weights and normalisation.
         k: group size.
         floors: reward name -> range below which a group is flat in it.
+        metric: the one reward to compare by, of weight 1 and alone; "" takes the weighted rewards.
     """
     return combine_rewards(
         gathered.rewards,
         gathered.valid,
-        config.weights,
+        {metric: 1.0} if metric else config.weights,
         gathered.gids,
         k=k,
         floors=floors,
@@ -111,26 +167,33 @@ def advantages(gathered: Gathered, config: RewardConfig, *, k: int, floors: dict
     )
 
 
-def own_rows(batch: ScoredBatch, gathered: Gathered, compared: CombinedAdvantages, ranks: Ranks) -> TrainingBatch:
-    """Return this rank's samples with their advantages, found by position and checked by gid and slot."""
-    rows = slice(ranks.rank * len(batch.conditions), (ranks.rank + 1) * len(batch.conditions))
-    mine = torch.tensor([[condition.gid, condition.slot] for condition in batch.conditions])
-    found = torch.stack([gathered.gids[rows], gathered.slots[rows]], dim=1)
-    assert torch.equal(mine, found), f"rank {ranks.rank} holds (gid, slot) {mine.tolist()}, gathered {found.tolist()}"
-    return TrainingBatch(
-        conditioning=batch.conditioning,
-        trajectory=batch.trajectory,
-        advantages=compared.advantages[rows].float(),
-        weights=compared.weights[rows].float(),
-        gids=gathered.gids[rows],
-    )
+def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> TrainingBatch:
+    """Return this rank's samples with their advantages, found by placement and checked by gid and slot."""
+    mine = torch.tensor(chosen.placement[ranks.rank], dtype=torch.int64)
+    parts = []
+    for experience, places in zip(chosen.experiences, chosen.positions, strict=True):
+        positions = torch.tensor(places)
+        real = positions < len(mine)
+        rows = mine[positions[real]]
+        held = experience.keys[real, :2]
+        found = torch.stack([chosen.gathered.gids[rows], chosen.gathered.slots[rows]], dim=1)
+        assert torch.equal(held, found), f"rank {ranks.rank} holds (gid, slot) {held.tolist()}, chosen {found.tolist()}"
+        advantages, weights = torch.zeros(2, len(positions))
+        advantages[real], weights[real] = compared.advantages[rows].float(), compared.weights[rows].float()
+        parts.append(
+            TrainingPart(
+                positions, experience.conditioning, experience.trajectory, advantages, weights, experience.keys[:, 0]
+            )
+        )
+    return TrainingBatch(tuple(parts), chosen.as_rolled_out)
 
 
-def reward_metrics(gathered: Gathered, compared: CombinedAdvantages, weights: dict[str, float]) -> dict[str, float]:
-    """Return `reward/` statistics over all samples and `dyn/` counts of groups.
+def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return `reward/` statistics over all samples.
 
-    Per reward: mean and std over valid samples, mean std within a group, share of valid samples; `reward/mean`,
-    `reward/std` and `reward/group_std` are those of the weighted sum where every weighted reward is valid.
+    Per reward: mean and std over valid samples, share of valid samples, and over groups the mean std and the 10th, 50th
+    and 90th percentile of the range, which `reward.flat_eps` is compared with; `reward/mean` and its like are those of
+    the weighted sum where every weighted reward is valid.
     """
     metrics: dict[str, float] = {}
     for name, values in gathered.rewards.items():
@@ -138,15 +201,20 @@ def reward_metrics(gathered: Gathered, compared: CombinedAdvantages, weights: di
     for name, values in gathered.info.items():
         if values.isfinite().any():
             metrics[f"reward/{name}"] = float(values[values.isfinite()].mean())
+    return metrics | _statistics("reward/", *weighted_sum(gathered, weights), gathered.gids)
+
+
+def weighted_sum(gathered: Gathered, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """Return the (N,) float64 weighted sum of the rewards, and (N,) bool where all of them are valid."""
     active = [name for name, weight in weights.items() if weight != 0]
-    both = torch.stack([gathered.valid[name] for name in active]).all(dim=0)
     total = torch.stack([weights[name] * gathered.rewards[name] for name in active]).sum(dim=0)
-    metrics |= _statistics("reward/", total, both, gathered.gids)
-    groups = len(compared.gids)
-    flat, incomplete = int(compared.flat.sum()), int(compared.incomplete.sum())
-    return metrics | {
-        "reward/advantage_abs": float(compared.advantages.abs().mean()),
-        "train/zero_std_ratio": flat / groups,
+    return total, torch.stack([gathered.valid[name] for name in active]).all(dim=0)
+
+
+def group_metrics(compared: CombinedAdvantages) -> dict[str, float]:
+    """Return how many groups of a round are flat or incomplete."""
+    groups, flat, incomplete = len(compared.gids), int(compared.flat.sum()), int(compared.incomplete.sum())
+    return {
         "dyn/flat_groups": float(flat),
         "dyn/incomplete_groups": float(incomplete),
         "dyn/valid_groups_ratio_initial": (groups - flat - incomplete) / groups,
@@ -158,8 +226,10 @@ def _statistics(prefix: str, values: Tensor, valid: Tensor, gids: Tensor) -> dic
     if valid.any():
         metrics[f"{prefix}mean"] = float(values[valid].mean())
         metrics[f"{prefix}std"] = float(values[valid].std(correction=0))
-    inside = [values[valid & (gids == gid)] for gid in gids.unique()]
-    spreads = [float(own.std(correction=0)) for own in inside if len(own) > 1]
-    if spreads:
-        metrics[f"{prefix}group_std"] = sum(spreads) / len(spreads)
+    inside = [own for gid in gids.unique() if len(own := values[valid & (gids == gid)]) > 1]
+    if inside:
+        metrics[f"{prefix}group_std"] = sum(float(own.std(correction=0)) for own in inside) / len(inside)
+        ranges = torch.stack([own.max() - own.min() for own in inside])
+        for percent in (10, 50, 90):
+            metrics[f"{prefix}group_range_p{percent}"] = float(ranges.quantile(percent / 100))
     return metrics

@@ -58,19 +58,21 @@ def prompt_line(number: int, prompts: Sequence[str]) -> str:
     return f"[Batch {number}] Prompts (前30字符): {[prompt[:SHOWN] for prompt in prompts]}"
 
 
-def merged_lines(view: dict[str, object], expected: int, k: int) -> list[str]:
+def merged_lines(views: Sequence[dict[str, object]], expected: int, k: int) -> list[str]:
     """Return the lines that show this rank's merged samples.
 
     Args:
-        view: `batch_view` of all samples of the epoch on this rank.
+        views: `batch_view` of all samples of the epoch on this rank, one per video size.
         expected: how many there should be.
         k: group size.
     """
-    shapes = [f"  {name}: {list(view[name].shape)}" for name in ("latents", "log_probs", "target_cameras")]  # type: ignore[attr-defined]
+    names = ("latents", "log_probs", "target_cameras")
+    shapes = [f"  {name}: {list(view[name].shape)}" for view in views for name in names]  # type: ignore[attr-defined]
+    total = sum(len(view["prompts"]) for view in views)  # type: ignore[arg-type, misc]
     return [
         "合并后的samples形状（验证k个副本的分布）:",
         *shapes,
-        f"总样本数（当前GPU）: {len(view['prompts'])}",  # type: ignore[arg-type]
+        f"总样本数（当前GPU）: {total}",
         f"期望的总样本数: {expected}",
         f"k (group_size): {k}",
     ]

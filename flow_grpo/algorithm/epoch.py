@@ -1,4 +1,4 @@
-"""Sample an epoch: fetch, encode, roll out, score, batch by batch, and join the batches of this rank."""
+"""Sample a round: fetch its conditions, encode, roll out and score them in full batches, and join those of one size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.algorithm.scoring import score
+from flow_grpo.algorithm.structures import Structure, full_batches
 from flow_grpo.config import SampleConfig
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.schedule import sde_window
@@ -30,6 +31,7 @@ class SampleSettings:
         sde: noise of the stochastic steps.
         seed: seed of the run.
         debug: print the group structure.
+        offload: keep scored samples in CPU memory, for a pool that grows over several rounds.
     """
 
     sample: SampleConfig
@@ -37,6 +39,7 @@ class SampleSettings:
     sde: SdeSettings
     seed: int
     debug: bool
+    offload: bool = False
 
     def window(self, epoch: int) -> tuple[int, ...]:
         """Return the stochastic steps of an epoch, alike on every rank and for every group."""
@@ -45,15 +48,18 @@ class SampleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """One rank's samples of an epoch.
+    """One rank's samples of a round: nb * B over all batches.
 
     Attributes:
-        batch: nb * B scored samples in sampling order.
-        videos: (B, 3, T, h, w) CPU fp32, the videos of the epoch's first batch.
+        batches: scored samples, one batch per video size.
+        videos: (b, 3, T, h, w) CPU fp32, the videos of the first b samples of the first batch.
     """
 
-    batch: ScoredBatch
+    batches: tuple[ScoredBatch, ...]
     videos: Tensor
+
+    def __len__(self) -> int:
+        return sum(len(batch.conditions) for batch in self.batches)
 
 
 class ConditionStream:
@@ -68,6 +74,11 @@ class ConditionStream:
         self._loader = loader
         self._sampler = sampler
         self._iterator: Iterator[Sequence[tuple[int, Condition]]] | None = None
+
+    @property
+    def next_step(self) -> int:
+        """The step that was not taken yet: every round goes on where the last one ended, resampled ones, too."""
+        return self._sampler.next_step
 
     def take(self, step: int) -> tuple[Condition, ...]:
         """Return this rank's conditions of a global step.
@@ -86,7 +97,7 @@ class ConditionStream:
 
 
 class EncodeOnce:
-    """Encodes each distinct condition of an epoch once and expands it to its copies.
+    """Encodes each distinct condition of a round once and expands it to its copies.
 
     Args:
         policy: owns the frozen encoders.
@@ -97,7 +108,7 @@ class EncodeOnce:
         self._known: dict[int, Conditioning] = {}
 
     def __call__(self, conditions: Sequence[Condition]) -> Conditioning:
-        """Return one row per condition."""
+        """Return one row per condition; whole groups in order are `repeat_interleave` of their distinct conditions."""
         new = {c.index: c for c in conditions if c.index not in self._known}
         if new:
             rows = self._policy.encode(list(new.values()))
@@ -106,7 +117,7 @@ class EncodeOnce:
 
 
 class Collector:
-    """Samples epochs on one rank.
+    """Samples rounds on one rank.
 
     Args:
         policy: the model being trained.
@@ -114,7 +125,7 @@ class Collector:
         rewards: what videos are measured by.
         settings: see `SampleSettings`.
         is_main: whether this rank prints.
-        on_batch: called after every batch, for progress.
+        on_batch: called with the number of samples after every batch, for progress.
     """
 
     def __init__(
@@ -125,7 +136,7 @@ class Collector:
         settings: SampleSettings,
         *,
         is_main: bool = True,
-        on_batch: Callable[[], None] | None = None,
+        on_batch: Callable[[int], None] | None = None,
     ) -> None:
         self.policy = policy
         self.stream = stream
@@ -135,56 +146,92 @@ class Collector:
         self._on_batch = on_batch
 
     def collect(self, epoch: int, clock: Clock) -> Collected:
-        """Return this rank's scored samples of an epoch; no exchange between ranks happens here."""
-        sample = self.settings.sample
+        """Return this rank's scored samples of the next round; no exchange between ranks happens here.
+
+        Args:
+            epoch: draws the stochastic steps, the same for every round of an epoch.
+            clock: takes the seconds of every phase.
+        """
+        settings = self.settings
+        conditions = self._fetch(clock)
+        window = settings.window(epoch)
+        structures = [
+            Structure(*condition.size, settings.sample.num_steps, settings.sample.guidance_scale, window)
+            for condition in conditions
+        ]
         encode = EncodeOnce(self.policy)
         batches: list[ScoredBatch] = []
-        videos = None
-        for number in range(sample.num_batches_per_epoch):
-            with clock.phase("fetch"):
-                conditions = self.stream.take(epoch * sample.num_batches_per_epoch + number)
-            with clock.phase("encode"):
-                conditioning = encode(conditions)
-            with clock.phase("rollout"):
-                trajectory = self._rollout(conditions, conditioning, epoch)
-            with clock.phase("score"):
-                scores = score(
-                    self.policy, conditions, trajectory.final_latents, self.rewards, batch_size=len(conditions)
-                )
-            batches.append(ScoredBatch(conditions, conditioning, trajectory, scores.rewards))
-            videos = scores.videos if videos is None else videos
-            self._print([debug_print.prompt_line(number, [condition.prompt for condition in conditions])])
+        videos: Tensor | None = None
+        for positions in full_batches(structures, settings.sample.train_batch_size):
+            batch, shown = self._sample(positions, conditions, encode, window, clock)
+            batches.append(batch)
+            videos = shown if videos is None else videos
             if self._on_batch is not None:
-                self._on_batch()
-        merged = merge(batches)
-        self._check(merged)
+                self._on_batch(len(positions))
         assert videos is not None
+        merged = tuple(merge(own) for own in _by_size(batches))
+        self._check(merged)
         return Collected(merged, videos)
 
-    def _rollout(self, conditions: Sequence[Condition], conditioning: Conditioning, epoch: int) -> Trajectory:
-        settings = self.settings
-        return rollout(
-            self.policy,
-            conditions,
-            conditioning,
-            sigmas=settings.sigmas,
-            window=settings.window(epoch),
-            sde=settings.sde,
-            seed=settings.seed,
-            same_initial_noise=settings.sample.same_initial_noise,
-        )
+    def _fetch(self, clock: Clock) -> list[Condition]:
+        """Take the conditions of the next nb steps."""
+        conditions: list[Condition] = []
+        for number in range(self.settings.sample.num_batches_per_epoch):
+            with clock.phase("fetch"):
+                taken = self.stream.take(self.stream.next_step)
+            conditions += taken
+            self._print([debug_print.prompt_line(number, [condition.prompt for condition in taken])])
+        return conditions
 
-    def _check(self, merged: ScoredBatch) -> None:
+    def _sample(
+        self,
+        positions: Sequence[int],
+        conditions: Sequence[Condition],
+        encode: EncodeOnce,
+        window: tuple[int, ...],
+        clock: Clock,
+    ) -> tuple[ScoredBatch, Tensor]:
+        """Return the scored samples at these positions of the round, of one structure, and their videos."""
+        settings = self.settings
+        own = tuple(conditions[position] for position in positions)
+        with clock.phase("encode"):
+            conditioning = encode(own)
+        with clock.phase("rollout"):
+            rolled = rollout(
+                self.policy,
+                own,
+                conditioning,
+                sigmas=settings.sigmas,
+                window=window,
+                sde=settings.sde,
+                seed=settings.seed,
+                same_initial_noise=settings.sample.same_initial_noise,
+            )
+        with clock.phase("score"):
+            scores = score(self.policy, own, rolled.final_latents, self.rewards, batch_size=len(own))
+            trajectory = rolled.trajectory
+            if settings.offload:
+                conditioning, trajectory = conditioning.to("cpu"), trajectory.to("cpu")
+        batch = ScoredBatch(own, tuple(positions), conditioning, trajectory, rolled.noise_ids, scores.rewards)
+        return batch, scores.videos
+
+    def _check(self, merged: Sequence[ScoredBatch]) -> None:
         sample = self.settings.sample
-        expected = sample.train_batch_size * sample.num_batches_per_epoch
         if self._prints:
-            view = debug_print.batch_view(merged, self.settings.sigmas, self.rewards.weights)
-            self._print(debug_print.merged_lines(view, expected, sample.k))
-        debug_print.check_merged(len(merged.conditions), expected)
+            views = [debug_print.batch_view(batch, self.settings.sigmas, self.rewards.weights) for batch in merged]
+            self._print(debug_print.merged_lines(views, sample.expanded_batch_size, sample.k))
+        debug_print.check_merged(sum(len(batch.conditions) for batch in merged), sample.expanded_batch_size)
 
     def _print(self, lines: Sequence[str]) -> None:
         if self._prints:
             debug_print.show(lines)
+
+
+def _by_size(batches: Sequence[ScoredBatch]) -> list[list[ScoredBatch]]:
+    sizes: dict[tuple[int, int, int], list[ScoredBatch]] = {}
+    for batch in batches:
+        sizes.setdefault(batch.size, []).append(batch)
+    return list(sizes.values())
 
 
 def merge(batches: Sequence[ScoredBatch]) -> ScoredBatch:
@@ -196,21 +243,15 @@ def merge(batches: Sequence[ScoredBatch]) -> ScoredBatch:
     structures = {(tuple(b.trajectory.states.shape[1:]), b.trajectory.steps, tuple(b.rewards)) for b in batches}
     if len(structures) != 1:
         raise ValueError(
-            "batches of one epoch must share (states, stochastic steps, rewards) to be joined, got "
-            f"{sorted(map(str, structures))}: give one run data of one size"
+            "batches of one video size must share (states, stochastic steps, rewards) to be joined, got "
+            f"{sorted(map(str, structures))}"
         )
-    trajectories = [batch.trajectory for batch in batches]
-    return dataclasses.replace(
-        batches[0],
+    return ScoredBatch(
         conditions=tuple(condition for batch in batches for condition in batch.conditions),
+        positions=tuple(position for batch in batches for position in batch.positions),
         conditioning=Conditioning.concatenate([batch.conditioning for batch in batches]),
-        trajectory=dataclasses.replace(
-            trajectories[0],
-            states=torch.cat([t.states for t in trajectories]),
-            log_probs=torch.cat([t.log_probs for t in trajectories]),
-            final_latents=torch.cat([t.final_latents for t in trajectories]),
-            noise_ids=torch.cat([t.noise_ids for t in trajectories]),
-        ),
+        trajectory=Trajectory.concatenate([batch.trajectory for batch in batches]),
+        noise_ids=torch.cat([batch.noise_ids for batch in batches]),
         rewards={name: merge_results([batch.rewards[name] for batch in batches]) for name in batches[0].rewards},
     )
 

@@ -154,7 +154,7 @@ class Evaluator:
     def _measure(self, positions: Sequence[int], rows: list[dict[str, Any]], clips: list[Clip]) -> None:
         indices = [self.indices[position] for position in positions]
         conditions = [self.dataset.condition(index, gid=index) for index in indices]
-        latents = rollout(
+        rolled = rollout(
             self.policy,
             conditions,
             self.policy.encode(conditions),
@@ -162,8 +162,8 @@ class Evaluator:
             window=(),
             sde=SdeSettings("ode", 0.0),
             seed=key("eval", "noise"),
-        ).final_latents
-        scores = score(self.policy, conditions, latents, self.rewards, batch_size=len(conditions))
+        )
+        scores = score(self.policy, conditions, rolled.final_latents, self.rewards, batch_size=len(conditions))
         columns: dict[str, Tensor] = {}
         for name, result in scores.rewards.items():
             columns |= _columns(name, result, prefix=f"{name}_")

@@ -35,6 +35,21 @@ class SdeSettings:
     max_step_std: float | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """What a rollout of B samples leaves.
+
+    Attributes:
+        trajectory: the stochastic steps, to be replayed.
+        final_latents: (B, C, F, H, W) fp32 clean latents, to be decoded.
+        noise_ids: (B, 2) int64 CPU hashes of each sample's initial noise and step noise.
+    """
+
+    trajectory: Trajectory
+    final_latents: Tensor
+    noise_ids: Tensor
+
+
 def step_transition(
     policy: Policy, latents: Tensor, conditioning: Conditioning, *, sigmas: Tensor, step: int, sde: SdeSettings | None
 ) -> Transition:
@@ -76,7 +91,7 @@ def rollout(
     sde: SdeSettings,
     seed: int,
     same_initial_noise: bool = False,
-) -> Trajectory:
+) -> Rollout:
     """Denoise one batch; the draws depend on (seed, gid, slot) only, never on rank, layout or batch.
 
     Args:
@@ -115,14 +130,13 @@ def rollout(
         states.append(latents)
         log_probs.append(log_prob(latents, drawn_from))
     rows = len(conditions)
-    return Trajectory(
+    trajectory = Trajectory(
         states=torch.stack(states, dim=1) if states else latents.new_empty((rows, 0, *shape)),
+        log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_empty((rows, 0)),
         positions=tuple(positions),
         steps=steps,
-        log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_empty((rows, 0)),
-        final_latents=latents,
-        noise_ids=noise_ids,
     )
+    return Rollout(trajectory, latents, noise_ids)
 
 
 def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) -> None:
@@ -130,7 +144,7 @@ def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) ->
 
     Args:
         gids: (N,) int64 group of every sample, over all ranks.
-        noise_ids: (N, 2) int64 hashes from `Trajectory.noise_ids`.
+        noise_ids: (N, 2) int64 hashes from `Rollout.noise_ids`.
         same_initial_noise: equal first noise within a group is wanted.
 
     Raises:

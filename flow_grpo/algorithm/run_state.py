@@ -54,6 +54,7 @@ class RunState:
         finished: number of finished epochs.
         train_seconds: seconds spent in epochs.
         before: held-out metrics before training, None until measured.
+        shortages: of the last epochs with dynamic sampling, 1 where the pool fell short; shared, changed in place.
     """
 
     module: nn.Module
@@ -65,6 +66,7 @@ class RunState:
     finished: int = 0
     train_seconds: float = 0.0
     before: dict[str, float] | None = None
+    shortages: list[int] = dataclasses.field(default_factory=list)
 
     def save(self, folder: Path, *, keep: int, ranks: Ranks) -> Path:
         """Publish a checkpoint of the finished epochs; every rank must call it.
@@ -80,6 +82,7 @@ class RunState:
             "finished": self.finished,
             "train_seconds": self.train_seconds,
             "before": self.before,
+            "shortages": self.shortages,
         }
         per_rank = {"random": device_door.rng_state(self.device)}
         return checkpoint.save(
@@ -108,6 +111,7 @@ class RunState:
             self.ema.load_state_dict(state["ema"])
         if found.per_rank is not None:
             device_door.set_rng_state(self.device, found.per_rank["random"])
+        self.shortages[:] = state["shortages"]
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
 

@@ -14,12 +14,14 @@ import torch
 
 from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.compare import Gathered
+from flow_grpo.algorithm.compare import Chosen, Gathered
+from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collected, Collector
 from flow_grpo.algorithm.evaluate import Clip, Evaluation, Evaluator, make_clip, write_clips
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater
 from flow_grpo.config import Config
+from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.models.adapters import save_adapter
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
@@ -43,6 +45,7 @@ class Trainer:
         ranks: who takes part.
         device: this rank's device.
         run_folder: where the run's files are.
+        dynamic_sampling: draws further rounds when groups are flat, or None.
     """
 
     config: Config
@@ -55,6 +58,7 @@ class Trainer:
     ranks: Ranks
     device: torch.device
     run_folder: Path
+    dynamic_sampling: DynamicSampling | None = None
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
@@ -76,37 +80,48 @@ class Trainer:
 
     def sample(self, epoch: int) -> Collected:
         """Roll out and score this rank's samples of an epoch."""
-        sample = self.config.sample
-        replays = self.updater.replays(
-            sample.train_batch_size * sample.num_batches_per_epoch, len(self.collector.settings.window(epoch)), epoch
-        )
-        self.progress.start_epoch(rollouts=sample.num_batches_per_epoch, updates=replays)
-        with self.ranks.together("sampling"):
-            return self.collector.collect(epoch, self.clock)
+        self.progress.start_epoch(rollouts=self.config.sample.expanded_batch_size)
+        return self._collect(epoch, "sampling")
 
     def gather(self, collected: Collected) -> Gathered:
         """Exchange the small facts of all samples and check that they are whole groups."""
-        sample, weights = self.config.sample, self.config.reward.weights
-        with self.clock.phase("gather"):
-            gathered = compare.gather(collected.batch, self.ranks)
-        if self.config.debug:
-            compare.show_gathered(collected.batch, gathered, sample, self.ranks, weights)
-        compare.check(gathered, sample, self.ranks)
+        gathered = self._gather(collected)
+        with self.ranks.together("measuring"):
+            judged = self._advantages(gathered)
+            weights = self.config.reward.weights
+            self.metrics |= compare.reward_metrics(gathered, weights) | compare.group_metrics(judged)
+            self._say_what_failed(collected)
         return gathered
 
-    def compare(self, collected: Collected, gathered: Gathered) -> TrainingBatch:
+    def choose(self, collected: Collected, gathered: Gathered, epoch: int) -> Chosen:
+        """Decide what to train on: the samples as they are, or by dynamic sampling groups that carry a signal."""
+        if self.dynamic_sampling is None:
+            return compare.everything(collected.batches, gathered, self.ranks)
+
+        def another_round(number: int) -> tuple[Collected, Gathered]:
+            self.progress.more_rollouts(self.config.sample.expanded_batch_size)
+            fresh = self._collect(epoch, f"resample #{number}")
+            return fresh, self._gather(fresh)
+
+        chosen, metrics = self.dynamic_sampling.choose(collected, gathered, another_round)
+        self.metrics |= metrics
+        return chosen
+
+    def compare(self, chosen: Chosen) -> TrainingBatch:
         """Turn rewards into advantages within groups and take this rank's own rows."""
-        reward = self.config.reward
-        floors = {name: self.collector.rewards.floor(name) for name in reward.weights}
         with self.ranks.together("comparing"):
-            compared = compare.advantages(gathered, reward, k=self.config.sample.k, floors=floors)
-            self.metrics |= compare.reward_metrics(gathered, compared, reward.weights)
-            self._say_what_failed(collected)
-            return compare.own_rows(collected.batch, gathered, compared, self.ranks)
+            compared = self._advantages(chosen.gathered)
+            silent = compared.flat | compared.incomplete
+            self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
+            self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
+            if self.dynamic_sampling and self.config.dynamic_sampling.skip_step_if_all_flat and silent.all():
+                compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
+            return compare.own_rows(chosen, compared, self.ranks)
 
     def update(self, batch: TrainingBatch, epoch: int) -> None:
         """Take the epoch's gradient steps."""
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
+        self.progress.start_update(self.updater.replays(batch, epoch))
         with self.clock.phase("update"):
             self.metrics |= self.updater.run(batch, epoch=epoch, probe=probe)
         self.state.finished = epoch + 1
@@ -115,7 +130,8 @@ class Trainer:
         """Record the epoch's metrics and videos, and evaluate when it is time."""
         step, every = self.state.finished, self.config.log_videos_every
         seconds = sum(self.clock.seconds.values())
-        samples = len(collected.batch.conditions) * self.ranks.world_size
+        rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
+        samples = len(collected) * self.ranks.world_size * rounds
         metrics = self.metrics | self.clock.metrics()
         metrics["time/epoch_s"] = seconds
         metrics["system/samples_per_s"] = samples / seconds
@@ -160,6 +176,24 @@ class Trainer:
             self.tracker.close()
         print_before_after(self.state.before, after, self.run_folder, self.ranks)
 
+    def _collect(self, epoch: int, phase: str) -> Collected:
+        with self.ranks.together(phase):
+            return self.collector.collect(epoch, self.clock)
+
+    def _gather(self, collected: Collected) -> Gathered:
+        sample = self.config.sample
+        with self.clock.phase("gather"):
+            gathered = compare.gather(collected.batches, self.ranks)
+        if self.config.debug:
+            compare.show_gathered(collected.batches, gathered, sample, self.ranks, self.config.reward.weights)
+        compare.check(gathered, sample, self.ranks)
+        return gathered
+
+    def _advantages(self, gathered: Gathered) -> CombinedAdvantages:
+        reward = self.config.reward
+        floors = self.collector.rewards.floors
+        return compare.advantages(gathered, reward, k=self.config.sample.k, floors=floors)
+
     def _save_if(self, due: bool) -> None:
         if due and self._saved != self.state.finished:
             self.state.save(self.run_folder / "checkpoints", keep=self.config.checkpoint.keep, ranks=self.ranks)
@@ -178,19 +212,19 @@ class Trainer:
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
 
     def _say_what_failed(self, collected: Collected) -> None:
-        for name, result in collected.batch.rewards.items():
-            causes = [cause for cause in result.causes if cause]
+        for name in self.collector.rewards.weights:
+            causes = [cause for batch in collected.batches for cause in batch.rewards[name].causes if cause]
             if causes:
                 self.progress.say(f"reward {name}: {len(causes)} samples of rank 0 have no value, first: {causes[0]}")
 
     def _training_clips(self, collected: Collected) -> list[Clip]:
-        rewards = collected.batch.rewards
+        first = collected.batches[0]
         shown = min(len(collected.videos), self.config.eval.videos) if self.ranks.is_main else 0
         return [
             make_clip(
-                collected.batch.conditions[row],
+                first.conditions[row],
                 collected.videos[row],
-                {name: float(result.values[row]) for name, result in rewards.items() if result.valid[row]},
+                {name: float(result.values[row]) for name, result in first.rewards.items() if result.valid[row]},
             )
             for row in range(shown)
         ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.maths.loss import GuardTerms, LossTerms, grpo_loss
 from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import TrainingBatch
+from flow_grpo.records import TrainingBatch, TrainingPart
 from flow_grpo.runtime.distributed import Ranks
 
 
@@ -47,9 +48,21 @@ class UpdateSettings:
     train: TrainConfig
 
 
+class MicroBatch(NamedTuple):
+    """Samples of one forward and backward call.
+
+    Attributes:
+        part: which part of the training batch they are in.
+        rows: (b,) int64 row numbers within that part.
+    """
+
+    part: int
+    rows: Tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class OldPolicy:
-    """What the update is compared with.
+    """What the update of one part is compared with; N rows.
 
     Attributes:
         log_probs: (N, K) fp32, or None to take the new log-probabilities without their gradient.
@@ -101,116 +114,138 @@ class Updater:
         """Take the epoch's optimizer steps and return `policy/` and `train/` metrics over all ranks.
 
         Args:
-            batch: this rank's N rows; every rank must hold as many.
+            batch: this rank's samples; every rank must hold as many.
             epoch: draws the order of the rows.
             probe: also score the first micro-batch again after the last update.
 
         Raises:
             RuntimeError: on every rank, when a log-ratio or the gradient is not finite anywhere.
         """
-        plan = self.plan(len(batch.gids), epoch)
+        plan = self.plan(batch, epoch)
         old = self.old_policy(batch, plan)
         mass = self._global_mass(batch, plan)
         stats = UpdateStats()
-        for number, rows in enumerate(plan):
+        for number, micro_batches in enumerate(plan):
             if mass[number] == 0:
                 stats.skip()
                 continue
             scale = self.ranks.world_size / mass[number]
-            self._optimizer_step(batch, old, rows, scale=scale, stats=stats)
+            self._optimizer_step(batch, old, micro_batches, scale=scale, stats=stats)
         metrics = gather_stats(stats, self.ranks)
         if probe:
             metrics |= self._probe(batch, old, plan[0][0])
         return metrics
 
-    def plan(self, rows: int, epoch: int) -> list[list[Tensor]]:
-        """Return, per optimizer step, its micro-batches as (b,) int64 row numbers; alike on every rank.
+    def deal(self, rows: int, epoch: int) -> list[Tensor]:
+        """Return, per optimizer step, the rising positions of its samples; alike on every rank.
 
-        Whole rollout batches are dealt to the optimizer steps where that comes out even, single rows otherwise.
-
-        Raises:
-            ValueError: fewer rows than optimizer steps.
+        Whole rollout batches are dealt to the optimizer steps where that comes out even, single samples otherwise. When
+        a shortage left fewer samples than optimizer steps, each is a step of its own.
         """
         train, unit = self.settings.train, self.settings.rollout_batch_size
-        if rows < train.updates_per_epoch:
-            raise ValueError(
-                f"train.updates_per_epoch={train.updates_per_epoch} exceeds the {rows} samples a rank holds per epoch"
-            )
-        if rows % unit or (rows // unit) % train.updates_per_epoch:
+        updates = min(train.updates_per_epoch, rows)
+        if rows % unit or (rows // unit) % updates:
             unit = 1
         blocks = torch.arange(rows).view(-1, unit)
         order = torch.randperm(len(blocks), generator=generator(self.settings.seed, "update", epoch))
-        chunks = order.tensor_split(train.updates_per_epoch)
-        return [list(blocks[chunk.sort().values].flatten().split(train.batch_size)) for chunk in chunks]
+        return [blocks[chunk.sort().values].flatten() for chunk in order.tensor_split(updates)]
 
-    def replays(self, rows: int, steps: int, epoch: int) -> int:
-        """Return how many micro-batches are replayed in an epoch of `rows` rows with `steps` remembered steps each."""
-        return steps * sum(len(micro_batches) for micro_batches in self.plan(rows, epoch))
+    def plan(self, batch: TrainingBatch, epoch: int) -> list[list[MicroBatch]]:
+        """Return the micro-batches of every optimizer step; samples of different sizes never share one."""
+        return [self._micro_batches(batch, positions) for positions in self.deal(len(batch), epoch)]
 
-    def old_policy(self, batch: TrainingBatch, plan: list[list[Tensor]]) -> OldPolicy:
-        """Return what the ratio is taken against, by the on-policy contract and `train.old_log_prob`."""
-        train, rollout = self.settings.train, batch.trajectory.log_probs
+    def _micro_batches(self, batch: TrainingBatch, positions: Tensor) -> list[MicroBatch]:
+        found = []
+        for number, part in enumerate(batch.parts):
+            row_at = torch.full((len(batch),), -1)
+            row_at[part.positions] = torch.arange(len(part))
+            rows = row_at[positions]
+            micro_batches = rows[rows >= 0].split(self.settings.train.batch_size)
+            found += [MicroBatch(number, own) for own in micro_batches if len(own)]
+        return found
+
+    def replays(self, batch: TrainingBatch, epoch: int) -> int:
+        """Return how many micro-batches are replayed, each remembered step counted."""
+        return sum(
+            len(batch.parts[micro.part].trajectory.steps)
+            for micro_batches in self.plan(batch, epoch)
+            for micro in micro_batches
+        )
+
+    def old_policy(self, batch: TrainingBatch, plan: list[list[MicroBatch]]) -> list[OldPolicy]:
+        """Return, per part, what the ratio is taken against, by the on-policy contract and `train.old_log_prob`."""
+        train = self.settings.train
         if train.old_log_prob == "detach":
-            return OldPolicy(None)
-        keep = train.old_log_prob == "rollout" or (train.old_log_prob == "auto" and self.same_geometry(plan))
+            return [OldPolicy(None) for _ in batch.parts]
+        keep = train.old_log_prob == "rollout" or (train.old_log_prob == "auto" and self.same_geometry(batch, plan))
         if keep and not train.guard:
-            return OldPolicy(rollout)
-        return self._recompute(batch, plan, rollout if keep else None)
+            return [OldPolicy(part.trajectory.log_probs) for part in batch.parts]
+        return self._recompute(batch, plan, keep=keep)
 
-    def same_geometry(self, plan: list[list[Tensor]]) -> bool:
+    def same_geometry(self, batch: TrainingBatch, plan: list[list[MicroBatch]]) -> bool:
         """Tell whether every micro-batch is exactly one batch of the rollout."""
         size = self.settings.rollout_batch_size
-        return all(
-            len(rows) == size and int(rows[0]) % size == 0 and int(rows[-1] - rows[0]) == size - 1
+        return batch.as_rolled_out and all(
+            rows.tolist() == list(range(int(rows[0]), min(int(rows[0]) + size, len(batch.parts[part]))))
+            and int(rows[0]) % size == 0
             for micro_batches in plan
-            for rows in micro_batches
+            for part, rows in micro_batches
         )
 
     @torch.no_grad()
-    def _recompute(self, batch: TrainingBatch, plan: list[list[Tensor]], log_probs: Tensor | None) -> OldPolicy:
-        """Score the stored steps once more with the weights that made them; given log-probs are kept."""
-        trajectory = batch.trajectory
-        fresh = torch.empty_like(trajectory.log_probs) if log_probs is None else log_probs
-        means = torch.empty_like(trajectory.latents) if self.settings.train.guard else None
-        for rows in (rows for micro_batches in plan for rows in micro_batches):
-            for column in range(len(trajectory.steps)):
-                current = self._transition(batch, rows, column)
-                if log_probs is None:
-                    fresh[rows, column] = log_prob(_next_latents(batch, rows, column), current)
+    def _recompute(self, batch: TrainingBatch, plan: list[list[MicroBatch]], *, keep: bool) -> list[OldPolicy]:
+        """Score the stored steps once more with the weights that made them; `keep` leaves the log-probs as they are."""
+        guard = self.settings.train.guard
+        old = [
+            OldPolicy(
+                part.trajectory.log_probs if keep else torch.empty_like(part.trajectory.log_probs),
+                torch.empty_like(part.trajectory.latents) if guard else None,
+            )
+            for part in batch.parts
+        ]
+        for number, rows in (micro for micro_batches in plan for micro in micro_batches):
+            part, (log_probs, means) = batch.parts[number], (old[number].log_probs, old[number].means)
+            for column in range(len(part.trajectory.steps)):
+                current = self._transition(part, rows, column)
+                if log_probs is not None and not keep:
+                    log_probs[rows, column] = log_prob(_next_latents(part, rows, column), current)
                 if means is not None:
                     means[rows, column] = current.mean
-        return OldPolicy(fresh, means)
+        return old
 
-    def _transition(self, batch: TrainingBatch, rows: Tensor, column: int) -> Transition:
+    def _transition(self, part: TrainingPart, rows: Tensor, column: int) -> Transition:
         """Replay remembered step `column` of the given rows with the current weights."""
-        trajectory = batch.trajectory
+        trajectory = part.trajectory
         return step_transition(
             self.policy,
             trajectory.states[rows, trajectory.positions[column]],
-            batch.conditioning.rows(rows),
+            part.conditioning.rows(rows),
             sigmas=self.settings.sigmas,
             step=trajectory.steps[column],
             sde=self.settings.sde,
         )
 
-    def _global_mass(self, batch: TrainingBatch, plan: list[list[Tensor]]) -> list[float]:
+    def _global_mass(self, batch: TrainingBatch, plan: list[list[MicroBatch]]) -> list[float]:
         """Return, per optimizer step, the sum of sample weights over all ranks."""
-        local = torch.stack([batch.weights[torch.cat(rows)].cpu().double().sum() for rows in plan])
+        local = torch.stack(
+            [torch.cat([batch.parts[part].weights[rows] for part, rows in step]).cpu().double().sum() for step in plan]
+        )
         masses: list[float] = self.ranks.all_gather(local[None]).sum(dim=0).tolist()
         return masses
 
     def _optimizer_step(
-        self, batch: TrainingBatch, old: OldPolicy, plan: list[Tensor], *, scale: float, stats: UpdateStats
+        self, batch: TrainingBatch, old: list[OldPolicy], plan: list[MicroBatch], *, scale: float, stats: UpdateStats
     ) -> None:
-        columns = len(batch.trajectory.steps)
-        work = [(rows, column) for rows in plan for column in range(columns)]
+        columns = len(batch.parts[0].trajectory.steps)
+        work = [(micro, column) for micro in plan for column in range(columns)]
         begun, untouched = len(stats.ratios), not stats.norms
-        for number, (rows, column) in enumerate(work):
+        for number, ((place, rows), column) in enumerate(work):
+            part = batch.parts[place]
             with self._synchronised(last=number == len(work) - 1):
-                terms, new = self._loss(batch, old, rows, column)
-                weight = batch.weights[rows].to(terms.per_sample) * (scale / columns)
+                terms, new = self._loss(part, old[place], rows, column)
+                weight = part.weights[rows].to(terms.per_sample) * (scale / columns)
                 (terms.per_sample * weight).sum().backward()
-            gap = new.detach() - batch.trajectory.log_probs[rows, column] if untouched else None
+            gap = new.detach() - part.trajectory.log_probs[rows, column] if untouched else None
             stats.add(terms, weight / self.ranks.world_size, gap)
             self.on_replay()
         self._refuse_non_finite(batch, work, stats.ratios[begun:])
@@ -224,19 +259,19 @@ class Updater:
         stats.stepped(norm)
         self.after_step()
 
-    def _loss(self, batch: TrainingBatch, old: OldPolicy, rows: Tensor, column: int) -> tuple[LossTerms, Tensor]:
+    def _loss(self, part: TrainingPart, old: OldPolicy, rows: Tensor, column: int) -> tuple[LossTerms, Tensor]:
         """Return the loss of one stored step of the given rows, and its new log-probabilities (b,)."""
         settings, train = self.settings, self.settings.train
         # First the reference: it may exchange weights in place, which a graph that is already built would not survive.
-        reference = self._reference_mean(batch, rows, column) if train.kl_coef > 0 else None
-        current = self._transition(batch, rows, column)
-        new = log_prob(_next_latents(batch, rows, column), current)
+        reference = self._reference_mean(part, rows, column) if train.kl_coef > 0 else None
+        current = self._transition(part, rows, column)
+        new = log_prob(_next_latents(part, rows, column), current)
         before = new.detach() if old.log_probs is None else old.log_probs[rows, column]
-        step = batch.trajectory.steps[column]
+        step = part.trajectory.steps[column]
         terms = grpo_loss(
             new[:, None],
             before[:, None],
-            batch.advantages[rows].to(new),
+            part.advantages[rows].to(new),
             clip_range=train.clip_range,
             adv_clip=train.adv_clip,
             step_weight=None if settings.step_weight is None else settings.step_weight[step : step + 1],
@@ -247,29 +282,33 @@ class Updater:
         return terms, new
 
     @torch.no_grad()
-    def _reference_mean(self, batch: TrainingBatch, rows: Tensor, column: int) -> Tensor:
+    def _reference_mean(self, part: TrainingPart, rows: Tensor, column: int) -> Tensor:
         with self.policy.reference():
-            return self._transition(batch, rows, column).mean
+            return self._transition(part, rows, column).mean
 
-    def _refuse_non_finite(self, batch: TrainingBatch, work: list[tuple[Tensor, int]], ratios: list[Tensor]) -> None:
+    def _refuse_non_finite(
+        self, batch: TrainingBatch, work: list[tuple[MicroBatch, int]], ratios: list[Tensor]
+    ) -> None:
         """Raise on every rank when a log-ratio is not finite on any; the weights are still untouched."""
         error = None
         if not torch.cat(ratios).log().isfinite().all():
             found = [
-                (column, rows[~ratio.log().isfinite().cpu()])
-                for (rows, column), ratio in zip(work, ratios, strict=True)
+                (batch.parts[place], column, rows[~ratio.log().isfinite().cpu()])
+                for ((place, rows), column), ratio in zip(work, ratios, strict=True)
             ]
-            column, bad = next((column, bad) for column, bad in found if len(bad))
+            part, column, bad = next(entry for entry in found if len(entry[2]))
             error = RuntimeError(
-                f"log-ratio is not finite in step {batch.trajectory.steps[column]} of gids {batch.gids[bad].tolist()}"
+                f"log-ratio is not finite in step {part.trajectory.steps[column]} of gids {part.gids[bad].tolist()}"
             )
         self.ranks.raise_together(error, "update")
 
     @torch.no_grad()
-    def _probe(self, batch: TrainingBatch, old: OldPolicy, rows: Tensor) -> dict[str, float]:
+    def _probe(self, batch: TrainingBatch, old: list[OldPolicy], micro: MicroBatch) -> dict[str, float]:
         """Score one micro-batch again: a ratio that is still exactly 1 after an update means nothing was learned."""
-        new = log_prob(_next_latents(batch, rows, 0), self._transition(batch, rows, 0))
-        before = batch.trajectory.log_probs if old.log_probs is None else old.log_probs
+        part, rows = batch.parts[micro.part], micro.rows
+        new = log_prob(_next_latents(part, rows, 0), self._transition(part, rows, 0))
+        known = old[micro.part].log_probs
+        before = part.trajectory.log_probs if known is None else known
         gap = (new - before[rows, 0]).abs().max().cpu()
         return {"policy/ratio_after_max_abs_log": float(self.ranks.all_gather(gap[None]).max())}
 
@@ -285,8 +324,8 @@ def _nothing() -> None:
     """Stand in for a callback that is not given."""
 
 
-def _next_latents(batch: TrainingBatch, rows: Tensor, column: int) -> Tensor:
-    return batch.trajectory.states[rows, batch.trajectory.positions[column] + 1]
+def _next_latents(part: TrainingPart, rows: Tensor, column: int) -> Tensor:
+    return part.trajectory.states[rows, part.trajectory.positions[column] + 1]
 
 
 def _guard_terms(old: OldPolicy, rows: Tensor, column: int, current: Transition) -> GuardTerms:

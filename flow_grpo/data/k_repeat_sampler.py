@@ -91,6 +91,11 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         """Return m, distinct conditions in one batch over all ranks."""
         return self.num_replicas * self.batch_size // self.k
 
+    @property
+    def next_step(self) -> int:
+        """The step that the consumer takes next."""
+        return self._expected
+
     def plan(self, step: int) -> list[list[Draw]]:
         """Return the W lists of B draws of a step: a pure function, any step in any order on any rank.
 
@@ -153,7 +158,7 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
             "k": self.k,
             "num_batches_per_epoch": self.num_batches_per_epoch,
             "layout": self.layout,
-            "next_step": self._expected,
+            "next_step": self.next_step,
         }
 
     def load_state_dict(self, state: dict[str, StateValue]) -> None:

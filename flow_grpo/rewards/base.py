@@ -71,9 +71,10 @@ class RewardSet:
         self.rewards = tuple(rewards)
         self.weights = dict(weights)
 
-    def floor(self, name: str) -> float:
-        """Return the noise floor of a reward of the set, in its own unit."""
-        return {reward.name: reward.floor for reward in self.rewards}[name]
+    @property
+    def floors(self) -> dict[str, float]:
+        """Return reward name -> noise floor, each in its own unit."""
+        return {reward.name: reward.floor for reward in self.rewards}
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1]."""

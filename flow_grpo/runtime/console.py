@@ -31,8 +31,10 @@ class Progress:
     """Progress of a run on rank 0; silent on the others. Use as a context manager.
 
     with Progress(num_epochs, ranks, finished=resumed_epochs) as progress:
-        progress.start_epoch(epoch, rollouts=batches, updates=micro_batches)
-        progress.rollout(); progress.update(); progress.finish_epoch(metrics)
+        progress.start_epoch(rollouts=samples)
+        progress.rollout(batch_size)
+        progress.start_update(micro_batches)
+        progress.update(); progress.finish_epoch(metrics)
     """
 
     def __init__(self, num_epochs: int, ranks: Ranks, *, finished: int = 0, console: Console | None = None) -> None:
@@ -72,14 +74,23 @@ class Progress:
         """Remove the bars."""
         self._bars.stop()
 
-    def start_epoch(self, *, rollouts: int, updates: int) -> None:
-        """Set the bars of an epoch to 0 of their totals."""
+    def start_epoch(self, *, rollouts: int) -> None:
+        """Set the bars of an epoch to 0; `rollouts` samples are to come."""
         self._epoch_begin = time.monotonic()
         self._bars.reset(self._rollouts, total=rollouts)
-        self._bars.reset(self._updates, total=updates)
+        self._bars.reset(self._updates, total=None)
 
-    def rollout(self, count: int = 1) -> None:
-        """Count finished rollout batches."""
+    def more_rollouts(self, count: int) -> None:
+        """Expect further samples in this epoch."""
+        total = self._bars.tasks[self._rollouts].total or 0
+        self._bars.update(self._rollouts, total=total + count)
+
+    def start_update(self, updates: int) -> None:
+        """Set the total of the epoch's replayed micro-batches."""
+        self._bars.update(self._updates, total=updates)
+
+    def rollout(self, count: int) -> None:
+        """Count finished samples."""
         self._bars.advance(self._rollouts, count)
 
     def update(self, count: int = 1) -> None:

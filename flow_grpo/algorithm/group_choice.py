@@ -1,0 +1,167 @@
+"""Which groups an epoch trains on and which rank trains on which of their samples: pure functions, alike on every rank.
+
+Letters: W ranks, N samples of a round over all ranks, k copies in a group. A *pool row* names a sample over all rounds:
+round * N + its place among the N gathered samples of its round, which are in rank order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.keys import generator
+
+POLICIES = ("fallback_original", "pad", "rebalance", "fill_flat", "raise")
+
+
+class ShortageError(RuntimeError):
+    """Too few groups carry a signal, and the configuration asks to stop then."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The k copies of one draw.
+
+    Attributes:
+        gid: its key.
+        rows: its k pool rows, in slot order.
+        kind: "valid" | "flat" | "incomplete".
+    """
+
+    gid: int
+    rows: tuple[int, ...]
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """When a pool is full, and what happens when it stays short.
+
+    Attributes:
+        target: samples an epoch trains on, over all ranks; a multiple of k.
+        k: group size.
+        max_resample_times: rounds after the first; the last one counts.
+        policy: one of POLICIES.
+        seed: of the draw that "pad" makes.
+    """
+
+    target: int
+    k: int
+    max_resample_times: int
+    policy: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.target % self.k or self.target < self.k:
+            raise ValueError(
+                f"the pool's target of {self.target} samples is no multiple of k={self.k}; change "
+                "sample.train_batch_size or sample.num_batches_per_epoch"
+            )
+        if self.policy not in POLICIES:
+            raise ValueError(f"dynamic_sampling.policy is {self.policy!r}, must be one of {', '.join(POLICIES)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What to do after a round.
+
+    Attributes:
+        action: "more" draws another round, "use" trains on `groups`, "original" on the first round as it was.
+        valid: samples in valid groups so far, over all ranks; may exceed the target.
+        groups: what to train on; a group may stand here several times under "pad".
+        padded: samples of `groups` that are repetitions, or come from flat or incomplete groups.
+    """
+
+    action: str
+    valid: int
+    groups: tuple[Group, ...] = ()
+    padded: int = 0
+
+
+def groups_of(gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, first_row: int) -> tuple[Group, ...]:
+    """Return the groups of a round by rising gid.
+
+    Args:
+        gids: (N,) int64 group of every sample of the round.
+        slots: (N,) int64 copy number.
+        flat: (G,) bool of the groups by rising gid.
+        incomplete: (G,) bool likewise.
+        first_row: pool row of the round's first sample.
+    """
+    order = sorted(range(len(gids)), key=lambda row: (int(gids[row]), int(slots[row])))
+    members: dict[int, list[int]] = {}
+    for row in order:
+        members.setdefault(int(gids[row]), []).append(first_row + row)
+    kinds = [
+        "incomplete" if lacks else "flat" if even else "valid" for lacks, even in zip(incomplete, flat, strict=True)
+    ]
+    return tuple(Group(gid, tuple(rows), kind) for (gid, rows), kind in zip(members.items(), kinds, strict=True))
+
+
+def decide(rounds: Sequence[Sequence[Group]], rules: Rules) -> Decision:
+    """Return what follows from the rounds drawn so far; groups are taken in the order (round, gid).
+
+    Raises:
+        ShortageError: the last round left the pool short and the policy is "raise".
+    """
+    valid = [group for drawn in rounds for group in drawn if group.kind == "valid"]
+    have, wanted = len(valid) * rules.k, rules.target // rules.k
+    if have >= rules.target:
+        return Decision("use", have, tuple(valid[:wanted]))
+    if len(rounds) <= rules.max_resample_times:
+        return Decision("more", have)
+    if rules.policy == "raise":
+        raise ShortageError(
+            f"only {have} of {rules.target} samples lie in groups that carry a signal after "
+            f"{len(rounds) - 1} resample(s); raise dynamic_sampling.max_resample_times, lower reward.flat_eps, or set "
+            "dynamic_sampling.policy=fallback_original"
+        )
+    if rules.policy == "fallback_original" or not valid:
+        return Decision("original", have)
+    if rules.policy == "rebalance":
+        return Decision("use", have, tuple(valid))
+    missing = wanted - len(valid)
+    if rules.policy == "pad":
+        draw = generator(rules.seed, "pad", rounds[0][0].gid)
+        spare = [valid[int(torch.randint(len(valid), (), generator=draw))] for _ in range(missing)]
+    else:
+        spare = [group for kind in ("flat", "incomplete") for group in rounds[0] if group.kind == kind][:missing]
+    return Decision("use", have, (*valid, *spare), padded=missing * rules.k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which rank trains on which pool rows.
+
+    Attributes:
+        rows: per rank, its pool rows in the order it holds them: its own by rising number, then arrivals.
+        moves: (pool row, from rank, to rank) of every sample that changes rank.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    moves: tuple[tuple[int, int, int], ...]
+
+
+def place(pool_rows: Sequence[int], *, per_round: int, world_size: int) -> Placement:
+    """Give every rank its equal share while moving as few samples as possible.
+
+    Rank r gets len(pool_rows) // W samples, the first len(pool_rows) % W ranks one more.
+
+    Args:
+        pool_rows: what to train on; a row may stand here several times.
+        per_round: N.
+        world_size: W.
+    """
+    share, more = divmod(len(pool_rows), world_size)
+    quota = [share + (rank < more) for rank in range(world_size)]
+    own: list[list[int]] = [[] for _ in range(world_size)]
+    for row in sorted(pool_rows):
+        own[row % per_round // (per_round // world_size)].append(row)
+    surplus = [(row, rank) for rank in range(world_size) for row in own[rank][quota[rank] :]]
+    holes = [rank for rank in range(world_size) for _ in range(quota[rank] - len(own[rank]))]
+    moves = tuple((row, source, target) for (row, source), target in zip(surplus, holes, strict=True))
+    arrived = [[row for row, _, target in moves if target == rank] for rank in range(world_size)]
+    return Placement(tuple((*own[r][: quota[r]], *arrived[r]) for r in range(world_size)), moves)

@@ -1,0 +1,117 @@
+"""The samples of several rounds that one rank holds, and how those that change rank get there.
+
+A pool row names a sample over all rounds and ranks: round * N + its place among the N gathered samples of its round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+import torch
+
+from flow_grpo.algorithm.compare import Chosen, Gathered
+from flow_grpo.algorithm.epoch import Collected
+from flow_grpo.algorithm.group_choice import Placement
+from flow_grpo.records import Experience
+from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.exchange import exchange_rows
+
+Size = tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """Where this rank has a sample: a row of a record of its video size."""
+
+    size: Size
+    experience: Experience
+    row: int
+
+
+class SamplePool:
+    """Samples of the rounds of an epoch, on one rank.
+
+    Args:
+        local: samples of a rank and round.
+        ranks: who takes part.
+    """
+
+    def __init__(self, local: int, ranks: Ranks) -> None:
+        self._local = local
+        self._ranks = ranks
+        self._held: dict[int, Held] = {}
+        self._facts: list[Gathered] = []
+
+    def add(self, collected: Collected, gathered: Gathered, wanted: Container[int]) -> None:
+        """Keep those of a round's samples whose pool rows are wanted; a part of a record is copied out of it."""
+        first = (len(self._facts) * self._ranks.world_size + self._ranks.rank) * self._local
+        self._facts.append(gathered)
+        for batch in collected.batches:
+            kept = [row for row, position in enumerate(batch.positions) if first + position in wanted]
+            whole = len(kept) == len(batch.positions)
+            experience = batch.experience if whole else batch.experience.rows(torch.tensor(kept, dtype=torch.int64))
+            for place, row in enumerate(kept):
+                self._held[first + batch.positions[row]] = Held(batch.size, experience, place)
+
+    def take(self, placement: Placement) -> tuple[Chosen, int]:
+        """Return the placed samples, each on the rank that trains on it, and how many bytes changed rank over all.
+
+        Every rank must call it. Where ranks get one sample less than others, a stand-in of weight 0 keeps their replays
+        in step.
+        """
+        facts = Gathered.concatenate(self._facts)
+        moved_bytes = self._move(placement, facts)
+        own = [self._held[row] for row in placement.rows[self._ranks.rank]]
+        stand_in = own[0] if own else next(iter(self._held.values()))
+        own += [stand_in] * (max(map(len, placement.rows)) - len(own))
+        by_size: dict[Size, list[int]] = {}
+        for position, sample in enumerate(own):
+            by_size.setdefault(sample.size, []).append(position)
+        distinct = sorted({row for rows in placement.rows for row in rows})
+        number = {row: place for place, row in enumerate(distinct)}
+        chosen = Chosen(
+            gathered=facts.rows(torch.tensor(distinct)),
+            placement=tuple(tuple(number[row] for row in rows) for rows in placement.rows),
+            experiences=tuple(joined([own[position] for position in places]) for places in by_size.values()),
+            positions=tuple(tuple(places) for places in by_size.values()),
+            as_rolled_out=False,
+        )
+        return chosen, moved_bytes
+
+    def _move(self, placement: Placement, facts: Gathered) -> int:
+        """Send and receive what changes rank, one video size after the other, and return the bytes."""
+        moved_bytes = 0
+        sizes = {row: tuple(facts.sizes[row].tolist()) for row, _, _ in placement.moves}
+        for size in sorted(set(sizes.values())):
+            moves = [move for move in placement.moves if sizes[move[0]] == size]
+            arrived, row_bytes = self._move_size(moves)
+            mine = sorted((source, row) for row, source, target in moves if target == self._ranks.rank)
+            for place, (_, row) in enumerate(mine):
+                assert int(arrived.keys[place, 0]) == int(facts.gids[row]), f"pool row {row} arrived as another sample"
+                self._held[row] = Held(size, arrived, place)
+            moved_bytes += len(moves) * row_bytes
+        return moved_bytes
+
+    def _move_size(self, moves: Sequence[tuple[int, int, int]]) -> tuple[Experience, int]:
+        """Exchange samples of one video size; return what arrives by (source rank, pool row), and the bytes of one."""
+        rank, world = self._ranks.rank, range(self._ranks.world_size)
+        form = next(iter(self._held.values())).experience  # all samples of an epoch share what is no tensor
+        sent = [sorted(row for row, source, target in moves if (source, target) == (rank, to)) for to in world]
+        leaving = [self._held[row] for rows in sent for row in rows]
+        send = [list(range(sum(map(len, sent[:to])), sum(map(len, sent[: to + 1])))) for to in world]
+        receive = [sum((source, target) == (sender, rank) for _, source, target in moves) for sender in world]
+        tensors = joined(leaving).tensors() if leaving else {}
+        received, row_bytes = exchange_rows(tensors, send, receive, self._ranks)
+        return form.with_tensors(received), row_bytes
+
+
+def joined(samples: Sequence[Held]) -> Experience:
+    """Return samples of one size as one record, in order; neighbours out of one record are copied together."""
+    parts: list[Experience] = []
+    begin = 0
+    for end in range(1, len(samples) + 1):
+        if end == len(samples) or samples[end].experience is not samples[begin].experience:
+            rows = torch.tensor([sample.row for sample in samples[begin:end]])
+            parts.append(samples[begin].experience.rows(rows))
+            begin = end
+    return Experience.concatenate(parts)

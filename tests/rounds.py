@@ -1,0 +1,184 @@
+"""Sampling rounds of scripted rewards, without a network: what dynamic sampling is tested with.
+
+Every tensor of a sample tells its (gid, slot), so that a mix-up shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from flow_grpo.algorithm import compare
+from flow_grpo.algorithm.compare import Chosen, Gathered
+from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
+from flow_grpo.algorithm.epoch import Collected
+from flow_grpo.config import DynamicSamplingConfig, RewardConfig
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.records import Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
+from flow_grpo.runtime.distributed import Ranks
+from tests.toy import condition
+
+CONDITIONS = 96
+Kind = str
+Kinds = Sequence[Sequence[Kind]]
+"""Per round, the kind of each of its groups: "valid", "flat", or "incomplete" (one copy without a value)."""
+
+
+def kinds_of(valid: Sequence[int], groups: int) -> list[list[Kind]]:
+    """Return rounds whose first so many groups are valid and the others flat."""
+    return [["valid"] * number + ["flat"] * (groups - number) for number in valid]
+
+
+def scripted_batch(
+    draws: Sequence[tuple[int, int, int, int]], kinds: Kinds, groups: int, frames: int = 5
+) -> ScoredBatch:
+    """Return the samples of one rank and round; `frames` other than 5 makes another video size."""
+    conditions = []
+    values = []
+    for _, gid, slot, index in draws:
+        made = condition(index, gid, slot)
+        object.__setattr__(made, "source_video", made.source_video[:, :frames])
+        conditions.append(made)
+        kind = kinds[gid // groups][gid % groups]
+        values.append(0.25 if kind == "flat" else torch.nan if kind == "incomplete" and slot == 1 else slot + gid / 1e3)
+    marks = torch.tensor([[100.0 * gid + slot] for _, gid, slot, _ in draws])
+    latent = marks.view(-1, 1, 1, 1, 1, 1).expand(-1, 3, 2, frames, 2, 2).clone()
+    reward = torch.tensor(values)
+    return ScoredBatch(
+        conditions=tuple(conditions),
+        positions=tuple(range(len(draws))),
+        conditioning=Conditioning(marks[:, None].repeat(1, 3, 4), latent[:, 0] + 0.5, latent[:, 0, 0, :, 0, :1] - 0.5),
+        trajectory=Trajectory(latent, marks.repeat(1, 2) / 7, positions=(0, 1), steps=(1, 2)),
+        noise_ids=torch.tensor([[2**40 + 100 * gid + slot, -(100 * gid + slot)] for _, gid, slot, _ in draws]),
+        rewards={"scripted": RewardResult(reward, reward.isfinite(), ("",) * len(draws))},
+    )
+
+
+def split_by_size(batch: ScoredBatch, frames: Callable[[int], int], kinds: Kinds, groups: int) -> list[ScoredBatch]:
+    """Return the same samples as batches of unlike video size, by the size that each condition's index asks for."""
+    sizes: dict[int, list[int]] = {}
+    for row, made in enumerate(batch.conditions):
+        sizes.setdefault(frames(made.index), []).append(row)
+    parts = []
+    for size, rows in sizes.items():
+        draws = [(0, c.gid, c.slot, c.index) for c in (batch.conditions[row] for row in rows)]
+        part = scripted_batch(draws, kinds, groups, size)
+        object.__setattr__(part, "positions", tuple(rows))
+        parts.append(part)
+    return parts
+
+
+class Rounds:
+    """Draws scripted rounds on one rank, as a trainer would.
+
+    Args:
+        ranks: who takes part.
+        kinds: see `Kinds`.
+        local: samples of a rank and round.
+        k: group size.
+        layout: of the sampler.
+        frames: video frames by dataset index; None gives all 5.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        kinds: Kinds,
+        *,
+        local: int,
+        k: int = 4,
+        layout: str = "spread",
+        frames: Callable[[int], int] | None = None,
+    ) -> None:
+        self.ranks, self.kinds, self.frames = ranks, kinds, frames
+        self.groups = local * ranks.world_size // k
+        self.sampler = DistributedKRepeatSampler(CONDITIONS, local, k, ranks.world_size, ranks.rank, 1, layout=layout)
+        self.drawn: list[Collected] = []
+
+    def draw(self, number: int) -> tuple[Collected, Gathered]:
+        assert number == len(self.drawn)
+        draws = self.sampler.plan(self.sampler.next_step)[self.ranks.rank]
+        self.sampler.seek(self.sampler.next_step + 1)
+        batch = scripted_batch(draws, self.kinds, self.groups)
+        batches = [batch] if self.frames is None else split_by_size(batch, self.frames, self.kinds, self.groups)
+        collected = Collected(tuple(batches), torch.zeros(len(draws), 3, 5, 2, 2))
+        self.drawn.append(collected)
+        return collected, compare.gather(batches, self.ranks)
+
+
+def dynamic(ranks: Ranks, *, local: int, k: int = 4, say=None, history=None, **changes: object) -> DynamicSampling:
+    """Return dynamic sampling over the scripted reward."""
+    knobs = {
+        "enabled": True,
+        "max_resample_times": 3,
+        "policy": "fallback_original",
+        "metric": "",
+        "skip_step_if_all_flat": False,
+    }
+    return DynamicSampling(
+        config=DynamicSamplingConfig(**(knobs | changes)),
+        reward=RewardConfig({"scripted": 1.0}, "group", 1e-4, 0, 1e-4),
+        floors={"scripted": 0.0},
+        k=k,
+        local=local,
+        seed=5,
+        ranks=ranks,
+        device=torch.device("cpu"),
+        history=[] if history is None else history,
+        say=say or (lambda line: None),
+    )
+
+
+def choose(sampling: DynamicSampling, rounds: Rounds) -> tuple[Chosen, dict[str, float]]:
+    """Draw the first round and choose."""
+    return sampling.choose(*rounds.draw(0), rounds.draw)
+
+
+def rows_by_position(chosen: Chosen) -> dict[int, tuple[int, int]]:
+    """Return position -> (gid, slot) of this rank's samples, after checking that every tensor is of that sample."""
+    found: dict[int, tuple[int, int]] = {}
+    for experience, positions in zip(chosen.experiences, chosen.positions, strict=True):
+        check_marks(experience)
+        for position, (gid, slot, _) in zip(positions, experience.keys.tolist(), strict=True):
+            found[position] = gid, slot
+    return found
+
+
+def check_marks(experience: Experience) -> None:
+    """Assert that every tensor of a record belongs to the sample its keys name."""
+    marks = (100.0 * experience.keys[:, 0] + experience.keys[:, 1]).float()
+    shifts = {"source_latents": 0.5, "target_cameras": -0.5}
+    for name, tensor in experience.tensors().items():
+        if name == "keys":
+            continue
+        wanted = marks / 7 if name.endswith("log_probs") else marks + shifts.get(name.rpartition(".")[2], 0.0)
+        assert torch.equal(tensor.flatten(1), wanted[:, None].expand(-1, tensor[0].numel())), name
+
+
+def recorded(function: Callable[[], object]) -> tuple[object, list[str]]:
+    """Return function's result and the collectives it made, with the shapes of what went in."""
+    made: list[str] = []
+    names = ("all_gather", "all_reduce", "all_to_all_single", "broadcast", "barrier", "gather", "scatter")
+
+    def wrapped(name: str) -> Callable[..., object]:
+        original = getattr(dist, name)
+
+        def told(*args: object, **given: object) -> object:
+            # Split sizes differ by design; that a rank takes part at all is what must not.
+            made.append(name if name == "all_to_all_single" else f"{name} {[_shape(arg) for arg in args]}")
+            return original(*args, **given)
+
+        return told
+
+    patches: Mapping[str, object] = {name: wrapped(name) for name in names}
+    with mock.patch.multiple(dist, **patches):
+        return function(), made
+
+
+def _shape(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return list(value.shape)
+    return [_shape(part) for part in value] if isinstance(value, list) else None

@@ -1,0 +1,93 @@
+"""The pool of one rank: what it keeps, joins and hands out; how samples travel is tested in test_dynamic_sampling."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+from flow_grpo.algorithm.epoch import Collected
+from flow_grpo.algorithm.group_choice import place
+from flow_grpo.algorithm.sample_pool import Held, SamplePool, joined
+from flow_grpo.records import Conditioning, ScoredBatch, Trajectory
+from flow_grpo.runtime.distributed import Ranks
+from tests.rounds import Rounds, check_marks, kinds_of, rows_by_position
+from tests.workers import run_ranks
+
+
+def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
+    rounds = Rounds(Ranks(), kinds_of([4, 4], 4), local=16)
+    pool = SamplePool(16, Ranks())
+    pool.add(*rounds.draw(0), range(16))
+    pool.add(*rounds.draw(1), {18, 22, 26, 30})
+    placement = place([0, 4, 8, 12, 18, 22, 26, 30], per_round=16, world_size=1)
+    chosen, moved = pool.take(placement)
+    assert moved == 0
+    # Slot-major rows of 4 groups: row 4 s + j is copy s of group j.
+    assert rows_by_position(chosen) == dict(enumerate([(0, s) for s in range(4)] + [(6, s) for s in range(4)]))
+    assert chosen.gathered.gids.tolist() == [0] * 4 + [6] * 4
+    assert chosen.placement == (tuple(range(8)),)
+
+
+def test_a_part_of_a_round_does_not_keep_the_whole_round_in_memory():
+    rounds = Rounds(Ranks(), kinds_of([4], 4), local=16)
+    collected, gathered = rounds.draw(0)
+    pool = SamplePool(16, Ranks())
+    pool.add(collected, gathered, {0, 4})
+    held = {id(sample.experience): sample.experience for sample in pool._held.values()}
+    (kept,) = held.values()
+    whole = collected.batches[0].trajectory.states
+    assert kept.trajectory.states.untyped_storage().nbytes() == 2 * whole[0].nbytes
+
+
+def test_joining_keeps_order_across_records_and_repeats():
+    rounds = Rounds(Ranks(), kinds_of([4, 4], 4), local=16)
+    first, second = (rounds.draw(number)[0].batches[0].experience for number in (0, 1))
+    size = (5, 2, 2)
+    wanted = [(first, 3), (first, 0), (second, 5), (first, 3)]
+    made = joined([Held(size, experience, row) for experience, row in wanted])
+    check_marks(made)
+    assert made.keys.tolist() == [experience.keys[row].tolist() for experience, row in wanted]
+
+
+MEBIBYTE = 2**20
+
+
+def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float, float, int]:
+    """Return how much memory the move of two samples took at most, and what the samples of a rank and round hold."""
+    rounds = Rounds(ranks, kinds_of([3, 3], ranks.world_size * local // 4), local=local, layout="contiguous")
+    pool = SamplePool(local, ranks)
+    for number in range(2):
+        collected, gathered = rounds.draw(number)
+        (batch,) = collected.batches
+        states = torch.full((local, mebibytes, MEBIBYTE // 4), float(ranks.rank))
+        large = ScoredBatch(
+            batch.conditions,
+            batch.positions,
+            Conditioning(batch.conditioning.prompt_embeds, states[:, 0, :1], batch.conditioning.target_cameras),
+            Trajectory(states, batch.trajectory.log_probs, (0,), (1,)),
+            batch.noise_ids,
+            batch.rewards,
+        )
+        per_round = local * ranks.world_size
+        wanted = range(per_round) if number == 0 else range(per_round, per_round + 4)
+        pool.add(Collected((large,), collected.videos), gathered, wanted)
+        del states, large
+    groups = [tuple(range(4 * j, 4 * j + 4)) for j in range(ranks.world_size - 1)]
+    groups.append(tuple(range(per_round, per_round + 4)))
+    placement = place([row for rows in groups for row in rows], per_round=per_round, world_size=ranks.world_size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    chosen, moved = pool.take(placement)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert [len(experience) for experience in chosen.experiences] == [local]
+    return (after - before) / 1024, local * mebibytes, moved
+
+
+def test_002_7_memory_grows_alike_on_all_ranks_and_never_by_what_a_gather_would_take():
+    """A gather of objects puts every rank's samples on every rank, and their pickles beside them."""
+    results = run_ranks(_move_large_samples, 4, 4, 8, fresh=True, timeout=100)
+    grown = [growth for growth, *_ in results]
+    own = results[0][1]
+    assert results[0][2] > 4 * 8 * MEBIBYTE
+    # The chosen samples as one record, and twice what moves. All samples of all ranks would be 4 times their own.
+    assert max(grown) <= 2 * own + 16, grown
