@@ -265,7 +265,6 @@ def build_dynamic_sampling(
         local=config.sample.expanded_batch_size,
         seed=config.seed,
         ranks=ranks,
-        device=state.device,
         history=state.shortages,
         say=progress.say if ranks.is_main else lambda line: show([line]),
     )

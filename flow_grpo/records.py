@@ -231,10 +231,10 @@ class ScoredBatch:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPart(Rows):
-    """Samples of one size that an epoch trains on, on one rank.
+    """Samples of one size on one rank, with what an epoch learns from them.
 
     Attributes:
-        positions: (n,) int64 CPU: where each stands among the rank's samples of the epoch.
+        positions: (n,) int64 CPU: where each stands among the samples the rank trains on; -1 where it does not.
         conditioning: n rows.
         trajectory: n rows.
         advantages: (n,) fp32 CPU, group-normalised.
@@ -252,18 +252,42 @@ class TrainingPart(Rows):
     def __len__(self) -> int:
         return len(self.gids)
 
+    def to(self, device: torch.device | str) -> TrainingPart:
+        """Return a copy whose conditioning and trajectory are on `device`."""
+        conditioning, trajectory = self.conditioning.to(device), self.trajectory.to(device)
+        return dataclasses.replace(self, conditioning=conditioning, trajectory=trajectory)
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatch:
     """What the update replays: one rank's samples of an epoch, as many on every rank.
 
+    The parts stay where they were made or arrived; nothing is copied before its micro-batch is due.
+
     Attributes:
-        parts: one per video size.
-        as_rolled_out: the rows of every part are those of the rollout's batches, in their order.
+        parts: records that hold the samples at positions 0..length-1 between them, several of one size where samples
+            were drawn in several rounds or came from other ranks.
+        length: how many samples.
+        as_rolled_out: one part per size, and the rows of each are those of the rollout's batches, in their order.
     """
 
     parts: tuple[TrainingPart, ...]
+    length: int
     as_rolled_out: bool = True
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self.parts)
+        return self.length
+
+    def sizes(self) -> Tensor:
+        """Return (length,) int64: which samples may share a call; equal numbers mean equal latent shapes."""
+        shapes = [tuple(part.trajectory.states.shape[1:]) for part in self.parts]
+        numbers = torch.full((self.length,), -1)
+        for part, shape in zip(self.parts, shapes, strict=True):
+            numbers[part.positions[part.positions >= 0]] = shapes.index(shape)
+        assert (numbers >= 0).all(), f"no part holds the samples at {(numbers < 0).nonzero().flatten().tolist()}"
+        return numbers
+
+    def take(self, positions: Tensor, device: torch.device | str) -> TrainingPart:
+        """Return the samples at some positions, all of one size, as one record on `device`."""
+        found = [(part, torch.isin(part.positions, positions).nonzero().flatten()) for part in self.parts]
+        return TrainingPart.concatenate([part.rows(rows) for part, rows in found if len(rows)]).to(device)

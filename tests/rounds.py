@@ -126,7 +126,6 @@ def dynamic(ranks: Ranks, *, local: int, k: int = 4, say=None, history=None, **c
         local=local,
         seed=5,
         ranks=ranks,
-        device=torch.device("cpu"),
         history=[] if history is None else history,
         say=say or (lambda line: None),
     )
@@ -143,7 +142,9 @@ def rows_by_position(chosen: Chosen) -> dict[int, tuple[int, int]]:
     for experience, positions in zip(chosen.experiences, chosen.positions, strict=True):
         check_marks(experience)
         for position, (gid, slot, _) in zip(positions, experience.keys.tolist(), strict=True):
-            found[position] = gid, slot
+            if position >= 0:
+                assert position not in found
+                found[position] = gid, slot
     return found
 
 

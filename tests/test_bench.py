@@ -9,7 +9,7 @@ import pytest
 
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from tests.tiny_models import make_tiny_folder
-from tools import bench
+from tools import bench, bench_exchange
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,3 +36,23 @@ def test_the_benchmark_prints_one_object_with_both_ratios(tmp_path, capsys, kl_c
     assert result["rollout_s"] > 0
     assert result["update_s"] > 0
     assert 0.5 < result["rollout_update_over_bare"] <= result["epoch_over_bare"]
+
+
+def test_the_packing_case_prints_both_idle_shares(capsys) -> None:
+    assert bench.main(["packing", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["idle_share"] < 0.01 < result["naive_idle_share"]
+
+
+def test_the_exchange_moves_less_than_a_gather_of_objects_takes() -> None:
+    """Two ranks and small samples; the aims hold for 4 ranks of 4 samples of 32 MiB: `bench.py dynamic-sampling`."""
+    result = bench_exchange.measure(ranks=2, local=4, mebibytes=8)
+    assert set(result) == {"exchange_s", "objects_s", "time_ratio", "exchange_mib", "objects_mib", "memory_ratio"}
+    assert result["time_ratio"] > 1
+    assert result["memory_ratio"] > 2
+
+
+def test_a_word_that_belongs_to_a_knob_is_not_taken_for_a_case(capsys) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--config.sample.k", "packing"])
+    assert "--config" in capsys.readouterr().err

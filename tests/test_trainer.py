@@ -62,7 +62,6 @@ def a_trainer(tmp_path, monkeypatch):
             local=8,
             seed=5,
             ranks=ranks,
-            device=torch.device("cpu"),
             history=state.shortages,
             say=progress.say,
         )

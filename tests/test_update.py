@@ -32,12 +32,12 @@ def updated(*, batches=BATCHES, rollout_batch_size=4, epoch=0, policy=None, batc
 def rows_of(batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
     """Return some samples as a batch of their own."""
     (part,) = batch.parts
-    return TrainingBatch((dataclasses.replace(part.rows(rows), positions=torch.arange(len(rows))),))
+    return TrainingBatch((dataclasses.replace(part.rows(rows), positions=torch.arange(len(rows))),), len(rows))
 
 
 def changed(batch: TrainingBatch, **changes) -> TrainingBatch:
     (part,) = batch.parts
-    return TrainingBatch((dataclasses.replace(part, **changes),))
+    return TrainingBatch((dataclasses.replace(part, **changes),), len(batch))
 
 
 def test_ratio_is_exactly_one_before_the_first_update_at_the_rollout_s_geometry():
@@ -156,7 +156,7 @@ def test_an_update_without_any_weight_is_skipped_and_counted():
 def dealt(updating: Updater, rows: int, epoch: int) -> list[list[list[int]]]:
     """Return the row numbers of every micro-batch of every optimizer step."""
     batch = training_batch(ToyPolicy(), [group(1, rows)])
-    return [[micro.rows.tolist() for micro in micro_batches] for micro_batches in updating.plan(batch, epoch)]
+    return [[rows.tolist() for rows in micro_batches] for micro_batches in updating.plan(batch, epoch)]
 
 
 def test_several_updates_share_out_the_rows_once_and_alike_everywhere():

@@ -1,6 +1,13 @@
-"""Time an epoch by phase beside the bare transformer calls it cannot do without, in one process.
+"""Measure what the library costs, as ratios within one run; --json prints one object.
 
     python tools/bench.py --config config/grpo.py:tiny_recam --json --config.sample.train_batch_size=32
+    python tools/bench.py dynamic-sampling --json
+    python tools/bench.py packing --json
+
+The first times an epoch by phase beside the bare transformer calls it cannot do without; the second moves a group of
+32 MiB samples over 4 ranks beside gathering all samples as objects (`time_ratio`, `memory_ratio`); the third tells how
+long ranks wait for each other under cost-limited batches beside packing rank by rank (`idle_share`,
+`naive_idle_share`).
 
 `rollout_update_over_bare` divides the rollout and update phases by forward calls, and forward and backward calls, of
 the same shapes and counts; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate, and the medians
@@ -15,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
@@ -25,18 +32,37 @@ import torch
 import train_grpo
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.records import TrainingBatch, TrainingPart
+from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime import distributed
+from tools import bench_exchange, bench_packing
+
+CASES: dict[str, Callable[[], dict[str, float]]] = {
+    "dynamic-sampling": bench_exchange.measure,
+    "packing": bench_packing.measure,
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit code."""
+    given = list(sys.argv[1:] if words is None else words)
+    case = given.pop(0) if given and given[0] in CASES else "epoch"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE:RECIPE")
-    parser.add_argument("--epochs", type=int, default=5, help="measured epochs, after one to warm up")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    known, overrides = parser.parse_known_args(words)
+    if case == "epoch":
+        parser.add_argument("--config", required=True, metavar="FILE:RECIPE")
+        parser.add_argument("--epochs", type=int, default=5, help="measured epochs, after one to warm up")
+        known, overrides = parser.parse_known_args(given)
+        result = measure_epochs(known.config, overrides, known.epochs)
+    else:
+        known = parser.parse_args(given)
+        result = CASES[case]()
+    print(json.dumps(result) if known.json else table(result))
+    return 0
+
+
+def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str, float]:
+    """Build a recipe's trainer in a folder that goes away, and measure it."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [
             f"--config.output_root={folder}",
@@ -44,14 +70,13 @@ def main(words: Sequence[str] | None = None) -> int:
             "--config.trackers=()",
             "--config.resume=",
         ]
-        config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
+        config, recipe = train_grpo.read_command_line(["--config", spec, *overrides, *fixed])
         device, ranks = train_grpo.join(config)
         trainer = train_grpo.build(config, recipe, device, ranks)
-        result = measure(trainer, known.epochs)
+        result = measure(trainer, epochs)
         trainer.tracker.close()
         distributed.stop(ranks)
-    print(json.dumps(result) if known.json else table(result))
-    return 0
+    return result
 
 
 def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
@@ -86,28 +111,27 @@ def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
     Guidance calls the network with twice the rows; KL adds a reference call to every replayed step.
     """
     config, policy = trainer.config, trainer.updater.policy
-    inputs = [_inputs(part) for part in batch.parts]
+    sizes = batch.sizes()
     rollouts = [
-        (part, rows)
-        for part, given in enumerate(inputs)
-        for rows in torch.arange(len(given[0])).split(config.sample.train_batch_size)
+        rows
+        for size in sizes.unique()
+        for rows in (sizes == size).nonzero().flatten().split(config.sample.train_batch_size)
     ]
-    replays = [micro for step in trainer.updater.plan(batch, epoch) for micro in step]
+    replays = [rows for step in trainer.updater.plan(batch, epoch) for rows in step]
+    rollouts, replays = ([_inputs(trainer, batch, rows) for rows in calls] for calls in (rollouts, replays))
     columns = range(len(batch.parts[0].trajectory.steps))
     device_door.synchronize(trainer.device)
     begun = time.perf_counter()
-    for part, rows in rollouts:
-        picked = _picked(inputs[part], rows, config.sample.guidance_scale)
+    for inputs in rollouts:
         with torch.no_grad(), device_door.autocast(trainer.device, policy.dtype):
             for _ in range(config.sample.num_steps):
-                policy.module(*picked)
-    for part, rows in [micro for micro in replays for _ in columns]:
-        picked = _picked(inputs[part], rows, config.sample.guidance_scale)
+                policy.module(*inputs)
+    for inputs in [call for call in replays for _ in columns]:
         with device_door.autocast(trainer.device, policy.dtype):
             if config.train.kl_coef > 0:
                 with torch.no_grad():
-                    policy.module(*picked)
-            output = policy.module(*picked)[0]
+                    policy.module(*inputs)
+            output = policy.module(*inputs)[0]
         output.float().mean().backward()
     device_door.synchronize(trainer.device)
     seconds = time.perf_counter() - begun
@@ -115,15 +139,14 @@ def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
     return seconds
 
 
-def _inputs(part: TrainingPart) -> list[torch.Tensor]:
+def _inputs(trainer: Trainer, batch: TrainingBatch, positions: torch.Tensor) -> list[torch.Tensor]:
+    """Return what the network is called with for these samples."""
+    part = batch.take(positions, trainer.device)
     latents, given = part.trajectory.states[:, 0], part.conditioning
     times = torch.full((len(part),), 500.0, device=latents.device)
-    return [torch.cat([latents, given.source_latents], dim=2), times, given.prompt_embeds, given.target_cameras]
-
-
-def _picked(inputs: list[torch.Tensor], rows: torch.Tensor, guidance_scale: float) -> list[torch.Tensor]:
-    copies = 1 if guidance_scale == 1.0 else 2
-    return [value[rows].repeat(copies, *[1] * (value.ndim - 1)) for value in inputs]
+    values = [torch.cat([latents, given.source_latents], dim=2), times, given.prompt_embeds, given.target_cameras]
+    copies = 1 if trainer.config.sample.guidance_scale == 1.0 else 2
+    return [value.repeat(copies, *[1] * (value.ndim - 1)) for value in values]
 
 
 def table(result: dict[str, float]) -> str:

@@ -51,9 +51,9 @@ class Chosen:
     Attributes:
         gathered: the facts of its samples: whole groups, each sample once.
         placement: per rank, in its order, which row of `gathered` each of its samples is.
-        experiences: this rank's samples, per video size, in the order of `positions`.
-        positions: per experience, where each of its rows stands in this rank's order. A position past the rank's
-            placement is a stand-in, there so that every rank replays as many samples; it has no say.
+        experiences: records that hold this rank's samples.
+        positions: per record, where each of its rows stands in this rank's order, -1 where it is not trained on. A
+            position past the rank's placement is a stand-in, there so that every rank replays as many samples.
         as_rolled_out: nothing was moved or left out.
     """
 
@@ -173,7 +173,7 @@ def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> Trai
     parts = []
     for experience, places in zip(chosen.experiences, chosen.positions, strict=True):
         positions = torch.tensor(places)
-        real = positions < len(mine)
+        real = (positions >= 0) & (positions < len(mine))
         rows = mine[positions[real]]
         held = experience.keys[real, :2]
         found = torch.stack([chosen.gathered.gids[rows], chosen.gathered.slots[rows]], dim=1)
@@ -185,7 +185,7 @@ def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> Trai
                 positions, experience.conditioning, experience.trajectory, advantages, weights, experience.keys[:, 0]
             )
         )
-    return TrainingBatch(tuple(parts), chosen.as_rolled_out)
+    return TrainingBatch(tuple(parts), max(map(len, chosen.placement)), chosen.as_rolled_out)
 
 
 def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str, float]:

@@ -11,8 +11,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.compare import Chosen, Gathered
 from flow_grpo.algorithm.epoch import Collected
@@ -39,7 +37,6 @@ class DynamicSampling:
         local: samples of a rank and round.
         seed: of the run.
         ranks: who takes part.
-        device: where the chosen samples go.
         history: of the last epochs, 1 where the pool fell short; part of a checkpoint.
         say: prints a line of this rank.
     """
@@ -51,7 +48,6 @@ class DynamicSampling:
     local: int
     seed: int
     ranks: Ranks
-    device: torch.device
     history: list[int]
     say: Callable[[str], None]
 
@@ -85,8 +81,6 @@ class DynamicSampling:
             if placement != self._place(range(self.target)):  # other samples than just those of the first round
                 chosen, moved_bytes = pool.take(placement)
                 moves = {"dyn/moved_samples": float(len(placement.moves)), "dyn/moved_bytes": float(moved_bytes)}
-        # All ten fields of a sample are what they were: an original batch is the same after its stay in CPU memory.
-        chosen = dataclasses.replace(chosen, experiences=tuple(part.to(self.device) for part in chosen.experiences))
         metrics = self._metrics(decision, resamples) | moves | {"dyn/time": time.perf_counter() - begun}
         return chosen, metrics | self._mean_reward("before", gathered) | self._mean_reward("after", chosen.gathered)
 

@@ -64,16 +64,14 @@ class SamplePool:
         own = [self._held[row] for row in placement.rows[self._ranks.rank]]
         stand_in = own[0] if own else next(iter(self._held.values()))
         own += [stand_in] * (max(map(len, placement.rows)) - len(own))
-        by_size: dict[Size, list[int]] = {}
-        for position, sample in enumerate(own):
-            by_size.setdefault(sample.size, []).append(position)
+        records = _positions_in_records(own)
         distinct = sorted({row for rows in placement.rows for row in rows})
         number = {row: place for place, row in enumerate(distinct)}
         chosen = Chosen(
             gathered=facts.rows(torch.tensor(distinct)),
             placement=tuple(tuple(number[row] for row in rows) for rows in placement.rows),
-            experiences=tuple(joined([own[position] for position in places]) for places in by_size.values()),
-            positions=tuple(tuple(places) for places in by_size.values()),
+            experiences=tuple(experience for experience, _ in records),
+            positions=tuple(tuple(positions) for _, positions in records),
             as_rolled_out=False,
         )
         return chosen, moved_bytes
@@ -97,21 +95,39 @@ class SamplePool:
         rank, world = self._ranks.rank, range(self._ranks.world_size)
         form = next(iter(self._held.values())).experience  # all samples of an epoch share what is no tensor
         sent = [sorted(row for row, source, target in moves if (source, target) == (rank, to)) for to in world]
-        leaving = [self._held[row] for rows in sent for row in rows]
-        send = [list(range(sum(map(len, sent[:to])), sum(map(len, sent[: to + 1])))) for to in world]
+        record, place_of = self._one_record([row for rows in sent for row in rows])
+        send = [[place_of[row] for row in rows] for rows in sent]
         receive = [sum((source, target) == (sender, rank) for _, source, target in moves) for sender in world]
-        tensors = joined(leaving).tensors() if leaving else {}
+        tensors = {} if record is None else record.tensors()
         received, row_bytes = exchange_rows(tensors, send, receive, self._ranks)
         return form.with_tensors(received), row_bytes
 
+    def _one_record(self, rows: Sequence[int]) -> tuple[Experience | None, dict[int, int]]:
+        """Return a record that holds these pool rows, and where; a copy only when they lie in several records."""
+        samples = [self._held[row] for row in rows]
+        if not samples:
+            return None, {}
+        if all(sample.experience is samples[0].experience for sample in samples):
+            return samples[0].experience, {row: self._held[row].row for row in rows}
+        parts = [sample.experience.rows(slice(sample.row, sample.row + 1)) for sample in samples]
+        return Experience.concatenate(parts), {row: place for place, row in enumerate(rows)}
 
-def joined(samples: Sequence[Held]) -> Experience:
-    """Return samples of one size as one record, in order; neighbours out of one record are copied together."""
-    parts: list[Experience] = []
-    begin = 0
-    for end in range(1, len(samples) + 1):
-        if end == len(samples) or samples[end].experience is not samples[begin].experience:
-            rows = torch.tensor([sample.row for sample in samples[begin:end]])
-            parts.append(samples[begin].experience.rows(rows))
-            begin = end
-    return Experience.concatenate(parts)
+
+def _positions_in_records(samples: Sequence[Held]) -> list[tuple[Experience, list[int]]]:
+    """Return the records that hold these samples and, for every row, where it stands among them, or -1.
+
+    Nothing is copied. A sample that stands there twice makes its record appear twice.
+    """
+    records: list[tuple[Experience, list[int]]] = []
+    for position, sample in enumerate(samples):
+        free = (
+            positions
+            for experience, positions in records
+            if experience is sample.experience and positions[sample.row] < 0
+        )
+        places = next(free, None)
+        if places is None:
+            places = [-1] * len(sample.experience)
+            records.append((sample.experience, places))
+        places[sample.row] = position
+    return records

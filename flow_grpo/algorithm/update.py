@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,25 +47,13 @@ class UpdateSettings:
     train: TrainConfig
 
 
-class MicroBatch(NamedTuple):
-    """Samples of one forward and backward call.
-
-    Attributes:
-        part: which part of the training batch they are in.
-        rows: (b,) int64 row numbers within that part.
-    """
-
-    part: int
-    rows: Tensor
-
-
 @dataclasses.dataclass(frozen=True)
 class OldPolicy:
-    """What the update of one part is compared with; N rows.
+    """What the update of one micro-batch is compared with.
 
     Attributes:
-        log_probs: (N, K) fp32, or None to take the new log-probabilities without their gradient.
-        means: (N, K, C, F, H, W) fp32 means of the remembered steps, kept only for the GRPO-Guard ratio.
+        log_probs: (b, K) fp32, or None to take the new log-probabilities without their gradient.
+        means: (b, K, C, F, H, W) fp32 means of the remembered steps, kept only for the GRPO-Guard ratio.
     """
 
     log_probs: Tensor | None
@@ -130,10 +117,10 @@ class Updater:
                 stats.skip()
                 continue
             scale = self.ranks.world_size / mass[number]
-            self._optimizer_step(batch, old, micro_batches, scale=scale, stats=stats)
+            self._optimizer_step(batch, micro_batches, old[number], scale=scale, stats=stats)
         metrics = gather_stats(stats, self.ranks)
         if probe:
-            metrics |= self._probe(batch, old, plan[0][0])
+            metrics |= self._probe(batch, plan[0][0], old[0][0])
         return metrics
 
     def deal(self, rows: int, epoch: int) -> list[Tensor]:
@@ -150,105 +137,102 @@ class Updater:
         order = torch.randperm(len(blocks), generator=generator(self.settings.seed, "update", epoch))
         return [blocks[chunk.sort().values].flatten() for chunk in order.tensor_split(updates)]
 
-    def plan(self, batch: TrainingBatch, epoch: int) -> list[list[MicroBatch]]:
-        """Return the micro-batches of every optimizer step; samples of different sizes never share one."""
-        return [self._micro_batches(batch, positions) for positions in self.deal(len(batch), epoch)]
-
-    def _micro_batches(self, batch: TrainingBatch, positions: Tensor) -> list[MicroBatch]:
-        found = []
-        for number, part in enumerate(batch.parts):
-            row_at = torch.full((len(batch),), -1)
-            row_at[part.positions] = torch.arange(len(part))
-            rows = row_at[positions]
-            micro_batches = rows[rows >= 0].split(self.settings.train.batch_size)
-            found += [MicroBatch(number, own) for own in micro_batches if len(own)]
-        return found
+    def plan(self, batch: TrainingBatch, epoch: int) -> list[list[Tensor]]:
+        """Return, per optimizer step, the (b,) positions of its micro-batches; samples of two sizes never share one."""
+        sizes = batch.sizes()
+        return [
+            [
+                micro_batch
+                for size in sizes[positions].unique()
+                for micro_batch in positions[sizes[positions] == size].split(self.settings.train.batch_size)
+            ]
+            for positions in self.deal(len(batch), epoch)
+        ]
 
     def replays(self, batch: TrainingBatch, epoch: int) -> int:
         """Return how many micro-batches are replayed, each remembered step counted."""
-        return sum(
-            len(batch.parts[micro.part].trajectory.steps)
-            for micro_batches in self.plan(batch, epoch)
-            for micro in micro_batches
-        )
+        return len(batch.parts[0].trajectory.steps) * sum(map(len, self.plan(batch, epoch)))
 
-    def old_policy(self, batch: TrainingBatch, plan: list[list[MicroBatch]]) -> list[OldPolicy]:
-        """Return, per part, what the ratio is taken against, by the on-policy contract and `train.old_log_prob`."""
+    def old_policy(self, batch: TrainingBatch, plan: list[list[Tensor]]) -> list[list[OldPolicy]]:
+        """Return what the ratio of every micro-batch is taken against: the on-policy contract, `train.old_log_prob`."""
         train = self.settings.train
         if train.old_log_prob == "detach":
-            return [OldPolicy(None) for _ in batch.parts]
+            return [[OldPolicy(None) for _ in step] for step in plan]
         keep = train.old_log_prob == "rollout" or (train.old_log_prob == "auto" and self.same_geometry(batch, plan))
-        if keep and not train.guard:
-            return [OldPolicy(part.trajectory.log_probs) for part in batch.parts]
-        return self._recompute(batch, plan, keep=keep)
+        replay = train.guard or not keep
+        return [
+            [self._before(batch.take(positions, self._device), keep=keep, replay=replay) for positions in step]
+            for step in plan
+        ]
 
-    def same_geometry(self, batch: TrainingBatch, plan: list[list[MicroBatch]]) -> bool:
+    def same_geometry(self, batch: TrainingBatch, plan: list[list[Tensor]]) -> bool:
         """Tell whether every micro-batch is exactly one batch of the rollout."""
+        if not batch.as_rolled_out:
+            return False
         size = self.settings.rollout_batch_size
-        return batch.as_rolled_out and all(
-            rows.tolist() == list(range(int(rows[0]), min(int(rows[0]) + size, len(batch.parts[part]))))
-            and int(rows[0]) % size == 0
-            for micro_batches in plan
-            for part, rows in micro_batches
-        )
+        rolled_out = [chunk.tolist() for part in batch.parts for chunk in part.positions.split(size)]
+        return all(positions.tolist() in rolled_out for step in plan for positions in step)
 
     @torch.no_grad()
-    def _recompute(self, batch: TrainingBatch, plan: list[list[MicroBatch]], *, keep: bool) -> list[OldPolicy]:
-        """Score the stored steps once more with the weights that made them; `keep` leaves the log-probs as they are."""
-        guard = self.settings.train.guard
-        old = [
-            OldPolicy(
-                part.trajectory.log_probs if keep else torch.empty_like(part.trajectory.log_probs),
-                torch.empty_like(part.trajectory.latents) if guard else None,
-            )
-            for part in batch.parts
-        ]
-        for number, rows in (micro for micro_batches in plan for micro in micro_batches):
-            part, (log_probs, means) = batch.parts[number], (old[number].log_probs, old[number].means)
-            for column in range(len(part.trajectory.steps)):
-                current = self._transition(part, rows, column)
-                if log_probs is not None and not keep:
-                    log_probs[rows, column] = log_prob(_next_latents(part, rows, column), current)
-                if means is not None:
-                    means[rows, column] = current.mean
-        return old
+    def _before(self, micro: TrainingPart, *, keep: bool, replay: bool) -> OldPolicy:
+        """Return the rollout's log-probs, or score the stored steps once more with the weights that made them."""
+        if not replay:
+            return OldPolicy(micro.trajectory.log_probs)
+        columns = range(len(micro.trajectory.steps))
+        current = [self._transition(micro, column) for column in columns]
+        fresh = [log_prob(_next_latents(micro, column), current[column]) for column in columns]
+        means = torch.stack([transition.mean for transition in current], dim=1) if self.settings.train.guard else None
+        return OldPolicy(micro.trajectory.log_probs if keep else torch.stack(fresh, dim=1), means)
 
-    def _transition(self, part: TrainingPart, rows: Tensor, column: int) -> Transition:
-        """Replay remembered step `column` of the given rows with the current weights."""
-        trajectory = part.trajectory
+    def _transition(self, micro: TrainingPart, column: int) -> Transition:
+        """Replay remembered step `column` with the current weights."""
+        trajectory = micro.trajectory
         return step_transition(
             self.policy,
-            trajectory.states[rows, trajectory.positions[column]],
-            part.conditioning.rows(rows),
+            trajectory.states[:, trajectory.positions[column]],
+            micro.conditioning,
             sigmas=self.settings.sigmas,
             step=trajectory.steps[column],
             sde=self.settings.sde,
         )
 
-    def _global_mass(self, batch: TrainingBatch, plan: list[list[MicroBatch]]) -> list[float]:
+    @property
+    def _device(self) -> torch.device:
+        return self.policy.trained_parameters()[0].device
+
+    def _global_mass(self, batch: TrainingBatch, plan: list[list[Tensor]]) -> list[float]:
         """Return, per optimizer step, the sum of sample weights over all ranks."""
-        local = torch.stack(
-            [torch.cat([batch.parts[part].weights[rows] for part, rows in step]).cpu().double().sum() for step in plan]
-        )
+        weights = torch.zeros(len(batch) + 1)  # the last entry takes what no position names
+        for part in batch.parts:
+            weights[part.positions] = part.weights
+        local = torch.stack([weights[torch.cat(step)].cpu().double().sum() for step in plan])
         masses: list[float] = self.ranks.all_gather(local[None]).sum(dim=0).tolist()
         return masses
 
     def _optimizer_step(
-        self, batch: TrainingBatch, old: list[OldPolicy], plan: list[MicroBatch], *, scale: float, stats: UpdateStats
+        self,
+        batch: TrainingBatch,
+        plan: list[Tensor],
+        old: list[OldPolicy],
+        *,
+        scale: float,
+        stats: UpdateStats,
     ) -> None:
-        columns = len(batch.parts[0].trajectory.steps)
-        work = [(micro, column) for micro in plan for column in range(columns)]
         begun, untouched = len(stats.ratios), not stats.norms
-        for number, ((place, rows), column) in enumerate(work):
-            part = batch.parts[place]
-            with self._synchronised(last=number == len(work) - 1):
-                terms, new = self._loss(part, old[place], rows, column)
-                weight = part.weights[rows].to(terms.per_sample) * (scale / columns)
-                (terms.per_sample * weight).sum().backward()
-            gap = new.detach() - part.trajectory.log_probs[rows, column] if untouched else None
-            stats.add(terms, weight / self.ranks.world_size, gap)
-            self.on_replay()
-        self._refuse_non_finite(batch, work, stats.ratios[begun:])
+        replayed: list[tuple[int, Tensor]] = []
+        for number, (positions, before) in enumerate(zip(plan, old, strict=True)):
+            micro = batch.take(positions, self._device)
+            steps = micro.trajectory.steps
+            for column, step in enumerate(steps):
+                with self._synchronised(last=(number, column) == (len(plan) - 1, len(steps) - 1)):
+                    terms, new = self._loss(micro, before, column)
+                    weight = micro.weights.to(terms.per_sample) * (scale / len(steps))
+                    (terms.per_sample * weight).sum().backward()
+                gap = new.detach() - micro.trajectory.log_probs[:, column] if untouched else None
+                stats.add(terms, weight / self.ranks.world_size, gap)
+                replayed.append((step, micro.gids))
+                self.on_replay()
+        self._refuse_non_finite(replayed, stats.ratios[begun:])
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.settings.train.max_grad_norm)
         if not torch.isfinite(norm):
             raise RuntimeError(
@@ -259,57 +243,52 @@ class Updater:
         stats.stepped(norm)
         self.after_step()
 
-    def _loss(self, part: TrainingPart, old: OldPolicy, rows: Tensor, column: int) -> tuple[LossTerms, Tensor]:
-        """Return the loss of one stored step of the given rows, and its new log-probabilities (b,)."""
+    def _loss(self, micro: TrainingPart, old: OldPolicy, column: int) -> tuple[LossTerms, Tensor]:
+        """Return the loss of one stored step of a micro-batch, and its new log-probabilities (b,)."""
         settings, train = self.settings, self.settings.train
         # First the reference: it may exchange weights in place, which a graph that is already built would not survive.
-        reference = self._reference_mean(part, rows, column) if train.kl_coef > 0 else None
-        current = self._transition(part, rows, column)
-        new = log_prob(_next_latents(part, rows, column), current)
-        before = new.detach() if old.log_probs is None else old.log_probs[rows, column]
-        step = part.trajectory.steps[column]
+        reference = self._reference_mean(micro, column) if train.kl_coef > 0 else None
+        current = self._transition(micro, column)
+        new = log_prob(_next_latents(micro, column), current)
+        before = new.detach() if old.log_probs is None else old.log_probs[:, column]
+        step = micro.trajectory.steps[column]
         terms = grpo_loss(
             new[:, None],
             before[:, None],
-            part.advantages[rows].to(new),
+            micro.advantages.to(new),
             clip_range=train.clip_range,
             adv_clip=train.adv_clip,
             step_weight=None if settings.step_weight is None else settings.step_weight[step : step + 1],
-            guard=_guard_terms(old, rows, column, current) if train.guard else None,
+            guard=_guard_terms(old, column, current) if train.guard else None,
             kl=None if reference is None else gaussian_kl(current.mean, reference, current.std)[:, None],
             kl_coef=train.kl_coef,
         )
         return terms, new
 
     @torch.no_grad()
-    def _reference_mean(self, part: TrainingPart, rows: Tensor, column: int) -> Tensor:
+    def _reference_mean(self, micro: TrainingPart, column: int) -> Tensor:
         with self.policy.reference():
-            return self._transition(part, rows, column).mean
+            return self._transition(micro, column).mean
 
-    def _refuse_non_finite(
-        self, batch: TrainingBatch, work: list[tuple[MicroBatch, int]], ratios: list[Tensor]
-    ) -> None:
+    def _refuse_non_finite(self, replayed: list[tuple[int, Tensor]], ratios: list[Tensor]) -> None:
         """Raise on every rank when a log-ratio is not finite on any; the weights are still untouched."""
         error = None
         if not torch.cat(ratios).log().isfinite().all():
             found = [
-                (batch.parts[place], column, rows[~ratio.log().isfinite().cpu()])
-                for ((place, rows), column), ratio in zip(work, ratios, strict=True)
+                (step, gids[~ratio.log().isfinite().cpu()])
+                for (step, gids), ratio in zip(replayed, ratios, strict=True)
             ]
-            part, column, bad = next(entry for entry in found if len(entry[2]))
-            error = RuntimeError(
-                f"log-ratio is not finite in step {part.trajectory.steps[column]} of gids {part.gids[bad].tolist()}"
-            )
+            step, bad = next((step, bad) for step, bad in found if len(bad))
+            error = RuntimeError(f"log-ratio is not finite in step {step} of gids {bad.tolist()}")
         self.ranks.raise_together(error, "update")
 
     @torch.no_grad()
-    def _probe(self, batch: TrainingBatch, old: list[OldPolicy], micro: MicroBatch) -> dict[str, float]:
+    def _probe(self, batch: TrainingBatch, positions: Tensor, old: OldPolicy) -> dict[str, float]:
         """Score one micro-batch again: a ratio that is still exactly 1 after an update means nothing was learned."""
-        part, rows = batch.parts[micro.part], micro.rows
-        new = log_prob(_next_latents(part, rows, 0), self._transition(part, rows, 0))
-        known = old[micro.part].log_probs
-        before = part.trajectory.log_probs if known is None else known
-        gap = (new - before[rows, 0]).abs().max().cpu()
+        micro = batch.take(positions, self._device)
+        new = log_prob(_next_latents(micro, 0), self._transition(micro, 0))
+        before = micro.trajectory.log_probs if old.log_probs is None else old.log_probs
+        gap = (new - before[:, 0]).abs().max().cpu()
         return {"policy/ratio_after_max_abs_log": float(self.ranks.all_gather(gap[None]).max())}
 
     @contextlib.contextmanager
@@ -324,10 +303,10 @@ def _nothing() -> None:
     """Stand in for a callback that is not given."""
 
 
-def _next_latents(part: TrainingPart, rows: Tensor, column: int) -> Tensor:
-    return part.trajectory.states[rows, part.trajectory.positions[column] + 1]
+def _next_latents(micro: TrainingPart, column: int) -> Tensor:
+    return micro.trajectory.states[:, micro.trajectory.positions[column] + 1]
 
 
-def _guard_terms(old: OldPolicy, rows: Tensor, column: int, current: Transition) -> GuardTerms:
-    means = current.mean.detach() if old.means is None else old.means[rows, column]
+def _guard_terms(old: OldPolicy, column: int, current: Transition) -> GuardTerms:
+    means = current.mean.detach() if old.means is None else old.means[:, column]
     return GuardTerms(means=current.mean[:, None], old_means=means[:, None], std=current.std)

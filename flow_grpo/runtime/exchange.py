@@ -67,7 +67,7 @@ def _agreed_forms(
 
 
 def _bytes(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    picked = tensor[torch.tensor(rows, dtype=torch.int64)]
+    picked = tensor if rows == list(range(len(tensor))) else tensor[torch.tensor(rows, dtype=torch.int64)]
     return picked.contiguous().view(-1).view(torch.uint8)
 
 
