@@ -27,7 +27,7 @@ from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.algorithm.update import Updater, UpdateSettings
 from flow_grpo.config import Config, ConfigError, load_config, to_dict
-from flow_grpo.config_checks import check_world
+from flow_grpo.config_checks import check_world, parse_bucket
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -129,7 +129,9 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     with alike(ranks):
         policy = RecamPolicy.from_config(config.model, config.sample, device, keep_reference=config.train.kl_coef > 0)
         train, held_out = (dataset(config, split) for split in (config.data.train_split, config.data.eval_split))
-        policy.latent_shape([train.condition(0), held_out.condition(0)])  # unfit videos and sizes show here already
+        for data in (train, held_out):  # unfit videos and sizes show here already
+            for index in {data.structure(index): index for index in range(len(data))}.values():
+                policy.latent_shape([data.condition(index)])
         rewards = build_reward_set(config.reward.weights, data_root=config.data.root)
         evaluator = build_evaluator(config, policy, held_out, ranks)
     identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
@@ -184,6 +186,7 @@ def dataset(config: Config, split: str) -> MultiCamDataset:
         width=data.width,
         prompt=data.prompt,
         reference=data.reference,
+        buckets=[parse_bucket(text) for text in data.buckets],
     )
 
 
@@ -199,6 +202,7 @@ def build_sampler(config: Config, train: MultiCamDataset, ranks: Ranks) -> Distr
         config.seed,
         num_batches_per_epoch=sample.num_batches_per_epoch,
         layout=sample.layout,
+        structures=[train.structure(index) for index in range(len(train))],
     )
 
 

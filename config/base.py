@@ -47,6 +47,8 @@ def _data() -> ConfigDict:
     data.num_frames = 81  # video frames, 4n+1
     data.height = 480  # pixels, after resize and centre crop
     data.width = 832  # pixels
+    # Several sizes such as ("81x480x832", "49x832x480"), each scene in the one nearest to its videos; () the one above
+    data.buckets = ()
     data.prompt = "a scene filmed by a moving camera"  # where no metadata.csv gives a caption
     data.reference = "source"  # source | target: whose first frame is the origin of the camera poses
     data.num_workers = 2  # loader processes per rank; they touch CPU tensors only

@@ -35,6 +35,7 @@ class DataConfig:
     num_frames: int  # 4n+1
     height: int  # pixels
     width: int  # pixels
+    buckets: tuple[str, ...]  # "FRAMESxHEIGHTxWIDTH" each; empty delivers the one size above
     prompt: str  # used where no metadata.csv gives a caption
     reference: str  # "source" | "target": whose first frame is the origin of the poses
     num_workers: int

@@ -102,6 +102,7 @@ def check(config: Config) -> None:
     _check_choices(config)
     _check_names(config)
     _check_video(config)
+    _check_buckets(config)
     _check_steps(config)
     _check_noise(config)
     _check_rewards(config)
@@ -197,6 +198,26 @@ def _check_names(config: Config) -> None:
     if model.trained == "lora" and not model.lora_targets:
         bound = "must match the modules to adapt while model.trained is 'lora'"
         raise _refusal("model.lora_targets", model.lora_targets, bound, "or pass --config.model.trained=camera")
+
+
+def parse_bucket(text: str) -> tuple[int, int, int]:
+    """Return (frames, height, width) of "81x480x832".
+
+    Raises:
+        ConfigError: another form.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if match is None:
+        raise _refusal("data.buckets", text, "must be FRAMESxHEIGHTxWIDTH", "pass for example 81x480x832,49x832x480")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def _check_buckets(config: Config) -> None:
+    for text in config.data.buckets:
+        frames, height, width = parse_bucket(text)
+        if frames % 4 != 1 or frames < 5 or height < SIZE_UNIT or height % SIZE_UNIT or width % SIZE_UNIT or not width:
+            bound = f"must have 4n+1 frames, at least 5, and sides that are multiples of {SIZE_UNIT}"
+            raise _refusal("data.buckets", text, bound, "pass for example 81x480x832")
 
 
 def _check_video(config: Config) -> None:

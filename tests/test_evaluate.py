@@ -28,6 +28,9 @@ class ToyData:
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
         return dataclasses.replace(condition(index, gid, slot), preset=PRESETS[index % 3])
 
+    def structure(self, index: int) -> tuple[int, int, int]:
+        return (5, 2, 2)
+
 
 class Gold:
     """The sample's index, unknown for the condition with index 4."""

@@ -370,3 +370,65 @@ def test_an_epoch_larger_than_the_data_set_warns_on_the_first_rank_only():
         warnings.simplefilter("error")
         make(7, rank=1)
         make(8)
+
+
+# --- structures: conditions of several video sizes
+
+
+def bucketed(counts: tuple[int, ...] = (24, 12, 7), **changes: Any) -> tuple[DistributedKRepeatSampler, list[int]]:
+    structures = [number for number, count in enumerate(counts) for _ in range(count)]
+    random.Random(3).shuffle(structures)
+    return make(len(structures), structures=structures, **changes), structures
+
+
+@pytest.mark.parametrize("layout", ["spread", "shuffled"])
+def test_all_conditions_of_a_step_are_of_one_structure(layout):
+    sampler, structures = bucketed(layout=layout)
+    seen = [{structures[index] for _, _, _, index in flat(sampler.plan(step))} for step in range(60)]
+    assert {len(found) for found in seen} == {1}
+    # 24, 12 and 7 conditions at 4 a step: 6, 3 and 1 turns of a cycle of 10.
+    for cycle in range(6):
+        turns = Counter(next(iter(found)) for found in seen[10 * cycle : 10 * cycle + 10])
+        assert turns == {0: 6, 1: 3, 2: 1}
+
+
+def test_every_structure_walks_through_all_its_conditions_before_one_comes_again():
+    sampler, structures = bucketed()
+    drawn = defaultdict(list)
+    for step in range(40):
+        for _, _, slot, index in flat(sampler.plan(step)):
+            if slot == 0:
+                drawn[structures[index]].append(index)
+    for structure, indices in drawn.items():
+        size = structures.count(structure)
+        if size >= 8:
+            assert len(set(indices[:size])) == size
+
+
+def test_structures_that_are_all_alike_change_nothing():
+    plain, alike = make(), make(structures=["one size"] * 100)
+    assert [plain.plan(step) for step in range(50)] == [alike.plan(step) for step in range(50)]
+    assert plain.state_dict() == alike.state_dict()
+
+
+def test_a_group_of_a_contiguous_round_keeps_its_structure():
+    sampler, _ = bucketed((24, 16), layout="contiguous")
+    for first in range(0, 20, 2):
+        draws = [draw for step in (first, first + 1) for draw in flat(sampler.plan(step))]
+        assert Counter(gid for _, gid, _, _ in draws) == dict.fromkeys({gid for _, gid, _, _ in draws}, 4)
+        assert len({(gid, index) for _, gid, _, index in draws}) == 8
+
+
+def test_a_structure_too_rare_for_a_step_is_refused():
+    with pytest.raises(ValueError, match=r"the rarest of 2 structures has 3 conditions, a batch needs m = .* 4"):
+        bucketed((24, 3))
+    with pytest.raises(ValueError, match="got 2 structures for 100 conditions"):
+        make(structures=[1, 2])
+
+
+def test_other_structures_make_another_plan_and_are_refused_when_resuming():
+    sampler, _ = bucketed()
+    state = sampler.state_dict()
+    other = make(43, structures=[0] * 22 + [1] * 21)
+    with pytest.raises(ValueError, match="structures was"):
+        other.load_state_dict(state)

@@ -424,3 +424,28 @@ def test_caption_files_may_name_the_folder_and_start_with_a_byte_order_mark(root
     file = root / "val" / "10basic_trajectories" / "metadata.csv"
     file.write_text("file_name,text\n" + rows, encoding="utf-8-sig")
     assert second_camera(root).prompt == "it is cam02"
+
+
+def test_every_scene_comes_in_the_bucket_nearest_to_its_videos(tmp_path):
+    for name, (height, width) in {"scene1": (16, 24), "scene2": (24, 16)}.items():
+        folder = tmp_path / "train" / "f24_aperture5" / name
+        write_scene(folder)
+        for number, camera in enumerate(PATHS):
+            write_video(folder / "videos" / f"{camera}.mp4", clip(number, height, width), lossless=True)
+    made = MultiCamDataset(
+        tmp_path, "train", num_frames=5, height=16, width=16, prompt="", buckets=[(5, 8, 16), (5, 16, 8), (9, 16, 24)]
+    )
+    assert [made.structure(index) for index in range(6)] == [(5, 8, 16)] * 3 + [(5, 16, 8)] * 3
+    assert [made.condition(index).size for index in (0, 3)] == [(5, 8, 16), (5, 16, 8)]
+    wide, tall = made.condition(0), made.condition(3)
+    # A focal length of 24 mm on a sensor whose width is that of the file, then shrunk by 3/2.
+    assert wide.intrinsics[0] == pytest.approx(24 / 23.76 * 24 * 2 / 3)
+    # The tall file of 16 columns shrinks by 2/3 to 10 whole columns and 16 rows before it is cropped.
+    assert tall.intrinsics[:2].tolist() == pytest.approx([24 / 23.76 * 10, 24 / 23.76 * 16 * 2 / 3], rel=1e-3)
+
+
+def test_without_buckets_every_condition_has_the_one_size(tmp_path):
+    write_scene(tmp_path / "train" / "f24_aperture5" / "scene1")
+    made = MultiCamDataset(tmp_path, "train", num_frames=5, height=16, width=32, prompt="")
+    assert {made.structure(index) for index in range(len(made))} == {(5, 16, 32)} == {made.condition(1).size}
+    assert made.cost(0) == 2 * 1 * 2

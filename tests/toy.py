@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.distributed import Ranks
@@ -237,15 +238,24 @@ def sample_config(**changes: Any) -> SampleConfig:
 class ToyLoader:
     """Delivers what the sampler draws, as a loader without workers would."""
 
-    def __init__(self, sampler: DistributedKRepeatSampler) -> None:
-        self.sampler = sampler
+    def __init__(
+        self, sampler: DistributedKRepeatSampler, make: Callable[[int, int, int], Condition] = condition
+    ) -> None:
+        self.sampler, self.make = sampler, make
 
     def __iter__(self) -> Iterator[list[tuple[int, Condition]]]:
-        return ([(step, condition(i, gid, slot)) for step, gid, slot, i in draws] for draws in self.sampler)
+        return ([(step, self.make(i, gid, slot)) for step, gid, slot, i in draws] for draws in self.sampler)
 
 
-def collector(ranks: Ranks, policy: ToyPolicy, *, debug: bool = True, **changes: Any) -> Collector:
-    """Return a collector over 24 toy conditions."""
+def collector(
+    ranks: Ranks,
+    policy: Policy,
+    *,
+    debug: bool = True,
+    make: Callable[[int, int, int], Condition] = condition,
+    **changes: Any,
+) -> Collector:
+    """Return a collector over 24 conditions."""
     sample = sample_config(**changes)
     sampler = DistributedKRepeatSampler(
         24,
@@ -259,4 +269,6 @@ def collector(ranks: Ranks, policy: ToyPolicy, *, debug: bool = True, **changes:
     )
     settings = SampleSettings(sample, SIGMAS, SDE, seed=1, debug=debug)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    return Collector(policy, ConditionStream(ToyLoader(sampler), sampler), rewards, settings, is_main=ranks.is_main)
+    return Collector(
+        policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, settings, is_main=ranks.is_main
+    )

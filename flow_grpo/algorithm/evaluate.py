@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.algorithm.scoring import score
+from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.models.policy import Policy
@@ -41,6 +42,10 @@ class ConditionSource(Protocol):
         """Return one of them."""
         ...
 
+    def structure(self, index: int) -> tuple[int, int, int]:
+        """Return the (frames, rows, columns) of its videos."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
@@ -49,7 +54,7 @@ class EvalSettings:
     Attributes:
         sigmas: (S+1,) fp32 CPU noise levels.
         num_conditions: how many held-out conditions, over all ranks.
-        batch_size: samples per rank and call.
+        batch_size: samples per rank and call, of the largest videos; of smaller ones as many more as cost the same.
         videos: how many videos to hand back.
     """
 
@@ -140,16 +145,26 @@ class Evaluator:
         rows: list[dict[str, Any]] = []
         clips: list[Clip] = []
         with self.ranks.together("evaluation"), weights or contextlib.nullcontext():
-            for positions in self._own_positions():
+            for positions in self._own_batches():
                 self._measure(positions, rows, clips)
         return self._summary(rows, clips)
 
-    def _own_positions(self) -> list[list[int]]:
-        """Return this rank's batches of positions in `indices`; all ranks get as many, repeats fill up the last."""
-        total, world = len(self.indices), self.ranks.world_size
-        own = [(self.ranks.rank + world * turn) % total for turn in range(math.ceil(total / world))]
-        size = self.settings.batch_size
-        return [own[start : start + size] for start in range(0, len(own), size)]
+    def _own_batches(self) -> list[list[int]]:
+        """Return this rank's batches of positions in `indices`, one video size in each; all ranks get as many."""
+        structures = [self.dataset.structure(index) for index in self.indices]
+        costs = [math.prod(structure) for structure in structures]
+        fair = min(self.settings.batch_size, math.ceil(len(costs) / self.ranks.world_size))
+        return list(
+            DynamicBatchSampler(
+                self.indices,
+                fair * max(costs),
+                shuffle=False,
+                num_replicas=self.ranks.world_size,
+                rank=self.ranks.rank,
+                cost=costs.__getitem__,
+                structure=structures.__getitem__,
+            )
+        )
 
     def _measure(self, positions: Sequence[int], rows: list[dict[str, Any]], clips: list[Clip]) -> None:
         indices = [self.indices[position] for position in positions]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Hashable, Iterator, Sequence, Sized
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from flow_grpo.maths.keys import generator
+from flow_grpo.maths.keys import generator, key
 
 LAYOUTS = ("spread", "shuffled", "contiguous")
 StateValue = int | str
@@ -47,7 +48,7 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         contiguous: a whole group on one rank over the round (not over the batch); conditions are encoded once.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the published arguments and one more
         self,
         dataset: Sized | int,
         batch_size: int,
@@ -58,6 +59,7 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         *,
         num_batches_per_epoch: int = 1,
         layout: str = "spread",
+        structures: Sequence[Hashable] | None = None,
     ) -> None:
         """Plan draws from `dataset`, or from that many conditions when it is an int.
 
@@ -70,6 +72,8 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
             seed: of the order of conditions; the ranks must agree on it.
             num_batches_per_epoch: nb.
             layout: "spread", "shuffled" or "contiguous".
+            structures: of every condition, what shapes its call, such as the video's size; sortable. All m conditions
+                of a step are then of one structure, so that no rank waits for a larger one; None takes all as alike.
 
         Raises:
             ValueError: numbers that do not fit together, all of them in the text.
@@ -83,6 +87,7 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         self.num_batches_per_epoch = num_batches_per_epoch
         self.layout = layout
         self._dataset = dataset
+        self._buckets = _buckets(self.num_conditions, structures)
         self._expected = 0  # the step the consumer takes next; a new iterator starts here
         self._check_numbers()
 
@@ -158,6 +163,7 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
             "k": self.k,
             "num_batches_per_epoch": self.num_batches_per_epoch,
             "layout": self.layout,
+            "structures": key(*map(tuple, self._buckets)) if len(self._buckets) > 1 else 0,
             "next_step": self.next_step,
         }
 
@@ -209,8 +215,24 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         ]
 
     def _index(self, gid: int) -> int:
-        number, position = divmod(gid, pass_length(self.num_conditions, self.conditions_per_batch))
-        return pass_order(self.num_conditions, self.conditions_per_batch, self.seed, number)[position]
+        """Return the condition of a draw: its step belongs to one bucket, which walks through its own passes."""
+        step, place = divmod(gid, self.conditions_per_batch)
+        bucket, own_step = self._bucket_of(step)
+        members = self._buckets[bucket]
+        n, m = len(members), self.conditions_per_batch
+        number, position = divmod(own_step * m + place, pass_length(n, m))
+        # One bucket alone is a data set without structures; several must not walk in step.
+        seed = self.seed if len(self._buckets) == 1 else key(self.seed, "bucket", bucket)
+        return members[pass_order(n, m, seed, number)[position]]
+
+    def _bucket_of(self, step: int) -> tuple[int, int]:
+        """Return whose turn a step is, and which of its own steps it is: turns go by size, shuffled in every cycle."""
+        if len(self._buckets) == 1:
+            return 0, step
+        turns = tuple(len(members) // self.conditions_per_batch for members in self._buckets)
+        cycle, position = divmod(step, sum(turns))
+        order = cycle_order(turns, self.seed, cycle)
+        return order[position], cycle * turns[order[position]] + order[:position].count(order[position])
 
     def _check_numbers(self) -> None:
         ranks, size, k, n = self.num_replicas, self.batch_size, self.k, self.num_conditions
@@ -228,6 +250,12 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
                 "change batch_size or k so that k divides it"
             )
         m = self.conditions_per_batch
+        short = min(len(members) for members in self._buckets)
+        if len(self._buckets) > 1 and short < m:
+            raise ValueError(
+                f"the rarest of {len(self._buckets)} structures has {short} conditions, a batch needs m = num_replicas "
+                f"* batch_size / k = {m} of one structure ({given}); use fewer structures, add data or raise k"
+            )
         if n < m:
             raise ValueError(
                 f"dataset has {n} conditions, a batch needs m = num_replicas * batch_size / k = {m} different ones "
@@ -267,6 +295,26 @@ def pass_order(n: int, m: int, seed: int, number: int) -> tuple[int, ...]:
         chosen = set(head)
         order = head + [index for index in order if index not in chosen]
     return tuple(order)
+
+
+@lru_cache(maxsize=4)
+def cycle_order(turns: tuple[int, ...], seed: int, cycle: int) -> tuple[int, ...]:
+    """Return which bucket has which turn in a cycle where bucket b has turns[b] of them."""
+    order = [bucket for bucket, count in enumerate(turns) for _ in range(count)]
+    picked = torch.randperm(len(order), generator=generator(seed, "turns", cycle)).tolist()
+    return tuple(order[place] for place in picked)
+
+
+def _buckets(n: int, structures: Sequence[Hashable] | None) -> list[list[int]]:
+    """Return the indices of every structure, structures in sorted order."""
+    if structures is None:
+        return [list(range(n))]
+    if len(structures) != n:
+        raise ValueError(f"sampler got {len(structures)} structures for {n} conditions, must be one for each")
+    found: dict[Any, list[int]] = {}
+    for index, structure in enumerate(structures):
+        found.setdefault(structure, []).append(index)
+    return [found[structure] for structure in sorted(found)]
 
 
 def _permutation(n: int, seed: int, number: int) -> list[int]:

@@ -26,6 +26,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flow_grpo.data.buckets import Size, bucket_of_file
+from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.video_io import VideoCache, fitted_size
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.poses import check_poses, multicam_to_opencv, relative
@@ -56,6 +58,10 @@ class Scene:
     cameras: tuple[str, ...]
     focal_mm: float | None
 
+    def video(self, camera: str) -> Path:
+        """Return the file of a camera."""
+        return self.folder / "videos" / f"{camera}.mp4"
+
 
 class MultiCamDataset(Dataset[tuple[int, Condition]]):
     """Conditions as a pure function of their index; a broken item raises and is never replaced by another one.
@@ -64,7 +70,7 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
     both names, so neither other scenes nor a seed can change it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - independent knobs of one data set
         self,
         root: str | Path,
         split: str,
@@ -74,6 +80,7 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
         width: int,
         prompt: str,
         reference: str = "source",
+        buckets: Sequence[Size] = (),
         cache_bytes: int = 2**28,
     ) -> None:
         """List the scenes of `<root>/<split>`; videos and cameras are read when asked for.
@@ -86,6 +93,7 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
             width: columns.
             prompt: caption of scenes that have no metadata.csv.
             reference: whose first frame is the origin of the poses, "source" (training) or "target" (presets).
+            buckets: sizes to deliver instead of the one above; a scene's are in the one nearest to its first video.
             cache_bytes: memory for decoded videos, per process.
 
         Raises:
@@ -101,6 +109,7 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
         self.reference = reference
         self.scenes = find_scenes(self.root, split)
         self._items = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
+        self._buckets = {s.name: bucket_of_file(s.video(s.cameras[0]), buckets) for s in self.scenes if buckets}
         self._cache = VideoCache(cache_bytes)
         self._fingerprint = ""
 
@@ -123,11 +132,12 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
             raise IndexError(f"dataset index is {index}, must be within 0..{len(self) - 1}")
         scene, target = self._items[index]
         source = self._source_camera(scene, target)
-        poses = read_cameras(scene.folder / CAMERAS_JSON, (source, target), self.num_frames)
+        frames, height, width = fitted = self.structure(index)
+        poses = read_cameras(scene.folder / CAMERAS_JSON, (source, target), frames)
         reference_pose = poses[0 if self.reference == "source" else 1, 0]
         source_poses, target_poses = relative(reference_pose, poses)
-        source_video, source_size = self._video(scene, source)
-        target_video, size = self._video(scene, target)
+        source_video, source_size = self._video(scene, source, fitted)
+        target_video, size = self._video(scene, target, fitted)
         if source_size != size:
             raise ValueError(
                 f"scene {scene.folder}: {source} is {source_size} and {target} is {size} pixels (rows, columns); "
@@ -145,12 +155,18 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
             target_camera=target,
             source_poses=source_poses,
             reference_pose=reference_pose,
-            intrinsics=None
-            if scene.focal_mm is None
-            else fitted_intrinsics(scene.focal_mm, size, self.height, self.width),
+            intrinsics=None if scene.focal_mm is None else fitted_intrinsics(scene.focal_mm, size, height, width),
             target_video=target_video,
             preset=_read_presets(scene.folder / PRESETS_JSON).get(target),
         )
+
+    def structure(self, index: int) -> Size:
+        """Return the (frames, rows, columns) that a condition's videos are delivered in."""
+        return self._buckets.get(self._items[index][0].name, (self.num_frames, self.height, self.width))
+
+    def cost(self, index: int) -> int:
+        """Return the latent tokens of a condition's target video in Wan's codec and patches."""
+        return video_tokens(*self.structure(index))
 
     def fingerprint(self) -> str:
         """Return a hash of the names and sizes of all files of the split; equal folders give equal texts anywhere."""
@@ -176,10 +192,9 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
                 return _read_caption(file, f"{camera}.mp4")
         return self.prompt
 
-    def _video(self, scene: Scene, camera: str) -> tuple[Tensor, tuple[int, int]]:
+    def _video(self, scene: Scene, camera: str, fitted: Size) -> tuple[Tensor, tuple[int, int]]:
         """Return (3, T, height, width) fp32 in [0, 1] and the (rows, columns) of the file."""
-        file = scene.folder / "videos" / f"{camera}.mp4"
-        video, size = self._cache.read(file, self.num_frames, self.height, self.width)
+        video, size = self._cache.read(scene.video(camera), *fitted)
         return video.float() / 255, size
 
 

@@ -66,6 +66,23 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
     )
 
 
+def video_size(path: str | Path) -> tuple[int, int, int]:
+    """Return (frames, rows, columns) as the file's header says; nothing is decoded unless the header names no count.
+
+    Raises:
+        ValueError: missing or unreadable file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"video {path} does not exist; check the dataset folder")
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            return stream.frames or sum(1 for _ in container.decode(stream)), stream.height, stream.width
+    except (av.FFmpegError, IndexError) as error:
+        raise ValueError(f"video {path} is damaged or no video ({error}); fetch or encode it again") from error
+
+
 def write_video(path: str | Path, video: Tensor, fps: float = 15, lossless: bool = False) -> None:
     """Write an mp4 file that appears whole or not at all; missing folders are made.
 

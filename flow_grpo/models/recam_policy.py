@@ -200,6 +200,34 @@ class RecamPolicy:
         latent_frames = (frames - 1) // self._temporal + 1
         return (self.vae.config["z_dim"], latent_frames, height // self._spatial, width // self._spatial)
 
+    def tokens(self, size: tuple[int, int, int]) -> int:
+        """Return how many tokens the transformer makes of a target video of (frames, rows, columns)."""
+        frames, rows, columns = size
+        latent_frames = (frames - 1) // self._temporal + 1
+        return (
+            latent_frames
+            // self._patch[0]
+            * (rows // (self._spatial * self._patch[1]))
+            * (columns // (self._spatial * self._patch[2]))
+        )
+
+    @torch.no_grad()
+    def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
+        """Return the clean, normalised latents (B, C, F, H, W) of the conditions' true target videos.
+
+        Raises:
+            ValueError: a condition has no target video, or as `latent_shape`.
+        """
+        self.latent_shape(conditions)
+        latents = []
+        for condition in conditions:
+            if condition.target_video is None:
+                raise ValueError(
+                    f"scene {condition.scene}: no true video of {condition.target_camera}, needed to learn from it"
+                )
+            latents.append(self._encode_video(condition.target_video))
+        return torch.stack(latents).to(self.device)
+
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return the fp32 velocity (B, C, F, H, W), guidance included, for latents at noise levels sigma (B,)."""
         if self.guidance_scale == 1.0:

@@ -1,0 +1,219 @@
+"""Videos of several sizes in one epoch: few calls, and the numbers that each would have alone (003-2, -4, -6, -9)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flow_grpo.algorithm import compare
+from flow_grpo.algorithm.clock import Clock
+from flow_grpo.algorithm.epoch import Collected
+from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
+from flow_grpo.algorithm.rollout import rollout
+from flow_grpo.config import RewardConfig
+from flow_grpo.records import Condition, Conditioning, TrainingBatch
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.distributed import Ranks
+from tests.toy import SDE, SIGMAS, BrightnessReward, collector, condition, updater
+from tests.workers import run_ranks
+
+SIZES = [(5, 2, 2), (9, 2, 4), (5, 4, 2)]
+REWARD = RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, 1e-6)
+
+
+def sized(index: int, gid: int = 0, slot: int = 0) -> Condition:
+    """Return a toy condition whose video size depends on its index."""
+    frames, rows, columns = SIZES[index // 2 % 3]
+    whole = condition(index, gid, slot)
+    video = whole.source_video[:, :1].mean(dim=(2, 3), keepdim=True).expand(3, frames, rows, columns)
+    poses = whole.target_poses[:1].repeat(frames, 1, 1)
+    return dataclasses.replace(whole, source_video=video, target_video=video, target_poses=poses)
+
+
+class ConvPolicy:
+    """The `Policy` seam over a convolution, for latents of any size; counts rows and shapes of its calls."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Conv3d(5, 2, 3, padding=1)
+        self.module: nn.Module = self.net
+        self.calls: list[tuple[int, ...]] = []
+        self.encoded: list[int] = []
+
+    def encode(self, conditions: Sequence[Condition]) -> Conditioning:
+        self.encoded += [c.index for c in conditions]
+        return Conditioning(
+            prompt_embeds=torch.stack([torch.full((3, 4), float(len(c.prompt))) for c in conditions]),
+            source_latents=torch.stack([c.source_video[:2, ::4].float() for c in conditions]),
+            target_cameras=torch.stack([c.target_poses[::4, :3].flatten(1).float() for c in conditions]),
+        )
+
+    def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
+        (size,) = {c.size for c in conditions}
+        return 2, (size[0] - 1) // 4 + 1, size[1], size[2]
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        self.calls.append(tuple(latents.shape))
+        level = sigma.view(-1, 1, 1, 1, 1).expand(-1, 1, *latents.shape[2:])
+        network = self.module if torch.is_grad_enabled() else self.net
+        velocity: Tensor = network(torch.cat([latents, conditioning.source_latents, level], dim=1))
+        return velocity
+
+    def decode(self, latents: Tensor) -> Tensor:
+        light = torch.sigmoid(latents.mean(dim=1, keepdim=True)).expand(-1, 3, -1, -1, -1)
+        return torch.cat([light[:, :, :1], light[:, :, 1:].repeat_interleave(4, dim=2)], dim=2)
+
+    def reference(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        return list(self.net.parameters())
+
+
+def sample(ranks: Ranks, policy: ConvPolicy, **changes) -> Collected:
+    options = {"train_batch_size": 4, "num_batches_per_epoch": 6, "k": 4} | changes
+    return collector(ranks, policy, debug=False, make=sized, **options).collect(0, Clock(torch.device("cpu")))
+
+
+def training_batch(ranks: Ranks, collected: Collected, k: int = 4) -> TrainingBatch:
+    gathered = compare.gather(collected.batches, ranks)
+    compared = compare.advantages(gathered, REWARD, k=k, floors={})
+    return compare.own_rows(compare.everything(collected.batches, gathered, ranks), compared, ranks)
+
+
+def test_003_4_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
+    policy = ConvPolicy()
+    collected = sample(Ranks(), policy)
+    counts = Counter(c.size for batch in collected.batches for c in batch.conditions)
+    assert sum(counts.values()) == len(collected) == 24
+    assert len(counts) == 3
+    steps = len(SIGMAS) - 1
+    assert len(policy.calls) == steps * sum(math.ceil(count / 4) for count in counts.values())
+    assert len(policy.calls) < 24 * steps / 2
+
+
+def test_003_6_every_sample_is_what_it_would_be_alone_and_stands_in_its_place():
+    policy = ConvPolicy()
+    collected = sample(Ranks(), policy)
+    assert sorted(p for batch in collected.batches for p in batch.positions) == list(range(24))
+    draws = collector(Ranks(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream._sampler
+    wanted = [(gid, slot) for step in range(6) for _, gid, slot, _ in draws.plan(step)[0]]
+    steps = collected.batches[0].trajectory.steps
+    for batch in collected.batches:
+        for row, (position, made) in enumerate(zip(batch.positions, batch.conditions, strict=True)):
+            assert (made.gid, made.slot) == wanted[position]
+            alone = rollout(policy, [made], policy.encode([made]), sigmas=SIGMAS, window=steps, sde=SDE, seed=1)
+            assert torch.equal(alone.noise_ids[0], batch.noise_ids[row])
+            torch.testing.assert_close(alone.trajectory.states[0], batch.trajectory.states[row], rtol=0, atol=1e-5)
+            reward = batch.rewards["brightness"].values[row]
+            assert reward.item() == pytest.approx(policy.decode(alone.final_latents).mean().item(), abs=1e-5)
+
+
+def test_003_2_a_whole_group_on_a_rank_is_encoded_once_and_expanded_sample_by_sample():
+    policy = ConvPolicy()
+    collected = sample(Ranks(), policy, layout="contiguous")
+    assert len(policy.encoded) == len(set(policy.encoded)) == 6
+    for batch in collected.batches:
+        distinct = [c for c in batch.conditions if c.slot == 0]
+        assert [c.gid for c in batch.conditions] == [c.gid for c in distinct for _ in range(4)]
+        once = ConvPolicy().encode(distinct)
+        for name, tensor in batch.conditioning.tensors().items():
+            assert torch.equal(tensor, once.tensors()[name].repeat_interleave(4, dim=0))
+
+
+def test_gathered_facts_stand_in_sampling_order_whatever_was_rolled_out_first():
+    policy = ConvPolicy()
+    collected = sample(Ranks(), policy)
+    gathered = compare.gather(collected.batches, Ranks())
+    by_position = {
+        position: (made.gid, made.slot, made.size, float(batch.rewards["brightness"].values[row]))
+        for batch in collected.batches
+        for row, (position, made) in enumerate(zip(batch.positions, batch.conditions, strict=True))
+    }
+    for position, (gid, slot, size, value) in by_position.items():
+        assert (int(gathered.gids[position]), int(gathered.slots[position])) == (gid, slot)
+        assert tuple(gathered.sizes[position].tolist()) == size
+        assert gathered.rewards["brightness"][position] == value
+
+
+@pytest.mark.parametrize(("micro", "updates"), [(1, 1), (3, 1), (4, 3)])
+def test_the_update_never_mixes_sizes_and_does_not_depend_on_its_micro_batches(micro, updates):
+    moved = []
+    for size in (4, micro):
+        policy = ConvPolicy()
+        batch = training_batch(Ranks(), sample(Ranks(), policy))
+        policy.calls.clear()
+        updating = updater(policy, batch_size=size, updates_per_epoch=updates)
+        metrics = updating.run(batch, epoch=0)
+        assert metrics["train/updates"] == updates
+        assert {shape[1:] for shape in policy.calls} == {(2, 2, 2, 2), (2, 3, 2, 4), (2, 2, 4, 2)}
+        moved.append(torch.cat([parameter.detach().flatten() for parameter in policy.net.parameters()]))
+    start = torch.cat([parameter.detach().flatten() for parameter in ConvPolicy().net.parameters()])
+    assert (moved[0] - start).abs().max() > 1e-5
+    torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-7)
+
+
+def test_the_first_ratio_is_exactly_one_where_micro_batches_are_the_rollout_s():
+    policy = ConvPolicy()
+    batch = training_batch(Ranks(), sample(Ranks(), policy))
+    updating = updater(policy, batch_size=4)
+    assert updating.same_geometry(batch, updating.plan(batch, 0))
+    assert updating.run(batch, epoch=0)["policy/ratio_first_max_abs_log"] == 0.0
+    mixed_up = dataclasses.replace(batch, as_rolled_out=False)
+    assert not updating.same_geometry(mixed_up, updating.plan(mixed_up, 0))
+
+
+def _two_ranks(ranks: Ranks) -> tuple[Tensor, list[tuple[int, ...]]]:
+    policy = ConvPolicy()
+    collected = sample(ranks, policy, train_batch_size=4 // ranks.world_size)
+    batch = training_batch(ranks, collected)
+    if ranks.world_size > 1:
+        policy.module = DistributedDataParallel(policy.net)
+    policy.calls.clear()
+    updater(policy, ranks=ranks, batch_size=2).run(batch, epoch=0)
+    return torch.cat([p.detach().flatten() for p in policy.net.parameters()]), policy.calls
+
+
+def test_two_ranks_make_the_update_of_one_with_mixed_sizes():
+    alone, _ = _two_ranks(Ranks())
+    results = run_ranks(_two_ranks, 2)
+    for weights, _ in results:
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
+
+
+class SizedData:
+    def __len__(self) -> int:
+        return 20
+
+    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
+        return sized(index, gid, slot)
+
+    def structure(self, index: int) -> tuple[int, int, int]:
+        return SIZES[index // 2 % 3]
+
+
+def _evaluate(ranks: Ranks) -> tuple[dict[str, float], list[tuple[int, ...]]]:
+    policy = ConvPolicy()
+    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+    settings = EvalSettings(SIGMAS, num_conditions=20, batch_size=4, videos=0)
+    metrics = Evaluator(policy, SizedData(), rewards, None, settings, ranks).run().metrics
+    return metrics, policy.calls
+
+
+def test_an_evaluation_over_mixed_sizes_holds_more_of_the_smaller_in_a_call():
+    metrics, calls = _evaluate(Ranks())
+    rows = {shape[1:]: max(s[0] for s in calls if s[1:] == shape[1:]) for shape in calls}
+    assert rows[(2, 3, 2, 4)] == 4  # 72 pixels a video
+    assert rows[(2, 2, 2, 2)] == 8  # 20 pixels: all eight of them where 14 would fit
+    assert sum(shape[0] for shape in calls) == 20 * (len(SIGMAS) - 1)
+    results = run_ranks(_evaluate, 4)
+    assert results[0][0] == pytest.approx(metrics, rel=1e-5)
+    assert len({len(calls) for _, calls in results}) == 1
