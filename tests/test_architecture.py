@@ -279,6 +279,13 @@ def test_one_process_drives_one_device() -> None:
     refuse([f"{s.path} imports {n}" for s in sources() for n in imports(s.tree) if n.endswith(".DataParallel")])
 
 
+def test_objects_are_never_gathered() -> None:
+    """They are pickled for everybody, and device tensors come back on the sender's device."""
+    banned = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+    library = sources("flow_grpo", "config", "train_grpo.py")
+    refuse([_at(s, node, _last(node)) for s in library for node in ast.walk(s.tree) if _last(node) in banned])
+
+
 # --- every knob is read
 
 

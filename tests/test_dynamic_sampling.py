@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.algorithm import compare
+from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.dynamic_sampling import TOO_OFTEN, WINDOW
+from flow_grpo.algorithm.epoch import Collected
 from flow_grpo.algorithm.group_choice import ShortageError
+from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.distributed import Ranks
 from tests.rounds import Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
+from tests.toy import ToyPolicy, collector, updater, weights_of
 from tests.workers import run_ranks
 
 LOCAL = 16  # 4 ranks of 16 samples: the document's reference size, target 64
@@ -66,8 +73,9 @@ def _equals_first_round(chosen: compare.Chosen, rounds: Rounds) -> bool:
 
 
 def scenario(valid_groups, world=4, **options) -> list[dict]:
-    kinds = valid_groups if isinstance(valid_groups[0], list) else kinds_of(valid_groups, world * LOCAL // 4)
-    return run_ranks(_scenario, world, kinds, options)
+    """Run a scenario with a target of 64 samples in 16 groups, whatever the number of ranks."""
+    kinds = valid_groups if isinstance(valid_groups[0], list) else kinds_of(valid_groups, 16)
+    return run_ranks(_scenario, world, kinds, options | {"local": 64 // world})
 
 
 def check_all(results: list[dict], total: int | None = None) -> None:
@@ -86,15 +94,16 @@ def check_all(results: list[dict], total: int | None = None) -> None:
         assert sum(result["placed"] for result in results) == total
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("layout", ["spread", "contiguous", "shuffled"])
 @pytest.mark.parametrize(
     ("valid", "resamples"), [([16], 0), ([14, 4], 1), ([12, 2, 1, 1], 3), ([0, 0, 0, 16], 3)], ids=str
 )
-def test_a_pool_that_fills_up_is_used_with_equal_sizes(valid, resamples, layout):
-    """000-1, 000-13, 002-2 on 4 ranks; sampling.md section 5.3."""
-    results = scenario(valid, layout=layout)
+def test_a_pool_that_fills_up_is_used_with_equal_sizes(valid, resamples, layout, world):
+    """000-1, 000-13, 002-2; sampling.md section 5.3: [48, 8, 4, 4] samples, and all of them in the last round."""
+    results = scenario(valid, world, layout=layout)
     check_all(results, 64)
-    assert [result["placed"] for result in results] == [16] * 4
+    assert [result["placed"] for result in results] == [64 // world] * world
     assert all(count == 1 for count in Counter(row for r in results for row in r["rows"]).values())
     metrics = results[0]["metrics"]
     assert metrics["dyn/resample_rounds"] == resamples
@@ -104,13 +113,14 @@ def test_a_pool_that_fills_up_is_used_with_equal_sizes(valid, resamples, layout)
     assert results[0]["as_rolled_out"] == (resamples == 0)
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize(("valid", "have"), [([12, 2, 1, 0], 60), ([0, 0, 0, 0], 0)], ids=str)
-def test_000_3_and_7_a_pool_that_stays_short_restores_every_field_bitwise(valid, have):
-    results = scenario(valid)
+def test_000_3_and_7_a_pool_that_stays_short_restores_every_field_bitwise(valid, have, world):
+    results = scenario(valid, world)
     check_all(results, 64)
     for result in results:
         assert result["restored"]
-        assert result["size"] == 16
+        assert result["size"] == 64 // world
         assert set(result["rows"]) == result["original"]
     metrics = results[0]["metrics"]
     assert (metrics["dyn/fallback"], metrics["dyn/shortage"], metrics["dyn/pool_samples"]) == (1.0, 64 - have, have)
@@ -316,3 +326,52 @@ def test_the_mean_reward_is_told_before_and_after_filtering():
     after = [s + g / 1e3 for g in (0, 3, 5, 6) for s in range(4)]
     assert metrics["dyn/reward_mean_before"] == pytest.approx(sum(before[0] + before[1]) / 16)
     assert metrics["dyn/reward_mean_after"] == pytest.approx(sum(after) / 16)
+
+
+class ScriptedReward:
+    """A group carries a signal when its gid is named; its copies then score by slot, others alike."""
+
+    name = "scripted"
+    floor = 0.0
+    measures = ()
+
+    def __init__(self, valid: tuple[int, ...]) -> None:
+        self.valid = valid
+
+    def __call__(self, videos: torch.Tensor, conditions: Sequence[Condition]) -> RewardResult:
+        values = torch.tensor([float(c.slot) if c.gid in self.valid else 0.5 for c in conditions])
+        return RewardResult(values, torch.ones(len(conditions), dtype=torch.bool), ("",) * len(conditions))
+
+
+def _train_on_a_pool(ranks: Ranks, policy_name: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """Sample rounds of 16 of which 0, 2 and 1 groups are valid, and update once."""
+    policy = ToyPolicy()
+    batch_size = 8 // ranks.world_size
+    sampling = collector(ranks, policy, debug=False, train_batch_size=batch_size)
+    sampling.rewards = RewardSet([ScriptedReward((5, 6, 9))], {"scripted": 1.0})
+
+    def draw(number: int) -> tuple[Collected, compare.Gathered]:
+        collected = sampling.collect(0, Clock(torch.device("cpu")))
+        return collected, compare.gather(collected.batches, ranks)
+
+    choosing = dynamic(ranks, local=2 * batch_size, max_resample_times=2, policy=policy_name)
+    chosen, metrics = choosing.choose(*draw(0), draw)
+    compared = compare.advantages(chosen.gathered, choosing.reward, k=4, floors={})
+    batch = compare.own_rows(chosen, compared, ranks)
+    if ranks.world_size > 1:
+        policy.module = DistributedDataParallel(policy.net)
+    updater(policy, ranks=ranks, rollout_batch_size=batch_size, batch_size=batch_size).run(batch, epoch=0)
+    return weights_of(policy), metrics
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("policy_name", ["fill_flat", "pad", "rebalance"])
+def test_any_number_of_ranks_makes_the_update_of_one_from_a_pool(policy_name, world):
+    """000-9: under "rebalance" 12 samples on 8 ranks are shares of 2 and 1, and the updates still meet."""
+    before = weights_of(ToyPolicy())
+    alone, told = _train_on_a_pool(Ranks(), policy_name)
+    assert told["dyn/pool_samples"] == 12
+    assert (alone - before).abs().max() > 1e-5
+    for weights, metrics in run_ranks(_train_on_a_pool, world, policy_name):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
+        assert metrics["dyn/pool_samples"] == 12

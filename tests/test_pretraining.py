@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from pathlib import Path
 from types import ModuleType
 
@@ -52,7 +53,8 @@ def test_targets_are_drawn_in_the_stated_shares(monkeypatch):
     moving = weights[:, 4:10]
     parts = {"still": weights[:, :4], "narrow": weights[:, 10:], "wide": moving[unsure], "sure": moving[~unsure]}
     assert {name: float(part.sum()) for name, part in parts.items()} == pytest.approx(tool.SHARES, abs=1e-4)
-    drawn = torch.cat([pool.batch(500, torch.Generator().manual_seed(seed))[2] for seed in range(4)])
+    steps = itertools.islice(pool.targets(24, 0, 1), 84)
+    drawn = torch.cat([pool.batch(targets, torch.Generator().manual_seed(0))[2] for targets in steps])
     turning = drawn.unflatten(-1, (3, 4))[:, -1, :, 3].norm(dim=-1) < 1e-4
     assert float(turning.float().mean()) == pytest.approx(tool.SHARES["still"], abs=0.03)
 
@@ -75,7 +77,23 @@ def start(tool: ModuleType, work: Path):
     )
     text = torch.randn(8, 8, 32, generator=draw)
     run = tool.Training(tool.build_model(args, 4, 32), args)
-    return run, run.average, lambda: run.advance(pool, text, run.model, 0, 1)
+    targets = pool.targets(args.batch, 0, 1, run.step)
+    return run, run.average, lambda: run.advance(pool, next(targets), text, run.model, 0)
+
+
+def test_the_targets_of_a_step_do_not_depend_on_ranks_or_on_where_a_run_began(monkeypatch):
+    tool = load("pretrain_tiny", monkeypatch)
+    draw = torch.Generator().manual_seed(1)
+    pool = tool.Pool(torch.randn(5, 16, 4, 5, 3, 4), torch.randn(5, 16, 5, 12, generator=draw), torch.zeros(5).long())
+    alone = list(itertools.islice(pool.targets(8, 0, 1), 25))
+    shared = [list(itertools.islice(pool.targets(8, rank, 2), 25)) for rank in range(2)]
+    assert [len(step) for step in alone] == [8] * 25
+    assert {len(step) for steps in shared for step in steps} == {4}
+    epoch = 80 // 8  # the same draws, dealt to rows in another order
+    for first in range(0, 20, epoch):
+        both = [index for steps in shared for step in steps[first : first + epoch] for index in step]
+        assert sorted(both) == sorted(index for step in alone[first : first + epoch] for index in step)
+    assert list(itertools.islice(pool.targets(8, 0, 1, step=13), 12)) == alone[13:]
 
 
 def test_a_stopped_run_goes_on_bit_by_bit(tool, tmp_path):

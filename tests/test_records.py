@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 
-from flow_grpo.records import Conditioning, Trajectory
+from flow_grpo.records import Conditioning, Experience, Rows, TrainingBatch, TrainingPart, Trajectory
 
 
 def conditioning(rows: int, *, guided: bool = False) -> Conditioning:
@@ -42,3 +45,79 @@ def test_a_trajectory_finds_both_ends_of_every_remembered_step() -> None:
     )
     assert trajectory.latents.flatten().tolist() == [0.0, 1.0, 3.0]
     assert trajectory.next_latents.flatten().tolist() == [1.0, 2.0, 4.0]
+
+
+def trajectory(rows: int, size: int = 3) -> Trajectory:
+    number = torch.arange(rows, dtype=torch.float32)
+    return Trajectory(
+        states=number.view(-1, 1, 1, 1, 1, 1).expand(rows, 3, 4, 2, size, size),
+        log_probs=number.view(-1, 1).expand(rows, 2),
+        positions=(0, 1),
+        steps=(1, 2),
+    )
+
+
+def experience(rows: int) -> Experience:
+    return Experience(torch.arange(3 * rows).view(rows, 3), conditioning(rows), trajectory(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Table(Rows):
+    columns: dict[str, torch.Tensor]
+    name: str
+
+
+def test_every_tensor_has_a_dotted_name_and_can_be_replaced_by_it() -> None:
+    made = experience(2)
+    names = {
+        "keys",
+        "conditioning.prompt_embeds",
+        "conditioning.source_latents",
+        "conditioning.target_cameras",
+        "trajectory.states",
+        "trajectory.log_probs",
+    }
+    assert set(made.tensors()) == names
+    doubled = made.with_tensors({name: tensor * 2 for name, tensor in made.tensors().items()})
+    assert torch.equal(doubled.trajectory.states, made.trajectory.states * 2)
+    assert doubled.trajectory.steps == (1, 2)
+    table = Table({"a": torch.arange(3), "b": torch.zeros(3)}, "kept")
+    assert set(table.tensors()) == {"columns.a", "columns.b"}
+    joined = Table.concatenate([table, table.rows(torch.tensor([2]))])
+    assert joined.columns["a"].tolist() == [0, 1, 2, 2]
+    assert joined.name == "kept"
+
+
+def test_002_4_and_5_what_the_network_takes_changes_device_and_nothing_else_does() -> None:
+    made = experience(2)
+    assert made.to("cpu").trajectory.states.data_ptr() == made.trajectory.states.data_ptr()
+    moved = made.to("meta")
+    assert {t.device.type for t in (*moved.conditioning.tensors().values(), *moved.trajectory.tensors().values())} == {
+        "meta"
+    }
+    assert moved.keys.device.type == "cpu"
+    assert moved.trajectory.steps == (1, 2)
+
+
+def part(positions: list[int], size: int = 3) -> TrainingPart:
+    rows = len(positions)
+    values = torch.arange(rows, dtype=torch.float32)
+    return TrainingPart(
+        torch.tensor(positions), conditioning(rows), trajectory(rows, size), values, values, torch.arange(rows)
+    )
+
+
+def test_samples_are_taken_out_of_several_parts_by_position() -> None:
+    batch = TrainingBatch((part([3, -1, 0]), part([-1, 1]), part([2, 4], size=5)), length=5)
+    assert batch.sizes().tolist() == [0, 0, 2, 0, 2]
+    taken = batch.take(torch.tensor([1, 3]), "cpu")
+    assert taken.positions.tolist() == [3, 1]
+    assert taken.trajectory.states.flatten(1)[:, 0].tolist() == [0.0, 1.0]
+    moved = batch.take(torch.tensor([0]), "meta")
+    assert moved.trajectory.states.device.type == moved.conditioning.prompt_embeds.device.type == "meta"
+    assert moved.weights.device.type == moved.positions.device.type == "cpu"
+
+
+def test_a_position_without_a_sample_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"no part holds the samples at \[1\]"):
+        TrainingBatch((part([0, 2]),), length=3).sizes()

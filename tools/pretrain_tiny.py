@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
+from flow_grpo.data.dynamic_batch import DistributedWeightedSampler, DynamicBatchSampler
 from flow_grpo.data.tiny_world import WorldSpec, caption, film, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, preset_path
@@ -92,12 +95,33 @@ class Pool:
         shares = [SHARES[name] * kind / kind.sum().clamp_min(1) for name, kind in kinds.items()]
         return torch.stack(shares).sum(0).flatten()
 
-    def batch(self, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return target latents, source latents, cameras as labelled and captions."""
-        chosen = torch.multinomial(self._weights, size, replacement=True, generator=draw)
+    def targets(self, size: int, rank: int, world: int, step: int = 0) -> Iterator[list[int]]:
+        """Yield this rank's targets of every step from `step` on, drawn by weight from one list over all ranks.
+
+        Args:
+            size: targets of a step over all ranks.
+            rank: this rank.
+            world: number of ranks.
+            step: the first.
+        """
+        clips = range(len(self._weights))
+        drawn = DistributedWeightedSampler(clips, self._weights, len(clips) // size * size, True, world, rank)
+        # All clips cost the same, so that every epoch has as many rows.
+        sampler = DynamicBatchSampler(
+            clips, size // world, sampler=drawn, num_replicas=world, rank=rank, cost=lambda _: 1, drop_last=True
+        )
+        epoch, row = divmod(step, len(sampler))
+        while True:
+            sampler.set_epoch(epoch)
+            yield from itertools.islice(sampler, row, None)
+            epoch, row = epoch + 1, 0
+
+    def batch(self, targets: list[int], draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return target latents, source latents, cameras as labelled and captions; sources are drawn here."""
+        chosen = torch.tensor(targets)
         scene, target = chosen // self.cameras.shape[1], chosen % self.cameras.shape[1]
         preset = torch.where(target < len(PRESETS), target, target - len(MOVING))
-        source = (preset + torch.randint(1, 10, (size,), generator=draw)) % 10
+        source = (preset + torch.randint(1, 10, (len(chosen),), generator=draw)) % 10
         clips = self.latents[scene, target].float(), self.latents[scene, source].float()
         return *clips, self.cameras[scene, target], self.captions[scene]
 
@@ -169,14 +193,14 @@ class Training:
         torch.save({**parts, "step": self.step, "seconds": self.seconds}, partial)
         partial.rename(self.file)
 
-    def advance(self, pool: Pool, text: Tensor, network: nn.Module, rank: int, world: int) -> Tensor:
-        """Take one step and return its loss ()."""
+    def advance(self, pool: Pool, targets: list[int], text: Tensor, network: nn.Module, rank: int) -> Tensor:
+        """Take one step on this rank's targets and return its loss ()."""
         args = self.args
         rate = min(1.0, (self.step + 1) / 200) * min(1.0, 1.6 * (1 - self.step / args.steps) + 0.01)
         for group in self.optimizer.param_groups:
             group["lr"] = args.learning_rate * rate
         draw = generator("step", self.step, rank)
-        loss = flow_matching_loss(network, pool.batch(args.batch // world, draw), text, draw)
+        loss = flow_matching_loss(network, pool.batch(targets, draw), text, draw)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -214,8 +238,10 @@ def main() -> None:
     network = DistributedDataParallel(training.model) if world > 1 else training.model
     probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
     began, losses, earlier = time.time(), [], training.seconds
-    while training.step < args.steps:
-        losses.append(training.advance(pool, text, network, rank, world))
+    for targets in pool.targets(args.batch, rank, world, training.step):
+        if training.step >= args.steps:
+            break
+        losses.append(training.advance(pool, targets, text, network, rank))
         if training.step % args.probe_steps and training.step < args.steps:
             continue
         if rank == 0:
