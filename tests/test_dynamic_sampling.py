@@ -282,7 +282,7 @@ def test_moved_bytes_are_those_of_the_moved_rows():
 def test_a_group_may_be_judged_by_one_named_reward():
     ranks = Ranks()
     rounds = Rounds(ranks, kinds_of([2], 4), local=16)
-    _, gathered = rounds.draw(0)
+    collected, gathered = rounds.draw(0)
     hits = (gathered.gids >= 3).double() * gathered.slots
     judged = dataclasses.replace(
         gathered, rewards=gathered.rewards | {"hit": hits}, valid=gathered.valid | {"hit": hits >= 0}
@@ -290,6 +290,9 @@ def test_a_group_may_be_judged_by_one_named_reward():
     sampling = dynamic(ranks, local=16, metric="hit", max_resample_times=0)
     assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "flat", "flat", "valid"]
     assert [g.kind for g in dynamic(ranks, local=16).groups(judged, 0)] == ["valid", "valid", "flat", "flat"]
+    _, metrics = sampling.choose(collected, judged, rounds.draw)
+    assert metrics["dyn/flat_groups"] == 3.0
+    assert metrics["dyn/valid_groups_ratio_initial"] == 0.25
 
 
 def test_a_range_at_the_floor_is_flat_and_one_above_it_is_not():

@@ -42,6 +42,14 @@ def test_there_is_a_panel_for_each_reward_and_held_out_metric_and_no_other(tmp_p
     assert list(axes[2].lines[0].get_xdata()) == [0, 3]
 
 
+def test_a_run_with_dynamic_sampling_shows_how_it_fares(tmp_path: Path) -> None:
+    data = rows(3)
+    for step in (1, 2, 3):
+        data[step] |= {"dyn/valid_groups_ratio_initial": 0.5, "dyn/resample_rounds": 1.0, "dyn/fallback_rate": 0.1}
+    titles = [axes.get_title() for axes in drawn_axes(tmp_path / "curves.png", data)]
+    assert titles[3:] == ["dyn/valid_groups_ratio_initial", "dyn/resample_rounds", "dyn/fallback_rate"]
+
+
 def test_the_band_is_the_spread_inside_the_groups(tmp_path: Path) -> None:
     combined, single, _ = drawn_axes(tmp_path / "curves.png", rows(3))
     band = combined.collections[0].get_paths()[0].vertices

@@ -81,7 +81,7 @@ class DynamicSampling:
             if placement != self._place(range(self.target)):  # other samples than just those of the first round
                 chosen, moved_bytes = pool.take(placement)
                 moves = {"dyn/moved_samples": float(len(placement.moves)), "dyn/moved_bytes": float(moved_bytes)}
-        metrics = self._metrics(decision, resamples) | moves | {"dyn/time": time.perf_counter() - begun}
+        metrics = self._metrics(decision, groups[0], resamples) | moves | {"dyn/time": time.perf_counter() - begun}
         return chosen, metrics | self._mean_reward("before", gathered) | self._mean_reward("after", chosen.gathered)
 
     def groups(self, gathered: Gathered, number: int) -> tuple[Group, ...]:
@@ -117,7 +117,7 @@ class DynamicSampling:
     def _place(self, rows: Sequence[int]) -> Placement:
         return place(rows, per_round=self.target, world_size=self.ranks.world_size)
 
-    def _metrics(self, decision: Decision, resamples: int) -> dict[str, float]:
+    def _metrics(self, decision: Decision, first: Sequence[Group], resamples: int) -> dict[str, float]:
         short = max(0, self.target - decision.valid)
         often = self._too_often()
         self.history.append(int(short > 0))
@@ -129,7 +129,11 @@ class DynamicSampling:
                 "samples fail?) and the data (conditions all easy or all hopeless?); or raise sample.k, "
                 "sample.noise_level or dynamic_sampling.max_resample_times"
             )
+        kinds = [group.kind for group in first]  # as judged here, which may be by another reward than the weighted ones
         return {
+            "dyn/flat_groups": float(kinds.count("flat")),
+            "dyn/incomplete_groups": float(kinds.count("incomplete")),
+            "dyn/valid_groups_ratio_initial": kinds.count("valid") / len(kinds),
             "dyn/resample_rounds": float(resamples),
             "dyn/pool_samples": float(decision.valid),
             "dyn/shortage": float(short),

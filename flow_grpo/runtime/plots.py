@@ -16,11 +16,12 @@ Rows = Mapping[int, Mapping[str, float]]
 
 _COLUMNS = 3
 _SMOOTH_FROM = 20  # points from which on a running mean is drawn
-_REWARD, _EVAL = "#1f5fa8", "#b5472f"
+_REWARD, _EVAL, _POOL = "#1f5fa8", "#b5472f", "#4a7a3a"
+_POOL_PANELS = ("dyn/valid_groups_ratio_initial", "dyn/resample_rounds", "dyn/fallback_rate")
 
 
 def draw_curves(rows: Rows, path: Path, title: str = "") -> None:
-    """Write a PNG with one panel per reward and one per held-out metric.
+    """Write a PNG with one panel per reward and one per held-out metric; three more of a run with dynamic sampling.
 
     A reward is a column `reward/...mean`; its band is the column of the same name ending in `group_std` (spread of the
     reward inside the groups, averaged over groups) if there is one. Held-out metrics are the columns `eval/...`.
@@ -34,16 +35,18 @@ def draw_curves(rows: Rows, path: Path, title: str = "") -> None:
     rewards = [name for name in names if name.startswith("reward/") and name.endswith("mean")]
     rewards.sort(key=len)  # the combined reward/mean first
     held_out = [name for name in names if name.startswith("eval/") and len(_points(rows, name)[0])]
-    count = len(rewards) + len(held_out)
+    pool = _POOL_PANELS if "dyn/fallback_rate" in names else ()
+    count = len(rewards) + len(held_out) + len(pool)
     columns = max(1, min(_COLUMNS, count))
     lines = max(1, math.ceil(count / columns))
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, fontsize=12)
-    for position, name in enumerate([*rewards, *held_out], start=1):
+    for position, name in enumerate([*rewards, *held_out, *pool], start=1):
         axes = figure.add_subplot(lines, columns, position)
-        (_draw_reward if name in rewards else _draw_held_out)(axes, rows, name)
+        draw = _draw_reward if name in rewards else _draw_held_out if name in held_out else _draw_pool
+        draw(axes, rows, name)
         axes.set_xlabel("epoch", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
@@ -72,6 +75,13 @@ def _draw_held_out(axes: Any, rows: Rows, name: str) -> None:
     steps, values = _points(rows, name)
     axes.plot(steps, values, color=_EVAL, lw=1.6, marker="o", ms=4)
     axes.set_title(f"{name}: {values[0]:.4g} → {values[-1]:.4g}", fontsize=10)
+
+
+def _draw_pool(axes: Any, rows: Rows, name: str) -> None:
+    steps, values = _points(rows, name)
+    axes.plot(steps, values, color=_POOL, lw=1.2, drawstyle="steps-mid")
+    axes.set_ylim(bottom=0)
+    axes.set_title(name, fontsize=10)
 
 
 def _points(rows: Rows, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
