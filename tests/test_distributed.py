@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType
 
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import Ranks
@@ -147,6 +149,19 @@ def accelerator_that_disagrees(ranks: Ranks) -> str:
 
 def test_accelerator_with_another_number_of_processes_is_refused() -> None:
     assert "accelerate sees 3 processes where 5 were started" in run_ranks(accelerator_that_disagrees, WORLD)[0]
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch, kind) -> None:
+    class Sharding:
+        num_processes = 1
+        distributed_type = DistributedType(kind)
+
+        def __init__(self, **options: object) -> None: ...
+
+    monkeypatch.setattr(accelerate, "Accelerator", Sharding)
+    with pytest.raises(ValueError, match=f"configured for {kind}.*start with torchrun"):
+        distributed.accelerator(CPU, Ranks())
 
 
 def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.epoch import ConditionStream, EncodeOnce, merge
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
+from flow_grpo.records import Rows
 from flow_grpo.runtime.distributed import Ranks
 from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, scored
 
@@ -68,6 +71,16 @@ def test_an_epoch_takes_new_conditions_and_gives_back_the_first_batch_s_videos()
     assert first.videos.shape == (4, 3, FRAMES, 2, 2)
     own = first.batches[0].rewards["brightness"].values[:4]
     torch.testing.assert_close(first.videos.flatten(1).mean(dim=1), own)
+
+
+def test_scored_samples_leave_the_device_when_a_pool_may_grow(monkeypatch):
+    moved = []
+    monkeypatch.setattr(Rows, "to", lambda self, device: (moved.append((type(self).__name__, device)), self)[1])
+    for offload in (False, True):
+        sampling = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=4)
+        sampling.settings = dataclasses.replace(sampling.settings, offload=offload)
+        sampling.collect(0, Clock(torch.device("cpu")))
+        assert moved == ([("Conditioning", "cpu"), ("Trajectory", "cpu")] * 2 if offload else [])
 
 
 def test_joining_batches_keeps_rows_in_order():

@@ -392,8 +392,20 @@ def test_all_conditions_of_a_step_are_of_one_structure(layout):
         assert turns == {0: 6, 1: 3, 2: 1}
 
 
+def test_structures_of_equal_size_are_not_drawn_in_the_same_order():
+    sampler, structures = bucketed((20, 20))
+    places = {s: [i for i, other in enumerate(structures) if other == s] for s in (0, 1)}
+    orders: dict[int, list[int]] = {0: [], 1: []}
+    for step in range(10):
+        for _, _, slot, index in flat(sampler.plan(step)):
+            if slot == 0:
+                orders[structures[index]].append(places[structures[index]].index(index))
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
+    assert orders[0] != orders[1]
+
+
 def test_every_structure_walks_through_all_its_conditions_before_one_comes_again():
-    sampler, structures = bucketed()
+    sampler, structures = bucketed((26, 13, 7))  # no whole number of steps: a pass ends within a cycle of turns
     drawn = defaultdict(list)
     for step in range(40):
         for _, _, slot, index in flat(sampler.plan(step)):

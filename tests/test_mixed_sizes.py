@@ -208,6 +208,18 @@ def _evaluate(ranks: Ranks) -> tuple[dict[str, float], list[tuple[int, ...]]]:
     return metrics, policy.calls
 
 
+def test_a_small_evaluation_is_shared_out_rather_than_batched():
+    class OneSize(SizedData):
+        def structure(self, index: int) -> tuple[int, int, int]:
+            return SIZES[0]
+
+    policy = ConvPolicy()
+    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+    settings = EvalSettings(SIGMAS, num_conditions=4, batch_size=4, videos=0)
+    shares = [Evaluator(policy, OneSize(), rewards, None, settings, Ranks(rank, 4))._own_batches() for rank in range(4)]
+    assert sorted(position for (batch,) in shares for position in batch) == [0, 1, 2, 3]
+
+
 def test_an_evaluation_over_mixed_sizes_holds_more_of_the_smaller_in_a_call():
     metrics, calls = _evaluate(Ranks())
     rows = {shape[1:]: max(s[0] for s in calls if s[1:] == shape[1:]) for shape in calls}

@@ -221,6 +221,19 @@ def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_pa
     assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
 
 
+def test_an_epoch_with_some_signal_takes_its_step_even_so(a_trainer, tmp_path):
+    skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
+    trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping)
+    gathered = trainer.gather(trainer.sample(0))
+    groups = [gathered.rewards["brightness"][gathered.gids == gid] for gid in (0, 1)]
+    low, high = sorted(float(group.max() - group.min()) for group in groups)
+    between = RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, (low + high) / 2)
+    trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping, reward=between)
+    run(trainer)
+    (row,) = metrics_of(tmp_path)
+    assert row["train/updates"] == 1.0
+
+
 def test_every_metric_of_the_note_is_recorded(a_trainer, tmp_path):
     run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
     (row,) = metrics_of(tmp_path)

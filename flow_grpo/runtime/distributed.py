@@ -190,6 +190,8 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
 
     Raises:
         RuntimeError: accelerate sees another number of processes, which would leave gradients unsynchronised.
+        ValueError: accelerate was told to shard weights (FSDP, DeepSpeed): optimizer, average and checkpoints here hold
+            whole weights, and would quietly hold stale ones.
     """
     from accelerate import Accelerator
 
@@ -200,6 +202,12 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
         raise RuntimeError(
             f"accelerate sees {made.num_processes} processes where {ranks.world_size} were started on {device}; "
             "gradients would not be synchronised"
+        )
+    if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
+        raise ValueError(
+            f"accelerate is configured for {made.distributed_type.value}, which shards weights; only data-parallel "
+            "training (DDP) is supported: start with torchrun, or leave FSDP and DeepSpeed out of the accelerate "
+            "configuration and environment"
         )
     return made
 
