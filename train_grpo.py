@@ -22,6 +22,7 @@ from flow_grpo.algorithm.debug_print import show
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
+from flow_grpo.algorithm.group_choice import ShortageError
 from flow_grpo.algorithm.rollout import SdeSettings
 from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.algorithm.trainer import Trainer
@@ -43,7 +44,7 @@ from flow_grpo.runtime.tracker import Tracker
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Train, and return the process's exit code: 0, or 2 for a setting that cannot work."""
+    """Train, and return the process's exit code: 0, or 2 for a setting that cannot work, at the start or later."""
     ranks = None
     try:
         config, recipe = read_command_line(words)
@@ -52,18 +53,28 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         refuse(error, ranks)
         return 2
-    with trainer.progress:
-        trainer.evaluate_before()
-        for epoch in trainer.epochs():
-            samples = trainer.sample(epoch)
-            gathered = trainer.gather(samples)
-            chosen = trainer.choose(samples, gathered, epoch)
-            batch = trainer.compare(chosen)
-            trainer.update(batch, epoch)
-            trainer.log(samples)
+    try:
+        with trainer.progress:
+            trainer.evaluate_before()
+            for epoch in trainer.epochs():
+                train_epoch(trainer, epoch)
+    except ShortageError as error:
+        trainer.save()
+        refuse(error, ranks)
+        return 2
     trainer.finish()
     distributed.stop(ranks)
     return 0
+
+
+def train_epoch(trainer: Trainer, epoch: int) -> None:
+    """Sample, score, compare within groups, update; a function, so that nothing of an epoch outlives it."""
+    samples = trainer.sample(epoch)
+    gathered = trainer.gather(samples)
+    chosen = trainer.choose(samples, gathered, epoch)
+    batch = trainer.compare(chosen)
+    trainer.update(batch, epoch)
+    trainer.log(samples)
 
 
 def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:

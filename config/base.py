@@ -47,7 +47,8 @@ def _data() -> ConfigDict:
     data.num_frames = 81  # video frames, 4n+1
     data.height = 480  # pixels, after resize and centre crop
     data.width = 832  # pixels
-    # Several sizes such as ("81x480x832", "49x832x480"), each scene in the one nearest to its videos; () the one above
+    # Several sizes such as ("81x480x832", "49x832x480"): a scene comes in the longest that its first video fills, of
+    # those in the one nearest in shape; () is the one size above
     data.buckets = ()
     data.prompt = "a scene filmed by a moving camera"  # where no metadata.csv gives a caption
     data.reference = "source"  # source | target: whose first frame is the origin of the camera poses
@@ -144,7 +145,7 @@ def _eval() -> ConfigDict:
     evaluation.batch_size = 2  # samples per rank and call
     evaluation.num_steps = 50  # denoising steps
     evaluation.gold = ""  # "" | room_pose: an estimator of the camera that no reward uses
-    evaluation.videos = 4  # videos written per evaluation
+    evaluation.videos = 4  # videos written per evaluation, at most as many as rank 0 samples
     return evaluation
 
 

@@ -275,6 +275,10 @@ class TrainingBatch:
     length: int
     as_rolled_out: bool = True
 
+    def __post_init__(self) -> None:
+        steps = {(part.trajectory.steps, part.trajectory.positions) for part in self.parts}
+        assert len(steps) == 1, f"samples of one epoch share their stochastic steps, got {sorted(steps)}"
+
     def __len__(self) -> int:
         return self.length
 

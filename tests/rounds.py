@@ -24,7 +24,7 @@ from tests.toy import condition
 CONDITIONS = 96
 Kind = str
 Kinds = Sequence[Sequence[Kind]]
-"""Per round, the kind of each of its groups: "valid", "flat", or "incomplete" (one copy without a value)."""
+"""Per round, the kind of each of its groups: "valid", "flat", or "incomplete" (two copies without a value)."""
 
 
 def kinds_of(valid: Sequence[int], groups: int) -> list[list[Kind]]:
@@ -43,7 +43,8 @@ def scripted_batch(
         object.__setattr__(made, "source_video", made.source_video[:, :frames])
         conditions.append(made)
         kind = kinds[gid // groups][gid % groups]
-        values.append(0.25 if kind == "flat" else torch.nan if kind == "incomplete" and slot == 1 else slot + gid / 1e3)
+        missing = kind == "incomplete" and slot in (1, 2)
+        values.append(torch.nan if missing else 0.25 if kind == "flat" else slot + gid / 1e3)
     marks = torch.tensor([[100.0 * gid + slot] for _, gid, slot, _ in draws])
     latent = marks.view(-1, 1, 1, 1, 1, 1).expand(-1, 3, 2, frames, 2, 2).clone()
     reward = torch.tensor(values)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 
@@ -20,7 +22,7 @@ from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.distributed import Ranks
 from tests.rounds import Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
-from tests.toy import ToyPolicy, collector, updater, weights_of
+from tests.toy import ToyPolicy, collector, sample_config, updater, weights_of
 from tests.workers import run_ranks
 
 LOCAL = 16  # 4 ranks of 16 samples: the document's reference size, target 64
@@ -134,11 +136,13 @@ def test_000_14_flat_groups_have_advantage_exactly_zero_in_a_fallback():
 
 
 def test_000_4_two_values_that_are_missing_in_one_group_take_the_whole_group_out():
-    kinds = [["valid"] * 12 + ["flat"] * 4, ["valid"] * 2 + ["flat"] * 14, *(["incomplete"] + ["flat"] * 15,) * 1]
+    kinds = [["valid"] * 12 + ["flat"] * 4, ["valid"] * 2 + ["flat"] * 14, ["incomplete"] + ["flat"] * 15]
     results = scenario([*kinds, ["valid"] + ["flat"] * 15])
     check_all(results)
-    assert results[0]["metrics"]["dyn/pool_samples"] == 60
-    assert results[0]["metrics"]["dyn/fallback"] == 1.0
+    metrics = results[0]["metrics"]
+    assert (metrics["dyn/pool_samples"], metrics["dyn/fallback"]) == (60, 1.0)
+    # The original batch is trained on: its 48 valid samples are not lost, and 16 without a signal stand beside them.
+    assert (metrics["dyn/discarded_valid"], metrics["dyn/padded_samples"]) == (12, 16)
 
 
 def test_the_surplus_of_the_last_round_is_counted_and_left_out():
@@ -208,6 +212,65 @@ def test_the_other_policies_keep_what_was_paid_for(world, policy, mixed):
     assert silent == (results[0]["size"] * world - total if policy == "rebalance" else 0)
     if policy == "fill_flat":
         assert sum(value == 0.0 for r in results for value in r["advantages"]) == target - 12
+
+
+def test_000_2_the_reference_size_is_a_target_of_64():
+    sample = sample_config(k=4, train_batch_size=8, num_batches_per_epoch=2)  # 4 prompts with 4 completions a rank
+    assert sample.expanded_batch_size == 16
+    assert dynamic(Ranks(0, 4), local=sample.expanded_batch_size).target == 64
+    with pytest.raises(ValueError, match="target of 62"):
+        dynamic(Ranks(0, 2), local=31)
+
+
+def test_a_pool_that_was_filled_up_does_not_pass_for_valid():
+    results = scenario([1, 1, 1, 0], policy="fill_flat")
+    assert results[0]["lines"][-1] == (
+        "[DynSample] Rank 0: ✅ Using 16 samples, 52 of all 64 by policy fill_flat, after 3 resample(s)"
+    )
+
+
+def _fails_alone(ranks: Ranks) -> str:
+    rounds = Rounds(ranks, kinds_of([1, 1, 1, 1], 4 * ranks.world_size), local=LOCAL)
+    if ranks.rank == 1:
+        rounds.draw = failing(rounds.draw)
+    with pytest.raises(RuntimeError) as caught:
+        choose(dynamic(ranks, local=LOCAL), rounds)
+    return str(caught.value)
+
+
+def failing(draw):
+    """Return samples of a round whose record cannot be copied."""
+
+    def broken(number: int):
+        collected, gathered = draw(number)
+        if number == 1:
+            collected.batches[0].trajectory.states.resize_(1)
+        return collected, gathered
+
+    return broken
+
+
+def test_a_failure_of_one_rank_while_choosing_is_raised_on_all():
+    results = run_ranks(_fails_alone, 2)
+    assert results[0] == results[1]
+    assert "rank 1 failed in choosing: IndexError" in results[0]
+
+
+def test_a_round_is_freed_before_the_next_is_drawn():
+    rounds = Rounds(Ranks(), kinds_of([1, 1, 1, 0], 4), local=16)
+    alive: list[weakref.ref] = []
+    left: list[int] = []
+
+    def draw(number: int):
+        gc.collect()
+        left.append(sum(ref() is not None for ref in alive))
+        collected, gathered = rounds.draw(number)
+        alive.append(weakref.ref(rounds.drawn.pop().batches[0]))
+        rounds.drawn.append(None)
+        return collected, gathered
+
+    dynamic(Ranks(), local=16).choose(*rounds.draw(0), draw)
+    assert left == [0, 0, 0]
 
 
 def test_raise_stops_every_rank_with_the_same_words():
@@ -316,7 +379,7 @@ def test_000_12_a_frequent_fallback_is_warned_of_once_with_what_to_look_at():
     warnings = [line for line in lines if "of the last 20 epochs" in line]
     assert len(warnings) == 1
     assert "fell short in 5 of the last 20 epochs" in warnings[0]
-    assert "max_resample_times" in warnings[0] and "flat_eps" in warnings[0]
+    assert "max_resample_times" in warnings[0] and "more than 0.0001 in scripted" in warnings[0]
     assert metrics["dyn/fallback_rate"] == sum(history) / WINDOW == 8 / 20
     assert len(history) == WINDOW
 

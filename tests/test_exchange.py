@@ -58,7 +58,7 @@ def test_a_rank_that_never_held_such_rows_learns_their_form():
 
 def _unlike(ranks: Ranks) -> str:
     tensors = {"states": torch.zeros(1, 2 + ranks.rank)}
-    with pytest.raises(ValueError, match="must have one form") as caught:
+    with pytest.raises(ValueError, match="have one form") as caught:
         exchange_rows(tensors, [[], []], [0, 0], ranks)
     return str(caught.value)
 
@@ -72,7 +72,7 @@ def test_unlike_forms_are_refused_on_all_ranks_with_both_shapes():
 def _sends_what_it_has_not(ranks: Ranks) -> str:
     tensors = {"states": torch.zeros(1, 2)} if ranks.rank == 0 else {}
     send = [[], []] if ranks.rank == 0 else [[0], []]
-    with pytest.raises(ValueError, match="must have one form") as caught:
+    with pytest.raises(ValueError, match="have one form") as caught:
         exchange_rows(tensors, send, [0, int(ranks.rank == 0)], ranks)
     return str(caught.value)
 
@@ -86,3 +86,17 @@ def test_a_single_process_receives_nothing():
     received, row_bytes = exchange_rows({"states": torch.zeros(3, 4)}, [[]], [0], Ranks())
     assert received["states"].shape == (0, 4)
     assert row_bytes == 16
+
+
+def _from_a_device(ranks: Ranks) -> str:
+    tensors = {"states": torch.zeros(1, 2, device="meta" if ranks.rank == 1 else "cpu")}
+    with pytest.raises(ValueError, match="must be in CPU memory") as caught:
+        exchange_rows(tensors, [[], []], [0, 0], ranks)
+    return str(caught.value)
+
+
+def test_tensors_on_a_device_are_refused_on_all_ranks() -> None:
+    first, second = run_ranks(_from_a_device, 2)
+    assert first == second
+    with pytest.raises(ValueError, match="must be in CPU memory"):
+        exchange_rows({"states": torch.zeros(1, 2, device="meta")}, [[]], [0], Ranks())

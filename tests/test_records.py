@@ -121,3 +121,10 @@ def test_samples_are_taken_out_of_several_parts_by_position() -> None:
 def test_a_position_without_a_sample_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"no part holds the samples at \[1\]"):
         TrainingBatch((part([0, 2]),), length=3).sizes()
+
+
+def test_samples_of_other_stochastic_steps_are_no_part_of_an_epoch() -> None:
+    other = part([1])
+    other = dataclasses.replace(other, trajectory=dataclasses.replace(other.trajectory, steps=(2, 3)))
+    with pytest.raises(AssertionError, match="share their stochastic steps"):
+        TrainingBatch((part([0]), other), length=2)

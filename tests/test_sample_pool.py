@@ -86,7 +86,7 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
     return (after - before) / 1024, local * mebibytes, moved
 
 
-def test_002_7_memory_grows_alike_on_all_ranks_and_never_by_what_a_gather_would_take():
+def test_002_7_no_rank_s_memory_grows_by_more_than_the_samples_that_leave_or_arrive():
     """A gather of objects puts every rank's samples on every rank, and their pickles beside them."""
     results = run_ranks(_move_large_samples, 4, 4, 8, fresh=True, timeout=100)
     grown = [growth for growth, *_ in results]

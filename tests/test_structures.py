@@ -8,6 +8,8 @@ import random
 import pytest
 
 from flow_grpo.algorithm.structures import Structure, full_batches, group_configs_by_structure
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from tests.toy import sample_config
 
 
 def test_003_8_everything_that_shapes_tensors_or_the_loop_is_part_of_the_key():
@@ -38,6 +40,17 @@ def test_003_1_five_copies_of_four_conditions_are_one_call_where_they_fit():
     """20 items took 20 calls in the published code; the goal was 5."""
     assert len(full_batches(["a"] * 20, 20)) == 1
     assert len(full_batches(["a"] * 20, 4)) == 5
+
+
+@pytest.mark.parametrize(("conditions", "group_size"), [(4, 5), (1, 5)])
+def test_003_1_a_rank_s_samples_are_its_conditions_times_the_group_size(conditions, group_size):
+    sample = sample_config(k=group_size, train_batch_size=group_size, num_batches_per_epoch=conditions)
+    sampler = DistributedKRepeatSampler(
+        64, group_size, group_size, 2, 0, 1, num_batches_per_epoch=conditions, layout="contiguous"
+    )
+    held = [draw for step in range(conditions) for draw in sampler.plan(step)[0]]
+    assert sample.expanded_batch_size == conditions * group_size == len(held)
+    assert len({index for *_, index in held}) == conditions
 
 
 def test_a_batch_of_nothing_is_refused():

@@ -213,6 +213,23 @@ def test_8_ranks_run_two_epochs_of_the_shrunken_8_npu_recipe(places, tmp_path):
     assert first["train/grad_norm"] > 0
 
 
+def test_policy_raise_saves_stops_and_says_so_in_one_line(places, tmp_path, capsys):
+    """The random model scores alike everywhere, so the first epoch has no signal."""
+    given = {"dynamic_sampling__enabled": "true", "reward__weights": "target_view=1"}
+    assert train_grpo.main(words(places, tmp_path, **given, dynamic_sampling__policy="raise")) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "only 0 of 8 samples lie in groups that carry a signal after 3 resample(s)" in line
+
+
+def test_scored_samples_leave_the_device_only_with_dynamic_sampling(places, tmp_path):
+    for number, enabled in enumerate(("true", "false")):
+        given = words(places, tmp_path, dynamic_sampling__enabled=enabled, run_name=f"run{number}")
+        config, recipe = train_grpo.read_command_line(given)
+        trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
+        assert trainer.collector.settings.offload == (trainer.dynamic_sampling is not None) == (enabled == "true")
+        trainer.tracker.close()
+
+
 @pytest.mark.timeout(300)
 def test_scenes_of_two_video_sizes_train_in_one_run(places, tmp_path):
     world = tmp_path / "world"

@@ -22,6 +22,7 @@ from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.tracker import Tracker
 from tests.test_evaluate import ToyData
 from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, collector, sample_config, train_config, updater, weights_of
+from train_grpo import train_epoch
 
 DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
 
@@ -86,11 +87,7 @@ def run(trainer: Trainer) -> list[int]:
     seen = []
     trainer.evaluate_before()
     for epoch in trainer.epochs():
-        samples = trainer.sample(epoch)
-        chosen = trainer.choose(samples, trainer.gather(samples), epoch)
-        batch = trainer.compare(chosen)
-        trainer.update(batch, epoch)
-        trainer.log(samples)
+        train_epoch(trainer, epoch)
         seen.append(epoch)
     trainer.finish()
     return seen
@@ -251,8 +248,7 @@ def test_a_full_first_round_trains_as_without_dynamic_sampling(a_trainer, tmp_pa
     plain, pooled = a_trainer(num_epochs=2), a_trainer(num_epochs=2, dynamic_sampling=DYNAMIC)
     for trainer in (plain, pooled):
         for epoch in trainer.epochs():
-            samples = trainer.sample(epoch)
-            trainer.update(trainer.compare(trainer.choose(samples, trainer.gather(samples), epoch)), epoch)
+            train_epoch(trainer, epoch)
     assert torch.equal(weights_of(plain.updater.policy), weights_of(pooled.updater.policy))
     assert not torch.equal(weights_of(plain.updater.policy), weights_of(ToyPolicy()))
 
@@ -264,3 +260,11 @@ def test_a_failing_resample_is_named(a_trainer):
     trainer.collector.stream.take = lambda step: 1 / 0
     with pytest.raises(RuntimeError, match="rank 0 failed in resample #1: ZeroDivisionError"):
         trainer.choose(samples, gathered, 0)
+
+
+def test_what_fails_in_a_resample_is_told_too(a_trainer, capsys):
+    trainer = a_trainer(**everything_flat(num_epochs=1))
+    later = [draw[3] for step in (2, 3) for draw in trainer.collector.stream._sampler.plan(step)[0]]
+    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(later[0], 2)])], {"brightness": 1.0})
+    run(trainer)
+    assert "reward brightness: 1 samples of rank 0 have no value" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data import video_io
-from flow_grpo.data.video_io import VideoCache, fit_video, fitted_size, read_video, write_video
+from flow_grpo.data.video_io import VideoCache, fit_video, fitted_size, read_video, video_size, write_video
 
 
 def gradients(frames: int = 6, height: int = 24, width: int = 32) -> Tensor:
@@ -202,3 +202,18 @@ def test_the_cache_returns_what_the_file_holds_and_forgets_the_oldest(tmp_path, 
     assert reads == [a, b, c, b, a]  # another number of frames is another video
     nothing = VideoCache(limit=0)
     assert torch.equal(nothing.read(a, 6, 24, 32)[0], nothing.read(a, 6, 24, 32)[0])
+
+
+@pytest.mark.parametrize("length", [200, 400])
+def test_a_file_that_ends_within_its_header_is_named(tmp_path, length):
+    whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
+    write_video(whole, torch.zeros(3, 5, 16, 24), lossless=True)
+    cut.write_bytes(whole.read_bytes()[:length])
+    for reader in (lambda: read_video(cut, 5), lambda: video_size(cut)):
+        with pytest.raises(ValueError, match=r"cut\.mp4"):
+            reader()
+
+
+def test_the_size_of_a_video_is_read_from_its_header(tmp_path):
+    write_video(tmp_path / "a.mp4", torch.zeros(3, 7, 16, 24), lossless=True)
+    assert video_size(tmp_path / "a.mp4") == (7, 16, 24)

@@ -68,8 +68,9 @@ class DynamicSampling:
         """
         begun = time.perf_counter()
         pool = SamplePool(self.local, self.ranks)
-        groups = [self.groups(gathered, 0)]
-        pool.add(collected, gathered, range(self.target))
+        with self.ranks.together("choosing"):
+            groups = [self.groups(gathered, 0)]
+            pool.add(collected, gathered, range(self.target))
         decision, resamples = self._fill(pool, groups, draw)
         moves = {"dyn/moved_samples": 0.0, "dyn/moved_bytes": 0.0}
         chosen = compare.everything(collected.batches, gathered, self.ranks)
@@ -107,9 +108,12 @@ class DynamicSampling:
             )
             self._every("SYNC", f"Fetching new batch for resample #{number}")
             collected, gathered = draw(number)
-            groups.append(self.groups(gathered, number))
-            # Only the first round can be asked for its flat and incomplete groups; those of the others are not kept.
-            pool.add(collected, gathered, {row for group in groups[-1] if group.kind == "valid" for row in group.rows})
+            with self.ranks.together("choosing"):
+                groups.append(self.groups(gathered, number))
+                # Only the first round can be asked for its flat and incomplete groups; of the others they are not kept.
+                valid = {row for group in groups[-1] if group.kind == "valid" for row in group.rows}
+                pool.add(collected, gathered, valid)
+            del collected, gathered  # with all its videos, before the next round is drawn
             decision = decide(groups, self.rules)
             self._every("SYNC", f"After resample #{number}, global_pool={self._progress(decision)}")
         return decision, len(groups) - 1
@@ -125,11 +129,15 @@ class DynamicSampling:
         if self._too_often() and not often:
             self._main(
                 f"⚠️ The pool fell short in {sum(self.history)} of the last {WINDOW} epochs. Look at "
-                "reward/*_group_range_p50 (are most groups alike, is reward.flat_eps too large?), reward/*_valid (do "
-                "samples fail?) and the data (conditions all easy or all hopeless?); or raise sample.k, "
-                "sample.noise_level or dynamic_sampling.max_resample_times"
+                f"reward/*_group_range_p50 (a group counts when it ranges over more than {self._floors()}), "
+                "reward/*_valid (do samples fail?) and the data (conditions all easy or all hopeless?); or raise "
+                "sample.k, sample.noise_level or dynamic_sampling.max_resample_times"
             )
-        kinds = [group.kind for group in first]  # as judged here, which may be by another reward than the weighted ones
+        kinds = [group.kind for group in first]
+        used, padded = len(decision.groups) * self.k - decision.padded, decision.padded
+        if decision.action == "original":
+            used = kinds.count("valid") * self.k
+            padded = self.target - used
         return {
             "dyn/flat_groups": float(kinds.count("flat")),
             "dyn/incomplete_groups": float(kinds.count("incomplete")),
@@ -139,13 +147,18 @@ class DynamicSampling:
             "dyn/shortage": float(short),
             "dyn/fallback": float(short > 0),
             "dyn/fallback_rate": sum(self.history) / len(self.history),
-            "dyn/discarded_valid": float(decision.valid - len(decision.groups) * self.k + decision.padded),
-            "dyn/padded_samples": float(decision.padded),
+            "dyn/discarded_valid": float(decision.valid - used),
+            "dyn/padded_samples": float(padded),
         }
 
     def _mean_reward(self, name: str, gathered: Gathered) -> dict[str, float]:
         total, valid = compare.weighted_sum(gathered, self.reward.weights)
         return {f"dyn/reward_mean_{name}": float(total[valid].mean())} if valid.any() else {}
+
+    def _floors(self) -> str:
+        """Return the floors in force, in words."""
+        names = [self.config.metric] if self.config.metric else [n for n, w in self.reward.weights.items() if w]
+        return ", ".join(f"{max(self.floors[name], self.reward.flat_eps):g} in {name}" for name in names)
 
     def _too_often(self) -> bool:
         return len(self.history) == WINDOW and sum(self.history) > TOO_OFTEN * WINDOW
@@ -165,10 +178,10 @@ class DynamicSampling:
         counts = [len(rows) for rows in placement.rows]
         start, end = sum(counts[: self.ranks.rank]), sum(counts[: self.ranks.rank + 1])
         self._every("FINAL", f"Slicing global pool [{start}:{end}], got {end - start} samples")
-        self._main(
-            f"Rank 0: ✅ Using {counts[0]} valid samples ({counts[0] / self.k:g} groups) from global pool after "
-            f"{resamples} resample(s)"
-        )
+        held = f"{counts[0]} valid samples ({counts[0] / self.k:g} groups) from global pool"
+        if decision.padded:
+            held = f"{counts[0]} samples, {decision.padded} of all {sum(counts)} by policy {self.config.policy},"
+        self._main(f"Rank 0: ✅ Using {held} after {resamples} resample(s)")
 
     def _say_shortage(self, decision: Decision) -> None:
         self._main(f"⚠️ Shortage: {self.target - decision.valid}/{self.target} samples missing")

@@ -17,8 +17,8 @@ from flow_grpo.maths.keys import generator
 POLICIES = ("fallback_original", "pad", "rebalance", "fill_flat", "raise")
 
 
-class ShortageError(RuntimeError):
-    """Too few groups carry a signal, and the configuration asks to stop then."""
+class ShortageError(ValueError):
+    """Too few groups carry a signal, and the configuration asks to stop then; raised on every rank alike."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,8 @@ def decide(rounds: Sequence[Sequence[Group]], rules: Rules) -> Decision:
     if rules.policy == "raise":
         raise ShortageError(
             f"only {have} of {rules.target} samples lie in groups that carry a signal after "
-            f"{len(rounds) - 1} resample(s); raise dynamic_sampling.max_resample_times, lower reward.flat_eps, or set "
-            "dynamic_sampling.policy=fallback_original"
+            f"{len(rounds) - 1} resample(s); look at reward/*_group_range_p50, raise sample.k, sample.noise_level or "
+            "dynamic_sampling.max_resample_times, or set dynamic_sampling.policy=fallback_original"
         )
     if rules.policy == "fallback_original" or not valid:
         return Decision("original", have)

@@ -17,13 +17,10 @@ from flow_grpo.records import Experience
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.exchange import exchange_rows
 
-Size = tuple[int, ...]
-
 
 class Held(NamedTuple):
-    """Where this rank has a sample: a row of a record of its video size."""
+    """Where this rank has a sample."""
 
-    size: Size
     experience: Experience
     row: int
 
@@ -51,7 +48,7 @@ class SamplePool:
             whole = len(kept) == len(batch.positions)
             experience = batch.experience if whole else batch.experience.rows(torch.tensor(kept, dtype=torch.int64))
             for place, row in enumerate(kept):
-                self._held[first + batch.positions[row]] = Held(batch.size, experience, place)
+                self._held[first + batch.positions[row]] = Held(experience, place)
 
     def take(self, placement: Placement) -> tuple[Chosen, int]:
         """Return the placed samples, each on the rank that trains on it, and how many bytes changed rank over all.
@@ -61,20 +58,35 @@ class SamplePool:
         """
         facts = Gathered.concatenate(self._facts)
         moved_bytes = self._move(placement, facts)
+        with self._ranks.together("choosing"):
+            return self._choose(placement, facts), moved_bytes
+
+    def _choose(self, placement: Placement, facts: Gathered) -> Chosen:
+        """Return the placed samples once all of this rank's are here.
+
+        Raises:
+            RuntimeError: a sample arrived under another's name.
+        """
         own = [self._held[row] for row in placement.rows[self._ranks.rank]]
         stand_in = own[0] if own else next(iter(self._held.values()))
         own += [stand_in] * (max(map(len, placement.rows)) - len(own))
         records = _positions_in_records(own)
         distinct = sorted({row for rows in placement.rows for row in rows})
         number = {row: place for place, row in enumerate(distinct)}
-        chosen = Chosen(
+        wrong = [
+            row
+            for row, sample in zip(placement.rows[self._ranks.rank], own, strict=False)
+            if sample.experience.keys[sample.row, :2].tolist() != [int(facts.gids[row]), int(facts.slots[row])]
+        ]
+        if wrong:
+            raise RuntimeError(f"pool rows {wrong} are held as other samples than were gathered")
+        return Chosen(
             gathered=facts.rows(torch.tensor(distinct)),
             placement=tuple(tuple(number[row] for row in rows) for rows in placement.rows),
             experiences=tuple(experience for experience, _ in records),
             positions=tuple(tuple(positions) for _, positions in records),
             as_rolled_out=False,
         )
-        return chosen, moved_bytes
 
     def _move(self, placement: Placement, facts: Gathered) -> int:
         """Send and receive what changes rank, one video size after the other, and return the bytes."""
@@ -84,9 +96,7 @@ class SamplePool:
             moves = [move for move in placement.moves if sizes[move[0]] == size]
             arrived, row_bytes = self._move_size(moves)
             mine = sorted((source, row) for row, source, target in moves if target == self._ranks.rank)
-            for place, (_, row) in enumerate(mine):
-                assert int(arrived.keys[place, 0]) == int(facts.gids[row]), f"pool row {row} arrived as another sample"
-                self._held[row] = Held(size, arrived, place)
+            self._held |= {row: Held(arrived, place) for place, (_, row) in enumerate(mine)}
             moved_bytes += len(moves) * row_bytes
         return moved_bytes
 

@@ -76,7 +76,8 @@ class Trainer:
             device_door.reset_peak_memory(self.device)
             yield epoch
             self.state.train_seconds += time.perf_counter() - begun
-            self._save_if(self.state.finished % self.config.checkpoint.every == 0)
+            if self.state.finished % self.config.checkpoint.every == 0:
+                self.save()
 
     def sample(self, epoch: int) -> Collected:
         """Roll out and score this rank's samples of an epoch."""
@@ -87,10 +88,9 @@ class Trainer:
         """Exchange the small facts of all samples and check that they are whole groups."""
         gathered = self._gather(collected)
         with self.ranks.together("measuring"):
-            judged = self._advantages(gathered)
-            weights = self.config.reward.weights
-            self.metrics |= compare.reward_metrics(gathered, weights) | compare.group_metrics(judged)
-            self._say_what_failed(collected)
+            self.metrics |= compare.reward_metrics(gathered, self.config.reward.weights)
+            if self.dynamic_sampling is None:  # which judges by itself, maybe by another reward
+                self.metrics |= compare.group_metrics(self._advantages(gathered))
         return gathered
 
     def choose(self, collected: Collected, gathered: Gathered, epoch: int) -> Chosen:
@@ -166,7 +166,7 @@ class Trainer:
     def finish(self) -> None:
         """Save, evaluate once more, and leave the summary, the adapter and the before/after table."""
         assert self.state.before is not None, "evaluate_before() comes first"
-        self._save_if(True)
+        self.save()
         after = self.evaluate()
         with self.ranks.together("saving the adapter"), self._weights():
             if self.ranks.is_main:
@@ -182,6 +182,7 @@ class Trainer:
 
     def _gather(self, collected: Collected) -> Gathered:
         sample = self.config.sample
+        self._say_what_failed(collected)
         with self.clock.phase("gather"):
             gathered = compare.gather(collected.batches, self.ranks)
         if self.config.debug:
@@ -194,8 +195,9 @@ class Trainer:
         floors = self.collector.rewards.floors
         return compare.advantages(gathered, reward, k=self.config.sample.k, floors=floors)
 
-    def _save_if(self, due: bool) -> None:
-        if due and self._saved != self.state.finished:
+    def save(self) -> None:
+        """Publish a checkpoint of the finished epochs, unless there is one."""
+        if self._saved != self.state.finished:
             self.state.save(self.run_folder / "checkpoints", keep=self.config.checkpoint.keep, ranks=self.ranks)
             self._saved = self.state.finished
 

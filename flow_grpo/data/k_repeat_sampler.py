@@ -72,8 +72,9 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
             seed: of the order of conditions; the ranks must agree on it.
             num_batches_per_epoch: nb.
             layout: "spread", "shuffled" or "contiguous".
-            structures: of every condition, what shapes its call, such as the video's size; sortable. All m conditions
-                of a step are then of one structure, so that no rank waits for a larger one; None takes all as alike.
+            structures: of every condition, what shapes its call, such as the video's size; sortable. The m gids from
+                step * m on are then of one structure: all conditions of a step, so that no rank waits for a larger one.
+                (In layout contiguous a step holds parts of several such blocks.) None takes all as alike.
 
         Raises:
             ValueError: numbers that do not fit together, all of them in the text.

@@ -93,7 +93,7 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
             width: columns.
             prompt: caption of scenes that have no metadata.csv.
             reference: whose first frame is the origin of the poses, "source" (training) or "target" (presets).
-            buckets: sizes to deliver instead of the one above; a scene's are in the one nearest to its first video.
+            buckets: sizes to deliver instead of the one above, see `nearest_bucket`; a scene's go by its first video.
             cache_bytes: memory for decoded videos, per process.
 
         Raises:

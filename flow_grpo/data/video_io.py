@@ -167,6 +167,8 @@ def _decode(path: Path) -> Iterator[av.VideoFrame]:
         if not container.streams.video:
             raise ValueError(f"video {path} has no picture stream, got 0 frames; fetch or encode it again")
         stream = container.streams.video[0]
+        if stream.codec_context is None:  # as in a file that ends within its header
+            raise ValueError(f"video {path} has no readable header, got 0 frames; fetch or encode it again")
         stream.codec_context.thread_count = THREADS
         # Without this the decoder paints over damaged pictures and reports success.
         stream.codec_context.options = {"err_detect": "explode"}

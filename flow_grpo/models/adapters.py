@@ -170,6 +170,17 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
             switch.enable_adapters(True)
 
 
+def merge_adapters(module: nn.Module) -> None:
+    """Multiply low-rank adapters into their weights, in fp32, and put modules trained in full in their place."""
+    for name, part in list(module.named_modules()):
+        if isinstance(part, BaseTunerLayer):
+            module.get_submodule(name).float()
+            part.merge()
+            module.set_submodule(name, part.get_base_layer())
+        elif isinstance(part, ModulesToSaveWrapper):
+            module.set_submodule(name, part.modules_to_save[part.active_adapters[0]])
+
+
 @contextlib.contextmanager
 def swapped_in(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
     """Inside, the parameters have the given values; storage is exchanged, nothing is copied on one device."""

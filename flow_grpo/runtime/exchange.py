@@ -33,7 +33,8 @@ def exchange_rows(
         ranks: who takes part.
 
     Raises:
-        ValueError: on every rank alike, when the ranks' tensors differ in form, or one sends what it has not.
+        ValueError: on every rank alike, when tensors are not in CPU memory or differ in form, or a rank is to send what
+            it has not.
     """
     forms = _agreed_forms(tensors, ranks, sends=any(send))
     received = {}
@@ -58,12 +59,15 @@ def _agreed_forms(
     tensors: Mapping[str, Tensor], ranks: Ranks, *, sends: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return name -> (row shape, dtype), sorted by name: the order of the exchange."""
-    own = [(name, list(tensor.shape[1:]), str(tensor.dtype)) for name, tensor in sorted(tensors.items())]
+    own = [(name, list(t.shape[1:]), str(t.dtype), t.device.type) for name, t in sorted(tensors.items())]
     texts = [text for text in ranks.gather_text(json.dumps(own) if own or sends else "") if text]
-    if len(set(texts)) > 1:
-        raise ValueError(f"rows to exchange must have one form on all ranks that hold any, got {sorted(set(texts))}")
     agreed = json.loads(texts[0]) if texts else []
-    return {name: (tuple(shape), getattr(torch, dtype.removeprefix("torch."))) for name, shape, dtype in agreed}
+    if len(set(texts)) > 1 or any(device != "cpu" for *_, device in agreed):
+        raise ValueError(
+            "rows to exchange must be in CPU memory and have one form on all ranks that hold any, got "
+            f"{sorted(set(texts))}"
+        )
+    return {name: (tuple(shape), getattr(torch, dtype.removeprefix("torch."))) for name, shape, dtype, _ in agreed}
 
 
 def _bytes(tensor: Tensor, rows: Sequence[int]) -> Tensor:

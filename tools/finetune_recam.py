@@ -1,0 +1,341 @@
+r"""Fine-tune a ReCam model on a folder in MultiCamVideo layout, by flow matching in batches of limited cost. Resumable.
+
+    torchrun --nproc_per_node=8 tools/finetune_recam.py --config config/grpo.py:my_recam_8npu --run-name first \
+        --epochs 2 --max-points 500000 --config.data.root=/data/MultiCamVideo-Dataset
+
+The recipe gives device, output_root, data, model, sample.shift, train's AdamW and gradient bound, and checkpoint.keep;
+the rest of it concerns GRPO. The loss of an item is the mean squared error of the velocity at one noise level, sigma =
+shift * u / (1 + (shift - 1) * u) with u uniform in [0, 1): ReCamMaster's (train_recammaster.py of KwaiVGI/ReCamMaster,
+a uniform step of the shifted grid) but for its weights, which favour middle levels. Sigma and noise depend on (seed,
+epoch, item) only, not on batch, rank or restart.
+
+<output_root>/<run name>/ gets metrics, checkpoints/, under LoRA adapter/, and at the end model/, a whole folder to
+start GRPO from: --config.model.path=<output_root>/<run name>/model. Its frozen parts are links to where this began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import train_grpo
+from flow_grpo.algorithm.run_state import fingerprint
+from flow_grpo.config import Config, ConfigError, load_config
+from flow_grpo.data.dynamic_batch import DynamicBatchSampler
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.maths.keys import generator
+from flow_grpo.models.adapters import (
+    has_lora,
+    load_trained_state,
+    merge_adapters,
+    save_adapter,
+    trained_state,
+    unwrap,
+)
+from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.records import Condition
+from flow_grpo.runtime import checkpoint, distributed
+from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.metric_files import MetricFiles
+
+POSITIVE = ("epochs", "max_points", "batch_size", "checkpoint_every", "log_every")
+
+
+class ItemError(ValueError):
+    """An item that cannot be read; raised on all ranks alike."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Fine-tune, and return the process's exit code: 0, or 2 for a setting or an item that cannot work."""
+    ranks = run = None
+    try:
+        args, config = read_command_line(words)
+        device, ranks = train_grpo.join(config)
+        run = build(args, config, device, ranks)
+        run.train()
+        run.finish()
+    except ValueError as error:
+        if run is not None and not isinstance(error, ItemError):
+            raise  # of this rank alone: the others would not come to say goodbye
+        train_grpo.refuse(error, ranks)
+        return 2
+    distributed.stop(ranks)
+    return 0
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the options of this tool."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, flag = parser.add_argument, argparse.BooleanOptionalAction
+    add("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow as --config.section.knob=value")
+    add("--run-name", default="", help="folder below output_root; otherwise the recipe's, or recipe and time")
+    add("--epochs", type=int, default=1, help="passes over data.train_split")
+    add("--max-steps", type=int, default=0, help="stop after so many optimizer steps in all; 0: no limit")
+    add("--use-dynamic-batch", action=flag, default=True, help="bound the tokens of a batch instead of its items")
+    add("--max-points", type=int, default=500_000, help="target tokens of a batch; those of the sources come on top")
+    add("--batch-size", type=int, default=4, help="items of a batch; ignored with dynamic batches")
+    add("--num-workers", type=int, default=4, help="loader processes per rank; each holds up to two batches of videos")
+    add("--drop-last", action="store_true", help="leave out the last batches when there is not one for every rank")
+    add("--seed", type=int, default=42, help="of order, noise levels and noise, in place of the recipe's")
+    add("--checkpoint-every", type=int, default=100, help="steps; the last step is always saved")
+    add("--log-every", type=int, default=10, help="steps")
+    add("--eval-items", type=int, default=64, help="of data.eval_split, measured before and after; 0: none")
+    add("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    return parser
+
+
+def read_command_line(words: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Return the options and the checked configuration; ConfigError, alike on every rank, for what cannot work."""
+    args, overrides = options().parse_known_args(words)
+    for name, value in vars(args).items():
+        if isinstance(value, int) and value < (least := int(name in POSITIVE)):
+            raise ConfigError(f"--{name.replace('_', '-')}: got {value}, must be at least {least}")
+    overrides += [f"--config.run_name={args.run_name}"] if args.run_name else []
+    overrides += ["--config.resume=auto"] if args.resume else []
+    return args, load_config(args.config, overrides)
+
+
+@dataclasses.dataclass
+class Items(Dataset[Condition | str]):
+    """Conditions by index; one that cannot be read is the reason as text, which a loader's worker cannot distort."""
+
+    dataset: MultiCamDataset
+
+    def __getitem__(self, index: int) -> Condition | str:
+        try:
+            return self.dataset.condition(index)
+        except (ValueError, OSError) as error:
+            return f"item {index} cannot be read: {error}"
+
+
+def loader_options(num_workers: int, *, persistent: bool = True) -> dict[str, Any]:
+    """Return what a DataLoader is told of its workers; some of it is refused where there are none."""
+    if not num_workers:
+        return {"num_workers": 0}
+    spawned = {"num_workers": num_workers, "multiprocessing_context": "spawn"}  # a fork must not touch a device in use
+    return spawned | {"persistent_workers": persistent, "prefetch_factor": 2}
+
+
+@dataclasses.dataclass
+class Batches:
+    """This rank's batches of a split, of one size each: at most --max-points target tokens, or --batch-size items.
+
+    Those to train on are drawn anew in every epoch; those `held_out` are these items in this order, none left out.
+    ValueError when an item has more tokens than a batch may have, or when there is not one row of batches.
+    """
+
+    args: argparse.Namespace
+    dataset: MultiCamDataset
+    policy: RecamPolicy
+    ranks: Ranks
+    held_out: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        args, dataset, ranks, training = self.args, self.dataset, self.ranks, self.held_out is None
+        tokens = self.policy.tokens if args.use_dynamic_batch else lambda _: 1
+        self.plan = DynamicBatchSampler(
+            dataset,
+            args.max_points if args.use_dynamic_batch else args.batch_size,
+            shuffle=training,
+            drop_last=args.drop_last and training,
+            sampler=self.held_out,
+            num_replicas=ranks.world_size,
+            rank=ranks.rank,
+            seed=args.seed,
+            cost=lambda index: tokens(dataset.structure(index)),
+        )
+        # Never prepared by accelerate: the plan already serves ranks.
+        options = loader_options(args.num_workers, persistent=training)
+        self._loader = DataLoader(Items(dataset), batch_sampler=self.plan, collate_fn=list, **options)
+
+    def __iter__(self) -> Iterator[list[Condition]]:
+        """Yield the batches left of the epoch; every rank must take as many, and what fails on one fails on all."""
+        batches = iter(self._loader)
+        for _ in range(len(self.plan)):
+            with self.ranks.together("loading a batch"):
+                batch = next(batches)
+            problems = self.ranks.gather_text("; ".join(item for item in batch if isinstance(item, str)))
+            if any(problems):
+                raise ItemError("; ".join(dict.fromkeys(filter(None, problems))))
+            yield batch
+
+
+def build(args: argparse.Namespace, config: Config, device: torch.device, ranks: Ranks) -> FineTuning:
+    """Load everything and connect it; ValueError, alike on every rank, for anything missing or unfit."""
+    with train_grpo.alike(ranks):
+        if ranks.is_main and config.data.tiny_world:
+            ensure_tiny_world(config.data.root, config.data.tiny_world)
+    folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
+    with train_grpo.alike(ranks):
+        policy = RecamPolicy.from_config(config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device)
+        data, measured = (train_grpo.dataset(config, s) for s in (config.data.train_split, config.data.eval_split))
+        for split in (data, measured):  # unfit videos and sizes show here already
+            for index in {split.structure(index): index for index in range(len(split))}.values():
+                policy.latent_shape([split.condition(index)])
+        batches = Batches(args, data, policy, ranks)
+        spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # over the scenes
+        held_out = Batches(args, measured, policy, ranks, sorted(set(spread))) if spread else None
+    identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": data.fingerprint()}
+    ranks.all_equal(str(identity), "model and data")
+    ranks.all_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
+    policy.module = distributed.accelerator(device, ranks).prepare_model(policy.module)
+    optimizer = train_grpo.build_optimizer(config, policy)
+    return FineTuning(args, config, policy, optimizer, batches, held_out, identity, ranks, folder)
+
+
+def flow_losses(policy: RecamPolicy, conditions: Sequence[Condition], shift: float, *seeds: object) -> Tensor:
+    """Return (B,) fp32 mean squared errors of the velocity; an item's sigma and noise are drawn by seeds and index."""
+    clean = policy.encode_targets(conditions)
+    sources = [generator("fine-tuning", *seeds, condition.index) for condition in conditions]
+    uniform = torch.stack([torch.rand((), generator=source) for source in sources])
+    noise = torch.stack([torch.randn(clean.shape[1:], generator=source) for source in sources]).to(clean)
+    sigma = (shift * uniform / (1 + (shift - 1) * uniform)).to(clean)
+    level = rearrange(sigma, "b -> b 1 1 1 1")
+    predicted = policy.velocity((1 - level) * clean + level * noise, sigma, policy.encode(conditions))
+    return (predicted - (noise - clean)).square().flatten(1).mean(dim=1)
+
+
+@dataclasses.dataclass
+class FineTuning:
+    """A run, gone on with from its newest checkpoint when the configuration says so.
+
+    Every rank must make it and call its methods alike, and what fails on one fails on all: a checkpoint that cannot be
+    used or is in the way is a ValueError, an item that cannot be read an ItemError, a loss or gradient that is not
+    finite a RuntimeError, and the weights are then as they were before the step.
+    """
+
+    args: argparse.Namespace
+    config: Config
+    policy: RecamPolicy
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    held_out: Batches | None
+    identity: dict[str, str]  # the model and data that a checkpoint belongs to
+    ranks: Ranks
+    folder: Path
+    step: int = 0  # optimizer steps taken
+    consumed: int = 0  # rows of the epoch's plan that were trained
+
+    def __post_init__(self) -> None:
+        folder, plan = self.folder / "checkpoints", self.batches.plan
+        checkpoint.remove_stale(folder, ranks=self.ranks)
+        path = checkpoint.resolve_resume(self.config.resume, folder, ranks=self.ranks)
+        if path is not None:
+            found = checkpoint.load(path, identity=self.identity, ranks=self.ranks)
+            plan.load_state_dict(found.state["plan"])
+            self.step, self.consumed = found.step, found.state["plan"]["consumed"]
+            load_trained_state(self.policy.module, found.state["trained"])
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": found.state["moments"], "param_groups": groups})
+        self._sums, self._norm, self._begun = torch.zeros(2, dtype=torch.float64), 0.0, 0.0  # since the last report
+        self._files: MetricFiles | None = None
+        if self.ranks.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._files = MetricFiles(self.folder, None if path is None else self.step)
+
+    def train(self) -> None:
+        """Take the steps that are left, and measure before the first."""
+        if not self.step:
+            self.evaluate()
+        self._begun, plan = time.perf_counter(), self.batches.plan
+        for epoch in range(plan.epoch, self.args.epochs):
+            self.consumed = self.consumed if epoch == plan.epoch else 0
+            plan.set_epoch(epoch)
+            for conditions in self.batches:
+                if 0 < self.args.max_steps <= self.step:
+                    return
+                self.take_step(conditions)
+
+    def take_step(self, conditions: Sequence[Condition]) -> None:
+        """Move the weights by this rank's batch of the next row; log and save when due."""
+        plan = self.batches.plan
+        losses = flow_losses(self.policy, conditions, self.config.sample.shift, self.args.seed, plan.epoch)
+        bad = [item.index for item, fine in zip(conditions, losses.isfinite().tolist(), strict=True) if not fine]
+        error = RuntimeError(f"loss of items {bad} is not finite") if bad else None
+        self.ranks.raise_together(error, f"step {self.step + 1}")
+        weight = plan.batch_weight(self.consumed)  # 0 for filler, which only takes part in the exchanges
+        (weight * losses.sum() * self.ranks.world_size / plan.real_items(self.consumed)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.config.train.max_grad_norm)
+        if not norm.isfinite():  # on all ranks alike: gradients are already means over them
+            raise RuntimeError(f"gradient norm is {norm:g} in step {self.step + 1}: weights were left as they are")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step, self.consumed, self._norm = self.step + 1, self.consumed + 1, float(norm)
+        self._sums += weight * torch.tensor([float(losses.detach().sum()), len(losses)])
+        if self.step % self.args.log_every == 0:
+            self.log()
+        if self.step % self.args.checkpoint_every == 0:
+            self.save()
+
+    def log(self) -> None:
+        """Report the steps since the last report."""
+        total, items = self.ranks.all_gather(self._sums[None]).sum(dim=0).tolist()
+        if items:
+            speed = items / (time.perf_counter() - self._begun)
+            self._report({"train/loss": total / items, "train/grad_norm": self._norm, "train/items_per_s": speed})
+        self._sums, self._begun = torch.zeros_like(self._sums), time.perf_counter()
+
+    def save(self) -> None:
+        """Publish a checkpoint."""
+        state = {"trained": trained_state(self.policy.module), "moments": self.optimizer.state_dict()["state"]}
+        state["plan"] = self.batches.plan.state_dict(self.consumed)
+        folder, keep, ranks = self.folder / "checkpoints", self.config.checkpoint.keep, self.ranks
+        checkpoint.save(folder, self.step, state=state, per_rank={}, identity=self.identity, ranks=ranks, keep=keep)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Report the mean loss of the held-out items, whose noise never changes."""
+        if self.held_out is None:
+            return
+        sums = torch.zeros(2, dtype=torch.float64)
+        for number, conditions in enumerate(self.held_out):
+            losses = flow_losses(self.policy, conditions, self.config.sample.shift, "held out")
+            sums += self.held_out.plan.batch_weight(number) * torch.tensor([float(losses.sum()), len(losses)])
+        total, items = self.ranks.all_gather(sums[None]).sum(dim=0).tolist()
+        self._report({"eval/loss": total / items})
+
+    def finish(self) -> None:
+        """Report, save, measure again and write the model folder."""
+        self.log()
+        if self.step % self.args.checkpoint_every:
+            self.save()
+        self.evaluate()
+        with self.ranks.together("writing the model"):
+            if self.ranks.is_main:
+                write_model(self.policy, Path(self.config.model.path), self.folder)
+                print(f"start GRPO from it: train_grpo.py ... --config.model.path={self.folder / 'model'}", flush=True)
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        if self._files is not None:
+            self._files.append(metrics, self.step)
+            print(f"step {self.step}:", *(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
+
+
+def write_model(policy: RecamPolicy, start: Path, folder: Path) -> None:
+    """Write `model/`, with links to what was frozen, on one rank; adapters are multiplied in: the run is over."""
+    network: Any = unwrap(policy.module)
+    if has_lora(network):
+        save_adapter(policy, folder / "adapter")
+        merge_adapters(network)
+    network.save_pretrained(str(folder / "model" / "transformer"))
+    for part in ("vae", "text_encoder", "tokenizer"):
+        link = folder / "model" / part
+        link.unlink(missing_ok=True)
+        link.symlink_to((start / part).resolve())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
