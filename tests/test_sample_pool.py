@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-
 import torch
 
 from flow_grpo.algorithm.epoch import Collected
@@ -13,6 +11,7 @@ from flow_grpo.records import Conditioning, ScoredBatch, Trajectory
 from flow_grpo.runtime.distributed import Ranks
 from tests.rounds import Rounds, kinds_of, rows_by_position
 from tests.workers import run_ranks
+from tools.bench_exchange import peak_mib, resident_mib
 
 
 def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
@@ -78,12 +77,12 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
     groups = [tuple(range(4 * j, 4 * j + 4)) for j in range(ranks.world_size - 1)]
     groups.append(tuple(range(per_round, per_round + 4)))
     placement = place([row for rows in groups for row in rows], per_round=per_round, world_size=ranks.world_size)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_mib()
     chosen, moved = pool.take(placement)
     rows = [position for positions in chosen.positions for position in positions if position >= 0]
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    after = peak_mib()
     assert len(rows) == local
-    return (after - before) / 1024, local * mebibytes, moved
+    return after - before, local * mebibytes, moved
 
 
 def test_002_7_no_rank_s_memory_grows_by_more_than_the_samples_that_leave_or_arrive():
