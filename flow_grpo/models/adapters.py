@@ -54,15 +54,25 @@ def apply_training_mode(transformer: ReCamTransformer3DModel, model: ModelConfig
     transformer.requires_grad_(False)
     if model.trained == "lora":
         _add_lora(transformer, model)
-    elif model.trained in _TRAINED:
-        for name, parameter in transformer.named_parameters():
-            parameter.requires_grad_(re.match(_TRAINED[model.trained], name) is not None)
     else:
-        raise ValueError(f"model.trained is {model.trained!r}, expected one of {['lora', *_TRAINED]}")
+        names = trained_names(transformer, model.trained)
+        for name, parameter in transformer.named_parameters():
+            parameter.requires_grad_(name in names)
     for parameter in trained_parameters(transformer).values():
         # An optimizer's steps are lost in the rounding of half-precision weights; autocast still computes in it.
         parameter.data = parameter.data.float()
     transformer.eval()
+
+
+def trained_names(transformer: nn.Module, trained: str) -> set[str]:
+    """Return the names of the parameters that a training mode without LoRA trains.
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    if trained not in _TRAINED:
+        raise ValueError(f"model.trained is {trained!r}, expected one of {['lora', *_TRAINED]}")
+    return {name for name, _ in transformer.named_parameters() if re.match(_TRAINED[trained], name)}
 
 
 def _add_lora(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:

@@ -1,0 +1,74 @@
+"""The planner: what a recipe costs, before there are weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import plan
+
+ROOT = Path(__file__).parents[1]
+
+
+def planned(capsys, *words: str, recipe: str = "my_recam_8npu") -> tuple[int, dict[str, float]]:
+    code = plan.main(["--config", f"{ROOT}/config/grpo.py:{recipe}", "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_plan_of_the_8_npu_recipe_is_the_arithmetic_of_its_numbers(capsys):
+    code, found = planned(capsys, "--tflops", "300", "--memory", "64GiB")
+    assert code == 0 and found["fits"]
+    assert (found["tokens"], found["samples_per_epoch"], found["rollout_calls"], found["update_calls"]) == (
+        65_520,
+        32,
+        32,
+        4,
+    )
+    forward = found["forward_tflop"]
+    assert forward == pytest.approx(971, rel=0.01)
+    assert found["rollout_s"] == pytest.approx(32 * 2 * forward / 300, rel=1e-3)  # 32 calls of 2 rows
+    assert found["update_s"] == pytest.approx(4 * 2 * 4 * forward / 300, rel=1e-3)  # forward, again, and its backward
+    latent = 4 * 16 * 21 * 60 * 104
+    prompts = 4 * 4 * 512 * 4096
+    assert found["memory_trajectories_gib"] == pytest.approx((4 * 4 * latent + prompts) / 2**30, rel=1e-3)
+    assert 20 < found["memory_update_gib"] < 60
+
+
+def test_what_does_not_fit_comes_with_ways_out(capsys):
+    words = ["--config", f"{ROOT}/config/grpo.py:my_recam_8npu", "--memory", "16GiB"]
+    assert plan.main([*words, "--config.model.gradient_checkpointing=false"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("does not fit: ")
+    assert "--config.model.gradient_checkpointing=true, --config.train.batch_size=1" in last
+
+
+def test_guidance_doubles_the_work_and_kl_adds_a_reference_call(capsys):
+    tiny = {"recipe": "tiny_recam"}
+    _, plain = planned(capsys, "--devices", "2", **tiny)
+    _, guided = planned(capsys, "--devices", "2", "--config.sample.guidance_scale=5.0", **tiny)
+    _, penalised = planned(capsys, "--devices", "2", "--config.train.kl_coef=0.1", **tiny)
+    assert guided["rollout_s"] == pytest.approx(2 * plain["rollout_s"], rel=1e-3)
+    assert penalised["update_s"] == pytest.approx(4 / 3 * plain["update_s"])  # nothing is recomputed here
+
+
+def test_the_model_folder_is_measured_where_there_is_one(capsys):
+    code, found = planned(capsys, "--devices", "2", "--memory", "2048MiB", recipe="tiny_recam")
+    assert code == 0
+    assert found["tokens"] == 2 * 5 * 3 * 4
+    assert found["memory_weights_gib"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--memory", "lots"], "--memory: got 'lots'"),
+        (["--devices", "3"], "config.sample.train_batch_size: got 2, 3 rank(s)"),
+        (["--config.sample.kk=3"], "config.sample.kk: no such knob"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(capsys, words, message):
+    assert plan.main(["--config", f"{ROOT}/config/grpo.py:my_recam_8npu", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
