@@ -64,6 +64,39 @@ def my_recam_8npu_dapo() -> ConfigDict:
     return config
 
 
+def my_recam_8npu_fast() -> ConfigDict:
+    """`my_recam_8npu` in 10 denoising steps: starting values, not validated."""
+    config = my_recam_8npu()
+    # Of 10 calls a sample instead of 16; the stochastic ones in the first half, where the camera's path is settled.
+    config.sample.num_steps = 10
+    config.sample.sde_steps = (1, 2, 3, 4)
+    config.sample.sde_window = 2
+    return config
+
+
+def my_recam_1gpu() -> ConfigDict:
+    """`my_recam_8npu` on one device of 64 GiB or more: starting values, not validated."""
+    config = my_recam_8npu()
+    # W=1, B=4: 4 samples a batch / k=4 = 1 condition; nb=4: 16 samples and 4 conditions an epoch, all on this device.
+    config.sample.train_batch_size = 4
+    config.sample.num_batches_per_epoch = 4
+    config.sample.layout = "contiguous"
+    # The update holds one sample's activations; old log-probabilities are scored again at that size.
+    config.train.batch_size = 1
+    return config
+
+
+def my_recam_2node() -> ConfigDict:
+    """`my_recam_8npu` on 2 x 8 devices, with groups of 8: starting values, not validated.
+
+    torchrun --nnodes=2 --node_rank=R --master_addr=HOST --master_port=29500 --nproc_per_node=8 train_grpo.py ...
+    """
+    config = my_recam_8npu()
+    # W=16, B=2: 32 samples a batch / k=8 = 4 conditions; nb=2: 64 samples and 8 conditions an epoch, 4 samples a rank.
+    config.sample.k = 8
+    return config
+
+
 def tiny_recam() -> ConfigDict:
     """The demo: a small trained ReCam model learns metric camera motion on 2 CPU cores in ten minutes."""
     config = get_config()

@@ -19,6 +19,9 @@ RANKS = {
     "my_recam_8npu_tiny": 8,
     "my_recam_8npu_dapo": 8,
     "my_recam_8npu_dapo_tiny": 8,
+    "my_recam_8npu_fast": 8,
+    "my_recam_1gpu": 1,
+    "my_recam_2node": 16,
 }
 
 
@@ -58,6 +61,23 @@ def test_my_recam_8npu_has_the_sizes_and_starting_values_it_was_decided_to_have(
     assert (model.trained, model.lora_rank, model.lora_full_modules) == ("lora", 64, ("cam_encoder",))
     assert (train.learning_rate, train.clip_range, train.kl_coef, train.updates_per_epoch) == (1e-4, 1e-3, 0.0, 1)
     assert config.reward.weights == {"target_view": 1.0, "source_match": 0.3, "motion_mag": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "conditions", "samples", "local"),
+    [("my_recam_8npu_fast", 16, 8, 32, 4), ("my_recam_1gpu", 4, 4, 16, 16), ("my_recam_2node", 32, 8, 64, 4)],
+)
+def test_the_siblings_sample_what_their_comments_say(name, batch, conditions, samples, local) -> None:
+    sample, ranks = recipe(name).sample, RANKS[name]
+    assert ranks * sample.train_batch_size == batch
+    assert ranks * sample.expanded_batch_size == samples
+    assert samples // sample.k == conditions
+    assert sample.expanded_batch_size == local
+
+
+def test_the_fast_recipe_draws_noise_in_the_first_half_only() -> None:
+    sample = recipe("my_recam_8npu_fast").sample
+    assert max(sample.sde_steps) < sample.num_steps / 2
 
 
 def test_the_dapo_recipes_differ_from_their_bases_in_dynamic_sampling_and_what_it_judges_by() -> None:
