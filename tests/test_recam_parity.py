@@ -1,0 +1,299 @@
+"""The transformer against tests/reference_recam.py, which was written from the description alone.
+
+Wan computes parts of itself in fp32 whatever the dtype of its weights, which alone keeps a float64 model 1e-6 to 5e-6
+from exact arithmetic. `exact` lifts all three of them: the upcasts `.float()` (norms, modulation, residual sums), the
+rotary tables and the timestep's sinusoid. The last two are replaced by exact values, so that they are compared by
+tests of their own here, and nothing is lifted in the fp32 tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from tests import reference_recam as reference
+from tests.tiny_models import CHANNELS, tiny_transformer
+
+HEIGHT, WIDTH = 4, 6
+TIMESTEPS = [(1000.0, 0.0), (995.93, 437.25), (24.4, 833.3333), (1.0, 0.125)]
+KINDS = ["tiny", "tiny, patch 1", "wide"]
+CAMERA_PARTS = ("cam_encoder", "projector")
+
+
+def build(kind: str, *, neutral: bool = False) -> ReCamTransformer3DModel:
+    """Return a model none of whose parameters is at a 0 or 1 that hides it, save neutral camera modules."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        if kind == "wide":  # head width 16 splits unevenly: 8 for frames, 4 for rows, 4 for columns
+            model = ReCamTransformer3DModel(
+                num_attention_heads=3,
+                attention_head_dim=16,
+                in_channels=CHANNELS,
+                out_channels=CHANNELS + 1,
+                text_dim=20,
+                freq_dim=32,
+                ffn_dim=64,
+                num_layers=3,
+                rope_max_seq_len=32,
+                eps=1e-5,
+            ).eval()
+        else:
+            model = tiny_transformer(patch_size=(1, 1, 1) if "patch 1" in kind else (1, 2, 2), neutral=True)
+        for name, parameter in model.named_parameters():
+            if not (neutral and any(part in name for part in CAMERA_PARTS)):
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def inputs(model: ReCamTransformer3DModel, timestep=TIMESTEPS[1], dtype=torch.float64, seed: int = 0):
+    """Return two rows that differ in everything: latents, timestep, prompt and camera."""
+    draw = torch.Generator().manual_seed(seed)
+    frames = 3 if model.config["num_layers"] == 3 else 2
+    latents = torch.randn((2, CHANNELS, 2 * frames, HEIGHT, WIDTH), generator=draw)
+    text = torch.randn((2, 5, model.config["text_dim"]), generator=draw)
+    camera = torch.randn((2, frames, 12), generator=draw)
+    return latents.to(dtype), torch.tensor(timestep, dtype=dtype), text.to(dtype), camera.to(dtype)
+
+
+class ExactSinusoid(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, timestep):
+        return reference.sinusoid(timestep, self.width)
+
+
+def exact_tables(width: int, length: int):
+    """Cosines and sines of every position on the three axes, each channel pair's value twice, as the model keeps it."""
+    lines = ((length, 1, 1), (1, length, 1), (1, 1, length))  # the other two axes' angles are 0 along each
+    angles = sum(reference.rotary_angles(width, line, torch.float64) for line in lines).repeat_interleave(2, dim=1)
+    return angles.cos(), angles.sin()
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Return a function that makes a model compute in float64 throughout, for as long as the test runs."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+    def lift(model: ReCamTransformer3DModel) -> ReCamTransformer3DModel:
+        model.double()
+        cos, sin = exact_tables(model.config["attention_head_dim"], 2 * 3 + 1)
+        model.rope.freqs_cos, model.rope.freqs_sin = cos, sin  # short: a grid longer than 7 would fail, not pass
+        model.condition_embedder.timesteps_proj = ExactSinusoid(model.config["freq_dim"])
+        return model
+
+    return lift
+
+
+def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def state_of(model: ReCamTransformer3DModel, dtype=torch.float64):
+    return {name: value.to(dtype) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("timestep", TIMESTEPS)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_float64_outputs_agree(exact, kind, timestep):
+    model = exact(build(kind))
+    arguments = inputs(model, timestep)
+    got = model(*arguments)[0]
+    assert got.dtype == torch.float64
+    expected = reference.recam_forward(state_of(model), model.config, *arguments)
+    assert distance(got, expected) < 1e-10
+    assert all(distance(got[row], expected[row]) < 1e-10 for row in range(2))
+
+
+@pytest.mark.parametrize("timestep", TIMESTEPS)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_fp32_outputs_agree_with_nothing_replaced(kind, timestep):
+    model = build(kind)
+    arguments = inputs(model, timestep, torch.float32)
+    got = model(*arguments)[0]
+    assert got.dtype == torch.float32
+    assert distance(got, reference.recam_forward(state_of(model, torch.float32), model.config, *arguments)) < 1e-5
+    doubled = (argument.double() for argument in arguments)
+    assert distance(got, reference.recam_forward(state_of(model), model.config, *doubled)) < 1e-5
+
+
+@pytest.mark.parametrize("width", [12, 16, 128])
+def test_the_rotary_tables_are_the_exact_ones_rounded_to_fp32(width):
+    model = ReCamTransformer3DModel(num_attention_heads=1, attention_head_dim=width, num_layers=0, rope_max_seq_len=24)
+    for got, expected in zip((model.rope.freqs_cos, model.rope.freqs_sin), exact_tables(width, 24), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2**-25 + 1e-14)  # half a step of fp32 below 1
+
+
+@pytest.mark.parametrize("width", [16, 32, 256])
+def test_the_sinusoid_is_the_exact_one_up_to_fp32_angles(width):
+    model = ReCamTransformer3DModel(num_attention_heads=1, attention_head_dim=12, num_layers=0, freq_dim=width)
+    timestep = torch.tensor([0.0, 0.125, 1.0, 24.4, 437.25, 995.93, 1000.0])
+    got = model.condition_embedder.timesteps_proj(timestep)
+    # In units of 2**-24, relative: the exponent x is rounded twice, exp is good to 2 and the product to 1. The angle
+    # t exp(-x) is then off by at most t (2 x + 3) exp(-x) <= 3 t, and the cosine adds 2 of its own.
+    bound = (3 * timestep.double()[:, None] + 2) * 2**-24
+    assert ((got.double() - reference.sinusoid(timestep.double(), width)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_neutral_model_is_wan_without_a_camera(exact, kind):
+    model = exact(build(kind, neutral=True))
+    arguments = inputs(model)
+    state, without = state_of(model), (*arguments[:3], None)
+    bare = {name: value for name, value in state.items() if not any(part in name for part in CAMERA_PARTS)}
+    assert len(bare) == len(state) - 4 * model.config["num_layers"]
+    wan = reference.recam_forward(bare, model.config, *without)
+    assert torch.equal(reference.recam_forward(state, model.config, *arguments), wan)
+    assert distance(model(*arguments)[0], wan) < 1e-10
+    # Exactly, not within a tolerance: a neutral model does not see the camera at all.
+    assert torch.equal(model(*arguments)[0], model(*arguments[:3], 7 * arguments[3] + 1)[0])
+
+    moved = exact(build(kind))
+    assert distance(moved(*arguments)[0], reference.recam_forward(state_of(moved), moved.config, *without)) > 1e-2
+
+
+def camera_on_target_only(original):
+    def changed(state, name, camera, tokens):
+        both = original(state, name, camera, tokens)
+        return torch.cat([both[:, : tokens // 2], torch.zeros_like(both[:, tokens // 2 :])], dim=1)
+
+    return changed
+
+
+def source_at_the_targets_positions(original):
+    def changed(width, grid, dtype):
+        return original(width, (grid[0] // 2, *grid[1:]), dtype).repeat(2, 1)
+
+    return changed
+
+
+def sines_first(original):
+    return lambda timestep, width: original(timestep, width).roll(width // 2, -1)
+
+
+def halves_instead_of_pairs(original):
+    def changed(x, angles):
+        turned = original(torch.stack(x.chunk(2, -1), -1).flatten(-2), angles)
+        return torch.cat([turned[..., 0::2], turned[..., 1::2]], -1)
+
+    return changed
+
+
+def norm_of_each_head(original):
+    def changed(x, weight, eps):
+        heads = (x.unflatten(-1, (2, -1)), weight.unflatten(-1, (2, -1)))
+        return original(*heads, eps).flatten(-2)
+
+    return changed
+
+
+CHANGES = [
+    ("camera_per_token", camera_on_target_only),
+    ("rotary_angles", source_at_the_targets_positions),
+    ("sinusoid", sines_first),
+    ("rotate", halves_instead_of_pairs),
+    ("rms_norm", norm_of_each_head),
+    ("gelu_tanh", lambda original: torch.nn.functional.gelu),  # erf
+    ("layer_norm", lambda original: lambda x, eps: original(x, 2 * eps)),
+    ("unpatchify", lambda original: lambda x, *rest: original(x.unflatten(-1, (CHANNELS, -1)).mT.flatten(-2), *rest)),
+]
+
+
+@pytest.mark.parametrize(("part", "change"), CHANGES, ids=[part for part, _ in CHANGES])
+@torch.no_grad()
+def test_the_comparison_sees_a_plausible_mistake_in_each_part(exact, monkeypatch, part, change):
+    model = build("tiny")
+    arguments = inputs(model)
+    got = exact(model)(*arguments)[0]
+    monkeypatch.setattr(reference, part, change(getattr(reference, part)))
+    assert distance(got, reference.recam_forward(state_of(model), model.config, *arguments)) > 1e-8
+
+
+def with_checkpointing(model: ReCamTransformer3DModel, calls: list) -> ReCamTransformer3DModel:
+    """Turn checkpointing on and note every computation of a block, recomputations too."""
+    model.enable_gradient_checkpointing()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
+    return model
+
+
+def probe(output: torch.Tensor) -> torch.Tensor:
+    """Return a scalar that weighs every entry of the output differently."""
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
+    return (output * weights).sum() + output.square().mean()
+
+
+def model_gradients(model, *all_arguments):
+    """Run every forward first, then one backward through all of them."""
+    model.zero_grad()
+    sum(probe(model(*arguments)[0]) for arguments in all_arguments).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def reference_gradients(model, arguments):
+    state = {name: value.clone().requires_grad_() for name, value in state_of(model).items()}
+    probe(reference.recam_forward(state, model.config, *arguments)).backward()
+    return {name: value.grad for name, value in state.items()}
+
+
+def assert_same_gradients(got, expected):
+    assert got.keys() == expected.keys()
+    assert all(value.norm() > 1e-6 for value in expected.values())
+    far = [name for name in got if not distance(got[name], expected[name]) < 1e-9]  # "not <" so that NaN counts
+    assert not far
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_float64_gradients_of_all_parameters_agree(exact, kind, checkpointing):
+    model, calls = exact(build(kind)), []
+    if checkpointing:
+        with_checkpointing(model, calls)
+    arguments = inputs(model)
+    assert_same_gradients(model_gradients(model, arguments), reference_gradients(model, arguments))
+    assert len(calls) == (2 * model.config["num_layers"] if checkpointing else 0)
+
+
+def same_but_for_the_camera(model, count: int = 3):
+    first = inputs(model)
+    return [(*first[:3], inputs(model, seed=seed)[3]) for seed in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["tiny", "wide"])
+def test_forwards_with_different_cameras_before_one_backward_sum_their_gradients(exact, kind):
+    calls: list = []
+    model = with_checkpointing(exact(build(kind)), calls)
+    several = same_but_for_the_camera(model)
+    got = model_gradients(model, *several)
+    assert len(calls) == 2 * len(several) * model.config["num_layers"]
+    separate = [reference_gradients(model, arguments) for arguments in several]
+    assert_same_gradients(got, {name: sum(one[name] for one in separate) for name in got})
+    # The cameras matter, so that a mixed-up one would show.
+    name = "blocks.0.cam_encoder.weight"
+    assert all(distance(a[name], b[name]) > 1e-2 for a, b in itertools.combinations(separate, 2))
+
+
+def test_a_camera_remembered_outside_the_call_would_not(exact, monkeypatch):
+    """The trap itself: right for one forward, wrong for several when blocks read the camera of the latest one."""
+    model, latest = with_checkpointing(exact(build("tiny")), []), {}
+    for block in model.blocks:
+        forward = block.forward
+        monkeypatch.setattr(block, "forward", lambda *a, forward=forward: forward(*a[:4], latest["camera"], *a[5:]))
+    model.register_forward_pre_hook(lambda _, arguments: latest.update(camera=arguments[3]))
+    several = same_but_for_the_camera(model)
+    assert_same_gradients(model_gradients(model, several[0]), reference_gradients(model, several[0]))
+
+    got = model_gradients(model, *several)
+    separate = [reference_gradients(model, arguments) for arguments in several]
+    name = "blocks.0.cam_encoder.weight"
+    error = distance(got[name], sum(one[name] for one in separate))
+    assert error > 0.1
