@@ -1,0 +1,270 @@
+"""The check of a data set finds every damage, names it, and goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.data.video_io import write_video
+from tools import check_dataset
+
+SCENE = "train/f17_aperture10/scene1"
+OTHER = "train/f17_aperture10/scene2"
+VAL = "val/f17_aperture10/scene1"
+CAMERAS = "cameras/camera_extrinsics.json"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    root = tmp_path_factory.mktemp("world") / "tiny"
+    ensure_tiny_world(root, "unit_test")
+    return root
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    """Return a copy that a test may break."""
+    return Path(shutil.copytree(original, tmp_path / "tiny"))
+
+
+def report(root: Path, *words: str, code: int = 1) -> dict:
+    file = root.parent / "report.json"
+    assert check_dataset.main([str(root), "--json", str(file), *words]) == code
+    return json.loads(file.read_text())
+
+
+def problems(root: Path, *words: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for entry in report(root, *words)["problems"]:
+        found.setdefault(entry["file"], []).append(entry["problem"])
+    return found
+
+
+def edit_cameras(scene: Path, change) -> None:
+    file = scene / CAMERAS
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def truncate(file: Path, part: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * part)])
+
+
+def break_six_things(root: Path) -> None:
+    (root / SCENE / "videos" / "cam03.mp4").write_bytes(b"nothing")
+    edit_cameras(root / SCENE, lambda content: content.pop("frame3"))
+    matrix = "[2 0 0 0] [0 2 0 0] [0 0 2 0] [0 0 0 1] "
+    edit_cameras(root / OTHER, lambda content: content["frame2"].update(cam05=matrix))
+    write_video(root / OTHER / "videos" / "cam02.mp4", torch.zeros(3, 5, 16, 16), lossless=True)
+    write_video(root / OTHER / "videos" / "cam04.mp4", torch.zeros(3, 4, 24, 32), lossless=True)
+    file = root / VAL / "metadata.csv"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if "cam07" not in line))
+
+
+def test_a_clean_world_is_clean_and_its_contents_are_counted(original, tmp_path):
+    file = tmp_path / "report.json"
+    words = [str(original), "--decode", "--frames", "5", "--size", "24x32", "--json", str(file)]
+    assert check_dataset.main(words) == 0
+    got = json.loads(file.read_text())
+    assert got["problems"] == [] and got["decoded"] is True
+    train, val = got["lenses"]
+    assert train == {
+        "split": "train",
+        "lens": "f17_aperture10",
+        "scenes": 2,
+        "cameras": {"10": 2},
+        "clips": 20,
+        "frames": {"5": 20},
+        "sizes": {"24x32": 20},
+        "seconds": {"min": 0.333333, "median": 0.333333, "max": 0.333333},
+        "captioned": 20,
+    }
+    assert (val["split"], val["scenes"], val["clips"]) == ("val", 1, 10)
+
+
+def test_motion_is_measured_in_metres_and_degrees(root):
+    def change(content):
+        for number in range(5):
+            # 20 cm and then 10 cm per frame along x; no rotation.
+            x = [0, 20, 30, 40, 50][number]
+            for camera in content[f"frame{number}"]:
+                content[f"frame{number}"][camera] = f"[1 0 0 0] [0 1 0 0] [0 0 1 0] [{x} 0 0 1] "
+
+    edit_cameras(root / VAL, change)
+    motion = {row["split"]: row for row in report(root, code=0)["motion"]}
+    assert motion["val"]["path_m"] == {"min": 0.5, "median": 0.5, "max": 0.5}
+    assert motion["val"]["step_m"]["max"] == 0.2
+    assert motion["val"]["rotation_deg"]["max"] == motion["val"]["step_deg"]["max"] == 0
+    assert 15 < motion["train"]["rotation_deg"]["max"] < 30
+    # Uniform speed over four steps.
+    assert motion["train"]["step_deg"]["max"] == pytest.approx(motion["train"]["rotation_deg"]["max"] / 4, abs=1e-4)
+
+
+def test_all_damages_stand_in_one_report_each_by_its_name(root):
+    break_six_things(root)
+    found = problems(root)
+    assert set(found) == {
+        f"{SCENE}/videos/cam03.mp4",
+        f"{SCENE}/{CAMERAS}",
+        f"{OTHER}/{CAMERAS}",
+        f"{OTHER}/videos/cam02.mp4",
+        f"{OTHER}/videos/cam04.mp4",
+        f"{VAL}/metadata.csv",
+    }
+    assert all(len(texts) == 1 for texts in found.values()), found
+    assert "damaged or no video" in found[f"{SCENE}/videos/cam03.mp4"][0]
+    assert "has no frame3, needs frame0..frame4; complete the file" in found[f"{SCENE}/{CAMERAS}"][0]
+    assert "frame2, cam05 has a rotation part that is off orthonormal by 3" in found[f"{OTHER}/{CAMERAS}"][0]
+    assert found[f"{OTHER}/videos/cam02.mp4"] == ["16x16 pixels, must be 24x32"]
+    assert found[f"{OTHER}/videos/cam04.mp4"] == ["4 frames, must be 5"]
+    assert found[f"{VAL}/metadata.csv"] == ["0 rows for cam07.mp4, must be one, with text"]
+
+
+def test_the_counts_of_a_damaged_world_are_those_of_what_can_be_read(root):
+    break_six_things(root)
+    train, val = report(root)["lenses"]
+    assert train["clips"] == 19 and train["captioned"] == 20
+    assert train["frames"] == {"4": 1, "5": 18} and train["sizes"] == {"16x16": 1, "24x32": 18}
+    assert val["captioned"] == 9
+
+
+def test_two_workers_give_the_report_of_one(root):
+    break_six_things(root)
+    assert report(root, "--workers", "2") == report(root, "--workers", "1")
+
+
+def test_decoding_finds_what_the_header_hides(root):
+    cut, short = root / SCENE / "videos" / "cam03.mp4", root / OTHER / "videos" / "cam04.mp4"
+    truncate(cut, 0.8)
+    noise = torch.rand(3, 5, 24, 32, generator=torch.Generator().manual_seed(0))
+    write_video(short, noise, lossless=True)
+    content = bytearray(short.read_bytes())
+    content[-3000:-2000] = bytes(1000)
+    short.write_bytes(content)
+    assert report(root, code=0)["problems"] == []
+    assert set(problems(root, "--decode")) == {f"{SCENE}/videos/cam03.mp4", f"{OTHER}/videos/cam04.mp4"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--frames", "9"], "5 frames, must be 9"), (["--size", "24x24"], "24x32 pixels, must be 24x24")],
+)
+def test_frames_and_sizes_may_be_asked_for(root, words, said):
+    found = problems(root, *words)
+    assert [text for file, texts in found.items() if "videos/" in file for text in texts] == [said] * 30
+
+
+def test_fewer_frames_than_there_are_may_be_asked_for(root):
+    assert report(root, "--frames", "3", code=0)["problems"] == []
+
+
+def test_a_camera_that_jumps_is_named(root):
+    def jump(content):
+        for number in (3, 4):
+            content[f"frame{number}"]["cam05"] = "[1 0 0 0] [0 1 0 0] [0 0 1 0] [900 0 0 1] "
+
+    edit_cameras(root / SCENE, jump)
+    (text,) = problems(root)[f"{SCENE}/{CAMERAS}"]
+    assert text.startswith("cam05 moves ") and "at most 1 m, 30 degrees are plausible" in text
+    assert report(root, "--max-step", "20", "180", code=0)["problems"] == []
+    assert len(problems(root, "--max-step", "0.001", "0.001")[f"{OTHER}/{CAMERAS}"]) == 10
+
+
+def test_videos_without_poses_and_poses_without_videos_are_named(root):
+    (root / SCENE / "videos" / "cam04.mp4").unlink()
+    edit_cameras(root / OTHER, lambda content: content["frame1"].pop("cam08"))
+    edit_cameras(root / VAL, lambda content: content.update(frame5=content["frame4"]))
+    found = problems(root)
+    assert found[f"{SCENE}/{CAMERAS}"] == ["poses of cam04, which have no video"]
+    assert "has no cam08 in frame1" in found[f"{OTHER}/{CAMERAS}"][0]
+    assert found[f"{VAL}/{CAMERAS}"] == ["poses beyond frame4, the last of the videos"]
+
+
+def test_broken_scenes_do_not_hide_one_another_or_their_own_files(root):
+    (root / SCENE / CAMERAS).unlink()
+    (root / SCENE / "videos" / "preview.mp4").touch()
+    shutil.rmtree(root / OTHER / "videos")
+    (root / VAL / CAMERAS).write_text("[1")
+    (root / VAL / "cameras" / "presets.json").write_text("[]")
+    (root / "val" / "f18_aperture10" / "scene7").mkdir(parents=True)
+    found = problems(root)
+    assert "preview.mp4 is not named like a camera" in found[SCENE][0] and str(root) not in found[SCENE][0]
+    assert "cannot be read as a JSON object" in found[f"{SCENE}/{CAMERAS}"][0]
+    assert "damaged or no video" in found[f"{SCENE}/videos/preview.mp4"][0]
+    assert found[OTHER] == ["no videos here, only ['cameras', 'metadata.csv', 'room.json']"]
+    assert "cannot be read as a JSON object" in found[f"{VAL}/{CAMERAS}"][0]
+    assert "cannot be read as a JSON object" in found[f"{VAL}/cameras/presets.json"][0]
+    assert found["val/f18_aperture10/scene7"] == ["no videos here, only []"]
+
+
+def test_captions_are_all_there_or_nowhere(root):
+    for scene in (SCENE, OTHER, VAL):
+        (root / scene / "metadata.csv").unlink()
+    got = report(root, code=0)
+    assert [row["captioned"] for row in got["lenses"]] == [0, 0] and got["problems"] == []
+    with (root / SCENE / "videos" / "metadata.csv").open("w", newline="") as file:
+        rows = [("file_name", "text"), *((f"cam{number:02d}.mp4", "a room") for number in range(1, 11))]
+        csv.writer(file).writerows(rows)
+    assert problems(root) == {OTHER: ["no caption file, other scenes of train have one"]}
+
+
+def test_an_empty_folder_does_not_ask_for_captions_of_the_others(root):
+    for scene in (SCENE, OTHER, VAL):
+        (root / scene / "metadata.csv").unlink()
+    (root / "train" / "f18_aperture10" / "scene7").mkdir(parents=True)
+    assert problems(root) == {"train/f18_aperture10/scene7": ["no videos here, only []"]}
+
+
+def test_a_caption_without_text_and_one_given_twice_are_named(root):
+    file = root / SCENE / "metadata.csv"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:1], "cam01.mp4,", *lines[2:], lines[2]]))
+    assert problems(root)[f"{SCENE}/metadata.csv"] == [
+        "1 rows for cam01.mp4, must be one, with text",
+        "2 rows for cam02.mp4, must be one, with text",
+    ]
+
+
+def test_one_split_may_be_checked_alone(root):
+    (root / VAL / CAMERAS).unlink()
+    assert [row["split"] for row in report(root, "--split", "train", code=0)["lenses"]] == ["train"]
+    assert set(problems(root, "--split", "train", "--split", "val")) == {f"{VAL}/{CAMERAS}"}
+
+
+def test_people_read_tables_and_a_line_for_each_problem(root, capsys):
+    assert check_dataset.main([str(root)]) == 0
+    out, err = capsys.readouterr()
+    assert "f17_aperture10" in out and "24x32 (20)" in out and out.endswith("no problems\n")
+    assert err == ""  # no bar where there is no terminal
+    break_six_things(root)
+    assert check_dataset.main([str(root)]) == 1
+    out = capsys.readouterr().out
+    assert f"{OTHER}/videos/cam02.mp4: 16x16 pixels, must be 24x32\n" in out and out.endswith("6 problems\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere"),
+        ([], "root"),
+        (["{root}", "--split", "test"], "has no split test"),
+        (["{root}", "--workers", "0"], "--workers is 0"),
+        (["{root}", "--frames", "0"], "--frames 0"),
+        (["{root}", "--size", "24"], "--size"),
+        (["{root}", "--json", "{root}/missing/report.json"], "missing/report.json"),
+        (["{root}/train/f17_aperture10/scene1/videos"], "has no split"),
+    ],
+)
+def test_wrong_use_has_its_own_exit_code(original, capsys, words, said):
+    with pytest.raises(SystemExit) as caught:
+        check_dataset.main([word.format(root=original) for word in words])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,425 @@
+"""Camera paths of users: what they mean, what is refused, and what the model is asked to do with a user's video."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from flow_grpo.data.trajectories import (
+    UserVideos,
+    camera_path,
+    find_videos,
+    fit_path,
+    motion,
+    outside_training,
+    user_condition,
+)
+from flow_grpo.data.video_io import fit_video, read_video, write_video
+from flow_grpo.maths.poses import PRESETS, camera_tokens, pose, preset_path, rotation_angle_deg, rotation_matrix
+
+EYE = torch.eye(4, dtype=torch.float64)
+
+# recammaster.md, section 6.2: translation (m) and rotation vector (degrees) at the last frame.
+TABLE = {
+    "pan_right": ((0, 0, 0), (0, 19.88, 0)),
+    "pan_left": ((0, 0, 0), (0, -19.88, 0)),
+    "tilt_up": ((0, 0, 0), (9.94, 0, 0)),
+    "tilt_down": ((0, 0, 0), (-9.94, 0, 0)),
+    "zoom_in": ((0, 0, 1.988), (0, 0, 0)),
+    "zoom_out": ((0, 0, -1.988), (0, 0, 0)),
+    "translate_up": ((0, -0.994, 0), (-13.95, 0, 0)),
+    "translate_down": ((0, 0.994, 0), (13.95, 0, 0)),
+    "arc_left": ((-1.988, 0, 0.533), (0, 29.82, 0)),
+    "arc_right": ((1.988, 0, 0.533), (0, -29.82, 0)),
+}
+
+
+def at(translation=(0, 0, 0), degrees=(0, 0, 0)) -> torch.Tensor:
+    rotation = rotation_matrix(torch.tensor(degrees, dtype=torch.float64).deg2rad())
+    return pose(rotation, torch.tensor(translation, dtype=torch.float64))
+
+
+def line(*poses: torch.Tensor) -> torch.Tensor:
+    return torch.stack(poses)
+
+
+def refusal(call) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- presets
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_preset_of_full_size_ends_where_the_table_says_and_is_no_surprise_to_the_model(name):
+    path = camera_path(name, 81)  # warnings are errors in this suite
+    assert torch.equal(path[0], EYE)
+    assert torch.allclose(path[80], at(*TABLE[name]), atol=1e-12)
+    assert torch.equal(path, preset_path(name, 81))
+    assert set(TABLE) == set(PRESETS)
+
+
+def test_a_magnitude_scales_translation_and_rotation():
+    assert torch.allclose(motion("arc_left:0.5", 5)[-1], at((-0.994, 0, 0.2665), (0, 14.91, 0)), atol=1e-12)
+    assert torch.allclose(motion("arc_left:0.5", 5), motion("arc_left", 9)[:5], atol=1e-12)
+    assert torch.equal(motion("pan_right:0", 3), EYE.expand(3, 4, 4))
+    assert torch.equal(motion(" pan_right : 1 ", 5), motion("pan_right", 5))
+
+
+def test_combined_motions_add_their_translations_and_rotation_vectors_in_any_order():
+    path = motion("zoom_in:0.5+arc_left+tilt_up:2", 5)
+    assert torch.allclose(path[-1], at((-1.988, 0, 0.994 + 0.533), (19.88, 29.82, 0)), atol=1e-12)
+    assert torch.allclose(path, motion("tilt_up:2+zoom_in:0.5+arc_left", 5), atol=1e-12)
+    steps = rotation_angle_deg(path[:-1], path[1:])
+    assert torch.allclose(steps, steps[:1].expand(4), atol=1e-9)
+
+
+def test_a_video_of_one_frame_has_the_identity():
+    assert torch.equal(motion("zoom_in", 1), EYE[None])
+    assert torch.allclose(fit_path(line(EYE, at((1, 0, 0))), 1), EYE[None])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pan", "names 'pan', must be among pan_right"),
+        ("", "names ''"),
+        ("pan_left+", "names ''"),
+        ("pan_left+-tilt_up", "names '-tilt_up'"),
+        ("poses.txt", "a file ending in .json"),
+        ("pan_left:-1", "magnitude '-1', must be a number of at least 0; the other direction is the opposite preset"),
+        ("pan_left:", "magnitude ''"),
+        ("pan_left:nan", "magnitude 'nan'"),
+        ("pan_left:inf", "magnitude 'inf'"),
+        ("pan_left:half", "magnitude 'half'"),
+        ("pan_left:1:2", "magnitude '1:2'"),
+    ],
+)
+def test_a_motion_that_is_none_is_refused(text, reason):
+    got = refusal(lambda: camera_path(text, 5))
+    assert reason in got and repr(text) in got
+
+
+def test_a_path_needs_a_frame():
+    assert "is 0, must be at least 1" in refusal(lambda: camera_path("pan_left", 0))
+
+
+# --- files
+
+
+def test_a_path_turns_at_constant_speed_and_moves_on_straight_lines_between_its_poses():
+    path = fit_path(line(EYE, at((1, -2, 3), (20, 60, -30))), 5)
+    for number in range(5):
+        part = number / 4
+        assert torch.allclose(path[number, :3, 3], part * torch.tensor([1.0, -2, 3], dtype=torch.float64), atol=1e-12)
+        assert torch.allclose(path[number], at((part, -2 * part, 3 * part), (20 * part, 60 * part, -30 * part)))
+    assert torch.linalg.det(path[:, :3, :3]).allclose(torch.ones(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("degrees", [0.0, 1e-7, 90.0, 169.9])
+def test_small_and_large_turns_are_halved_exactly(degrees):
+    path = fit_path(line(EYE, at(degrees=(0, degrees, 0))), 3)
+    assert torch.allclose(path[1], at(degrees=(0, degrees / 2, 0)), atol=1e-12)
+
+
+def test_a_path_of_as_many_poses_as_frames_is_kept():
+    given = line(EYE, at((1, 0, 0), (0, 40, 0)), at((0, 0, 2), (10, 0, 5)))
+    assert torch.allclose(fit_path(given, 3), given, atol=1e-12)
+
+
+def test_more_poses_than_frames_are_thinned_over_the_whole_video():
+    given = preset_path("arc_right", 17)
+    assert torch.allclose(fit_path(given, 5), given[::4], atol=1e-12)
+
+
+def test_poses_with_times_are_read_at_the_videos_own_times():
+    given = preset_path("pan_left", 25)  # at 30 fps, 0.8 s; five frames at 15 fps take 4/15 s
+    assert torch.allclose(fit_path(given, 5, fps=30), given[:9:2], atol=1e-12)
+    assert torch.allclose(fit_path(given[:9], 5, fps=30)[-1], given[8], atol=1e-12)
+    got = refusal(lambda: fit_path(given[:8], 5, fps=30))
+    assert "lasts 0.233 s, 5 frames at 15 fps need 0.267 s" in got and "leave out fps" in got
+
+
+def test_a_path_elsewhere_is_moved_to_its_first_pose_when_asked_to():
+    start = at((3, 1, -2), (0, 90, 0))
+    given = preset_path("arc_left", 5)
+    assert torch.allclose(fit_path(start @ given, 5, from_first=True), given, atol=1e-12)
+    assert '"relative": true' in refusal(lambda: fit_path(start @ given, 5))
+
+
+def test_printed_digits_are_replaced_by_exact_rotations_and_an_exact_start():
+    given = (preset_path("arc_left", 5) * 1e4).round() / 1e4
+    given[0, 0, 3] = 5e-4
+    path = fit_path(given, 9)
+    assert torch.allclose(path[0], EYE, atol=1e-12)
+    rotation = path[:, :3, :3]
+    assert torch.allclose(rotation.mT @ rotation, torch.eye(3, dtype=torch.float64).expand(9, 3, 3), atol=1e-12)
+    assert torch.allclose(path[::2], given, atol=1e-3)
+
+
+def broken(row: int, column: int, value: float) -> torch.Tensor:
+    path = preset_path("arc_left", 3)
+    path[1, row, column] = value
+    return path
+
+
+@pytest.mark.parametrize(
+    ("poses", "reason"),
+    [
+        (EYE, "has shape (4, 4), must be (N, 4, 4) with N at least 2"),
+        (EYE[None], "has shape (1, 4, 4)"),
+        (torch.zeros(3, 3, 4), "must be (..., 4, 4)"),
+        (broken(0, 3, math.nan), "not finite"),
+        (broken(3, 0, 1.0), "is the matrix transposed?"),
+        (broken(0, 0, 2.0), "off orthonormal by"),
+        (line(EYE, torch.diag(torch.tensor([1.0, -1, 1, 1])).double()), "pose 1 is a mirror image (determinant -1)"),
+        (line(at((0.01, 0, 0)), EYE), "the first pose is off the identity by 0.01, must be at most 0.001"),
+        (line(EYE, EYE, at(degrees=(0, 175, 0))), "poses 1 and 2 are turned by 175.0 degrees, must be at most 170"),
+    ],
+)
+def test_what_is_no_path_is_refused(poses, reason):
+    assert reason in refusal(lambda: fit_path(poses, 5))
+
+
+def write(path, content) -> str:
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_a_file_holds_poses_or_an_object_with_them(tmp_path):
+    given = preset_path("arc_left", 9)
+    start = at((3, 1, -2), (0, 90, 0))
+    bare = write(tmp_path / "bare.json", given.tolist())
+    assert torch.allclose(camera_path(bare, 5), given[::2], atol=1e-12)
+    timed = write(tmp_path / "timed.JSON", {"poses": (start @ given).tolist(), "fps": 15, "relative": True})
+    assert torch.allclose(camera_path(timed, 3), given[:3], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"pose": []}, "has ['pose'], must have poses"),
+        ({"poses": [], "unit": "cm"}, "has ['poses', 'unit']"),
+        ("orbit", "no list of 4x4 matrices"),
+        ({"poses": [[[1, 0], [0]]]}, "no list of 4x4 matrices"),
+        ({"poses": []}, "has shape (0,)"),
+        ({"poses": [EYE.tolist()] * 2, "fps": 0}, "fps is 0, must be a number above 0"),
+        ({"poses": [EYE.tolist()] * 2, "fps": True}, "fps is True"),
+        ({"poses": [EYE.tolist()] * 2, "fps": "15"}, "fps is '15'"),
+        ({"poses": [EYE.tolist()] * 2, "fps": math.nan}, "fps is nan"),
+        ({"poses": [EYE.tolist()] * 2, "relative": 1}, "relative is 1, must be true or false"),
+        ([at((1, 0, 0)).tolist()] * 2, "off the identity by 1"),
+    ],
+)
+def test_a_file_that_holds_no_path_is_refused_by_name(tmp_path, content, reason):
+    file = write(tmp_path / "orbit.json", content)
+    got = refusal(lambda: camera_path(file, 5))
+    assert reason in got and file in got
+
+
+def test_a_file_that_is_no_json_is_refused_by_name(tmp_path):
+    (tmp_path / "orbit.json").write_text("[[1, 0")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for name in ("orbit.json", "binary.json", "missing.json"):
+        got = refusal(lambda name=name: camera_path(tmp_path / name, 5))
+        assert f"{tmp_path / name} cannot be read as JSON" in got
+
+
+# --- the range of the training set
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "said"),
+    [
+        ("pan_right:2.26", "pan_right:2.3", "pan of 45.7 degrees, trained up to 45"),
+        ("pan_left:2.26", "pan_left:2.3", "pan of"),
+        ("tilt_up:3", "tilt_up:3.1", "tilt of 30.8 degrees, trained up to 30"),
+        ("tilt_down:0.5", "tilt_down:0.45", "0.000 m and 4.47 degrees in all"),
+        ("pan_left:0.26", "pan_left:0.2", "trained from 1 m or 5 degrees on"),
+        ("zoom_in:2.4", "zoom_in:2.5", "4.97 m from the start, trained up to 4.87"),
+        ("zoom_in:0.5", "zoom_in:0.4", "0.795 m and 0.00 degrees in all"),
+        ("zoom_in+pan_left:3.7", "zoom_in+pan_left:3.9", "arc of 77.5 degrees, trained up to 75"),
+        ("zoom_in:0.5+pan_left:3", "zoom_in:0.4+pan_left:3", "pan of 59.6 degrees"),
+        ("pan_left:0", "pan_left:0.01", "or static"),
+        ("pan_left+tilt_up", "pan_left:2+tilt_up:3", "roll of"),
+    ],
+)
+def test_a_path_outside_the_training_range_is_said_to_be(inside, outside, said):
+    assert outside_training(motion(inside, 81)) == []
+    assert len(outside_training(motion(outside, 81))) == 1 and said in outside_training(motion(outside, 81))[0]
+    with pytest.warns(UserWarning, match="outside the training range") as caught:
+        camera_path(outside, 81)
+    assert len(caught) == 1 and said in str(caught[0].message) and outside in str(caught[0].message)
+
+
+def test_the_middle_of_a_path_is_judged_too():
+    there_and_back = fit_path(line(EYE, at((6, 0, 0)), EYE), 5)
+    assert outside_training(there_and_back) == ["6.00 m from the start, trained up to 4.87"]
+
+
+# --- users' videos
+
+
+def clip(number: int, frames: int = 7, height: int = 20, width: int = 30) -> torch.Tensor:
+    t, y, x = torch.meshgrid(*(torch.arange(size) for size in (frames, height, width)), indexing="ij")
+    return torch.stack([8 * x, 10 * y + t, 20 * t + 10 * number]).to(torch.uint8)
+
+
+SIZE = {"num_frames": 5, "height": 16, "width": 16}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return two videos, one path file and what is neither."""
+    folder = tmp_path / "mine"
+    for number, name in enumerate(("walk.mp4", "dog.mp4")):
+        write_video(folder / name, clip(number), lossless=True)
+    (folder / "notes.txt").touch()
+    (folder / ".hidden.mp4").touch()
+    write(folder / "arc.json", preset_path("arc_right", 5).tolist())
+    return folder
+
+
+def test_a_user_condition_is_what_the_model_is_asked_at_inference(folder):
+    condition = user_condition(folder / "walk.mp4", "arc_left", "a dog walks", **SIZE)
+    assert torch.equal(condition.source_video * 255, fit_video(clip(0)[:, :5], 16, 16).float())
+    assert condition.source_video.dtype == torch.float32 and condition.size == (5, 16, 16)
+    assert torch.equal(condition.target_poses, preset_path("arc_left", 5))
+    assert torch.equal(condition.target_poses[0], EYE)
+    tokens = camera_tokens(condition.target_poses)
+    assert tokens.shape == (2, 12)
+    assert tokens[0].tolist() == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]
+    assert (condition.index, condition.gid, condition.slot, condition.prompt) == (0, 0, 0, "a dog walks")
+    assert (condition.preset, condition.target_camera, condition.source_camera) == ("arc_left", "arc_left", "user")
+    for name in ("source_poses", "reference_pose", "intrinsics", "target_video"):
+        assert getattr(condition, name) is None, name
+
+
+def test_a_user_condition_along_a_file_has_no_preset(folder):
+    condition = user_condition(folder / "walk.mp4", folder / "arc.json", "a dog", **SIZE)
+    assert condition.preset is None and condition.target_camera == "arc"
+    assert torch.allclose(condition.target_poses, preset_path("arc_right", 5), atol=1e-12)
+
+
+def test_videos_of_one_name_in_two_folders_are_not_taken_for_one_another(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    first, second = (user_condition(f / "walk.mp4", "zoom_in", "", **SIZE) for f in (folder, other))
+    assert first.scene != second.scene  # by which a policy remembers latents
+
+
+def test_a_short_or_missing_video_is_refused(folder):
+    size = {**SIZE, "num_frames": 9}
+    assert "is too short, got 7 of 9" in refusal(lambda: user_condition(folder / "walk.mp4", "zoom_in", "", **size))
+    assert "does not exist" in refusal(lambda: user_condition(folder / "cat.mp4", "zoom_in", "", **SIZE))
+
+
+def open_folder(folder, **changes) -> UserVideos:
+    values = {"videos": folder, "trajectories": ["pan_left", folder / "arc.json"], **SIZE, "prompt": "a video"}
+    return UserVideos(**{**values, **changes})
+
+
+def test_every_video_goes_along_every_trajectory(folder):
+    dataset = open_folder(folder)
+    conditions = [dataset.condition(index) for index in range(len(dataset))]
+    assert [(c.index, c.scene, c.target_camera) for c in conditions] == [
+        (0, (folder / "dog.mp4").as_posix(), "pan_left"),
+        (1, (folder / "dog.mp4").as_posix(), "arc"),
+        (2, (folder / "walk.mp4").as_posix(), "pan_left"),
+        (3, (folder / "walk.mp4").as_posix(), "arc"),
+    ]
+    assert [dataset.structure(index) for index in range(4)] == [c.size for c in conditions]
+    for condition in conditions:
+        pixels = fit_video(read_video(condition.scene, 5), 16, 16)
+        assert torch.equal(condition.source_video * 255, pixels.float())
+
+
+def test_an_item_depends_on_its_index_alone(folder):
+    first, second = open_folder(folder), open_folder(folder)
+    second.condition(0)
+    one, two = first.condition(3), second.condition(3)
+    assert torch.equal(one.source_video, two.source_video) and torch.equal(one.target_poses, two.target_poses)
+    two.source_video.zero_()
+    two.target_poses.zero_()
+    again = second.condition(3)
+    assert torch.equal(one.source_video, again.source_video) and torch.equal(one.target_poses, again.target_poses)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_delivers_labelled_copies(folder, workers):
+    dataset = open_folder(folder)
+    draws = [[(7, 30, 0, 2), (7, 30, 1, 2)], [(8, 31, 0, 1)]]
+    batches = list(DataLoader(dataset, batch_sampler=draws, collate_fn=list, num_workers=workers))
+    got = [[(step, c.gid, c.slot, c.index) for step, c in batch] for batch in batches]
+    assert got == draws
+    assert torch.equal(batches[0][0][1].source_video, dataset.condition(2).source_video)
+
+
+def test_captions_may_be_given_by_file_name(folder):
+    dataset = open_folder(folder, prompt={"dog.mp4": "a dog", "walk.mp4": "a walk", "cat.mp4": "a cat"})
+    assert [dataset.condition(index).prompt for index in range(4)] == ["a dog", "a dog", "a walk", "a walk"]
+    assert "no caption of walk.mp4" in refusal(lambda: open_folder(folder, prompt={"dog.mp4": "a dog"}))
+
+
+def test_the_fingerprint_knows_videos_captions_and_paths_but_not_the_place(folder, tmp_path):
+    expected = open_folder(folder).fingerprint()
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert open_folder(other).fingerprint() == expected
+    files = sorted(folder.glob("[!.]*.mp4"))
+    assert open_folder(folder, videos=files).fingerprint() == expected
+    changed = [
+        open_folder(folder, videos=files[::-1]),
+        open_folder(folder, videos=files[:1]),
+        open_folder(folder, trajectories=["pan_right", folder / "arc.json"]),
+        open_folder(folder, trajectories=["pan_left:0.9", folder / "arc.json"]),
+        open_folder(folder, prompt="another"),
+    ]
+    write(other / "arc.json", preset_path("arc_left", 5).tolist())
+    changed.append(open_folder(other))
+    texts = {expected, *(dataset.fingerprint() for dataset in changed)}
+    assert len(texts) == 1 + len(changed)
+    (folder / "dog.mp4").write_bytes((folder / "dog.mp4").read_bytes() + b"0")
+    assert open_folder(folder).fingerprint() not in texts
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"trajectories": []}, "trajectories are []"),
+        ({"trajectories": ["pan_left", " pan_left"]}, "none twice"),
+        ({"trajectories": ["spin"]}, "names 'spin'"),
+        ({"videos": []}, "videos are []"),
+        ({"videos": ["a.mp4", "a.mp4"]}, "none twice"),
+        ({"height": 0}, "height is 0"),
+        ({"num_frames": 0}, "is 0, must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(folder, changes, reason):
+    assert reason in refusal(lambda: open_folder(folder, **changes))
+
+
+def test_a_folder_without_videos_is_refused(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        assert f"{folder} is no folder with videos" in refusal(lambda folder=folder: find_videos(folder))
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_an_index_outside_is_refused(folder, index):
+    with pytest.raises(IndexError, match=rf"index is {index}, must be within 0\.\.3"):
+        open_folder(folder).condition(index)
+
+
+def test_a_path_is_warned_of_once_per_dataset_and_not_per_item(folder):
+    with pytest.warns(UserWarning, match="outside the training range"):
+        dataset = open_folder(folder, trajectories=["pan_left:3"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset.condition(0)

@@ -1,0 +1,350 @@
+"""Check a folder in MultiCamVideo layout: what it holds, and everything in it that training would stumble over.
+
+python tools/check_dataset.py data/MultiCamVideo --workers 16 --json report.json
+python tools/check_dataset.py data/MultiCamVideo --split val --frames 81 --size 1280x1280 --decode
+
+Exit code 0: clean, 1: problems found, 2: wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import os
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import av
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes, read_cameras
+from flow_grpo.data.video_io import read_video, video_size
+from flow_grpo.maths.poses import rotation_angle_deg
+
+# Above any camera of the set: 4.87 m and 75 degrees over 80 frames, and a good deal faster on its speed curve.
+MAX_STEP = (1.0, 30.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is asked of every scene.
+
+    Attributes:
+        root: dataset folder.
+        decode: decode every frame instead of believing the headers.
+        frames: video frames needed, or None for as many as the scene's videos have.
+        size: rows and columns needed, or None for what most videos of the scene have.
+        max_step: metres and degrees a camera may move from one frame to the next.
+    """
+
+    root: Path
+    decode: bool = False
+    frames: int | None = None
+    size: tuple[int, int] | None = None
+    max_step: tuple[float, float] = MAX_STEP
+
+
+@dataclasses.dataclass
+class SceneReport:
+    """What one scene holds; plain values only, so that it travels between processes and into JSON.
+
+    Attributes:
+        name: folder relative to the root.
+        cameras: how many camera videos there are.
+        clips: frames, rows, columns and frames per second of every readable video.
+        captions: how many videos have one; None without a caption file.
+        motions: of every camera path length (m), largest angle to its start (deg), largest step (m) and (deg).
+        problems: (file or folder relative to the root, what is wrong).
+    """
+
+    name: str
+    cameras: int = 0
+    clips: list[tuple[int, int, int, float]] = dataclasses.field(default_factory=list)
+    captions: int | None = None
+    motions: list[tuple[float, float, float, float]] = dataclasses.field(default_factory=list)
+    problems: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Split and lens folder, "" where there is none."""
+        parts = self.name.split("/")
+        return parts[0], next((part for part in parts if LENS_FOLDER.fullmatch(part)), "")
+
+
+def scene_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders below that hold videos or cameras, and those that hold no folder at all."""
+    if any((folder / part).is_dir() for part in ("videos", "cameras")):
+        yield folder
+        return
+    children = sorted(child for child in folder.iterdir() if child.is_dir() and child.name[0] != ".")
+    if not children:
+        yield folder
+    for child in children:
+        yield from scene_folders(child)
+
+
+def check_scene(settings: Settings, folder: Path) -> SceneReport:
+    """Look at everything in one scene folder; whatever is wrong goes into the report, nothing is raised for it."""
+    name = folder.relative_to(settings.root).as_posix()
+    report = SceneReport(name)
+    try:
+        find_scenes(settings.root, name)  # a split of this one scene
+    except (ValueError, OSError) as error:
+        text = str(error) if (folder / "videos").is_dir() else f"no videos here, only {sorted(os.listdir(folder))}"
+        if f"has no {CAMERAS_JSON.as_posix()}" not in text:  # is found below, whatever else is wrong
+            report.problems.append((name, text))
+    videos = sorted(folder.joinpath("videos").glob("[!.]*.mp4"))
+    report.cameras = len(videos)
+    frames = _check_videos(settings, videos, report)
+    if (folder / "videos").is_dir() or (folder / "cameras").is_dir():
+        _check_cameras(settings, folder, [video.stem for video in videos], frames, report)
+    _check_captions(folder, videos, report)
+    if (folder / PRESETS_JSON).is_file():
+        _read_object(folder / PRESETS_JSON, report)
+    # Messages of the library name whole paths; the report names them relative to the root.
+    report.problems = [(file, text.replace(f"{settings.root}{os.sep}", "")) for file, text in report.problems]
+    return report
+
+
+def _check_videos(settings: Settings, videos: Sequence[Path], report: SceneReport) -> int | None:
+    """Return how many frames the videos of the scene have or must have, None when none can be read."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for video in videos:
+        name = f"{report.name}/videos/{video.name}"
+        try:
+            size, rate = video_size(video), _rate(video)
+            if settings.decode:  # all frames are, but only the last one is kept
+                read_video(video, 1, start=max(size[0], settings.frames or 0, 1) - 1)
+        except (ValueError, OSError) as error:
+            report.problems.append((name, str(error)))
+            continue
+        found[name] = size
+        report.clips.append((*size, rate))
+    common = Counter(found.values()).most_common(1)
+    if not common:
+        return settings.frames
+    frames, *rows_columns = common[0][0]
+    needed = settings.size or tuple(rows_columns)
+    for name, (count, *own) in found.items():
+        if tuple(own) != needed:
+            report.problems.append((name, f"{own[0]}x{own[1]} pixels, must be {needed[0]}x{needed[1]}"))
+        if count < (settings.frames or 0) or (settings.frames is None and count != frames):
+            report.problems.append((name, f"{count} frames, must be {settings.frames or frames}"))
+    return settings.frames or frames
+
+
+def _rate(video: Path) -> float:
+    """Return the frames per second that a file's header names, 0 when it names none."""
+    try:
+        with av.open(str(video)) as container:
+            return float(container.streams.video[0].average_rate or 0)
+    except av.FFmpegError as error:
+        raise ValueError(f"video {video} is damaged or no video ({error})") from error
+
+
+def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: int | None, report: SceneReport) -> None:
+    file = folder / CAMERAS_JSON
+    name = f"{report.name}/{CAMERAS_JSON.as_posix()}"
+    content = _read_object(file, report)
+    if content is None:
+        return
+    frames = frames or sum(1 for key in content if re.fullmatch(r"frame\d+", key))
+    spare = {camera for entry in content.values() if isinstance(entry, dict) for camera in entry} - set(names)
+    if spare:
+        report.problems.append((name, f"poses of {', '.join(sorted(spare))}, which have no video"))
+    if settings.frames is None and f"frame{frames}" in content:
+        report.problems.append((name, f"poses beyond frame{frames - 1}, the last of the videos"))
+    texts: dict[str, str] = {}
+    for camera in names:
+        try:
+            motion = _motion(read_cameras(file, [camera], max(frames, 1))[0])
+        except ValueError as error:
+            texts.setdefault(str(error).replace(f" for {camera};", ";"), camera)  # a frame missing for all: once
+            continue
+        report.motions.append(motion)
+        if motion[2] > settings.max_step[0] or motion[3] > settings.max_step[1]:
+            step, limit = "{:.3g} m and {:.3g} degrees".format(*motion[2:]), "{:g} m, {:g}".format(*settings.max_step)
+            texts[f"{camera} moves {step} between two frames, at most {limit} degrees are plausible"] = camera
+    report.problems.extend((name, text) for text in texts)
+
+
+def _motion(poses: Tensor) -> tuple[float, float, float, float]:
+    """Return path length (m), largest angle to the first frame, largest step (m) and (degrees) of (T, 4, 4) poses."""
+    before = torch.cat([poses[:1], poses[:-1]])
+    steps = torch.linalg.vector_norm(poses[:, :3, 3] - before[:, :3, 3], dim=-1)
+    angles = rotation_angle_deg(poses, poses[:1])
+    parts = (steps.sum(), angles.max(), steps.max(), rotation_angle_deg(poses, before).max())
+    length, largest, step, turn = (round(part.item(), 6) for part in parts)
+    return length, largest, step, turn
+
+
+def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -> None:
+    file = next((folder / part for part in CAPTION_FILES if (folder / part).is_file()), None)
+    if file is None:
+        return
+    name = f"{report.name}/{file.relative_to(folder).as_posix()}"
+    rows: list[dict[str, Any]] = []
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            rows = list(csv.DictReader(lines))
+    except (OSError, ValueError, csv.Error) as error:
+        report.problems.append((name, f"cannot be read ({error})"))
+    report.captions = 0
+    for video in videos:
+        texts = [row.get("text") for row in rows if Path(row.get("file_name") or "").name == video.name]
+        if len(texts) == 1 and texts[0]:
+            report.captions += 1
+        else:
+            report.problems.append((name, f"{len(texts)} rows for {video.name}, must be one, with text"))
+
+
+def _read_object(file: Path, report: SceneReport) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        content = error
+    if isinstance(content, dict):
+        return content
+    text = f"cannot be read as a JSON object ({str(content)[:80]})"
+    report.problems.append((f"{report.name}/cameras/{file.name}", text))
+    return None
+
+
+def summarise(settings: Settings, scenes: Sequence[SceneReport]) -> dict[str, Any]:
+    """Return the report as plain JSON values; the same for every number of workers."""
+    problems = [problem for scene in scenes for problem in scene.problems]
+    lenses, splits = [], []
+    for split, lens in sorted({scene.place for scene in scenes}):
+        own = [scene for scene in scenes if scene.place == (split, lens)]
+        clips = [clip for scene in own for clip in scene.clips]
+        lenses.append(
+            {
+                "split": split,
+                "lens": lens,
+                "scenes": len(own),
+                "cameras": _counts(scene.cameras for scene in own),
+                "clips": len(clips),
+                "frames": _counts(clip[0] for clip in clips),
+                "sizes": _counts(f"{clip[1]}x{clip[2]}" for clip in clips),
+                "seconds": _range([clip[0] / clip[3] for clip in clips if clip[3]]),
+                "captioned": sum(scene.captions or 0 for scene in own),
+            }
+        )
+    for split in sorted({scene.place[0] for scene in scenes}):
+        own = [scene for scene in scenes if scene.place[0] == split]
+        bare = [scene.name for scene in own if scene.captions is None and scene.cameras]
+        if any(scene.captions is not None for scene in own):
+            problems += [(name, f"no caption file, other scenes of {split} have one") for name in bare]
+        names = ("path_m", "rotation_deg", "step_m", "step_deg")
+        motions = list(zip(*(motion for scene in own for motion in scene.motions), strict=True)) or [()] * 4
+        splits.append({"split": split} | {n: _range(values) for n, values in zip(names, motions, strict=True)})
+    listed = [{"file": file, "problem": text} for file, text in problems]
+    head = {"root": str(settings.root), "decoded": settings.decode}
+    return head | {"lenses": lenses, "motion": splits, "problems": listed}
+
+
+def _counts(values: Iterator[Any] | Any) -> dict[str, int]:
+    return {str(value): count for value, count in sorted(Counter(values).items(), key=lambda pair: str(pair[0]))}
+
+
+def _range(values: Sequence[float]) -> dict[str, float] | None:
+    parts = (("min", min), ("median", statistics.median), ("max", max))
+    return {name: round(part(values), 6) for name, part in parts} if values else None
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report for people."""
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    table = Table("split", "lens", "scenes", "cameras", "clips", "frames", "rows x columns", "seconds", "captions")
+    for row in report["lenses"]:
+        counts = [", ".join(f"{key} ({n})" for key, n in row[name].items()) for name in ("cameras", "frames", "sizes")]
+        names = (row["split"], row["lens"] or "none", str(row["scenes"]))
+        captions = f"{row['captioned']} of {row['clips']}"
+        table.add_row(*names, counts[0], str(row["clips"]), *counts[1:], _text(row["seconds"]), captions)
+    console.print(table)
+    table = Table("split", "path (m)", "rotation (deg)", "step (m)", "step (deg)", title="min / median / max")
+    for row in report["motion"]:
+        table.add_row(row["split"], *(_text(row[name]) for name in ("path_m", "rotation_deg", "step_m", "step_deg")))
+    console.print(table)
+    for problem in report["problems"]:
+        print(f"{problem['file']}: {problem['problem']}")
+    print(f"{len(report['problems'])} problems" if report["problems"] else "no problems")
+
+
+def _text(values: dict[str, float] | None) -> str:
+    return " / ".join(f"{value:.3g}" for value in values.values()) if values else "-"
+
+
+def check(settings: Settings, folders: Sequence[Path], workers: int) -> list[SceneReport]:
+    """Return the reports of scene folders in their order, with a bar on standard error when that is a terminal."""
+    bars = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
+    run = pool.map if pool else map  # spawned: a fork of torch's threads may hang
+    with bars, pool or nullcontext():
+        return list(bars.track(run(partial(check_scene, settings), folders), len(folders), description="scenes"))
+
+
+def _size(text: str) -> tuple[int, int]:
+    rows, _, columns = text.partition("x")
+    return int(rows), int(columns)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="dataset folder, above the splits")
+    parser.add_argument("--split", action="append", help="folder below the root, may be repeated; by default all")
+    parser.add_argument("--decode", action="store_true", help="decode every frame: finds what headers hide, slow")
+    parser.add_argument("--frames", type=int, help="frames that every video and camera must have at least")
+    parser.add_argument("--size", type=_size, help="pixels of every video, as ROWSxCOLUMNS")
+    parser.add_argument("--max-step", type=float, nargs=2, default=MAX_STEP, metavar=("METRES", "DEGREES"))
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there instead of printing tables")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check a data set; return the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not args.root.is_dir() or (args.json and not args.json.parent.is_dir()):
+        parser.error(f"the dataset folder {args.root} or the folder of --json {args.json} does not exist")
+    if args.workers < 1 or (args.frames is not None and args.frames < 1):
+        parser.error(f"--workers is {args.workers} and --frames {args.frames}, must be at least 1")
+    splits = args.split or sorted(p.name for p in args.root.iterdir() if p.is_dir() and p.name[0] != ".")
+    missing = [split for split in splits if not (args.root / split).is_dir()]
+    if missing or not splits:
+        parser.error(f"dataset {args.root} has no split {' or '.join(missing)}; name folders below the root")
+    settings = Settings(args.root, args.decode, args.frames, args.size, tuple(args.max_step))
+    folders = [folder for split in splits for folder in scene_folders(args.root / split)]
+    try:
+        report = summarise(settings, check(settings, folders, args.workers))
+    except BrokenProcessPool:
+        parser.error("a worker died, of a broken file or for want of memory; run with --workers 1 to see where")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"{len(report['problems'])} problems, report in {args.json}")
+    else:
+        show(report)
+    return int(bool(report["problems"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
