@@ -65,7 +65,7 @@ def load_networks(path: str | Path, dtype: torch.dtype) -> Networks:
         raise ValueError(
             f"model.path {str(folder)!r} {what}, expected transformer, vae, text_encoder and tokenizer in diffusers "
             "layout; on a connected machine download Wan-AI/Wan2.1-T2V-1.3B-Diffusers and KwaiVGI/ReCamMaster-Wan2.1 "
-            "from the Hugging Face hub, convert the transformer to diffusers layout and set --config.model.path"
+            "from the Hugging Face hub, run tools/convert_recammaster.py on them and set --config.model.path"
         )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # drawn by every rank over the console
     return Networks(
