@@ -102,7 +102,7 @@ def test_to_dict_equals_its_copy_read_from_a_file() -> None:
         (GRPO, ["must be FILE:RECIPE", "config/grpo.py:tiny_recam"]),
         (f"{GRPO}:", ["must be FILE:RECIPE"]),
         (f"{GRPO}:tiny_recm", ["no recipe 'tiny_recm'", "did you mean tiny_recam?", "my_recam_8npu"]),
-        (f"{GRPO}:get_config", ["no recipe 'get_config'", "known are my_recam_8npu"]),
+        (f"{GRPO}:get_config", ["no recipe 'get_config'", "known are my_recam_1gpu"]),
         ("config/nowhere.py:tiny_recam", ["no Python file config/nowhere.py", "full path"]),
         ("config:tiny_recam", ["no Python file config"]),
     ],
