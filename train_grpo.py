@@ -139,10 +139,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     run_folder = Path(config.output_root) / run_name(config, recipe, ranks)
     with alike(ranks):
         policy = RecamPolicy.from_config(config.model, config.sample, device, keep_reference=config.train.kl_coef > 0)
-        train, held_out = (dataset(config, split) for split in (config.data.train_split, config.data.eval_split))
-        for data in (train, held_out):  # unfit videos and sizes show here already
-            for index in {data.structure(index): index for index in range(len(data))}.values():
-                policy.latent_shape([data.condition(index)])
+        train, held_out = splits(config, policy)
         rewards = build_reward_set(config.reward.weights, data_root=config.data.root)
         evaluator = build_evaluator(config, policy, held_out, ranks)
     identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
@@ -184,6 +181,15 @@ def run_name(config: Config, recipe: str, ranks: Ranks) -> str:
     if config.resume == "auto" and not config.run_name:
         raise ValueError("resume='auto' needs the name of the run to go on with: pass --config.run_name=NAME")
     return config.run_name or ranks.broadcast_text(f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def splits(config: Config, policy: RecamPolicy) -> tuple[MultiCamDataset, MultiCamDataset]:
+    """Return the data to train on and the held-out data; ValueError for a size that the model cannot take."""
+    train, held_out = (dataset(config, split) for split in (config.data.train_split, config.data.eval_split))
+    for data in (train, held_out):
+        for index in {data.structure(index): index for index in range(len(data))}.values():
+            policy.latent_shape([data.condition(index)])
+    return train, held_out
 
 
 def dataset(config: Config, split: str) -> MultiCamDataset:

@@ -14,8 +14,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
@@ -101,22 +102,22 @@ def make_plan(config: Config, devices: int, rate: float) -> dict[str, float]:
         "trained_parameters": update.trained,
         **seconds,
         "epoch_s": sum(seconds.values()),
-        **_memory(config, update, rollout, latents),
+        **_memory(config, update, rollout, latents, transformer["text_dim"]),
         "gradient_bytes": 4.0 * update.trained,
     }
 
 
-def latent_shape(config: Config, codec: dict[str, object]) -> tuple[int, int, int, int]:
+def latent_shape(config: Config, codec: dict[str, Any]) -> tuple[int, int, int, int]:
     """Return (C, F, H, W) of the largest video size."""
     data = config.data
     sizes = [parse_bucket(text) for text in data.buckets] or [(data.num_frames, data.height, data.width)]
     frames, height, width = max(sizes, key=lambda size: size[0] * size[1] * size[2])
-    temporal, spatial = int(codec["scale_factor_temporal"]), int(codec["scale_factor_spatial"])  # type: ignore[call-overload]
-    return int(codec["z_dim"]), (frames - 1) // temporal + 1, height // spatial, width // spatial  # type: ignore[call-overload]
+    temporal, spatial = codec["scale_factor_temporal"], codec["scale_factor_spatial"]
+    return codec["z_dim"], (frames - 1) // temporal + 1, height // spatial, width // spatial
 
 
 def _memory(
-    config: Config, update: Footprint, rollout: Footprint, latents: tuple[int, int, int, int]
+    config: Config, update: Footprint, rollout: Footprint, latents: tuple[int, int, int, int], text_dim: int
 ) -> dict[str, float]:
     """Return GiB by what holds them; kept at the peaks of update and rollout."""
     sample, model, train = config.sample, config.model, config.train
@@ -126,7 +127,7 @@ def _memory(
     states = (4 + 8 + (4 if train.ema_decay else 0)) * update.trained  # gradient, two moments, average
     elements = latents[0] * latents[1] * latents[2] * latents[3]
     steps = sample.sde_window or len(sample.sde_steps)
-    prompt = model.max_prompt_tokens * int(_model_config(config, "transformer", WAN_1_3B)["text_dim"])  # type: ignore[call-overload]
+    prompt = model.max_prompt_tokens * text_dim
     trajectories = sample.expanded_batch_size * 4 * (elements * (steps + 2) + prompt)
     # A call without gradients holds about what one block keeps, since nothing outlives its block.
     call = rollout.block_bytes or rollout.kept_bytes // 10
@@ -146,9 +147,9 @@ def _stored_bytes(config: Config, part: str) -> int:
     return sum(file.stat().st_size for file in files) or FROZEN_BYTES[part]
 
 
-def _model_config(config: Config, part: str, default: object) -> dict[str, object]:
+def _model_config(config: Config, part: str, default: Mapping[str, Any]) -> dict[str, Any]:
     file = Path(config.model.path, part, "config.json")
-    found: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else dict(default)  # type: ignore[call-overload]
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else dict(default)
     return found
 
 
