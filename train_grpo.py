@@ -40,6 +40,7 @@ from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.parallel import parallelize
 from flow_grpo.runtime.tracker import Tracker
 
 
@@ -138,13 +139,15 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     run_folder = Path(config.output_root) / run_name(config, recipe, ranks)
     with alike(ranks):
-        policy = RecamPolicy.from_config(config.model, config.sample, device, keep_reference=config.train.kl_coef > 0)
+        policy = RecamPolicy.from_config(config.model, config.sample, device)
         train, held_out = splits(config, policy)
         rewards = build_reward_set(config.reward.weights, data_root=config.data.root)
         evaluator = build_evaluator(config, policy, held_out, ranks)
     identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
     ranks.all_equal(str(identity), "model and data")
-    policy.module = distributed.accelerator(device, ranks).prepare_model(policy.module)
+    policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
+    if config.train.kl_coef > 0:
+        policy.keep_reference(offload=config.model.offload)
     sampler = build_sampler(config, train, ranks)
     state = RunState(
         module=policy.module,
@@ -266,7 +269,7 @@ def build_collector(
         sde=sde_settings(config),
         seed=config.seed,
         debug=config.debug,
-        offload=config.dynamic_sampling.enabled,
+        offload=config.sample.offload or config.dynamic_sampling.enabled,
     )
     stream = ConditionStream(loader, sampler)
     return Collector(policy, stream, rewards, settings, is_main=is_main, on_batch=progress.rollout)

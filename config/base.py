@@ -68,6 +68,12 @@ def _model() -> ConfigDict:
     model.lora_full_modules = ("cam_encoder",)  # last names of modules trained in full beside the adapters
     model.gradient_checkpointing = True  # recompute activations in the backward pass: memory for time
     model.max_prompt_tokens = 512  # tokens; longer prompts are cut
+    model.encodings = ""  # folder where encoded prompts and source videos are kept over runs; "" memory only
+    model.vae_tiling = False  # encode and decode in overlapping tiles: less memory, slightly other pictures
+    model.vae_slicing = True  # encode and decode one video at a time: less memory
+    model.offload = False  # keep codec, text encoder and reference weights in CPU memory while they are not in use
+    model.attention_backend = "native"  # native | flash | ... of diffusers, alike in rollout and update
+    model.compile = False  # torch.compile of the repeated blocks, where the device can
     return model
 
 
@@ -89,6 +95,7 @@ def _sample() -> ConfigDict:
     sample.guidance_scale = 1.0  # text guidance, in rollout and update alike; 1 makes no second call
     sample.negative_prompt = ""  # what guidance leads away from
     sample.layout = "spread"  # spread (copies on different ranks) | shuffled | contiguous (a group on one rank)
+    sample.offload = False  # keep remembered steps in CPU memory until the update; dynamic sampling always does
     sample.same_initial_noise = False  # copies of a group share their first noise and differ by step noise only
     return sample
 
@@ -120,6 +127,7 @@ def _train() -> ConfigDict:
     """How the policy is moved."""
     train = ConfigDict()
     train.batch_size = 2  # samples per rank and micro-batch of the update; gradients are accumulated over them
+    train.sharding = "ddp"  # ddp (weights whole on every rank) | fsdp2 (weights, gradients and moments in shards)
     train.updates_per_epoch = 1  # optimizer steps per epoch
     train.learning_rate = 1e-4  # of AdamW, constant
     train.adam_beta1 = 0.9  # AdamW

@@ -54,6 +54,12 @@ class ModelConfig:
     lora_full_modules: tuple[str, ...]  # modules trained in full beside the LoRA
     gradient_checkpointing: bool
     max_prompt_tokens: int
+    encodings: str  # "" or the folder where encodings are kept
+    vae_tiling: bool
+    vae_slicing: bool
+    offload: bool  # frozen parts to CPU memory while they are not in use
+    attention_backend: str  # "native" | another of diffusers' names
+    compile: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +80,7 @@ class SampleConfig:
     guidance_scale: float
     negative_prompt: str
     layout: str  # "spread" | "shuffled" | "contiguous"
+    offload: bool  # remembered steps to CPU memory until the update
     same_initial_noise: bool  # the copies of a group share their first noise
 
     @property
@@ -109,6 +116,7 @@ class TrainConfig:
     """How the policy is moved."""
 
     batch_size: int  # samples per rank and micro-batch of the update
+    sharding: str  # "ddp" | "fsdp2"
     updates_per_epoch: int  # optimizer steps per epoch
     learning_rate: float
     adam_beta1: float

@@ -77,6 +77,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "reward.adv_norm": ("group", "batch", "batch_centered", "max_group", "none"),
     "dynamic_sampling.policy": ("fallback_original", "fill_flat", "pad", "rebalance", "raise"),
     "dynamic_sampling.metric": ("", *REWARDS),
+    "train.sharding": ("ddp", "fsdp2"),
     "train.step_weight": ("none", "inverse_gain"),
     "train.old_log_prob": ("auto", "rollout", "recompute", "detach"),
     "eval.gold": ("", "room_pose"),
@@ -108,6 +109,7 @@ def check(config: Config) -> None:
     _check_rewards(config)
     _check_dynamic_sampling(config)
     _check_update(config)
+    _check_sharding(config)
 
 
 def check_world(config: Config, world_size: int) -> None:
@@ -322,3 +324,16 @@ def _check_update(config: Config) -> None:
     if config.eval.videos > config.eval.num_conditions:
         bound = f"must be at most eval.num_conditions={config.eval.num_conditions}"
         raise _refusal("eval.videos", config.eval.videos, bound, "pass fewer videos or more conditions")
+
+
+def _check_sharding(config: Config) -> None:
+    """Under shards a call of the network is an exchange, so every rank must call it equally often."""
+    if config.train.sharding != "fsdp2":
+        return
+    if len(config.data.buckets) > 1:
+        bound = "allows one video size while train.sharding is 'fsdp2': ranks may hold different numbers of each"
+        raise _refusal("data.buckets", config.data.buckets, bound, "pass one size or --config.train.sharding=ddp")
+    dynamic = config.dynamic_sampling
+    if dynamic.enabled and dynamic.policy == "rebalance":
+        bound = "leaves ranks with different numbers of samples, must be another while train.sharding is 'fsdp2'"
+        raise _refusal("dynamic_sampling.policy", dynamic.policy, bound, "pass --config.dynamic_sampling.policy=pad")

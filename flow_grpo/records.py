@@ -36,6 +36,7 @@ class Condition:
         intrinsics: (4,) fp32 fx, fy, cx, cy in pixels of the (resized, cropped) video, or None.
         target_video: (3, T, h, w) fp32 in [0, 1], the synchronised ground truth, or None.
         preset: name of the camera motion when known.
+        source_id: names the content of the source video's file, or "" for none: what is encoded of it is kept by this.
     """
 
     index: int
@@ -52,6 +53,7 @@ class Condition:
     intrinsics: Tensor | None = None
     target_video: Tensor | None = None
     preset: str | None = None
+    source_id: str = ""
 
     @property
     def size(self) -> tuple[int, int, int]:

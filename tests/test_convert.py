@@ -322,7 +322,7 @@ def test_the_converted_folder_is_the_model_it_was_made_from(tmp_path, wan, link,
     model = tiny_transformer(seed=5)
     state = {f"dit.{name}": value for name, value in of_model(model).items()}
     assert run(tmp_path, state, wan, *(["--link"] if link else [])) == 0
-    networks = load_networks(tmp_path / "out", torch.float32)
+    networks = load_networks(tmp_path / "out", torch.float32, torch.device("cpu"))
     assert torch.equal(networks.transformer(*inputs())[0], model(*inputs())[0])
     assert networks.transformer.config["camera_dim"] == 12
     assert all((tmp_path / "out" / part).is_symlink() == link for part in tool.PARTS)

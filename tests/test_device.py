@@ -155,7 +155,7 @@ def test_cpu_answers_every_question() -> None:
     assert door.process_group_backend(CPU) == "gloo"
     assert door.accelerator_kwargs(CPU) == {"cpu": True}
     assert door.supports_bf16(CPU)
-    assert door.attention_backends(CPU) == ("native",)
+    assert door.attention_backends(CPU) == ("native", "_native_math")
     memory = door.memory(CPU)
     assert 0 < memory["allocated"] <= memory["peak"] < memory["total"]
 

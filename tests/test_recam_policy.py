@@ -10,12 +10,12 @@ import torch
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from flow_grpo.config import SampleConfig
-from flow_grpo.models import recam_policy
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.codec import Codec
 from flow_grpo.models.recam_policy import RecamPolicy, load_networks
 from flow_grpo.records import Condition
 from tests.test_adapters import LORA
-from tests.tiny_models import make_tiny_folder, tiny_networks, tiny_vae
+from tests.tiny_models import make_tiny_folder, tiny_networks, tiny_text_encoder, tiny_tokenizer, tiny_vae
 
 CPU = torch.device("cpu")
 SAMPLE = SampleConfig(
@@ -33,6 +33,7 @@ SAMPLE = SampleConfig(
     guidance_scale=1.0,
     negative_prompt="",
     layout="spread",
+    offload=False,
     same_initial_noise=False,
 )
 
@@ -83,22 +84,21 @@ def noisy(made: RecamPolicy, conditions) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_each_distinct_condition_and_prompt_is_encoded_once_even_over_batches():
     made = policy()
-    made.vae.encode, made.text_encoder.forward = Counter(made.vae.encode), Counter(made.text_encoder.forward)
+    made.codec.encode, made.texts.embed = Counter(made.codec.encode), Counter(made.texts.embed)
     first = made.encode([condition(0), condition(0, slot=1), condition(1, prompt="pan left")])
     made.encode([condition(1, slot=1, prompt="pan left"), condition(2)])
-    assert len(made.vae.encode.calls) == 3
-    assert len(made.text_encoder.forward.calls) == 2
+    assert len(made.codec.encode.calls) == 3
+    assert len(made.texts.embed.calls) == 2
     assert torch.equal(first.source_latents[0], first.source_latents[1])
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(recam_policy, "_KEPT", 2)
+def test_nothing_is_loaded_before_it_is_used():
     made = policy()
-    made.vae.encode = Counter(made.vae.encode)
-    first = made.encode([condition(index) for index in (0, 1, 2)])
-    again = made.encode([condition(index) for index in (0, 1, 2)])
-    assert len(made.vae.encode.calls) == 6
-    assert torch.equal(first.source_latents, again.source_latents)
+    assert made.codec.loaded == () and not made.texts.loaded
+    encoded = made.encode([condition(0)])
+    assert made.codec.loaded == ("encoder",) and made.texts.loaded
+    made.decode(encoded.source_latents)
+    assert made.codec.loaded == ("encoder", "decoder")
 
 
 def test_one_index_of_two_splits_is_two_conditions():
@@ -144,7 +144,7 @@ def test_cameras_are_the_poses_at_every_latent_frame():
 
 def test_prompts_are_embedded_as_wans_pipeline_embeds_them():
     made = policy(guidance_scale=2.0, negative_prompt="slowly")
-    pipeline = WanPipeline(made.tokenizer, made.text_encoder, made.vae, scheduler=None)
+    pipeline = WanPipeline(tiny_tokenizer(), tiny_text_encoder(), tiny_vae(), scheduler=None)
     encoded = made.encode([condition(prompt="  a  room pan ")])
     with torch.no_grad():
         expected = pipeline._get_t5_prompt_embeds(["a room pan", "slowly"], max_sequence_length=6, device=CPU)
@@ -236,7 +236,8 @@ def test_the_wrapper_is_called_for_gradients_only():
 
 @pytest.mark.parametrize("mode", ["lora", "camera", "attention", "full"])
 def test_reference_is_the_start_policy_before_and_after_an_update(mode):
-    made = policy(mode=mode, keep_reference=True)
+    made = policy(mode=mode)
+    made.keep_reference()
     encoded, arguments = made.encode([condition(0)]), noisy(made, [condition(0)])
     with torch.no_grad():
         start = made.velocity(*arguments, encoded)
@@ -252,7 +253,7 @@ def test_reference_is_the_start_policy_before_and_after_an_update(mode):
 
 
 def test_a_reference_that_was_not_kept_is_refused_and_lora_needs_none():
-    with pytest.raises(ValueError, match="keep_reference=True"), policy(mode="camera").reference():
+    with pytest.raises(ValueError, match="keep_reference"), policy(mode="camera").reference():
         pass
     with policy(mode="lora").reference():
         pass
@@ -261,8 +262,7 @@ def test_a_reference_that_was_not_kept_is_refused_and_lora_needs_none():
 def test_only_the_chosen_parameters_of_the_transformer_are_trained():
     made = policy(mode="attention")
     assert made.trained_parameters() == list(trained_parameters(made.module).values())
-    assert not any(p.requires_grad for part in (made.vae, made.text_encoder) for p in part.parameters())
-    assert not any(part.training for part in (made.module, made.vae, made.text_encoder))
+    assert not made.module.training
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ def test_without_patching_the_codec_alone_sets_the_size():
 
 
 def test_a_codec_whose_config_names_other_factors_is_refused():
-    parts = tiny_networks()
-    parts.vae.register_to_config(scale_factor_spatial=8)
+    vae = tiny_vae()
+    vae.register_to_config(scale_factor_spatial=8)
     with pytest.raises(ValueError, match=r"\(4, 8\), its layers compress by \(4, 4\)"):
-        RecamPolicy(parts, device=CPU)
+        Codec.of(vae, device=CPU)
 
 
 @pytest.fixture(scope="module")
@@ -331,12 +331,12 @@ def test_bf16_computes_close_to_fp32_and_trains_with_fp32_velocities(folder, mod
 
 def test_missing_folders_and_parts_are_named_with_the_way_to_get_them(folder, tmp_path):
     with pytest.raises(ValueError, match=r"does not exist, .* download .*--config.model.path"):
-        load_networks(tmp_path / "nothing", torch.float32)
+        load_networks(tmp_path / "nothing", torch.float32, CPU)
     shutil.copytree(folder, tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "vae")
     shutil.rmtree(tmp_path / "part" / "tokenizer")
     with pytest.raises(ValueError, match="has no vae, tokenizer folder"):
-        load_networks(tmp_path / "part", torch.float32)
+        load_networks(tmp_path / "part", torch.float32, CPU)
 
 
 def test_an_unknown_dtype_is_refused_before_anything_is_loaded():

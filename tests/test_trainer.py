@@ -46,7 +46,7 @@ def a_config(**changes) -> Config:
 @pytest.fixture
 def a_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
-    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder: folder.mkdir())
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: folder.mkdir())
 
     def make(ranks=None, **changes) -> Trainer:
         config, policy, ranks = a_config(**changes), ToyPolicy(), ranks or Ranks()
@@ -160,7 +160,7 @@ def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
             return {}
 
     trainer.state.ema = Average()
-    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder: inside.append("save"))
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: inside.append("save"))
     run(trainer)
     assert inside == ["in", "out", "in", "save", "out"]
 

@@ -11,11 +11,14 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from flow_grpo.models.codec import Codec
 from flow_grpo.models.recam_policy import Networks
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.texts import TextEncoder
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "room", "with", "the", "camera", "pan", "left", "right", "zoom", "slowly"]
 CHANNELS = 4
+CPU = torch.device("cpu")
 
 
 def tiny_transformer(
@@ -82,22 +85,21 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)) -> Networks:
-    """Return the four parts, not saved anywhere."""
+    """Return the parts, not saved anywhere."""
     return Networks(
         transformer=tiny_transformer(seed, patch_size=patch_size),
-        vae=tiny_vae(seed),
-        text_encoder=tiny_text_encoder(seed),
-        tokenizer=tiny_tokenizer(),
+        codec=Codec.of(tiny_vae(seed), device=CPU),
+        texts=TextEncoder(lambda: (tiny_text_encoder(seed), tiny_tokenizer()), "", device=CPU),
     )
 
 
 def make_tiny_folder(path: str | Path, seed: int = 0) -> str:
     """Write a complete folder in diffusers layout and return its path."""
-    folder, parts = Path(path), tiny_networks(seed)
-    parts.transformer.save_pretrained(str(folder / "transformer"))
-    parts.vae.save_pretrained(str(folder / "vae"))
-    parts.text_encoder.save_pretrained(str(folder / "text_encoder"))
-    parts.tokenizer.save_pretrained(str(folder / "tokenizer"))
+    folder = Path(path)
+    tiny_transformer(seed).save_pretrained(str(folder / "transformer"))
+    tiny_vae(seed).save_pretrained(str(folder / "vae"))
+    tiny_text_encoder(seed).save_pretrained(str(folder / "text_encoder"))
+    tiny_tokenizer().save_pretrained(str(folder / "tokenizer"))
     FlowMatchEulerDiscreteScheduler(shift=5.0).save_pretrained(str(folder / "scheduler"))
     index = {
         "_class_name": "WanPipeline",

@@ -180,6 +180,7 @@ def train_config(**changes: Any) -> TrainConfig:
     """Return settings that suit the toy."""
     values: dict[str, Any] = {
         "batch_size": 4,
+        "sharding": "ddp",
         "updates_per_epoch": 1,
         "learning_rate": 1e-2,
         "adam_beta1": 0.9,
@@ -230,6 +231,7 @@ def sample_config(**changes: Any) -> SampleConfig:
         "guidance_scale": 1.0,
         "negative_prompt": "",
         "layout": "spread",
+        "offload": False,
         "same_initial_noise": False,
     }
     return SampleConfig(**(values | changes))

@@ -1,7 +1,6 @@
 """Check a folder in MultiCamVideo layout: what it holds, and everything in it that training would stumble over.
 
-python tools/check_dataset.py data/MultiCamVideo --workers 16 --json report.json
-python tools/check_dataset.py data/MultiCamVideo --split val --frames 81 --size 1280x1280 --decode
+    python tools/check_dataset.py data/MultiCamVideo --split val --frames 81 --size 1280x1280 --decode --json out.json
 
 Exit code 0: clean, 1: problems found, 2: wrong use.
 """
@@ -35,7 +34,8 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes, read_cameras
+from flow_grpo.data.camera_files import read_cameras
+from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.poses import rotation_angle_deg
 

@@ -37,19 +37,19 @@ from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
+from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.models.adapters import (
     has_lora,
     load_trained_state,
     merge_adapters,
-    save_adapter,
     trained_state,
-    unwrap,
 )
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.metric_files import MetricFiles
+from flow_grpo.runtime.parallel import parallelize, unwrap
 
 POSITIVE = ("epochs", "max_points", "batch_size", "checkpoint_every", "log_every")
 
@@ -188,7 +188,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
     identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": data.fingerprint()}
     ranks.all_equal(str(identity), "model and data")
     ranks.all_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
-    policy.module = distributed.accelerator(device, ranks).prepare_model(policy.module)
+    policy.module = parallelize(policy.module, "ddp", device, ranks)
     optimizer = train_grpo.build_optimizer(config, policy)
     return FineTuning(args, config, policy, optimizer, batches, held_out, identity, ranks, folder)
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.models.adapters import load_trained_state, trained_state
+from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.runtime import checkpoint
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.parallel import is_sharded, part_like
+from flow_grpo.runtime.sharded_state import join, map_tensors, own_part
 
 _SAMPLED = 16  # values per tensor that a fingerprint looks at
 
@@ -75,16 +77,22 @@ class RunState:
             RuntimeError: on every rank, if any failed to write.
         """
         state: dict[str, Any] = {
-            "trained": trained_state(self.module),
-            "moments": self.optimizer.state_dict()["state"],
-            "ema": None if self.ema is None else self.ema.state_dict(),
             "sampler": self.sampler.state_dict(),  # the same on every rank
             "finished": self.finished,
             "train_seconds": self.train_seconds,
             "before": self.before,
             "shortages": self.shortages,
         }
-        per_rank = {"random": device_door.rng_state(self.device)}
+        per_rank: dict[str, Any] = {"random": device_door.rng_state(self.device)}
+        learned = {
+            "trained": dict(trained_parameters(self.module)),
+            "moments": self.optimizer.state_dict()["state"],
+            "ema": None if self.ema is None else self.ema.state_dict(),
+        }
+        if is_sharded(self.module):
+            per_rank["learned"] = own_part(learned)
+        else:
+            state["learned"] = learned
         return checkpoint.save(
             folder, self.finished, state=state, per_rank=per_rank, identity=self.identity, ranks=ranks, keep=keep
         )
@@ -97,22 +105,39 @@ class RunState:
         """
         found = checkpoint.load(path, identity=self.identity, ranks=ranks)
         state = found.state
-        if (state["ema"] is None) != (self.ema is None):
+        if "learned" in state:
+            learned = map_tensors(state["learned"], self._own)
+        else:
+            stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
+            learned = join(stems, "learned", self._own)
+        if (learned["ema"] is None) != (self.ema is None):
             raise ValueError(
-                f"{path} was saved {'without' if state['ema'] is None else 'with'} a weight average; set "
+                f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
                 "train.ema_decay as it was, or start afresh under another run_name"
             )
         self.sampler.load_state_dict(state["sampler"])
-        load_trained_state(self.module, state["trained"])
+        load_trained_state(self.module, learned["trained"])
         self.optimizer.load_state_dict(
-            {"state": state["moments"], "param_groups": self.optimizer.state_dict()["param_groups"]}
+            {"state": learned["moments"], "param_groups": self.optimizer.state_dict()["param_groups"]}
         )
         if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
+            self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
             device_door.set_rng_state(self.device, found.per_rank["random"])
         self.shortages[:] = state["shortages"]
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
+
+    def _own(self, path: str, values: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor that was saved under "trained", "moments" or "ema"."""
+        parameters = trained_parameters(self.module)
+        kind, _, name = path.partition("/")
+        if kind == "trained":
+            template = parameters.get(name)
+        else:
+            place = int(name.split("/")[0])
+            template = list(parameters.values())[place] if place < len(parameters) else None
+        # What fits nothing is refused by name where it is loaded.
+        return values if template is None or template.shape != values.shape else part_like(values, template)
 
 
 def fingerprint(module: nn.Module) -> str:

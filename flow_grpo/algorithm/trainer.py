@@ -22,7 +22,7 @@ from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater
 from flow_grpo.config import Config
 from flow_grpo.maths.advantages import CombinedAdvantages
-from flow_grpo.models.adapters import save_adapter
+from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress, print_before_after
@@ -168,9 +168,8 @@ class Trainer:
         assert self.state.before is not None, "evaluate_before() comes first"
         self.save()
         after = self.evaluate()
-        with self.ranks.together("saving the adapter"), self._weights():
-            if self.ranks.is_main:
-                save_adapter(self.updater.policy, self.run_folder / "adapter")
+        with self._weights():
+            save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         with self.ranks.together("summary"):
             self.tracker.write_summary(self.state.before, after, self.state.train_seconds)
             self.tracker.close()

@@ -8,9 +8,8 @@ the update uses.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import TrainingBatch, TrainingPart
 from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.parallel import averaging_gradients, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,8 @@ class Updater:
             micro = batch.take(positions, self._device)
             steps = micro.trajectory.steps
             for column, step in enumerate(steps):
-                with self._synchronised(last=(number, column) == (len(plan) - 1, len(steps) - 1)):
+                last = (number, column) == (len(plan) - 1, len(steps) - 1)
+                with averaging_gradients(self.policy.module, now=last):
                     terms, new = self._loss(micro, before, column)
                     weight = micro.weights.to(terms.per_sample) * (scale / len(steps))
                     (terms.per_sample * weight).sum().backward()
@@ -233,7 +234,8 @@ class Updater:
                 replayed.append((step, micro.gids))
                 self.on_replay()
         self._refuse_non_finite(replayed, stats.ratios[begun:])
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.settings.train.max_grad_norm)
+        parameters, bound = self.policy.trained_parameters(), self.settings.train.max_grad_norm
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, bound))
         if not torch.isfinite(norm):
             raise RuntimeError(
                 f"gradient norm is {norm.item()} on rank {self.ranks.rank}: weights were left as they are"
@@ -290,13 +292,6 @@ class Updater:
         before = micro.trajectory.log_probs if old.log_probs is None else old.log_probs
         gap = (new - before[:, 0]).abs().max().cpu()
         return {"policy/ratio_after_max_abs_log": float(self.ranks.all_gather(gap[None]).max())}
-
-    @contextlib.contextmanager
-    def _synchronised(self, *, last: bool) -> Iterator[None]:
-        """Exchange gradients in the last backward pass of an optimizer step only."""
-        local_only = getattr(self.policy.module, "no_sync", contextlib.nullcontext)
-        with contextlib.nullcontext() if last else local_only():
-            yield
 
 
 def _nothing() -> None:

@@ -15,28 +15,25 @@ import csv
 import dataclasses
 import hashlib
 import io
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from flow_grpo.data.buckets import Size, bucket_of_file
+from flow_grpo.data.camera_files import read_cameras, read_json_object, read_text
+from flow_grpo.data.conditions import Conditions
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.video_io import VideoCache, fitted_size
 from flow_grpo.maths.keys import key
-from flow_grpo.maths.poses import check_poses, multicam_to_opencv, relative
+from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition
 
 SENSOR_MM = 23.76  # MultiCamVideo's square sensor; its whole width is the width of the original video
 LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
 CAMERA_FILE = re.compile(r"cam(\d+)\.mp4")
-MATRIX_TEXT = re.compile(r"(\s*\[[^\[\]]*\]){4}\s*")
 CAMERAS_JSON = Path("cameras", "camera_extrinsics.json")
 PRESETS_JSON = Path("cameras", "presets.json")
 CAPTION_FILES = (Path("videos", "metadata.csv"), Path("metadata.csv"))
@@ -63,8 +60,8 @@ class Scene:
         return self.folder / "videos" / f"{camera}.mp4"
 
 
-class MultiCamDataset(Dataset[tuple[int, Condition]]):
-    """Conditions as a pure function of their index; a broken item raises and is never replaced by another one.
+class MultiCamDataset(Conditions):
+    """Conditions of a folder in MultiCamVideo layout.
 
     Every (scene, target camera) is one index. Its source camera is another camera of the scene, chosen by a hash of
     both names, so neither other scenes nor a seed can change it.
@@ -116,20 +113,8 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, draw: tuple[int, int, int, int]) -> tuple[int, Condition]:
-        """Return (step, condition) of a sampler's (step, gid, slot, index)."""
-        step, gid, slot, index = draw
-        return step, self.condition(index, gid, slot)
-
-    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
-        """Return the condition at `index`, labelled as copy `slot` of group `gid`.
-
-        Raises:
-            IndexError: no such index.
-            ValueError: a file is missing, broken or too short; one line naming it.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"dataset index is {index}, must be within 0..{len(self) - 1}")
+    def make(self, index: int, gid: int, slot: int) -> Condition:
+        """Return the condition at an index, see `condition`."""
         scene, target = self._items[index]
         source = self._source_camera(scene, target)
         frames, height, width = fitted = self.structure(index)
@@ -147,7 +132,7 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
             index=index,
             gid=gid,
             slot=slot,
-            prompt=self._caption(scene, target),
+            prompt=self.prompt_of(index),
             source_video=source_video,
             target_poses=target_poses,
             scene=scene.name,
@@ -158,7 +143,22 @@ class MultiCamDataset(Dataset[tuple[int, Condition]]):
             intrinsics=None if scene.focal_mm is None else fitted_intrinsics(scene.focal_mm, size, height, width),
             target_video=target_video,
             preset=_read_presets(scene.folder / PRESETS_JSON).get(target),
+            source_id=self.source_id(index),
         )
+
+    def source_file(self, index: int) -> Path:
+        """Return the file of a condition's source video."""
+        scene, target = self._items[index]
+        return scene.video(self._source_camera(scene, target))
+
+    def source_video(self, index: int) -> Tensor:
+        """Return (3, T, height, width) fp32 in [0, 1] of a condition's source."""
+        scene, target = self._items[index]
+        return self._video(scene, self._source_camera(scene, target), self.structure(index))[0]
+
+    def prompt_of(self, index: int) -> str:
+        """Return a condition's prompt."""
+        return self._caption(*self._items[index])
 
     def structure(self, index: int) -> Size:
         """Return the (frames, rows, columns) that a condition's videos are delivered in."""
@@ -249,62 +249,6 @@ def _scene(root: Path, folder: Path) -> Scene:
     return Scene(folder, name, tuple(sorted(numbers, key=lambda camera: numbers[camera])), focal)
 
 
-def read_cameras(file: Path, cameras: Sequence[str], num_frames: int) -> Tensor:
-    """Return absolute poses (cameras, num_frames, 4, 4): float64 OpenCV camera-to-world in metres.
-
-    Raises:
-        ValueError: unreadable file, missing frame or camera, text that is no 4x4 matrix, or a matrix that is no rigid
-            pose; one line naming file, frame and camera.
-    """
-    frames = _read_json_object(file)
-    matrices, places = [], []
-    for camera in cameras:
-        for number in range(num_frames):
-            frame = f"frame{number}"
-            if not isinstance(frames.get(frame), dict):
-                raise ValueError(
-                    f"camera file {file} has no {frame}, needs frame0..frame{num_frames - 1} for {camera}; "
-                    "complete the file or lower num_frames"
-                )
-            if camera not in frames[frame]:
-                raise ValueError(
-                    f"camera file {file} has no {camera} in {frame}, it has {sorted(frames[frame])}; "
-                    "complete the file or remove the video"
-                )
-            places.append(f"camera file {file}, {frame}, {camera}")
-            matrices.append(_parse_matrix(frames[frame][camera], places[-1]))
-    poses = multicam_to_opencv(torch.tensor(matrices, dtype=torch.float64))
-    _check_rigid(poses, places)
-    return rearrange(poses, "(camera frame) r c -> camera frame r c", camera=len(cameras))
-
-
-def _parse_matrix(text: object, place: str) -> list[list[float]]:
-    """Return the numbers of "[r r r 0] [r r r 0] [r r r 0] [x y z 1] "."""
-    refusal = f"{place}: got {str(text)[:60]!r}, must be four rows of four numbers such as '[1 0 0 0]'; export it again"
-    if not isinstance(text, str) or MATRIX_TEXT.fullmatch(text) is None:
-        raise ValueError(refusal)
-    rows = [row.split() for row in re.findall(r"\[([^\[\]]*)\]", text)]
-    if any(len(row) != 4 for row in rows):
-        raise ValueError(refusal)
-    try:
-        return [[float(entry) for entry in row] for row in rows]
-    except ValueError as error:
-        raise ValueError(refusal) from error
-
-
-def _check_rigid(poses: Tensor, places: Sequence[str]) -> None:
-    """Refuse converted poses (N, 4, 4) that are not rigid, naming the place of the first one."""
-    try:
-        check_poses(poses)
-    except ValueError:
-        for pose, place in zip(poses, places, strict=True):
-            check_poses(pose, place)
-        raise
-    # The conversion turns the proper rotations of the file into improper ones.
-    for number in (torch.linalg.det(poses[:, :3, :3]) > 0).nonzero().flatten().tolist():
-        raise ValueError(f"{places[number]}: the rotation is a mirror image (determinant -1 in the file), must be +1")
-
-
 def fitted_intrinsics(focal_mm: float, size: tuple[int, int], height: int, width: int) -> Tensor:
     """Return (4,) fp32 fx, fy, cx, cy in pixels after `fit_video` of a video of `size` (rows, columns).
 
@@ -316,22 +260,12 @@ def fitted_intrinsics(focal_mm: float, size: tuple[int, int], height: int, width
     return torch.tensor([focal * columns / size[1], focal * rows / size[0], width / 2, height / 2])
 
 
-def _read_json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_read_text(file))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"file {file} is not JSON ({error}); export it again or remove the scene") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"file {file} holds a {type(content).__name__}, must be a JSON object; export it again")
-    return content
-
-
 def _read_presets(file: Path) -> dict[str, str]:
-    return {camera: str(name) for camera, name in _read_json_object(file).items()} if file.is_file() else {}
+    return {camera: str(name) for camera, name in read_json_object(file).items()} if file.is_file() else {}
 
 
 def _read_caption(file: Path, video: str) -> str:
-    reader = csv.DictReader(io.StringIO(_read_text(file), newline=""))
+    reader = csv.DictReader(io.StringIO(read_text(file), newline=""))
     if not {"file_name", "text"} <= set(reader.fieldnames or ()):
         raise ValueError(f"caption file {file} has columns {reader.fieldnames}, must have file_name and text")
     captions = [row["text"] for row in reader if Path(row["file_name"] or "").name == video]
@@ -341,10 +275,3 @@ def _read_caption(file: Path, video: str) -> str:
             "complete the file or remove it"
         )
     return captions[0]
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"file {file} cannot be read ({error}); repair it or remove the scene") from error

@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from flow_grpo.data.buckets import Size
+from flow_grpo.data.conditions import Conditions
 from flow_grpo.data.video_io import VideoCache
 from flow_grpo.maths.poses import PRESETS, check_poses, pose, relative, rotation_angle_deg, rotation_matrix
 from flow_grpo.records import Condition
@@ -241,7 +241,7 @@ def user_condition(
     return UserVideos([video_path], [trajectory], prompt=prompt, cache_bytes=0, **size).condition(0)
 
 
-class UserVideos(Dataset[tuple[int, Condition]]):
+class UserVideos(Conditions):
     """Every video along every trajectory, a pure function of the index: video 0 along all of them, then video 1.
 
     A video's first frames are taken one by one, resized and centre-cropped as in training. There is no ground truth:
@@ -286,35 +286,34 @@ class UserVideos(Dataset[tuple[int, Condition]]):
     def __len__(self) -> int:
         return len(self.videos) * len(self.trajectories)
 
-    def __getitem__(self, draw: tuple[int, int, int, int]) -> tuple[int, Condition]:
-        """Return (step, condition) of a sampler's (step, gid, slot, index)."""
-        step, gid, slot, index = draw
-        return step, self.condition(index, gid, slot)
-
-    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
-        """Return the condition at `index`, labelled as copy `slot` of group `gid`.
-
-        Raises:
-            IndexError: no such index.
-            ValueError: the video is missing, broken or too short; one line naming it.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"dataset index is {index}, must be within 0..{len(self) - 1}")
+    def make(self, index: int, gid: int, slot: int) -> Condition:
+        """Return the condition at an index, see `condition`."""
         number, which = divmod(index, len(self.trajectories))
-        pixels, _ = self._cache.read(self.videos[number], *self._size)
         return Condition(
             index=index,
             gid=gid,
             slot=slot,
             prompt=self._prompts[number],
-            source_video=pixels.float() / 255,
+            source_video=self.source_video(index),
             target_poses=self._paths[which].clone(),
-            # The whole path: policies remember latents by it, and videos of two folders may share a name.
             scene=self.videos[number].as_posix(),
             source_camera="user",
             target_camera=self._labels[which],
             preset=None if _is_file(self.trajectories[which]) else self._labels[which],
+            source_id=self.source_id(index),
         )
+
+    def source_file(self, index: int) -> Path:
+        """Return the file of a condition's video."""
+        return self.videos[index // len(self.trajectories)]
+
+    def source_video(self, index: int) -> Tensor:
+        """Return (3, T, height, width) fp32 in [0, 1] of a condition's video."""
+        return self._cache.read(self.source_file(index), *self._size)[0].float() / 255
+
+    def prompt_of(self, index: int) -> str:
+        """Return a condition's prompt."""
+        return self._prompts[index // len(self.trajectories)]
 
     def structure(self, index: int) -> Size:
         """Return the (frames, rows, columns) that a condition's video is delivered in, the same for every index."""

@@ -9,23 +9,17 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.config import ModelConfig
-from flow_grpo.models.policy import Policy
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
-
-LORA_FILE = "pytorch_lora_weights.safetensors"
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.runtime.parallel import local, unwrap
 
 # What the names of the trained parameters begin with, for each mode without LoRA.
 _TRAINED = {
@@ -33,12 +27,6 @@ _TRAINED = {
     "attention": r"blocks\.\d+\.(attn1|cam_encoder|projector)\.",
     "full": "",
 }
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the network inside the gradient-synchronising wrapper, or the module itself when it has none."""
-    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
-    return inner
 
 
 def apply_training_mode(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
@@ -133,37 +121,6 @@ def has_lora(module: nn.Module) -> bool:
     return any(isinstance(part, BaseTunerLayer) for part in module.modules())
 
 
-def save_adapter(policy: Policy, folder: str | Path) -> None:
-    """Write what was trained in diffusers format: a LoRA file, or without LoRA the whole transformer."""
-    network: Any = unwrap(policy.module)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    if has_lora(network):
-        network.save_lora_adapter(str(folder), weight_name=LORA_FILE)
-    else:
-        network.save_pretrained(str(folder))
-
-
-def load_adapter(transformer: ReCamTransformer3DModel, folder: str | Path) -> ReCamTransformer3DModel:
-    """Return the transformer with what `save_adapter` wrote: adapters added in place, or a whole other transformer.
-
-    Raises:
-        ValueError: the folder holds neither, or a LoRA tensor found no place in this transformer.
-    """
-    file = Path(folder) / LORA_FILE
-    if not file.is_file():
-        return load_recam_transformer(folder)
-    # Without prefix=None diffusers loads nothing, without a weight name it does not find the file.
-    transformer.load_lora_adapter(str(folder), prefix=None, weight_name=LORA_FILE)
-    placed = [n for n, _ in transformer.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
-    stored = load_file(file)
-    if len(placed) != len(stored):
-        raise ValueError(
-            f"adapter of another model: {file} holds {len(stored)} tensors, this transformer has places for "
-            f"{len(placed)}; use the transformer it was trained on"
-        )
-    return transformer.eval()
-
-
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Inside, the network computes without its adapters, and with the original of every module trained in full.
@@ -193,15 +150,23 @@ def merge_adapters(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def swapped_in(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the parameters have the given values; storage is exchanged, nothing is copied on one device."""
-    trained = [parameter.data for parameter in parameters]
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.data = value.to(parameter.device, parameter.dtype)
+    """Inside, parameters and values have changed places; of shards, each rank's part.
+
+    In place, because a sharded network gathers from the memory its parameters were given at the start.
+    """
+    pairs = [(local(parameter), local(value)) for parameter, value in zip(parameters, values, strict=True)]
+    _exchange(pairs)
     try:
         yield
     finally:
-        for parameter, value in zip(parameters, trained, strict=True):
-            parameter.data = value
+        _exchange(pairs)
+
+
+def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for one, other in pairs:
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
 
 
 class Ema:
@@ -235,8 +200,8 @@ class Ema:
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return CPU copies of the averages, by position."""
-        return {str(place): value.detach().cpu().clone() for place, value in enumerate(self._model.shadow_params)}
+        """Return copies of the averages, by position; of shards as shards."""
+        return {str(place): value.detach().clone() for place, value in enumerate(self._model.shadow_params)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state_dict` returned.

@@ -8,58 +8,70 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-from einops import rearrange
 from torch import Tensor, nn
-from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from flow_grpo.config import ModelConfig, SampleConfig
 from flow_grpo.maths.poses import camera_tokens
-from flow_grpo.models.adapters import (
-    adapters_off,
-    apply_training_mode,
-    has_lora,
-    swapped_in,
-    trained_parameters,
-    unwrap,
-)
+from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swapped_in, trained_parameters
+from flow_grpo.models.codec import Codec
+from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.models.texts import TextEncoder
 from flow_grpo.records import Condition, Conditioning
 from flow_grpo.runtime import device as devices
+from flow_grpo.runtime.parallel import local, unwrap
+from flow_grpo.runtime.tensor_store import TensorStore, content_key
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMESTEPS = 1000.0  # the transformer's clock: timestep = 1000 * sigma, as a float
-_KEPT = 64  # encoded conditions and prompts remembered on the CPU, 0.5 GiB of latents at 81x480x832
+PARTS = ("transformer", "vae", "text_encoder", "tokenizer")  # of a model folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Networks:
-    """The four parts of a model folder."""
+    """The parts of a model folder; codec and text encoder are read when they are first used."""
 
     transformer: ReCamTransformer3DModel
-    vae: AutoencoderKLWan
-    text_encoder: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    codec: Codec
+    texts: TextEncoder
 
 
-def load_networks(path: str | Path, dtype: torch.dtype) -> Networks:
-    """Load a folder in diffusers layout to the CPU; the codec always in fp32.
+def load_networks(
+    path: str | Path, dtype: torch.dtype, device: torch.device, *, offload: bool = False, **codec: Any
+) -> Networks:
+    """Load a folder in diffusers layout; the transformer to the CPU, the codec always in fp32.
 
     Args:
         path: folder with transformer/, vae/, text_encoder/ and tokenizer/.
         dtype: of the transformer and the text encoder.
+        device: where codec and text encoder run.
+        offload: keep those two in CPU memory while they are not in use.
+        **codec: `tiling` and `slicing` of `Codec`.
 
     Raises:
         ValueError: a part is missing, with the way to get it, or the transformer is another model.
     """
+    folder = check_folder(path)
+    return Networks(
+        transformer=load_recam_transformer(folder / "transformer", dtype),
+        codec=Codec.from_folder(folder / "vae", device=device, offload=offload, **codec),
+        texts=TextEncoder.from_folder(folder, dtype, device=device, offload=offload),
+    )
+
+
+def check_folder(path: str | Path) -> Path:
+    """Return a model folder that has all its parts.
+
+    Raises:
+        ValueError: a part is missing, with the way to get it.
+    """
     folder = Path(path)
-    absent = [part.name for part in dataclasses.fields(Networks) if not (folder / part.name).is_dir()]
+    absent = [part for part in PARTS if not (folder / part).is_dir()]
     if absent:
         what = f"has no {', '.join(absent)} folder" if folder.is_dir() else "does not exist"
         raise ValueError(
@@ -67,20 +79,35 @@ def load_networks(path: str | Path, dtype: torch.dtype) -> Networks:
             "layout; on a connected machine download Wan-AI/Wan2.1-T2V-1.3B-Diffusers and KwaiVGI/ReCamMaster-Wan2.1 "
             "from the Hugging Face hub, run tools/convert_recammaster.py on them and set --config.model.path"
         )
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # drawn by every rank over the console
-    return Networks(
-        transformer=load_recam_transformer(folder / "transformer", dtype),
-        vae=AutoencoderKLWan.from_pretrained(str(folder / "vae"), torch_dtype=torch.float32).eval(),
-        text_encoder=AutoModelForTextEncoding.from_pretrained(str(folder / "text_encoder"), dtype=dtype).eval(),
-        tokenizer=AutoTokenizer.from_pretrained(str(folder / "tokenizer")),
-    )
+    return folder
+
+
+def _switch(transformer: ReCamTransformer3DModel, model: ModelConfig, device: torch.device) -> None:
+    """Set how the transformer computes, in rollout and update alike.
+
+    Raises:
+        ValueError: the device has no such attention backend, or cannot compile.
+    """
+    known = devices.attention_backends(device)
+    if model.attention_backend not in known:
+        raise ValueError(
+            f"model.attention_backend is {model.attention_backend!r}, must be one of {', '.join(known)} "
+            f"on {device.type}"
+        )
+    transformer.set_attention_backend(model.attention_backend)
+    if model.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    if model.compile:
+        if not devices.supports_compile(device):
+            raise ValueError(f"model.compile is true, must be false on {device.type}: its compiler is experimental")
+        transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
 
 
 class RecamPolicy:
     """A `Policy` on ReCam: Wan 2.1 with camera control, source video beside the target.
 
     The reference policy is the network with its adapters off under LoRA; otherwise a frozen copy of the trained weights
-    made here when `keep_reference` is set, so construct the policy before a checkpoint is loaded into it.
+    that `keep_reference` makes.
 
     Args:
         networks: the parts, the transformer with its training mode applied.
@@ -89,10 +116,7 @@ class RecamPolicy:
         max_prompt_tokens: L, prompts are cut and padded to it.
         dtype: what the transformer computes in (autocast); latents and velocities are always fp32.
         device: where everything runs.
-        keep_reference: keep what `reference()` needs.
-
-    Raises:
-        ValueError: the codec's configured scale factors are not those of its layers.
+        store: where encodings are kept; in memory only unless given.
     """
 
     def __init__(
@@ -104,36 +128,24 @@ class RecamPolicy:
         max_prompt_tokens: int = 512,
         dtype: torch.dtype = torch.float32,
         device: torch.device,
-        keep_reference: bool = False,
+        store: TensorStore | None = None,
     ) -> None:
-        parts: tuple[nn.Module, ...] = (networks.transformer, networks.vae, networks.text_encoder)
-        for part in parts:
-            part.to(device)
-        self.module: nn.Module = networks.transformer
-        self.vae = networks.vae.requires_grad_(False)
-        self.text_encoder = networks.text_encoder.requires_grad_(False)
-        self.tokenizer = networks.tokenizer
+        module: nn.Module = networks.transformer
+        self.module = module.to(device)
+        self.codec = networks.codec
+        self.texts = networks.texts
+        self.encodings = Encodings(
+            networks.codec, networks.texts, store or TensorStore(), max_prompt_tokens=max_prompt_tokens
+        )
         self.guidance_scale = guidance_scale
         self.negative_prompt = negative_prompt
-        self.max_prompt_tokens = max_prompt_tokens
         self.dtype = dtype
         self.device = device
-        self._temporal, self._spatial = _scale_factors(networks.vae)
         self._patch: tuple[int, int, int] = networks.transformer.config["patch_size"]
-        channels = (1, -1, 1, 1, 1)
-        self._mean = torch.tensor(self.vae.config["latents_mean"], device=device).view(channels)
-        self._std = torch.tensor(self.vae.config["latents_std"], device=device).view(channels)
-        self._trained = list(trained_parameters(self.module).values())
         self._start: list[Tensor] | None = None
-        if keep_reference and not has_lora(self.module):
-            self._start = [parameter.detach().clone() for parameter in self._trained]
-        self._source_latents = _Memory()
-        self._prompt_embeds = _Memory()
 
     @classmethod
-    def from_config(
-        cls, model: ModelConfig, sample: SampleConfig, device: torch.device, *, keep_reference: bool = False
-    ) -> RecamPolicy:
+    def from_config(cls, model: ModelConfig, sample: SampleConfig, device: torch.device) -> RecamPolicy:
         """Load `model.path` and make `model.trained` of it trainable.
 
         Raises:
@@ -141,10 +153,16 @@ class RecamPolicy:
         """
         if model.dtype not in DTYPES:
             raise ValueError(f"model.dtype is {model.dtype!r}, expected one of {list(DTYPES)}")
-        networks = load_networks(model.path, DTYPES[model.dtype])
+        networks = load_networks(
+            model.path,
+            DTYPES[model.dtype],
+            device,
+            offload=model.offload,
+            tiling=model.vae_tiling,
+            slicing=model.vae_slicing,
+        )
         apply_training_mode(networks.transformer, model)
-        if model.gradient_checkpointing:
-            networks.transformer.enable_gradient_checkpointing()
+        _switch(networks.transformer, model, device)
         return cls(
             networks,
             guidance_scale=sample.guidance_scale,
@@ -152,8 +170,17 @@ class RecamPolicy:
             max_prompt_tokens=model.max_prompt_tokens,
             dtype=DTYPES[model.dtype],
             device=device,
-            keep_reference=keep_reference,
+            store=TensorStore(Path(model.encodings) if model.encodings else None),
         )
+
+    def keep_reference(self, *, offload: bool = False) -> None:
+        """Remember the trained weights as they are now for `reference()`: call once they are where they stay.
+
+        Adapters need no copy. With `offload` the copy is kept in CPU memory.
+        """
+        if not has_lora(self.module):
+            place = torch.device("cpu") if offload else self.device
+            self._start = [local(parameter).to(place, copy=True) for parameter in self.trained_parameters()]
 
     @torch.no_grad()
     def encode(self, conditions: Sequence[Condition]) -> Conditioning:
@@ -165,16 +192,21 @@ class RecamPolicy:
             ValueError: the conditions' videos do not fit the codec or one another, see `latent_shape`.
         """
         self.latent_shape(conditions)
-        prompts = [self._encode_prompt(condition.prompt) for condition in conditions]
+        prompts = [self.encodings.prompt(condition.prompt) for condition in conditions]
         guided = self.guidance_scale != 1.0
-        negatives = [self._encode_prompt(self.negative_prompt)] * len(conditions) if guided else None
-        cameras = [camera_tokens(condition.target_poses, self._temporal) for condition in conditions]
+        negatives = [self.encodings.prompt(self.negative_prompt)] * len(conditions) if guided else None
+        cameras = [camera_tokens(condition.target_poses, self.codec.temporal) for condition in conditions]
         return Conditioning(
             prompt_embeds=torch.stack(prompts),
-            source_latents=torch.stack([self._encode_source(condition) for condition in conditions]),
+            source_latents=torch.stack([self._source_latents(condition) for condition in conditions]),
             target_cameras=torch.stack(cameras),
             negative_prompt_embeds=torch.stack(negatives) if negatives else None,
         ).to(self.device)
+
+    def _source_latents(self, condition: Condition) -> Tensor:
+        """Return (C, F, H, W) CPU latents; of a video from elsewhere than a file, its pixels are its name."""
+        video = condition.source_video
+        return self.encodings.source(condition.source_id or content_key(video), condition.size, lambda: video)
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of the target latents.
@@ -187,28 +219,28 @@ class RecamPolicy:
         if len(shapes) != 1:
             raise ValueError(f"conditions of one batch need one video shape (T, h, w), got {sorted(shapes)}")
         frames, height, width = shapes.pop()
-        if (frames - 1) % self._temporal:
+        if (frames - 1) % self.codec.temporal:
             raise ValueError(
-                f"videos have {frames} frames, must be {self._temporal}n+1 for this codec; set data.num_frames"
+                f"videos have {frames} frames, must be {self.codec.temporal}n+1 for this codec; set data.num_frames"
             )
-        rows, columns = self._spatial * self._patch[1], self._spatial * self._patch[2]
+        rows, columns = self.codec.spatial * self._patch[1], self.codec.spatial * self._patch[2]
         if height % rows or width % columns:
             raise ValueError(
-                f"videos are {height}x{width}, must be multiples of {rows}x{columns} (codec {self._spatial}, patch "
-                f"{self._patch[1]}x{self._patch[2]}); set data.height and data.width"
+                f"videos are {height}x{width}, must be multiples of {rows}x{columns} (codec {self.codec.spatial}, "
+                f"patch {self._patch[1]}x{self._patch[2]}); set data.height and data.width"
             )
-        latent_frames = (frames - 1) // self._temporal + 1
-        return (self.vae.config["z_dim"], latent_frames, height // self._spatial, width // self._spatial)
+        latent_frames = (frames - 1) // self.codec.temporal + 1
+        return (self.codec.config["z_dim"], latent_frames, height // self.codec.spatial, width // self.codec.spatial)
 
     def tokens(self, size: tuple[int, int, int]) -> int:
         """Return how many tokens the transformer makes of a target video of (frames, rows, columns)."""
         frames, rows, columns = size
-        latent_frames = (frames - 1) // self._temporal + 1
+        latent_frames = (frames - 1) // self.codec.temporal + 1
         return (
             latent_frames
             // self._patch[0]
-            * (rows // (self._spatial * self._patch[1]))
-            * (columns // (self._spatial * self._patch[2]))
+            * (rows // (self.codec.spatial * self._patch[1]))
+            * (columns // (self.codec.spatial * self._patch[2]))
         )
 
     @torch.no_grad()
@@ -225,7 +257,7 @@ class RecamPolicy:
                 raise ValueError(
                     f"scene {condition.scene}: no true video of {condition.target_camera}, needed to learn from it"
                 )
-            latents.append(self._encode_video(condition.target_video))
+            latents.append(self.codec.encode(condition.target_video))
         return torch.stack(latents).to(self.device)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
@@ -249,11 +281,9 @@ class RecamPolicy:
         # What is predicted for the source half has no meaning.
         return predicted[:, :, : latents.shape[2]].float()
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return videos (B, 3, T, h, w) fp32 in [0, 1] of final latents (B, C, F, H, W)."""
-        decoded: Tensor = self.vae.decode(latents.float() * self._std + self._mean, return_dict=False)[0]
-        return (0.5 + 0.5 * decoded).clamp(0.0, 1.0)
+        return self.codec.decode(latents)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
@@ -266,69 +296,11 @@ class RecamPolicy:
             with adapters_off(self.module):
                 yield
         elif self._start is None:
-            raise ValueError("no reference policy was kept; make the policy with keep_reference=True")
+            raise ValueError("no reference policy was kept; call keep_reference() before training")
         else:
-            with swapped_in(self._trained, self._start):
+            with swapped_in(self.trained_parameters(), self._start):
                 yield
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters the optimizer moves."""
-        return self._trained
-
-    def _encode_source(self, condition: Condition) -> Tensor:
-        """Return (C, F, H, W) CPU latents: the codec's mean, normalised per channel."""
-        video = condition.source_video
-        names = (condition.scene, condition.source_camera, condition.target_camera)
-        return self._source_latents.get((condition.index, *names, *video.shape), lambda: self._encode_video(video))
-
-    def _encode_video(self, video: Tensor) -> Tensor:
-        batch = rearrange(video, "c t h w -> 1 c t h w").to(self.device, torch.float32)
-        mode = self.vae.encode(2.0 * batch - 1.0, return_dict=False)[0].mode()
-        normalised: Tensor = rearrange((mode - self._mean) / self._std, "1 c f h w -> c f h w")
-        return normalised.cpu()
-
-    def _encode_prompt(self, prompt: str) -> Tensor:
-        """Return (L, D) CPU fp32 embeddings, zero after the prompt's true length."""
-        return self._prompt_embeds.get(prompt, lambda: self._embed(prompt))
-
-    def _embed(self, prompt: str) -> Tensor:
-        text = " ".join(prompt.split())
-        tokens = self.tokenizer([text], truncation=True, max_length=self.max_prompt_tokens, return_tensors="pt")
-        tokens = tokens.to(self.device)
-        states = self.text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
-        # Unpadded, then zeros: the same as padding first and blanking the padding's embeddings, without its cost.
-        embeds = torch.zeros((self.max_prompt_tokens, states.shape[-1]))
-        embeds[: len(states)] = states.float().cpu()
-        return embeds
-
-
-class _Memory:
-    """The last few results of a pure function, by key."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, Tensor] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        if key not in self._known:
-            self._known[key] = make()
-        self._known.move_to_end(key)
-        while len(self._known) > _KEPT:
-            self._known.popitem(last=False)
-        return self._known[key]
-
-
-def _scale_factors(vae: AutoencoderKLWan) -> tuple[int, int]:
-    """Return the codec's temporal and spatial compression.
-
-    Raises:
-        ValueError: the configuration says something else than the layers; its defaults are those of Wan's own codec.
-    """
-    config = vae.config
-    built = (2 ** sum(config["temperal_downsample"]), 2 ** (len(config["dim_mult"]) - 1) * (config["patch_size"] or 1))
-    named = (config["scale_factor_temporal"], config["scale_factor_spatial"])
-    if named != built:
-        raise ValueError(
-            f"vae config has scale_factor_temporal, scale_factor_spatial = {named}, its layers compress by {built}; "
-            "correct vae/config.json"
-        )
-    return built
+        return list(trained_parameters(self.module).values())

@@ -15,12 +15,13 @@ import logging
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 KINDS = ("npu", "cuda", "cpu")  # in order of preference
 OVERRIDE = "FLOW_GRPO_DEVICE"  # environment variable, asked when the configuration says "auto"
@@ -161,6 +162,18 @@ def empty_cache(device: torch.device) -> None:
         _module(device.type).empty_cache()
 
 
+@contextlib.contextmanager
+def visiting(module: nn.Module, device: torch.device, *, stays: bool) -> Iterator[None]:
+    """Inside, the module is on the device; afterwards too if it stays, else back in CPU memory."""
+    module.to(device)
+    try:
+        yield
+    finally:
+        if not stays and device.type != "cpu":
+            module.to("cpu")
+            empty_cache(device)
+
+
 def memory(device: torch.device) -> dict[str, float]:
     """Return GiB in use: `allocated`, `peak`, `reserved`, `total`.
 
@@ -197,11 +210,21 @@ def supports_bf16(device: torch.device) -> bool:
 
 
 def attention_backends(device: torch.device) -> tuple[str, ...]:
-    """Return diffusers' names of the usable attention backends, the default first.
+    """Return diffusers' names of the attention backends that compute forward and backward, the default first.
 
-    The vendor's own one reads additive float masks inverted; it may be chosen where no mask or a boolean one is passed.
+    Those of CUDA beyond torch's own need their packages, which diffusers asks for. The NPU's own one reads additive
+    float masks inverted; it may be chosen where no mask or a boolean one is passed.
     """
-    return ("native", "_native_npu") if device.type == "npu" else ("native",)
+    return {
+        "npu": ("native", "_native_npu"),
+        "cuda": ("native", "_native_cudnn", "_native_flash", "_native_efficient", "flash", "_flash_3"),
+        "cpu": ("native", "_native_math"),
+    }[device.type]
+
+
+def supports_compile(device: torch.device) -> bool:
+    """Return whether `torch.compile` is worth asking for; the NPU's graph back ends are experimental."""
+    return device.type != "npu"
 
 
 def profiler(device: torch.device, folder: Path | str) -> AbstractContextManager[Any]:

@@ -205,9 +205,8 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
         )
     if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
         raise ValueError(
-            f"accelerate is configured for {made.distributed_type.value}, which shards weights; only data-parallel "
-            "training (DDP) is supported: start with torchrun, or leave FSDP and DeepSpeed out of the accelerate "
-            "configuration and environment"
+            f"accelerate is configured for {made.distributed_type.value}, but sharding is not left to it here: start "
+            "with torchrun, and pass --config.train.sharding=fsdp2 to shard"
         )
     return made
 

@@ -1,0 +1,160 @@
+"""Wan's video codec: pixels to normalised latents and back, each half loaded when it is first used.
+
+Letters: C F H W latent channels, frames, height, width, T h w video frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from einops import rearrange
+from safetensors import safe_open
+from torch import Tensor
+
+from flow_grpo.runtime import device as devices
+from flow_grpo.runtime.tensor_store import files_key
+
+Half: TypeAlias = Literal["encoder", "decoder"]
+
+# What of the whole network each half consists of.
+_PARTS: Mapping[Half, tuple[str, str]] = {
+    "encoder": ("encoder", "quant_conv"),
+    "decoder": ("decoder", "post_quant_conv"),
+}
+
+
+class Codec:
+    """A frozen codec that computes in fp32.
+
+    The halves are two networks: with source videos already encoded, no encoder is ever loaded, and the cache of one
+    half's convolutions never meets the other's.
+
+    Args:
+        config: the codec's configuration.
+        open_half: loads one half to the CPU.
+        identity: names the weights, for keys of what was encoded.
+        device: where it runs.
+        tiling: encode and decode in overlapping tiles, which bounds memory and changes the pictures slightly.
+        slicing: one video at a time, which bounds memory.
+        offload: keep a half in CPU memory while it is not in use.
+
+    Raises:
+        ValueError: the configured scale factors are not those of the layers.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        open_half: Callable[[Half], AutoencoderKLWan],
+        identity: str,
+        *,
+        device: torch.device,
+        tiling: bool = False,
+        slicing: bool = False,
+        offload: bool = False,
+    ) -> None:
+        self.config = config
+        self.identity = f"{identity} tiled" if tiling else identity
+        self.temporal, self.spatial = _scale_factors(config)
+        self._open_half = open_half
+        self._device, self._tiling, self._slicing, self._offload = device, tiling, slicing, offload
+        self._halves: dict[Half, AutoencoderKLWan] = {}
+        channels = (1, -1, 1, 1, 1)
+        self._mean = torch.tensor(config["latents_mean"], device=device).view(channels)
+        self._std = torch.tensor(config["latents_std"], device=device).view(channels)
+
+    @classmethod
+    def from_folder(cls, folder: Path, **settings: Any) -> Codec:
+        """Return the codec of a folder in diffusers layout; no weights are read yet. Takes the settings of `Codec`."""
+        return cls(_skeleton(folder).config, lambda half: _load_half(folder, half), files_key(folder), **settings)
+
+    @classmethod
+    def of(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
+        """Return the codec of a network in memory, which then serves as both halves."""
+        return cls(vae.config, lambda _: vae, identity, **settings)
+
+    @property
+    def loaded(self) -> tuple[Half, ...]:
+        """Which halves are in memory."""
+        return tuple(self._halves)
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Tensor:
+        """Return (C, F, H, W) fp32 CPU latents of a video (3, T, h, w) in [0, 1]: the mean, normalised per channel."""
+        with self._ready("encoder") as network:
+            batch = rearrange(video, "c t h w -> 1 c t h w").to(self._device, torch.float32)
+            mode = network.encode(2.0 * batch - 1.0, return_dict=False)[0].mode()
+        normalised: Tensor = rearrange((mode - self._mean) / self._std, "1 c f h w -> c f h w")
+        return normalised.cpu()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return videos (B, 3, T, h, w) fp32 in [0, 1] of normalised latents (B, C, F, H, W)."""
+        with self._ready("decoder") as network:
+            decoded: Tensor = network.decode(latents.float() * self._std + self._mean, return_dict=False)[0]
+        return (0.5 + 0.5 * decoded).clamp(0.0, 1.0)
+
+    @contextlib.contextmanager
+    def _ready(self, half: Half) -> Iterator[AutoencoderKLWan]:
+        """Inside, the half is on the device."""
+        if half not in self._halves:
+            network = self._open_half(half).requires_grad_(False).eval()
+            if self._tiling:
+                network.enable_tiling()
+            if self._slicing:
+                network.enable_slicing()  # type: ignore[no-untyped-call]
+            self._halves[half] = network
+        with devices.visiting(self._halves[half], self._device, stays=not self._offload):
+            yield self._halves[half]
+
+
+def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
+    """Load one half of a codec folder to the CPU in fp32; the other half's weights are not read.
+
+    Raises:
+        ValueError: the folder holds no safetensors, or not every tensor of the half.
+    """
+    network = _skeleton(folder)
+    for other, parts in _PARTS.items():
+        for part in parts if other != half else ():
+            setattr(network, part, None)
+    wanted = tuple(f"{part}." for part in _PARTS[half])
+    state: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            state |= {name: opened.get_tensor(name).float() for name in opened.keys() if name.startswith(wanted)}  # noqa: SIM118
+    missing, unexpected = network.load_state_dict(state, strict=False, assign=True)
+    if missing or unexpected:
+        raise ValueError(
+            f"codec folder {folder} lacks {len(missing)} tensors of the {half} {missing[:2]} and holds "
+            f"{len(unexpected)} that it has no place for {unexpected[:2]}; fetch vae/ again"
+        )
+    return network
+
+
+def _skeleton(folder: Path) -> AutoencoderKLWan:
+    """Return the network of a folder without weights."""
+    with torch.device("meta"):
+        network: AutoencoderKLWan = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(str(folder)))
+    return network
+
+
+def _scale_factors(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the codec's temporal and spatial compression.
+
+    Raises:
+        ValueError: the configuration says something else than the layers; its defaults are those of Wan's own codec.
+    """
+    built = (2 ** sum(config["temperal_downsample"]), 2 ** (len(config["dim_mult"]) - 1) * (config["patch_size"] or 1))
+    named = (config["scale_factor_temporal"], config["scale_factor_spatial"])
+    if named != built:
+        raise ValueError(
+            f"vae config has scale_factor_temporal, scale_factor_spatial = {named}, its layers compress by {built}; "
+            "correct vae/config.json"
+        )
+    return built

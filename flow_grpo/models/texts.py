@@ -1,0 +1,78 @@
+"""The frozen text encoder, loaded when a prompt first needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from flow_grpo.runtime import device as devices
+from flow_grpo.runtime.tensor_store import files_key
+
+
+class TextEncoder:
+    """Prompts to embeddings.
+
+    Args:
+        open_parts: loads network and tokenizer to the CPU.
+        identity: names the weights, for keys of what was encoded.
+        device: where it runs.
+        offload: keep the network in CPU memory while it is not in use.
+    """
+
+    def __init__(
+        self,
+        open_parts: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]],
+        identity: str,
+        *,
+        device: torch.device,
+        offload: bool = False,
+    ) -> None:
+        self.identity = identity
+        self._open_parts = open_parts
+        self._device, self._offload = device, offload
+        self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, dtype: torch.dtype, *, device: torch.device, offload: bool = False
+    ) -> TextEncoder:
+        """Return the encoder of a model folder's text_encoder/ and tokenizer/; no weights are read yet."""
+        parts = folder / "text_encoder", folder / "tokenizer"
+        identity = f"{files_key(parts[0])} {files_key(parts[1])} {dtype}"
+        return cls(lambda: _load(*parts, dtype), identity, device=device, offload=offload)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the network is in memory."""
+        return self._parts is not None
+
+    @torch.no_grad()
+    def embed(self, prompt: str, max_tokens: int) -> Tensor:
+        """Return (n, D) fp32 CPU embeddings of a prompt's n tokens, at most `max_tokens`, without padding."""
+        if self._parts is None:
+            network, tokenizer = self._open_parts()
+            network.requires_grad_(False)
+            self._parts = network, tokenizer
+        network, tokenizer = self._parts
+        tokens = tokenizer([clean(prompt)], truncation=True, max_length=max_tokens, return_tensors="pt")
+        with devices.visiting(network, self._device, stays=not self._offload):
+            tokens = tokens.to(self._device)
+            states: Tensor = network(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
+        return states.float().cpu()
+
+
+def clean(prompt: str) -> str:
+    """Return a prompt as it is encoded: runs of white space become one blank."""
+    return " ".join(prompt.split())
+
+
+def _load(text_encoder: Path, tokenizer: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # drawn by every rank over the console
+    network: PreTrainedModel = AutoModelForTextEncoding.from_pretrained(str(text_encoder), dtype=dtype)
+    network.eval()  # type: ignore[no-untyped-call]
+    return network, AutoTokenizer.from_pretrained(str(tokenizer))

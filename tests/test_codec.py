@@ -1,0 +1,73 @@
+"""The codec in two halves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flow_grpo.models.codec import Codec
+from tests.tiny_models import CPU, tiny_vae
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("codec")
+    tiny_vae().save_pretrained(str(path))
+    return path
+
+
+def video(seed: int = 0, rows: int = 16) -> torch.Tensor:
+    return torch.rand((3, 5, rows, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def test_halves_from_a_folder_compute_what_the_whole_network_does(folder):
+    codec, whole = Codec.from_folder(folder, device=CPU), Codec.of(tiny_vae(), device=CPU)
+    latents = codec.encode(video())
+    assert torch.equal(latents, whole.encode(video()))
+    assert torch.equal(codec.decode(latents[None]), whole.decode(latents[None]))
+    assert latents.shape == (4, 2, 4, 6)
+
+
+def test_each_half_is_read_when_it_is_first_used_and_only_that(folder, tmp_path):
+    state = load_file(folder / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(
+        {name: value for name, value in state.items() if name.startswith(("decoder.", "post_quant_conv."))},
+        tmp_path / "diffusion_pytorch_model.safetensors",
+    )
+    codec = Codec.from_folder(tmp_path, device=CPU)
+    assert codec.loaded == ()
+    assert codec.decode(torch.zeros(1, 4, 2, 4, 6)).shape == (1, 3, 5, 16, 24)
+    assert codec.loaded == ("decoder",)
+    with pytest.raises(ValueError, match=r"lacks \d+ tensors of the encoder .*fetch vae/ again"):
+        codec.encode(video())
+
+
+def test_slicing_changes_nothing_but_the_batch(folder):
+    latents = torch.randn(3, 4, 2, 4, 6, generator=torch.Generator().manual_seed(1))
+    one, many = (Codec.from_folder(folder, device=CPU, slicing=s).decode(latents) for s in (True, False))
+    torch.testing.assert_close(one, many, rtol=0, atol=1e-6)
+
+
+def test_tiling_is_asked_for_and_names_its_latents_apart(folder):
+    plain, tiled = (Codec.from_folder(folder, device=CPU, tiling=t) for t in (False, True))
+    assert plain.identity != tiled.identity
+    latents = torch.zeros(1, 4, 2, 4, 6)
+    plain.decode(latents)
+    tiled.decode(latents)
+    assert [codec._halves["decoder"].use_tiling for codec in (plain, tiled)] == [False, True]
+
+
+def test_the_identity_is_that_of_the_weights(folder, tmp_path):
+    tiny_vae(seed=1).save_pretrained(str(tmp_path))
+    assert Codec.from_folder(folder, device=CPU).identity != Codec.from_folder(tmp_path, device=CPU).identity
+
+
+def test_nothing_of_the_codec_learns(folder):
+    codec = Codec.from_folder(folder, device=CPU)
+    latents = codec.encode(video())
+    codec.decode(latents[None].requires_grad_())
+    parts = [part for half in codec._halves.values() for part in half.parameters()]
+    assert parts and not any(part.requires_grad for part in parts)
+    assert not any(half.training for half in codec._halves.values())

@@ -1,0 +1,156 @@
+"""Whole weights on every rank, or shards: the numbers of a single process either way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flow_grpo.models.adapters import Ema, apply_training_mode
+from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.parallel import (
+    averaging_gradients,
+    is_sharded,
+    local,
+    parallelize,
+    part_like,
+    unwrap,
+    whole,
+)
+from tests.test_adapters import LORA
+from tests.test_recam_policy import condition, noisy, policy
+from tests.tiny_models import CPU, tiny_networks
+from tests.workers import run_ranks
+
+ROWS = 4
+
+
+def made(mode: str, dtype: torch.dtype = torch.float32) -> RecamPolicy:
+    parts = tiny_networks()
+    if dtype != torch.float32:
+        kept = parts.transformer._keep_in_fp32_modules
+        for name, parameter in parts.transformer.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if any(part in name for part in kept) else dtype)
+    apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode, gradient_checkpointing=True))
+    parts.transformer.enable_gradient_checkpointing()
+    return RecamPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)
+
+
+def train(policy: RecamPolicy, ranks: Ranks, steps: int = 3) -> tuple[list[float], torch.Tensor]:
+    """Take AdamW steps over one sample at a time; return gradient norms and all trained weights, averaged ones last."""
+    optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
+    ema = Ema(policy.trained_parameters(), 0.5)
+    share, norms = ROWS // ranks.world_size, []
+    rows = range(share * ranks.rank, share * (ranks.rank + 1))
+    conditions = [condition(index) for index in range(ROWS)]
+    encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)
+    for _ in range(steps):
+        for row in rows:
+            one = slice(row, row + 1)
+            with averaging_gradients(policy.module, now=row == rows[-1]):
+                policy.velocity(latents[one], sigma[one], encoded.rows(one)).square().sum().backward()
+        if ranks.world_size == 1:
+            for parameter in policy.trained_parameters():
+                parameter.grad /= 2  # two ranks average their sums
+        norms.append(whole(torch.nn.utils.clip_grad_norm_(policy.trained_parameters(), 1.0)).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        ema.update()
+        with torch.no_grad():  # a rollout between updates
+            policy.velocity(latents[rows[0] : rows[0] + 1], sigma[:1], encoded.rows(slice(0, 1)))
+    weights = [whole(p).flatten().clone() for p in policy.trained_parameters()]
+    with ema.applied():
+        weights += [whole(p).flatten().clone() for p in policy.trained_parameters()]
+    return norms, torch.cat(weights)
+
+
+def train_on_ranks(ranks: Ranks, kind: str, mode: str, dtype: torch.dtype) -> tuple[bool, list[float], torch.Tensor]:
+    torch.manual_seed(0)
+    policy = made(mode, dtype)
+    policy.module = parallelize(policy.module, kind, CPU, ranks)
+    norms, weights = train(policy, ranks)
+    return is_sharded(policy.module), norms, weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "dtype"),
+    [
+        ("ddp", "lora", torch.float32),
+        ("fsdp2", "lora", torch.float32),
+        ("fsdp2", "attention", torch.float32),
+        ("fsdp2", "full", torch.float32),
+        ("fsdp2", "lora", torch.bfloat16),
+    ],
+)
+def test_two_ranks_learn_the_numbers_of_one(kind, mode, dtype):
+    norms, weights = train(made(mode, dtype), Ranks())
+    for sharded, other_norms, other_weights in run_ranks(train_on_ranks, 2, kind, mode, dtype, timeout=120):
+        assert sharded == (kind == "fsdp2")
+        assert other_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(other_weights, weights, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 1e-4)
+    assert len({round(norm, 3) for norm in norms}) == 3  # the weights moved, and the rollouts between saw it
+
+
+def shares_of_shards(ranks: Ranks) -> list[tuple[int, int]]:
+    policy = made("full")
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    return [(local(p).numel(), p.numel()) for p in unwrap(policy.module).parameters()]
+
+
+def test_each_rank_holds_its_share_only():
+    shares = run_ranks(shares_of_shards, 2)
+    assert all(sum(rank[n][0] for rank in shares) == shares[0][n][1] for n in range(len(shares[0])))
+    held = [sum(own for own, _ in rank) / sum(total for _, total in rank) for rank in shares]
+    assert max(held) < 0.6
+
+
+def reference_under_shards(ranks: Ranks, mode: str, offload: bool) -> list[bool]:
+    policy = made(mode)
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    policy.keep_reference(offload=offload)
+    encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
+    with torch.no_grad():
+        start = policy.velocity(*arguments, encoded)
+    optimizer = torch.optim.SGD(policy.trained_parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        with torch.no_grad(), policy.reference():
+            found.append(torch.equal(policy.velocity(*arguments, encoded), start))
+        policy.velocity(*arguments, encoded).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            found.append(not torch.equal(policy.velocity(*arguments, encoded), start))
+    return found
+
+
+@pytest.mark.parametrize(("mode", "offload"), [("lora", False), ("attention", False), ("attention", True)])
+def test_the_reference_policy_stays_under_shards(mode, offload):
+    assert run_ranks(reference_under_shards, 2, mode, offload) == [[True] * 4] * 2
+
+
+def parts_of_values(ranks: Ranks) -> list[bool]:
+    policy = made("full")
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    found = []
+    for parameter in policy.trained_parameters():
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        part = part_like(values, parameter)
+        found.append(local(part).shape == local(parameter).shape and torch.equal(whole(part), values))
+    return found
+
+
+def test_a_part_of_whole_values_lies_as_the_parameter_does():
+    for found in run_ranks(parts_of_values, 2):
+        assert all(found)
+    plain = torch.nn.Parameter(torch.zeros(3))
+    assert torch.equal(part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
+
+
+def test_a_single_process_keeps_its_module():
+    module = policy(mode="camera").module
+    for kind in ("ddp", "fsdp2"):
+        assert parallelize(module, kind, CPU, Ranks()) is module and not is_sharded(module)
+    with pytest.raises(ValueError, match="must be one of ddp, fsdp2"):
+        parallelize(module, "zero", CPU, Ranks())

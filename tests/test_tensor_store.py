@@ -1,0 +1,109 @@
+"""What is kept on disk by what it was made of, and what happens to damaged entries."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from flow_grpo.runtime.tensor_store import TensorStore, content_key, files_key
+
+
+class Maker:
+    """Counts how often it is asked."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value, self.calls = value, 0
+
+    def __call__(self) -> torch.Tensor:
+        self.calls += 1
+        return torch.full((2, 3), self.value) + torch.arange(3)
+
+
+def test_a_tensor_is_made_once_and_read_by_the_next_run(tmp_path):
+    make = Maker()
+    first = TensorStore(tmp_path).get("sources", "a", make)
+    store = TensorStore(tmp_path)
+    assert store.has("sources", "a") and not store.has("sources", "b") and not store.has("prompts", "a")
+    again = store.get("sources", "a", make)
+    assert make.calls == 1 and torch.equal(first, again) and again.dtype == torch.float32
+    assert torch.equal(store.get("sources", "b", Maker(5.0)), Maker(5.0)())
+
+
+def test_without_a_folder_only_the_last_few_are_remembered(tmp_path):
+    store, make = TensorStore(kept=2), Maker()
+    for key in ("a", "b", "a", "c", "a", "b"):
+        store.get("x", key, make)
+    assert make.calls == 4  # a, b, c, and b again, which was the longest unused
+    assert not store.has("x", "a")
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "other key", "empty"])
+def test_a_damaged_entry_is_made_again_with_a_warning(tmp_path, harm, caplog):
+    make = Maker()
+    store = TensorStore(tmp_path)
+    store.get("x", "a", make)
+    path = store.path("x", "a")
+    content = path.read_bytes()
+    if harm == "other key":
+        store.get("x", "b", make)
+        path.write_bytes(store.path("x", "b").read_bytes())
+    else:
+        flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+        path.write_bytes({"cut": content[:-4], "flip": flipped, "empty": b""}[harm])
+    calls = make.calls
+    with caplog.at_level(logging.WARNING):
+        assert not TensorStore(tmp_path).has("x", "a")
+        value = TensorStore(tmp_path).get("x", "a", make)
+    assert make.calls == calls + 1 and torch.equal(value, make())
+    assert str(path) in caplog.text and "made again" in caplog.text
+    assert TensorStore(tmp_path).has("x", "a")
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot be written .* --config.model.encodings"):
+        TensorStore(tmp_path / "file").get("x", "a", Maker())
+
+
+def test_nothing_half_written_stays(tmp_path, monkeypatch):
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("flow_grpo.runtime.tensor_store.save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        TensorStore(tmp_path).get("x", "a", Maker())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_content_keys_tell_values_shapes_and_types_apart():
+    base = torch.arange(6.0)
+    others = [base + 1e-7 * (base == 1), base.view(2, 3), base.double(), base.flip(0)]
+    assert len({content_key(tensor) for tensor in [base, *others]}) == 5
+    assert content_key(base) == content_key(base.clone())
+    assert content_key(base.view(2, 3).t()) == content_key(base.view(2, 3).t().contiguous())
+
+
+def test_files_keys_tell_models_apart_and_not_their_places(tmp_path):
+    from safetensors.torch import save_file
+
+    keys = {}
+    weights = torch.randn(1000, 100)
+    for name, tensor, config in (
+        ("one", weights, "{}"),
+        ("same", weights, "{}"),
+        ("weights", weights + 1e-3, "{}"),
+        ("config", weights, "{ }"),
+        ("shape", weights.view(100, 1000), "{}"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({"w": tensor.contiguous()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(config)
+        keys[name] = files_key(folder)
+    assert keys["one"] == keys["same"]
+    assert len(set(keys.values())) == 4
+    with pytest.raises(ValueError, match="holds no files"):
+        files_key(tmp_path / "absent")
