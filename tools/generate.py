@@ -1,0 +1,335 @@
+r"""Film videos again along new camera paths, with a ReCam model and what was trained of it.
+
+    python tools/generate.py --model models/recammaster-wan2.1-1.3b --adapter outputs/first/adapter \
+        --source holiday.mp4 --camera arc_left:0.5 zoom_in+pan_left orbit.json
+
+Every source, a video or a folder of videos, is filmed along every camera: presets with sizes, or a file of poses, see
+`flow_grpo/data/trajectories.py`. Its first --frames frames are taken. In the source's folder, or in --out, appear
+
+    holiday_arc_left-0.5.mp4          the generated video (a colon in a file name would read as a host or a drive)
+    holiday_arc_left-0.5_beside.mp4   source | generated
+    holiday_arc_left-0.5.json         all that it was made with; the words under "again" make this one video again
+
+Sampling is deterministic: the first noise depends on --seed and the video's number, nothing else is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+from torch import Tensor
+
+from config.base import get_config
+from flow_grpo.algorithm.evaluate import side_by_side
+from flow_grpo.algorithm.rollout import SdeSettings, rollout
+from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
+from flow_grpo.data.video_io import write_video
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.adapter_files import LORA_FILE, load_adapter
+from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
+from flow_grpo.records import Condition
+from flow_grpo.runtime import device as devices
+
+TOOL = "tools/generate.py"  # how a record says that its video is no source
+# What ReCamMaster's inference_recammaster.py, like Wan's own examples, guides away from.
+NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
+    "杂乱的背景，三条腿，背景人很多，倒着走"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One video to make.
+
+    Attributes:
+        index: its place among sources times cameras.
+        number: what its noise is drawn by, beside the seed.
+        source: the video to film again.
+        camera: presets or the name of a pose file, as given.
+        folder: where its files go.
+        name: their common beginning.
+    """
+
+    index: int
+    number: int
+    source: Path
+    camera: str
+    folder: Path
+    name: str
+
+    @property
+    def video(self) -> Path:
+        """The generated video."""
+        return self.folder / f"{self.name}.mp4"
+
+    @property
+    def beside(self) -> Path:
+        """Source and generated video, side by side."""
+        return self.folder / f"{self.name}_beside.mp4"
+
+    @property
+    def record(self) -> Path:
+        """What the video was made with."""
+        return self.folder / f"{self.name}.json"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that leaves it to the program to say what is wrong, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError instead of printing the usage."""
+        raise ValueError(message)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Generate, and return the process's exit code: 0, or 2 for what cannot work, found before the first video."""
+    try:
+        args = options().parse_args(words)
+        sigmas = check_settings(args)
+        dataset, requests = plan(args)
+        policy = load(args)
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        return 2
+    for request in requests:
+        begun = time.perf_counter()
+        condition = dataset.condition(request.index, gid=request.number)
+        video = generate(policy, condition, sigmas, args.seed)
+        write(request, condition, video, describe(args, request, condition, policy.device))
+        place, seconds = f"{request.index + 1}/{len(requests)}", time.perf_counter() - begun
+        print(f"{place} {request.source.name} along {request.camera}: {request.video} ({seconds:.1f} s)", flush=True)
+    return 0
+
+
+def options() -> Parser:
+    """Return the options of this tool."""
+    defaults = get_config()
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder in diffusers layout, see tools/convert_recammaster.py")
+    add("--source", type=Path, nargs="+", action="extend", required=True, help="videos, or folders of videos")
+    add("--camera", nargs="+", action="extend", required=True, help="presets such as arc_left:0.5, or path.json")
+    add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")
+    add("--prompt", default=defaults.data.prompt, help="what the source shows, in a sentence or two")
+    add("--negative-prompt", default=NEGATIVE_PROMPT, help="what guidance leads away from; without guidance unused")
+    add("--max-prompt-tokens", type=int, default=defaults.model.max_prompt_tokens, help="as in training")
+    add("--out", type=Path, help="folder of the results; by default each source's own")
+    add("--overwrite", action="store_true", help="replace results that exist")
+    add("--steps", type=int, default=50, help="denoising steps")
+    add("--shift", type=float, default=5.0, help="of the noise levels towards 1")
+    add("--guidance", type=float, default=5.0, help="text guidance; 1: none, in half the time")
+    add("--seed", type=int, default=0, help="of the first noise")
+    add("--first-number", type=int, default=0, help="of the first video, counted on; draws its noise with the seed")
+    add("--frames", type=int, default=81, help="of a video; 4n+1 for Wan's codec")
+    add("--height", type=int, default=480, help="pixels; sources are resized and cut to it around their centre")
+    add("--width", type=int, default=832, help="pixels")
+    add("--device", default="auto", help="auto takes the best there is")
+    add("--dtype", choices=sorted(DTYPES), default="bf16", help="what the transformer computes in")
+    return parser
+
+
+def check_settings(args: argparse.Namespace) -> Tensor:
+    """Return the (steps + 1,) noise levels; nothing is loaded.
+
+    Raises:
+        ValueError: a number out of bounds, a size that the model cannot make, or a folder that is none.
+    """
+    if not math.isfinite(args.guidance) or args.max_prompt_tokens < 1:
+        raise ValueError(
+            f"--guidance is {args.guidance:g} and --max-prompt-tokens {args.max_prompt_tokens}, must be finite and at "
+            "least 1"
+        )
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a file, must be a folder")
+    if args.adapter is not None and not any((args.adapter / name).is_file() for name in (LORA_FILE, "config.json")):
+        raise ValueError(
+            f"--adapter {args.adapter} holds neither {LORA_FILE} nor a transformer's config.json; give the adapter "
+            "folder of a run, such as outputs/RUN/adapter"
+        )
+    codec, transformer = (read_config(args.model, part) for part in ("vae", "transformer"))
+    # Counted from the layers: configurations as old as Wan 2.1's own do not name the factors.
+    temporal = 2 ** sum(codec["temperal_downsample"])
+    spatial = 2 ** (len(codec["dim_mult"]) - 1) * (codec.get("patch_size") or 1)
+    rows, columns = (spatial * patch for patch in transformer["patch_size"][1:])
+    if args.frames < 1 or (args.frames - 1) % temporal:
+        raise ValueError(f"--frames is {args.frames}, must be {temporal}n+1 for this codec, such as {5 * temporal + 1}")
+    if min(args.height, args.width) < 1 or args.height % rows or args.width % columns:
+        raise ValueError(
+            f"--height is {args.height} and --width {args.width}, must be multiples of {rows} and {columns} (codec "
+            f"{spatial}, patches {rows // spatial}x{columns // spatial})"
+        )
+    return flow_sigmas(args.steps, args.shift)
+
+
+def read_config(model: Path, part: str) -> dict[str, Any]:
+    """Return the configuration of a part of a model folder; ValueError without it."""
+    file = model / part / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"--model {model} has no {part}/config.json, expected a folder in diffusers layout with transformer, vae, "
+            "text_encoder and tokenizer; tools/convert_recammaster.py makes one"
+        )
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
+    """Return the conditions and what is made of them; every source is read once, so that a bad one is found now.
+
+    Raises:
+        ValueError: a source or camera that cannot be used, or a result that is in the way.
+        OSError: a folder that cannot be written to.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataset = UserVideos(
+            list(find_sources(args.source)),
+            args.camera,
+            num_frames=args.frames,
+            height=args.height,
+            width=args.width,
+            prompt=args.prompt,
+        )
+    for warning in caught:
+        print("warning:", " ".join(str(warning.message).split()), file=sys.stderr, flush=True)
+    requests = []
+    for index in range(len(dataset)):
+        source, camera = (dataset.videos[index // len(args.camera)], args.camera[index % len(args.camera)])
+        label = dataset.condition(index).target_camera.replace(":", "-")
+        folder, name = args.out or source.parent, f"{source.stem}_{label}"
+        requests.append(Request(index, args.first_number + index, source, camera, folder, name))
+    check_results(requests, args.overwrite)
+    for folder in {request.folder for request in requests}:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written to; choose another folder with --out")
+    return dataset, requests
+
+
+def find_sources(places: Sequence[Path]) -> Iterator[Path]:
+    """Yield the videos at some places; of a folder those that this tool did not make.
+
+    Raises:
+        ValueError: a folder without such videos.
+    """
+    for place in places:
+        if not place.is_dir():
+            yield place
+            continue
+        found = [video for video in find_videos(place) if not made_here(video)]
+        if not found:
+            raise ValueError(f"{place} holds only videos that this tool made, must hold sources")
+        yield from found
+
+
+def made_here(video: Path) -> bool:
+    """Tell whether a record of this tool says that it made the video."""
+    try:
+        record = json.loads(video.with_name(f"{video.stem.removesuffix('_beside')}.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and record.get("tool") == TOOL
+
+
+def check_results(requests: Sequence[Request], overwrite: bool) -> None:
+    """Refuse results that would replace each other, what they are made from, or what exists unasked.
+
+    Raises:
+        ValueError: naming one such file.
+    """
+    files = [file.resolve() for request in requests for file in (request.video, request.beside, request.record)]
+    inputs = {Path(name).resolve() for request in requests for name in (request.source, request.camera)}
+    twice = [file for file, count in Counter(files).items() if count > 1]
+    if twice:
+        raise ValueError(f"two videos would be written to {twice[0]}; make them in two calls with different --out")
+    if used := [file for file in files if file in inputs]:
+        raise ValueError(f"{used[0]} is a source or camera and would be replaced; choose another folder with --out")
+    if not overwrite and (existing := [file for file in files if file.exists()]):
+        raise ValueError(
+            f"{len(existing)} of {len(files)} results exist already, such as {existing[0]}; add --overwrite or choose "
+            "another folder with --out"
+        )
+
+
+def load(args: argparse.Namespace) -> RecamPolicy:
+    """Return the policy on its device; ValueError for a model or an adapter that cannot be used."""
+    device = devices.resolve(args.device)
+    devices.setup(device)
+    print(devices.describe(device, args.device), flush=True)
+    networks = load_networks(args.model, DTYPES[args.dtype], device)
+    if args.adapter is not None:
+        networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, args.adapter))
+    return RecamPolicy(
+        networks,
+        guidance_scale=args.guidance,
+        negative_prompt=args.negative_prompt,
+        max_prompt_tokens=args.max_prompt_tokens,
+        dtype=DTYPES[args.dtype],
+        device=device,
+    )
+
+
+def generate(policy: RecamPolicy, condition: Condition, sigmas: Tensor, seed: int) -> Tensor:
+    """Return the video (3, T, h, w) CPU fp32 in [0, 1] that a condition asks for.
+
+    Args:
+        policy: the model.
+        condition: its gid numbers the noise.
+        sigmas: (S+1,) noise levels, from 1 to 0.
+        seed: of the noise.
+    """
+    conditioning = policy.encode([condition])
+    ode = SdeSettings("ode", 0.0)
+    rolled = rollout(policy, [condition], conditioning, sigmas=sigmas, window=(), sde=ode, seed=seed)
+    return policy.decode(rolled.final_latents)[0].float().cpu()
+
+
+def describe(args: argparse.Namespace, request: Request, condition: Condition, device: torch.device) -> dict[str, Any]:
+    """Return the record of a video: every option as it holds for it, its poses, and the words that make it again."""
+    own = {
+        "model": args.model.resolve(),
+        "adapter": args.adapter and args.adapter.resolve(),
+        "source": request.source.resolve(),
+        "camera": request.camera if condition.preset else Path(request.camera).resolve(),
+        "out": request.folder.resolve(),
+        "first_number": request.number,
+        "device": device.type,
+    }
+    settings = {name: value for name, value in (vars(args) | own).items() if name != "overwrite"}
+    return {
+        "tool": TOOL,
+        **{name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
+        "fps": VIDEO_FPS,
+        "torch": torch.__version__,
+        "again": [f"--{n.replace('_', '-')}={value}" for n, value in settings.items() if value is not None],
+        "poses": condition.target_poses.tolist(),
+    }
+
+
+def write(request: Request, condition: Condition, video: Tensor, record: dict[str, Any]) -> None:
+    """Write a video (3, T, h, w), the same beside its source, and the record, one entry a line."""
+    lines = [f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in record.items()]
+    # First, so that a video without one, which would pass for a source, is never left behind.
+    request.record.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_video(request.video, video, fps=VIDEO_FPS)
+    write_video(request.beside, side_by_side(condition, video), fps=VIDEO_FPS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
