@@ -1,0 +1,350 @@
+"""The recipe of eight devices as its users start it, small only in size: every shape of 001-9 to 001-14 on every rank.
+
+A rank tells what it saw because `sitecustomize`, which Python imports before any program, makes it: what runs is
+train_grpo.py itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.grpo import my_recam_8npu
+from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
+
+ROOT = Path(__file__).parents[1]
+WORLD_SIZE = 8
+FRAMES, HEIGHT, WIDTH = 9, 48, 80  # pixels; no two sides of the latents are alike, nor like a count of samples
+TEXT_DIM = 32
+LIMIT_S = 400  # of a run on 2 cores with other work; alone it takes about 90 s, half of that to import libraries
+CHANNELS, TEMPORAL, SPATIAL = 16, 4, 8  # of Wan 2.1's codec, which the recipe is for
+CAMERA = 12  # numbers of a 3x4 pose
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+WITNESS = "FLOW_GRPO_WITNESS"  # folder in which every rank leaves what it saw
+SITECUSTOMIZE = """
+import os, sys
+if "RANK" in os.environ and any(word.endswith("train_grpo.py") for word in sys.orig_argv):
+    from tests.test_real_recipe import bear_witness
+    bear_witness()
+"""
+
+
+# --- in a rank
+
+
+def bear_witness() -> None:
+    """Note the shapes that pass through the verbs of the loop, and write them down when the run is finished."""
+    from flow_grpo.algorithm import debug_print
+    from flow_grpo.algorithm.trainer import Trainer
+    from flow_grpo.models.recam_policy import RecamPolicy
+    from flow_grpo.rewards.base import RewardSet
+
+    seen: dict[str, Any] = {"calls": Counter(), "videos": [], "repeated": []}
+    phase = ["evaluation"]
+
+    def spy(owner, name, note, during: str | None = None):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def told(*args, **kwargs):
+            before, phase[0] = phase[0], during or phase[0]
+            result = original(*args, **kwargs)
+            phase[0] = before
+            note(result, *args)
+            return result
+
+        setattr(owner, name, told)
+
+    def on_velocity(result, policy, latents, *_):
+        kind = "trained" if torch.is_grad_enabled() else "sampled"
+        assert result.shape == latents.shape and result.dtype == torch.float32
+        seen["calls"][f"{phase[0]} {kind} {list(result.shape)}"] += 1
+
+    def on_sample(collected, trainer, epoch):
+        weights, sigmas = trainer.collector.rewards.weights, trainer.collector.settings.sigmas
+        seen["batches"] = [shapes(debug_print.batch_view(b, sigmas, weights)) for b in collected.batches]
+        log_probs = torch.cat([batch.trajectory.log_probs.flatten() for batch in collected.batches])
+        seen["finite"] = bool(log_probs.isfinite().all())
+
+    def on_gather(gathered, *_):
+        seen["gids"], seen["slots"] = gathered.gids.tolist(), gathered.slots.tolist()
+        seen["rewards"] = {name: list(values.shape) for name, values in gathered.rewards.items()}
+
+    def on_compare(batch, *_):
+        seen["advantages"] = torch.cat([part.advantages for part in batch.parts]).tolist()
+
+    def on_update(_, trainer, *__):
+        trained = [p.detach().double() for p in trainer.updater.policy.trained_parameters()]
+        seen["trained"] = [float(p.sum()) for p in trained] + [float(p.abs().sum()) for p in trained]
+
+    def on_finish(_, trainer):
+        file = Path(os.environ[WITNESS], f"rank{trainer.ranks.rank}.json")
+        file.write_text(json.dumps(seen | {"metrics": trainer.metrics}))
+
+    spy(RecamPolicy, "velocity", on_velocity)
+    spy(RewardSet, "__call__", lambda _, rewards, videos, *__: seen["videos"].append([phase[0], *videos.shape]))
+    spy(debug_print, "repeat_over_steps", lambda result, *_: seen["repeated"].append(list(result.shape)))
+    spy(Trainer, "sample", on_sample, during="sample")
+    spy(Trainer, "gather", on_gather)
+    spy(Trainer, "compare", on_compare)
+    spy(Trainer, "update", on_update, during="update")
+    spy(Trainer, "finish", on_finish)
+
+
+def shapes(view: dict[str, Any]) -> dict[str, Any]:
+    """Return the shape of every tensor of a batch, and the length of what is a list."""
+    inner = {name: shapes(value) for name, value in view.items() if isinstance(value, dict)}
+    return inner | {
+        name: list(value.shape) if isinstance(value, torch.Tensor) else [len(value)]
+        for name, value in view.items()
+        if name not in inner
+    }
+
+
+# --- in the test
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is left of a run.
+
+    Attributes:
+        lines: of standard output.
+        folder: where its files are.
+        ranks: what every rank saw.
+        given: the overrides.
+    """
+
+    lines: list[str]
+    folder: Path
+    ranks: list[dict[str, Any]]
+    given: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    """A model folder and a data folder."""
+    from tools import random_model
+
+    folder = tmp_path_factory.mktemp("real")
+    sizes = {"heads": 2, "head-dim": 16, "layers": 2, "ffn": 64, "text-dim": TEXT_DIM, "codec": "small"}
+    words = [f"--{name}={value}" for name, value in sizes.items()]
+    assert random_model.main(["--out", str(folder / "model"), *words]) == 0
+    spec = WorldSpec(seed=5, scenes={"train": 1, "val": 2}, frames=FRAMES, height=HEIGHT, width=WIDTH)
+    write_tiny_world(folder / "world", spec)
+    return {"model.path": str(folder / "model"), "data.root": str(folder / "world")}
+
+
+@pytest.fixture(scope="module")
+def run(places, tmp_path_factory) -> Run:
+    """The recipe's epoch. Its 16 loader processes would import everything once more each: a minute on 2 cores."""
+    return launch(tmp_path_factory.mktemp("run"), places | {"data.num_workers": "0"})
+
+
+def launch(folder: Path, changes: dict[str, str]) -> Run:
+    """Start the recipe by torchrun in `folder` and wait; fails unless it ends well on every rank."""
+    given = {
+        "data.num_frames": str(FRAMES),
+        "data.height": str(HEIGHT),
+        "data.width": str(WIDTH),
+        "num_epochs": "1",
+        "debug": "True",
+        "run_name": "run",
+        "output_root": str(folder),
+    } | changes
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
+    command += ["train_grpo.py", "--config", "config/grpo.py:my_recam_8npu"]
+    command += [f"--config.{name}={value}" for name, value in given.items()]
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {
+        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+        "PYTHONUTF8": "1",
+        "OMP_NUM_THREADS": "1",
+        "FLOW_GRPO_DEVICE": "cpu",
+        "WANDB_BASE_URL": "http://127.0.0.1:9",  # whoever runs this has no key for it, and nothing could be sent
+        WITNESS: str(folder),
+    }
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+    try:
+        out, errors = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.terminate()  # torchrun then ends its ranks, which are no children of ours
+        process.wait()
+    assert process.returncode == 0, errors[-8000:]
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return Run(out.splitlines(), folder / "run", ranks, given)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The numbers of 001-9 to 001-14 at this size, from the recipe alone; letters as in the requirements."""
+
+    W: int = WORLD_SIZE
+    B: int = my_recam_8npu().sample.train_batch_size
+    k: int = my_recam_8npu().sample.k
+    nb: int = my_recam_8npu().sample.num_batches_per_epoch
+    S: int = my_recam_8npu().sample.num_steps
+    K: int = my_recam_8npu().sample.sde_window
+    L: int = my_recam_8npu().model.max_prompt_tokens
+    micro: int = my_recam_8npu().train.batch_size
+
+    @property
+    def local(self) -> int:
+        """Samples of a rank and epoch."""
+        return self.nb * self.B
+
+    @property
+    def latent(self) -> list[int]:
+        """C, F, H, W."""
+        return [CHANNELS, (FRAMES - 1) // TEMPORAL + 1, HEIGHT // SPATIAL, WIDTH // SPATIAL]
+
+
+E = Expected()
+
+
+def test_the_recipe_finishes_an_epoch_and_leaves_metrics_and_an_adapter(run):
+    from safetensors.torch import load_file
+
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "policy/ratio_mean" in row]
+    assert all(math.isfinite(value) for value in row.values())
+    assert row["train/grad_norm"] > 0
+    assert row["policy/ratio_first_max_abs_log"] == 0  # bf16, and yet update and rollout agree to the last bit
+    assert row["policy/ratio_after_max_abs_log"] > 0
+    adapter = load_file(run.folder / "adapter" / "pytorch_lora_weights.safetensors")
+    assert all(tensor.isfinite().all() for tensor in adapter.values())
+    moved = [name for name, tensor in adapter.items() if "lora_B" in name and tensor.abs().max() > 0]
+    assert len(moved) == 2 * 4  # of both blocks: q, k, v and out of self-attention
+    assert json.loads((run.folder / "summary.json").read_text())["after"]
+    assert len(list((run.folder / "checkpoints").glob("checkpoint_000001"))) == 1
+
+
+def test_nothing_but_size_and_place_was_overridden(run):
+    def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in table.items():
+            found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        return found
+
+    used = flat(json.loads((run.folder / "config.json").read_text()))
+    recipe = flat(json.loads(json.dumps(my_recam_8npu().to_dict())))
+    assert {name for name in used if used[name] != recipe[name]} == set(run.given)
+
+
+def test_the_tracker_of_the_recipe_goes_offline_by_itself(run):
+    assert my_recam_8npu().trackers == ("wandb",)
+    assert list(run.folder.glob("wandb/offline-run-*"))
+
+
+def test_rank_0_prints_the_lines_of_001_13_with_the_shapes_of_001_10(run):
+    words = ("[Batch ", "合并后", "  latents", "  log_probs", "  target_cameras", "总样本数", "期望的", "k (", "Gather")
+    lines = [line for line in run.lines if line.startswith((*words, "每个"))]
+    prompts = [re.fullmatch(r"\[Batch (\d)\] Prompts \(前30字符\): \['(.+)', '(.+)'\]", line) for line in lines[: E.nb]]
+    assert [match and int(match[1]) for match in prompts] == list(range(E.nb))
+    assert lines[E.nb :] == [
+        "合并后的samples形状（验证k个副本的分布）:",
+        f"  latents: {[E.local, E.K, *E.latent]}",
+        f"  log_probs: {[E.local, E.K]}",
+        f"  target_cameras: {[E.local, E.latent[1], CAMERA]}",
+        f"总样本数（当前GPU）: {E.local}",
+        f"期望的总样本数: {E.local}",
+        f"k (group_size): {E.k}",
+        f"Gather后的总样本数（所有GPU）: {E.W * E.local}",
+        f"k (group_size): {E.k}",
+        f"期望的唯一样本数: {E.W * E.local // E.k}",
+        f"每个唯一样本应该有 {E.k} 个副本",
+    ]
+
+
+def test_every_rank_holds_the_keys_of_001_9_in_the_shapes_of_001_10(run):
+    states = [E.local, E.K, *E.latent]
+    rewards = {name: [E.local] for name in (*my_recam_8npu().reward.weights, "avg")}
+    expected = {
+        "prompts": [E.local],
+        "prompt_embeds": [E.local, E.L, TEXT_DIM],
+        "source_latents": [E.local, *E.latent],
+        "target_cameras": [E.local, E.latent[1], CAMERA],
+        "timesteps": [E.local, E.K],
+        "latents": states,
+        "next_latents": states,
+        "log_probs": [E.local, E.K],
+        "rewards": rewards,
+    }
+    for seen in run.ranks:
+        assert seen["batches"] == [expected]
+        assert seen["finite"]
+
+
+def test_rewards_are_repeated_over_the_trained_steps_and_gathered_from_all_ranks_as_in_001_11(run):
+    for seen in run.ranks:
+        assert seen["repeated"] == [[E.local, E.K]]
+        assert seen["rewards"] == {name: [E.W * E.local] for name in my_recam_8npu().reward.weights}
+        assert len(seen["advantages"]) == E.local
+
+
+def test_gathered_samples_are_whole_groups_whose_copies_lie_on_different_ranks_as_in_001_8_and_12(run):
+    gids, slots = run.ranks[0]["gids"], run.ranks[0]["slots"]
+    assert all((seen["gids"], seen["slots"]) == (gids, slots) for seen in run.ranks)
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for place, (gid, slot) in enumerate(zip(gids, slots, strict=True)):
+        groups.setdefault(gid, []).append((slot, place // E.local))
+    assert len(groups) == E.W * E.local // E.k
+    advantages = [value for seen in run.ranks for value in seen["advantages"]]
+    for gid, members in groups.items():
+        assert sorted(slot for slot, _ in members) == list(range(E.k))
+        assert len({rank for _, rank in members}) == E.k
+        own = [value for value, other in zip(advantages, gids, strict=True) if other == gid]
+        assert sum(own) == pytest.approx(0, abs=1e-4)
+    assert max(map(abs, advantages)) > 0.1
+
+
+def test_videos_of_a_batch_and_rank_have_the_shape_of_001_14(run):
+    for seen in run.ranks:
+        videos = [shape for phase, *shape in seen["videos"] if phase == "sample"]
+        assert videos == [[E.B, 3, FRAMES, HEIGHT, WIDTH]] * E.nb
+
+
+def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
+    recipe = my_recam_8npu()
+    rows = recipe.eval.num_conditions // E.W
+    assert rows <= recipe.eval.batch_size
+    expected = {
+        f"sample sampled {[E.B, *E.latent]}": E.nb * E.S,
+        f"update trained {[E.micro, *E.latent]}": E.K * E.local // E.micro,
+        f"update sampled {[E.micro, *E.latent]}": 1,  # the probe that debug asks for; old log-probs are the rollout's
+        f"evaluation sampled {[rows, *E.latent]}": 2 * recipe.eval.num_steps,  # before and after
+    }
+    for seen in run.ranks:
+        assert seen["calls"] == expected
+
+
+def test_all_ranks_end_with_the_same_finite_weights_and_metrics(run):
+    first = run.ranks[0]
+    assert all(math.isfinite(value) for value in first["trained"])
+    for seen in run.ranks:
+        assert seen["trained"] == first["trained"]
+        assert all(math.isfinite(value) for value in seen["metrics"].values())
+        assert seen["metrics"]["train/grad_norm"] == first["metrics"]["train/grad_norm"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S + 60)
+def test_the_recipe_also_runs_with_its_own_loader_processes(places, tmp_path, run):
+    with_loaders = launch(tmp_path, places)
+    assert [seen["trained"] for seen in with_loaders.ranks] == [seen["trained"] for seen in run.ranks]

@@ -1,0 +1,256 @@
+"""Write a ReCam model folder with random weights: whole runs can then be tried without the published ones.
+
+    python tools/random_model.py --out models/random                       # the size of Wan2.1-T2V-1.3B
+    python tools/random_model.py --out models/small --heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 \
+        --codec small                                                       # runs on a CPU
+
+Speed, the memory of transformer and codec, ranks and files are then those of a real run; what it samples is noise. The
+camera, the prompt and the source still change it, all numbers stay of order one, and prompts are read byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers.utils import logging as transformers_logging
+
+from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
+from flow_grpo.maths.keys import generator
+from flow_grpo.models.footprint import WAN_1_3B
+from flow_grpo.models.recam_policy import DTYPES
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+
+RECORD = "random_model.json"
+SPECIAL = ("<pad>", "</s>", "<unk>")
+# Both 16 channels, 4x in time and 8x in space; the first is what diffusers knows as Wan 2.1's own configuration.
+CODECS: dict[str, dict[str, Any]] = {"wan": {}, "small": {"base_dim": 4, "num_res_blocks": 1}}
+CAMERA_STD = 0.3  # of cam_encoder's weights: beside tokens of size one, poses in metres are then heard
+GATE_STD = 0.3  # of scale_shift_table, which among others says how much of a block's result is added
+PIXEL_STD = 0.5  # of decoded videos, which end at -1 and 1
+CLIPS = WorldSpec(seed=13, scenes={}, height=32, width=32)  # what a codec's scales are measured on
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large a model is.
+
+    Attributes:
+        heads: attention heads of the transformer.
+        head_dim: width of each; heads * head_dim is the transformer's width.
+        layers: its blocks.
+        ffn: width inside its feed-forward parts.
+        text_dim: width of the prompt embeddings.
+        dtype: fp32 | bf16, of transformer and text encoder; the codec is always fp32.
+        codec: a name of `CODECS`.
+        seed: of all weights.
+    """
+
+    heads: int = WAN_1_3B["num_attention_heads"]
+    head_dim: int = WAN_1_3B["attention_head_dim"]
+    layers: int = WAN_1_3B["num_layers"]
+    ffn: int = WAN_1_3B["ffn_dim"]
+    text_dim: int = WAN_1_3B["text_dim"]
+    dtype: str = "bf16"
+    codec: str = "wan"
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuse what no network can be built of.
+
+        Raises:
+            ValueError: naming option, value and bound.
+        """
+        for name in ("heads", "layers", "ffn", "text_dim"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option}: got {getattr(self, name)}, must be at least 1")
+        if self.head_dim < 6 or self.head_dim % 2:
+            raise ValueError(
+                f"--head-dim: got {self.head_dim}, must be even and at least 6, since positions in time, height and "
+                "width each turn pairs of it; for example --head-dim 16"
+            )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write the folder and say in one line what it holds; return 0, or 2 for a request that cannot be met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
+    choices = {"dtype": sorted(DTYPES), "codec": sorted(CODECS)}
+    for field in dataclasses.fields(Sizes):
+        option, kind = f"--{field.name.replace('_', '-')}", type(field.default)
+        parser.add_argument(option, type=kind, default=field.default, choices=choices.get(field.name))
+    given = vars(parser.parse_args(words))
+    out: Path = given.pop("out")
+    try:
+        sizes = Sizes(**given)
+        sizes.check()
+        record = write_model(out, sizes)
+    except ValueError as error:
+        print("error:", error, file=sys.stderr)
+        return 2
+    parts = ", ".join(f"{name} {part['parameters']:,}" for name, part in record["parts"].items())
+    size = sum(part["bytes"] for part in record["parts"].values())
+    print(f"random weights in {out}: {parts} parameters, {size:,} bytes")
+    return 0
+
+
+def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
+    """Write the four parts and their record, whole or not at all, and return the record.
+
+    Raises:
+        ValueError: the folder holds something, or is a file.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out: {out} already exists and is not an empty folder; choose another or delete it")
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    partial = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        parts: dict[str, dict[str, int]] = {}
+        for name, part in build_parts(sizes).items():
+            part.save_pretrained(str(partial / name))
+            if isinstance(part, nn.Module):
+                stored = sum(file.stat().st_size for file in (partial / name).iterdir())
+                parts[name] = {"parameters": sum(p.numel() for p in part.parameters()), "bytes": stored}
+        record = {
+            "weights": "random: this model was never trained and can only show how a run behaves",
+            "tool": "tools/random_model.py",
+            "torch": torch.__version__,
+            "settings": dataclasses.asdict(sizes),
+            "parts": parts,
+            "note": "the text encoder is small whatever --text-dim says; Wan's own takes another 11 GiB",
+        }
+        (partial / RECORD).write_text(json.dumps(record, indent=1))
+        partial.rename(out)  # also onto an empty folder
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    return record
+
+
+def build_parts(sizes: Sizes) -> dict[str, Any]:
+    """Return the four parts by the names of their folders, a pure function of the sizes.
+
+    The caller's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sizes.seed)
+        tokenizer = build_tokenizer()
+        return {
+            "transformer": build_transformer(sizes),
+            "vae": build_codec(sizes.codec),
+            "text_encoder": build_text_encoder(sizes, len(tokenizer)),
+            "tokenizer": tokenizer,
+        }
+
+
+def build_transformer(sizes: Sizes) -> ReCamTransformer3DModel:
+    """Return Wan 2.1's transformer at another size.
+
+    Its own start gives velocities of order one at any size, but the wider it is the less its blocks add to what passes
+    by them, and the camera adds nothing: both are lifted.
+    """
+    shape = {
+        "num_attention_heads": sizes.heads,
+        "attention_head_dim": sizes.head_dim,
+        "num_layers": sizes.layers,
+        "ffn_dim": sizes.ffn,
+        "text_dim": sizes.text_dim,
+    }
+    transformer = ReCamTransformer3DModel(**{**WAN_1_3B, **shape})
+    for block in transformer.blocks:
+        nn.init.normal_(block.cam_encoder.weight, std=CAMERA_STD)
+        nn.init.normal_(block.cam_encoder.bias, std=CAMERA_STD)
+        nn.init.normal_(block.scale_shift_table, std=GATE_STD)
+    for name, parameter in transformer.named_parameters():
+        if not set(name.split(".")) & set(transformer._keep_in_fp32_modules):
+            parameter.data = parameter.data.to(DTYPES[sizes.dtype])
+    return transformer.eval()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def build_codec(name: str) -> AutoencoderKLWan:
+    """Return a codec whose normalised latents have mean 0 and deviation 1, and whose videos fill most of -1..1.
+
+    A fresh one gives latents far from what `latents_mean` and `latents_std` say, and nearly grey videos, in which
+    rewards could not tell copies apart; the last map of each half is scaled on a few clips to mend both.
+    """
+    codec: AutoencoderKLWan = AutoencoderKLWan(**CODECS[name]).eval()
+    mean, std = torch.tensor(codec.config["latents_mean"]), torch.tensor(codec.config["latents_std"])
+    clips = film(CLIPS, [make_scene(CLIPS, "codec", number) for number in range(2)], [3]) * 2 - 1
+    encoded = _rescale(codec.quant_conv, lambda: codec.encode(clips), mean, std)
+
+    channels = (1, -1, 1, 1, 1)
+    draw = torch.randn(encoded.shape, generator=generator("random-codec", name))
+    latents = draw * std.view(channels) + mean.view(channels)
+    _rescale(codec.decoder.conv_out, lambda: codec.decode(latents), torch.zeros(3), torch.full((3,), PIXEL_STD))
+    return codec
+
+
+def _rescale(convolution: nn.Conv3d, call: Callable[[], object], mean: Tensor, std: Tensor) -> Tensor:
+    """Give the first channels (B, channels, ...) of a convolution's outputs another mean and deviation (channels,).
+
+    Returns what these outputs were during `call`, before the change.
+    """
+    seen: list[Tensor] = []  # one entry per chunk of frames, and not yet cut at -1 and 1
+    hook = convolution.register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach()))
+    call()
+    hook.remove()
+    count = len(mean)
+    outputs = torch.cat(seen, dim=2)[:, :count]
+    flat = outputs.transpose(0, 1).flatten(1)
+    factor = std / flat.std(dim=1)
+    convolution.weight[:count] *= factor.view(-1, 1, 1, 1, 1)
+    assert convolution.bias is not None
+    convolution.bias[:count] = (convolution.bias[:count] - flat.mean(dim=1)) * factor + mean
+    return outputs
+
+
+def build_text_encoder(sizes: Sizes, vocabulary: int) -> UMT5EncoderModel:
+    """Return two UMT5 layers: as wide as asked where they meet the transformer, narrow inside."""
+    config = UMT5Config(
+        vocab_size=vocabulary,
+        d_model=sizes.text_dim,
+        d_kv=max(1, min(64, sizes.text_dim // 4)),
+        d_ff=min(1024, 2 * sizes.text_dim),
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=SPECIAL.index("<pad>"),
+        eos_token_id=SPECIAL.index("</s>"),
+    )
+    encoder = UMT5EncoderModel(config)
+    for parameter in encoder.parameters():
+        parameter.data = parameter.data.to(DTYPES[sizes.dtype])
+    return encoder.eval()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes that ends every prompt with </s>: any language's prompts stay distinct."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate((*SPECIAL, *alphabet))}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    pad, end, unknown = SPECIAL
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core, pad_token=pad, eos_token=end, unk_token=unknown
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
