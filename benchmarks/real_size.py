@@ -1,0 +1,338 @@
+"""What the real model costs on this machine's device, on random weights: one command of under 8 minutes.
+
+    python benchmarks/real_size.py                       # real size on an accelerator, the self-test on a CPU
+    python benchmarks/real_size.py --parts matmul,update --frames 41
+
+A rollout step, an update micro-batch with LoRA, decoding and attention at 81x480x832, then at fewer frames. Every part
+runs in a process of its own, the most important first: one that fails, hangs or runs out of memory leaves the others'
+figures. The JSON is rewritten after every part. Exit code: 0 when every part has figures, 1 when one has not, 2 for a
+request that cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+
+from flow_grpo.runtime import device as device_door
+
+Report = dict[str, Any]
+Runner = Callable[["Job", float], dict[str, Any]]
+
+FRAMES = {"real": "81,41,21", "self-test": "5"}
+PARTS = ("matmul", "forward", "update", "decode", "attention")
+AIMS = {
+    "forward at 55 % of the matrix rate": ("forward_81", "share_of_matmul_rate", 0.55, True),
+    "update at 50 % of the matrix rate": ("update_81", "share_of_matmul_rate", 0.50, True),
+    "update within 60 GiB": ("update_81", "peak_gib", 60.0, False),
+}
+CONVENTIONS = {
+    "flops": "operations of one call, a multiplication and an addition counted apart",
+    "tflops": "1e12 operations a second",
+    "seconds": "median of the repeats after one call to warm up, the device synchronised",
+    "matmul": "best of several square bf16 products; 10 products are one call",
+    "forward": "rollout step: transformer without gradients, draw, log-probability",
+    "update": "one micro-batch and its optimizer step, counted as 4 forwards: forward, recomputation, backward of 2",
+    "decode": "codec in fp32; its share refers to the bf16 rate all the same",
+    "decode_tiled": "the same in overlapping tiles; operations estimated by the tiles' area",
+    "attention": "4 B S^2 D operations forward, three times that with the backward",
+    "peak_gib": "highest memory of all calls; codec, transformer and as many bytes as the text encoder's among it",
+}
+SHORTEST_S = 5.0  # no part is begun with less time left
+FAIR_S = 60.0  # a part may take half of what is left, or this
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one process measures: a part at some numbers of frames."""
+
+    part: str
+    frames: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the record that says what became of it."""
+        return "_".join([self.part, *(str(frames) for frames in self.frames if self.part != "count")])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit code."""
+    options = _read(words)
+    try:
+        device = device_door.resolve(options.device)
+        size = options.size or ("self-test" if device.type == "cpu" else "real")
+        if size == "real" and device.type == "cpu":
+            raise ValueError("--size real needs an accelerator, this is a CPU: use --size self-test")
+        frames = _frames(options.frames or FRAMES[size])
+        parts = _parts(options.parts)
+        passed_on = _passed_on(options)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    if options.part:
+        return run_part(options.part, size, device, frames, options)
+    file = Path(options.out or Path(__file__).with_name(f"{size.replace('-', '_')}_{device.type}.json"))
+    report = new_report(size, device)
+    runner = in_a_process(["--size", size, "--device", device.type, *passed_on])
+    collect(report, list(jobs(parts, frames)), runner, options.budget_s, lambda: write(file, report))
+    sys.stdout.write(f"\n{table(report)}\nkept in {file}\n")
+    return 1 if any("error" in record for record in report["parts"].values()) else 0
+
+
+def _read(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(FRAMES), help="real, or self-test: that it runs, in small")
+    parser.add_argument("--device", default="auto", help="kind of device")
+    parser.add_argument("--frames", default="", help="of the video, the most important first, such as 81,41,21")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of matmul, forward, update, decode, attention")
+    parser.add_argument("--rows", type=int, default=1, help="videos in one call")
+    parser.add_argument("--repeat", type=int, default=3, help="timed calls of each, at most")
+    parser.add_argument("--budget-s", type=float, default=460.0, help="seconds for everything")
+    parser.add_argument("--out", default="", help="JSON file; by default beside this program, named by size and device")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # the process of one part
+    return parser.parse_args(words)
+
+
+def _frames(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", text) or any((int(number) - 1) % 4 for number in text.split(",")):
+        raise ValueError(
+            f"--frames: got {text!r}, must be numbers 4n+1 with commas between; for example --frames 81,41"
+        )
+    return tuple(int(number) for number in text.split(","))
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    wanted = text.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        raise ValueError(f"--parts: got {', '.join(sorted(unknown))}, must be of {', '.join(PARTS)}")
+    return tuple(wanted)
+
+
+def _passed_on(options: argparse.Namespace) -> list[str]:
+    if options.rows < 1 or options.repeat < 1:
+        raise ValueError(f"--rows {options.rows}, --repeat {options.repeat}: must be at least 1")
+    return ["--rows", str(options.rows), "--repeat", str(options.repeat)]
+
+
+def jobs(parts: Sequence[str], frames: Sequence[int]) -> Iterator[Job]:
+    """Yield the processes to run, the most important first; attention only at the first number of frames."""
+    networks = [part for part in ("forward", "update", "decode") if part in parts]
+    if "matmul" in parts:
+        yield Job("matmul")
+    if networks:
+        yield Job("count", tuple(frames))
+    for number in frames:
+        yield from (Job(part, (number,)) for part in networks)
+        if "attention" in parts and number == frames[0]:
+            yield Job("attention", (number,))
+
+
+def new_report(size: str, device: torch.device) -> Report:
+    """Return a report without figures."""
+    return {
+        "hardware": None,
+        "device": device.type,
+        "memory_gib": None,
+        "torch": torch.__version__,
+        "dtype": "bf16",
+        "size": size,
+        "sizes": {},
+        "conventions": CONVENTIONS,
+        "flops": {},
+        "parts": {},
+        "aims": {},
+    }
+
+
+def collect(report: Report, queue: Sequence[Job], runner: Runner, budget_s: float, save: Callable[[], None]) -> None:
+    """Run the jobs in order and fill the report, saving it after each.
+
+    Args:
+        report: from `new_report`.
+        queue: from `jobs`.
+        runner: measures one job within so many seconds, and returns its answer, see `run_part`.
+        budget_s: seconds for all; what no time is left for is marked so.
+        save: keeps the report.
+    """
+    end = time.monotonic() + budget_s
+    for job in queue:
+        left = end - time.monotonic()
+        if left < SHORTEST_S:
+            answer: dict[str, Any] = {"records": {job.name: {"error": "skipped: no time left"}}}
+        else:
+            answer = runner(job, min(left, max(left / 2, FAIR_S)))
+        _take(report, job, answer)
+        save()
+
+
+def _take(report: Report, job: Job, answer: dict[str, Any]) -> None:
+    records = answer.pop("records")
+    report |= answer
+    for name, record in records.items():
+        if job.part == "count" and "error" not in record:
+            report["flops"][name] = record["flops"]
+            continue
+        report["parts"][name] = record
+        sys.stdout.write(f"{name}: {_said(record)}\n")
+        sys.stdout.flush()
+    _derive(report)
+
+
+def _derive(report: Report) -> None:
+    """Fill in rates, shares and verdicts from what has been measured so far."""
+    parts = report["parts"]
+    for name, record in parts.items():
+        flops = record.get("flops") or report["flops"].get(name)
+        if flops:
+            record["flops"] = flops
+        if flops and "seconds" in record:
+            record["tflops"] = flops / record["seconds"] / 1e12
+    rate = parts.get("matmul", {}).get("tflops")
+    for record in parts.values():
+        if rate and "tflops" in record:
+            record["share_of_matmul_rate"] = record["tflops"] / rate
+    report["aims"] = {aim: _verdict(report, *wanted) for aim, wanted in AIMS.items()}
+
+
+def _verdict(report: Report, name: str, figure: str, bound: float, at_least: bool) -> dict[str, Any]:
+    found = report["parts"].get(name, {}).get(figure)
+    if report["size"] != "real":
+        return {"measured": None, "verdict": "not judged at this size"}
+    if found is None:
+        return {"measured": None, "verdict": "not measured"}
+    met = found >= bound if at_least else found <= bound
+    return {"measured": found, "verdict": "met" if met else "missed"}
+
+
+def in_a_process(arguments: Sequence[str]) -> Runner:
+    """Return a runner that starts this program again for every job."""
+
+    def run(job: Job, limit: float) -> dict[str, Any]:
+        frames = ["--frames", ",".join(map(str, job.frames))] if job.frames else []
+        command = [sys.executable, str(Path(__file__).resolve()), "--part", job.part, *frames, *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+            answer, failure = _last_answer(done.stdout), _failure(done.returncode, done.stderr)
+        except subprocess.TimeoutExpired as late:
+            output = late.stdout or ""
+            answer = _last_answer(output if isinstance(output, str) else output.decode(errors="replace"))
+            failure = f"no end within {limit:.0f} s"
+        if not answer["records"] and not failure:
+            failure = "printed no figures"
+        if failure:
+            answer["records"].setdefault(job.name, {})["error"] = failure
+        return answer
+
+    return run
+
+
+def _last_answer(output: str) -> dict[str, Any]:
+    """Return the newest state that a part printed; libraries may have printed among it."""
+    for line in reversed(output.splitlines()):
+        if line.startswith('{"hardware"'):
+            try:
+                answer: dict[str, Any] = json.loads(line)
+            except json.JSONDecodeError:  # cut off by the end of its process
+                continue
+            return answer
+    return {"records": {}}
+
+
+def _failure(code: int, errors: str) -> str:
+    """Return why a process ended, or ""; what it said in full goes to this one's errors."""
+    if code == 0:
+        return ""
+    sys.stderr.write(errors)
+    if code < 0:
+        return f"killed by signal {-code}"
+    lines = [line for line in errors.splitlines() if line.strip()] or [f"exit code {code}"]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt|Exit)\b", line)]
+    return (named or lines)[-1][:300]
+
+
+def run_part(part: str, size: str, device: torch.device, frames: tuple[int, ...], options: argparse.Namespace) -> int:
+    """Measure one part in this process, and print all its figures after each one that is added."""
+    # Imported here: the process that waits holds no libraries, and kernels alone need no networks.
+    from benchmarks import real_size_kernels as kernels
+
+    parts = kernels.PARTS
+    if part not in parts:
+        from benchmarks.real_size_parts import PARTS as parts
+    device_door.setup(device)
+    chosen = kernels.SIZES[size]
+    setting = kernels.Setting(chosen, device, frames, options.rows, options.repeat)
+    records: dict[str, Any] = {}
+    for name, record in parts[part](setting):
+        records[name] = record
+        answer = {
+            "hardware": device_door.name(device),
+            "memory_gib": device_door.memory(device).get("total"),
+            "sizes": {"rows": options.rows, **dataclasses.asdict(chosen)},
+            "records": records,
+        }
+        sys.stdout.write(f"{json.dumps(answer)}\n")
+        sys.stdout.flush()
+    return 0
+
+
+def write(file: Path, report: Report) -> None:
+    """Replace the file at once, so that a break leaves the old or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    beside.write_text(f"{json.dumps(_rounded(report), indent=2)}\n", encoding="utf-8")
+    beside.replace(file)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def table(report: Report) -> str:
+    """Return the figures and the verdicts for a person to read."""
+    lines = [
+        f"{report['hardware']}, torch {report['torch']}, {report['dtype']}, {report['size']} size",
+        f"{'':36s}{'seconds':>10s}{'TFLOP':>10s}{'TFLOP/s':>10s}{'of rate':>9s}{'peak GiB':>10s}",
+    ]
+    for name, record in report["parts"].items():
+        if "seconds" not in record:
+            lines.append(f"{name:36s}{_said(record)}")
+            continue
+        flops, share = record.get("flops"), record.get("share_of_matmul_rate")
+        cells = (record["seconds"], flops and flops / 1e12, record.get("tflops"), share and 100 * share)
+        row = "".join(f"{_cell(value):>{width}s}" for value, width in zip(cells, (10, 10, 10, 7), strict=True))
+        doubt = "" if record.get("finite", True) and "error" not in record else f"  {_said(record)}"
+        lines.append(f"{name:36s}{row} %{_cell(record.get('peak_gib')):>10s}{doubt}")
+    for aim, found in report["aims"].items():
+        measured = "" if found["measured"] is None else f" ({_cell(found['measured'])})"
+        lines.append(f"{aim}: {found['verdict']}{measured}")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _said(record: dict[str, Any]) -> str:
+    for word in ("error", "unavailable"):
+        if word in record:
+            return f"{word}: {record[word]}"
+    return f"{record['seconds']:.4g} s" + ("" if record.get("finite", True) else ", result is not finite")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

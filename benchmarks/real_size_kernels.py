@@ -1,0 +1,229 @@
+"""Sizes, the stopwatch, and the parts that need no network: the matrix rate and attention alone.
+
+Every part is a generator of (name, record) for `real_size.py`, which runs it in a process of its own. A record holds
+`seconds` of one call, `flops` of one call where they are known here, and `peak_gib`; or why there is no figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flow_grpo.runtime import device as device_door
+
+Record = dict[str, Any]
+Records = Iterator[tuple[str, Record]]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Context = Callable[[], AbstractContextManager[Any]]
+
+SLICE_S = 20.0  # repeats of one figure end here, so that a slow device still reaches the last part
+SDPA_KERNELS = ("flash_attention", "cudnn_attention", "efficient_attention", "overrideable", "math")
+_SCORE_BYTES = 16  # per query and key, where a kernel keeps scores: fp32 before and after the softmax, both with grads
+_TEMPORAL, _SPATIAL = 4, 8  # compression of Wan's codec
+_CHANNELS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is built; all that is not named here is as in Wan 2.1.
+
+    Attributes:
+        heads, head_width, blocks, ffn_width, text_width: of the transformer.
+        codec_width: channels of the codec at full resolution.
+        height, width: of the video, pixels.
+        prompt_tokens: length of the prompt after padding.
+        lora_rank: of every adapter.
+        text_encoder_bytes: what the frozen text encoder holds on the device all the while.
+        matrices: side lengths tried for the matrix rate.
+    """
+
+    heads: int
+    head_width: int
+    blocks: int
+    ffn_width: int
+    text_width: int
+    codec_width: int
+    height: int
+    width: int
+    prompt_tokens: int
+    lora_rank: int
+    text_encoder_bytes: int
+    matrices: tuple[int, ...]
+
+    def latent_shape(self, frames: int) -> tuple[int, int, int, int]:
+        """Return (C, F, H, W) of a video of `frames` frames."""
+        return _CHANNELS, (frames - 1) // _TEMPORAL + 1, self.height // _SPATIAL, self.width // _SPATIAL
+
+    def tokens(self, frames: int) -> int:
+        """Return S, of target and source together."""
+        _, latent_frames, rows, columns = self.latent_shape(frames)
+        return 2 * latent_frames * (rows // 2) * (columns // 2)
+
+
+SIZES = {
+    # ReCamMaster on Wan2.1-T2V-1.3B, with UMT5-XXL in bf16 beside it.
+    "real": Size(
+        heads=12,
+        head_width=128,
+        blocks=30,
+        ffn_width=8960,
+        text_width=4096,
+        codec_width=96,
+        height=480,
+        width=832,
+        prompt_tokens=512,
+        lora_rank=64,
+        text_encoder_bytes=11_361_920_418,
+        matrices=(4096, 8192, 16384),
+    ),
+    "self-test": Size(
+        heads=2,
+        head_width=24,
+        blocks=2,
+        ffn_width=96,
+        text_width=32,
+        codec_width=4,
+        height=32,
+        width=272,  # the least that is decoded in two tiles
+        prompt_tokens=8,
+        lora_rank=4,
+        text_encoder_bytes=1024,
+        matrices=(128, 256),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a part is run.
+
+    Attributes:
+        size: what is built.
+        device: where.
+        frames: of the video; one number for all parts but the count of operations.
+        rows: B, videos in one call.
+        repeat: how often a call is timed, after one call to warm up.
+    """
+
+    size: Size
+    device: torch.device
+    frames: tuple[int, ...]
+    rows: int
+    repeat: int
+
+
+def measure(call: Callable[[], object], setting: Setting) -> Record:
+    """Return the median seconds of a call, and the highest memory of all calls in GiB.
+
+    A CPU process has one peak for its whole life, loading of libraries included.
+    """
+    device, seconds = setting.device, list[float]()
+    device_door.reset_peak_memory(device)
+    for number in range(setting.repeat + 1):
+        device_door.synchronize(device)
+        begun = time.perf_counter()
+        call()
+        device_door.synchronize(device)
+        if number:  # the first warms up
+            seconds.append(time.perf_counter() - begun)
+        if sum(seconds) > SLICE_S:
+            break
+    memory = device_door.memory(device)
+    return {
+        "seconds": statistics.median(seconds),
+        "repeats": len(seconds),
+        "peak_gib": memory.get("peak"),
+        "reserved_gib": memory.get("reserved"),
+    }
+
+
+def matmul(setting: Setting) -> Records:
+    """Yield the measured rate of bf16 matrix products: the best of several sizes, which is what shares refer to."""
+    calls = 10  # per timing, so that starting a kernel does not count
+    found = []
+    for side in setting.size.matrices:
+        left, right = (torch.randn(side, side, device=setting.device).bfloat16() for _ in range(2))
+        out = torch.empty_like(left)
+
+        def products(left: Tensor = left, right: Tensor = right, out: Tensor = out) -> None:
+            for _ in range(calls):
+                torch.mm(left, right, out=out)
+
+        record = measure(products, setting) | {"flops": 2.0 * calls * side**3, "side": side}
+        found.append((record["flops"] / record["seconds"], record))
+        yield "matmul", max(found, key=lambda pair: pair[0])[1]
+
+
+def attention(setting: Setting) -> Records:
+    """Yield the times of self-attention alone, forward and forward with backward, by every kernel there is.
+
+    Names: `native` and the like are diffusers', as the transformer calls them; `sdpa_*` force one kernel of torch's
+    own function, which a vendor's torch may ignore: equal figures then mean one kernel.
+    """
+    size, frames = setting.size, setting.frames[0]
+    tokens = size.tokens(frames)
+    shape = (setting.rows, tokens, size.heads, size.head_width)
+    flops = 4.0 * setting.rows * size.heads * size.head_width * tokens**2
+    inputs = [torch.randn(shape, device=setting.device).bfloat16().requires_grad_() for _ in range(3)]
+    gradient = torch.randn(shape, device=setting.device).bfloat16()
+    for name, context, call in _attentions(setting.device):
+        needed = setting.rows * size.heads * tokens**2 * _SCORE_BYTES / 2**30
+        if name.endswith("_math") and needed > 0.5 * device_door.memory(setting.device).get("total", 0.0):
+            yield f"attention_{name}_{frames}", {"unavailable": f"would need {needed:.0f} GiB for its scores"}
+            continue
+
+        def alone(call: Attention = call) -> None:
+            with torch.no_grad():
+                call(*inputs)
+
+        def with_backward(call: Attention = call) -> None:
+            torch.autograd.grad(call(*inputs), inputs, gradient)
+
+        for label, timed, factor in ((name, alone, 1), (f"{name}_backward", with_backward, 3)):
+            try:
+                with context():
+                    record = measure(timed, setting) | {"flops": factor * flops}
+            except (ImportError, RuntimeError, TypeError, ValueError) as error:  # how a kernel is refused
+                yield f"attention_{label}_{frames}", {"unavailable": _first_sentence(error)}
+                device_door.empty_cache(setting.device)
+                break
+            yield f"attention_{label}_{frames}", record
+
+
+def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]]:
+    """Yield (name, context, function of (B, S, heads, head width) queries, keys and values), the default first."""
+    from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn  # seconds, not for matmul
+
+    def dispatched(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended: Tensor = dispatch_attention_fn(query, key, value)
+        return attended
+
+    def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+    backends, known = device_door.attention_backends(device), SDPBackend.__members__
+    for backend in backends:
+        yield backend.strip("_"), functools.partial(attention_backend, backend), dispatched
+    for kernel in SDPA_KERNELS:
+        name = kernel.removesuffix("_attention")
+        # The list grows with torch, and some kernels have come already under diffusers' name.
+        if kernel.upper() in known and f"_native_{name}" not in backends:
+            yield f"sdpa_{name}", functools.partial(sdpa_kernel, known[kernel.upper()]), own
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0][:160]
+
+
+PARTS: Mapping[str, Callable[[Setting], Records]] = {"matmul": matmul, "attention": attention}
