@@ -32,8 +32,8 @@ def test_the_plan_of_the_8_npu_recipe_is_the_arithmetic_of_its_numbers(capsys):
     assert found["update_s"] == pytest.approx(4 * 2 * 4 * forward / 300, rel=1e-3)  # forward, again, and its backward
     latent = 4 * 16 * 21 * 60 * 104
     prompts = 4 * 4 * 512 * 4096
-    assert found["memory_trajectories_gib"] == pytest.approx((4 * 4 * latent + prompts) / 2**30, rel=1e-3)
-    assert 20 < found["memory_update_gib"] < 60
+    assert found["trajectories_gib"] == pytest.approx((4 * 4 * latent + prompts) / 2**30, rel=1e-3)
+    assert 20 < found["update_gib"] < 60
 
 
 def test_what_does_not_fit_comes_with_ways_out(capsys):
@@ -41,7 +41,7 @@ def test_what_does_not_fit_comes_with_ways_out(capsys):
     assert plan.main([*words, "--config.model.gradient_checkpointing=false"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("does not fit: ")
-    assert "--config.model.gradient_checkpointing=true, --config.train.batch_size=1" in last
+    assert "--config.model.gradient_checkpointing=true, --config.train.batch_size=1, tools/precompute.py and" in last
 
 
 def test_guidance_doubles_the_work_and_kl_adds_a_reference_call(capsys):
@@ -57,7 +57,36 @@ def test_the_model_folder_is_measured_where_there_is_one(capsys):
     code, found = planned(capsys, "--devices", "2", "--memory", "2048MiB", recipe="tiny_recam")
     assert code == 0
     assert found["tokens"] == 2 * 5 * 3 * 4
-    assert found["memory_weights_gib"] < 0.1
+    assert found["weights_gib"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "smaller", "larger"),
+    [
+        (["--config.train.sharding=fsdp2"], ["weights_gib", "optimizer_gib", "update_gib"], ["exchanged_gib"]),
+        (["--config.model.offload=true"], ["weights_gib", "update_gib"], ["host_gib"]),
+        (["--config.model.encodings=enc"], ["weights_gib", "update_gib", "rollout_gib"], []),
+        (["--config.sample.offload=true"], ["trajectories_gib"], ["host_gib"]),
+        (["--config.train.batch_size=1"], ["activations_gib", "update_gib"], ["update_calls"]),
+        (["--config.train.ema_decay=0.9"], [], ["optimizer_gib"]),
+        (["--config.model.trained=attention", "--config.train.kl_coef=0.1"], [], ["optimizer_gib", "update_s"]),
+    ],
+)
+def test_every_way_out_moves_the_numbers_it_is_named_for(capsys, change, smaller, larger):
+    tiny = {"recipe": "my_recam_8npu_tiny"}
+    words = ["--config.model.path=nowhere", "--config.model.dtype=bf16", "--config.data.height=64"]
+    words += ["--config.data.width=64", "--config.model.trained=lora", "--config.train.ema_decay=0"]
+    _, before = planned(capsys, *words, **tiny)
+    _, after = planned(capsys, *words, *change, **tiny)
+    assert all(after[name] < before[name] for name in smaller), (before, after)
+    assert all(after[name] > before[name] for name in larger), (before, after)
+
+
+def test_shards_divide_what_a_rank_holds(capsys):
+    words = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
+    words += ["--config.model.trained=full", "--config.model.encodings=enc", "--config.train.sharding=fsdp2"]
+    four, eight = (planned(capsys, *words, "--devices", n, recipe="my_recam_8npu_tiny")[1] for n in "48")
+    assert four["optimizer_gib"] == pytest.approx(2 * eight["optimizer_gib"])
 
 
 @pytest.mark.parametrize(

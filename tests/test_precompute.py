@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train_grpo
+from flow_grpo.algorithm.build import dataset
 from flow_grpo.config import load_config
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models import codec, texts
@@ -91,7 +92,7 @@ def test_it_goes_on_where_it_was_stopped_and_mends_what_is_damaged(world, tmp_pa
 
 def share_of_rank(ranks: Ranks, arguments: list[str]) -> set[str]:
     config = load_config(arguments[1], arguments[2:])
-    splits = [train_grpo.dataset(config, split) for split in ("train", "val")]
+    splits = [dataset(config, split) for split in ("train", "val")]
     encodings = precompute.open_encodings(config, torch.device("cpu"))
     tasks = precompute.share([*precompute.video_tasks(splits, encodings)], ranks)
     precompute.work(tasks, ranks)
@@ -111,7 +112,7 @@ def test_cached_conditioning_equals_fresh(world, tmp_path):
     assert precompute.main(arguments) == 0
     config = load_config(arguments[1], arguments[2:])
     fresh = load_config(arguments[1], [*arguments[2:], "--config.model.encodings="])
-    data = train_grpo.dataset(config, "train")
+    data = dataset(config, "train")
     conditions = [data.condition(index) for index in range(3)]
     warm, cold = (RecamPolicy.from_config(c.model, c.sample, torch.device("cpu")) for c in (config, fresh))
     cached, made = warm.encode(conditions).tensors(), cold.encode(conditions).tensors()

@@ -16,8 +16,10 @@ import torch
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video, write_video
+from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.runtime import checkpoint, distributed, plots, state_files
 from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.sharded_state import join
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks
 
@@ -126,7 +128,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path)
     moments = [value for name, value in whole.items() if name.endswith("exp_avg_sq")]
     assert all(value.abs().max() > 0 for value in moments)
     assert moments
-    assert any(name.startswith("ema/") for name in whole)
+    assert any(name.startswith("learned/ema/") for name in whole)
     rewards = [
         {row["step"]: row["reward/mean"] for row in metrics_of(tmp_path / part / "run") if "reward/mean" in row}
         for part in ("whole", "parts")
@@ -312,21 +314,43 @@ def test_a_resumed_run_with_dynamic_sampling_equals_the_uninterrupted_one(places
     assert any(valid >= 4 for _, valid, *_ in seen[0])
 
 
+def learned(run: Path) -> dict[str, torch.Tensor]:
+    """Return weights, moments and average of the newest checkpoint by path, put together where they lie in shards."""
+    path = checkpoint.published(run / "checkpoints")[-1]
+    state = state_files.read(path / "state")
+    stems = sorted(file.with_suffix("") for file in path.glob("rank_*.json"))
+    whole = state["learned"] if "learned" in state else join(stems, "learned", lambda _, tensor: tensor)
+    return state_files.flatten(whole)[0]
+
+
 @pytest.mark.timeout(300)
-def test_two_ranks_make_the_run_of_one(places, tmp_path):
-    alone = words(places, tmp_path / "one", sample__num_batches_per_epoch=1)
-    assert train_grpo.main(alone) == 0
-    shared = words(
-        places, tmp_path / "two", sample__num_batches_per_epoch=1, sample__train_batch_size=2, train__batch_size=2
-    )
-    assert run_ranks(_train, 2, shared, timeout=280) == [0, 0]
-    one, two = (newest(tmp_path / part / "run") for part in ("one", "two"))
-    squares = [name for name in one if name.endswith("exp_avg_sq")]
-    for name in squares:
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_ranks_make_the_run_of_one(places, tmp_path, sharding):
+    changes = {"sample__num_batches_per_epoch": 1, "train__kl_coef": 0.01, "train__ema_decay": 0.5}
+    assert train_grpo.main(words(places, tmp_path / "one", **changes)) == 0
+    changes |= {"sample__train_batch_size": 2, "train__batch_size": 2, "train__sharding": sharding}
+    assert run_ranks(_train, 2, words(places, tmp_path / "two", **changes), timeout=280) == [0, 0]
+    one, two = (learned(tmp_path / part / "run") for part in ("one", "two"))
+    assert set(one) == set(two)
+    for name in (name for name in one if name.endswith("exp_avg_sq")):
         assert one[name].max() > 0
         torch.testing.assert_close(two[name], one[name], rtol=1e-2, atol=1e-3 * float(one[name].max()))
-    for name in (name for name in one if name.startswith("trained/")):
+    for name in (name for name in one if name.startswith(("trained/", "ema/"))):
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-4)
+    saved = [load_adapter(None, tmp_path / part / "run" / "adapter").state_dict() for part in ("one", "two")]
+    assert all(torch.allclose(saved[0][name], saved[1][name], rtol=0, atol=1e-4) for name in saved[0])
+
+
+@pytest.mark.timeout(300)
+def test_a_sharded_run_resumes_bit_by_bit(places, tmp_path):
+    changes = {"sample__train_batch_size": 2, "train__batch_size": 2, "train__sharding": "fsdp2"}
+    for part, epochs in (("whole", (2,)), ("parts", (1, 2))):
+        for number in epochs:
+            more = changes | {"num_epochs": number, "resume": "auto"}
+            assert run_ranks(_train, 2, words(places, tmp_path / part, **more), timeout=280) == [0, 0]
+    whole, parts = (learned(tmp_path / part / "run") for part in ("whole", "parts"))
+    assert set(whole) == set(parts)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 @pytest.mark.timeout(300)

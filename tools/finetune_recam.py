@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import train_grpo
+from flow_grpo.algorithm.build import build_optimizer
 from flow_grpo.algorithm.run_state import fingerprint
 from flow_grpo.config import Config, ConfigError, load_config
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
@@ -189,7 +190,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
     ranks.all_equal(str(identity), "model and data")
     ranks.all_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
     policy.module = parallelize(policy.module, "ddp", device, ranks)
-    optimizer = train_grpo.build_optimizer(config, policy)
+    optimizer = build_optimizer(config, policy)
     return FineTuning(args, config, policy, optimizer, batches, held_out, identity, ranks, folder)
 
 

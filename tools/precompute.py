@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 import torch
 
 import train_grpo
+from flow_grpo.algorithm.build import dataset
 from flow_grpo.config import Config, ConfigError, load_config
 from flow_grpo.data.conditions import Conditions
 from flow_grpo.models.codec import Codec
@@ -73,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
             )
         device, ranks = train_grpo.join(config)
         with train_grpo.alike(ranks):
-            splits = [train_grpo.dataset(config, split) for split in (config.data.train_split, config.data.eval_split)]
+            splits = [dataset(config, split) for split in (config.data.train_split, config.data.eval_split)]
             encodings = open_encodings(config, device)
             tasks = share([*video_tasks(splits, encodings), *prompt_tasks(config, splits, encodings)], ranks)
     except ValueError as error:

@@ -51,7 +51,13 @@ class Rollout:
 
 
 def step_transition(
-    policy: Policy, latents: Tensor, conditioning: Conditioning, *, sigmas: Tensor, step: int, sde: SdeSettings | None
+    policy: Policy,
+    latents: Tensor,
+    conditioning: Conditioning,
+    *,
+    sigmas: Tensor | Sequence[float],
+    step: int,
+    sde: SdeSettings | None,
 ) -> Transition:
     """Return the Gaussian that denoising step `step` draws from; with `sde` None its mean is the ODE step.
 
@@ -61,7 +67,7 @@ def step_transition(
         policy: gives the velocity.
         latents: (B, C, F, H, W) fp32 before the step.
         conditioning: B rows.
-        sigmas: (S+1,) fp32 CPU noise levels, from 1 to 0.
+        sigmas: S+1 noise levels on the CPU, from 1 to 0.
         step: which step, 0..S-1.
         sde: noise of the step, or None.
     """

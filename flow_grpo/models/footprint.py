@@ -87,7 +87,7 @@ def footprint(
     dim, patch = heads * config["attention_head_dim"], config["patch_size"]
     tokens = 2 * frames // patch[0] * (height // patch[1]) * (width // patch[2])
     with FakeTensorMode():
-        network, adapted = _built(config, dtype, model)
+        network, adapted = fake_transformer(config, dtype, model)
         inputs = (
             torch.empty(rows, channels, 2 * frames, height, width),
             torch.empty(rows),
@@ -119,10 +119,13 @@ def kept_bytes_of(network: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.d
     return _kept_bytes(network, inputs, dtype, checkpointing=None)
 
 
-def _built(
+def fake_transformer(
     config: Mapping[str, Any], dtype: torch.dtype, model: ModelConfig
 ) -> tuple[ReCamTransformer3DModel, list[nn.Linear]]:
-    """Return a network with its training mode's gradient flags, and the maps that adapters would stand beside."""
+    """Return a network with its training mode's gradient flags, and the maps that adapters would stand beside.
+
+    Call it inside a `FakeTensorMode`. Adapters themselves are left out: fake networks take none.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # fake parameters cannot be cast afterwards
     try:

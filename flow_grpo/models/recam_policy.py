@@ -130,8 +130,8 @@ class RecamPolicy:
         device: torch.device,
         store: TensorStore | None = None,
     ) -> None:
-        module: nn.Module = networks.transformer
-        self.module = module.to(device)
+        self.module: nn.Module = networks.transformer
+        devices.place(self.module, device)
         self.codec = networks.codec
         self.texts = networks.texts
         self.encodings = Encodings(

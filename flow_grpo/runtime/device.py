@@ -162,10 +162,16 @@ def empty_cache(device: torch.device) -> None:
         _module(device.type).empty_cache()
 
 
+def place(module: nn.Module, device: torch.device) -> None:
+    """Move a module to the device unless it is there: moving has no effect then, but fake tensors cannot be moved."""
+    if any(parameter.device != device for parameter in module.parameters()):
+        module.to(device)
+
+
 @contextlib.contextmanager
 def visiting(module: nn.Module, device: torch.device, *, stays: bool) -> Iterator[None]:
     """Inside, the module is on the device; afterwards too if it stays, else back in CPU memory."""
-    module.to(device)
+    place(module, device)
     try:
         yield
     finally:

@@ -1,0 +1,160 @@
+"""The parts of a run as its recipe asks for them: everything that knows no model by name."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import DataLoader
+
+from flow_grpo.algorithm.debug_print import show
+from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
+from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings
+from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
+from flow_grpo.algorithm.rollout import SdeSettings
+from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.algorithm.update import Updater, UpdateSettings
+from flow_grpo.config import Config
+from flow_grpo.config_checks import parse_bucket
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.maths.schedule import flow_sigmas, step_weights
+from flow_grpo.models.policy import Policy
+from flow_grpo.rewards.base import RewardSet, build_reward, build_reward_set
+from flow_grpo.runtime.console import Progress
+from flow_grpo.runtime.distributed import Ranks
+
+
+def dataset(config: Config, split: str) -> MultiCamDataset:
+    """Return a split of the configured data."""
+    data = config.data
+    return MultiCamDataset(
+        data.root,
+        split,
+        num_frames=data.num_frames,
+        height=data.height,
+        width=data.width,
+        prompt=data.prompt,
+        reference=data.reference,
+        buckets=[parse_bucket(text) for text in data.buckets],
+    )
+
+
+def build_sampler(config: Config, train: MultiCamDataset, ranks: Ranks) -> DistributedKRepeatSampler:
+    """Return this rank's sampler over the training conditions."""
+    sample = config.sample
+    return DistributedKRepeatSampler(
+        train,
+        sample.train_batch_size,
+        sample.k,
+        ranks.world_size,
+        ranks.rank,
+        config.seed,
+        num_batches_per_epoch=sample.num_batches_per_epoch,
+        layout=sample.layout,
+        structures=[train.structure(index) for index in range(len(train))],
+    )
+
+
+def build_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
+    """Return AdamW over the trained weights."""
+    train = config.train
+    return torch.optim.AdamW(
+        policy.trained_parameters(),
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+        foreach=True,
+    )
+
+
+def sde_settings(config: Config) -> SdeSettings:
+    """Return the noise of the stochastic steps."""
+    return SdeSettings(config.sample.sde, config.sample.noise_level, config.sample.max_step_std)
+
+
+def build_collector(
+    config: Config,
+    policy: Policy,
+    train: MultiCamDataset,
+    sampler: DistributedKRepeatSampler,
+    rewards: RewardSet,
+    progress: Progress,
+    *,
+    is_main: bool,
+) -> Collector:
+    """Return what samples an epoch. The loader is never prepared by accelerate: the sampler already serves ranks."""
+    workers = config.data.num_workers
+    loader = DataLoader(
+        train,
+        batch_sampler=sampler,
+        collate_fn=list,
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,  # a forked child must not touch a device in use
+    )
+    settings = SampleSettings(
+        sample=config.sample,
+        sigmas=flow_sigmas(config.sample.num_steps, config.sample.shift),
+        sde=sde_settings(config),
+        seed=config.seed,
+        debug=config.debug,
+        offload=config.sample.offload or config.dynamic_sampling.enabled,
+    )
+    stream = ConditionStream(loader, sampler)
+    return Collector(policy, stream, rewards, settings, is_main=is_main, on_batch=progress.rollout)
+
+
+def build_dynamic_sampling(
+    config: Config, rewards: RewardSet, state: RunState, progress: Progress, ranks: Ranks
+) -> DynamicSampling | None:
+    """Return what draws further rounds when groups are flat, or None when that is not asked for."""
+    if not config.dynamic_sampling.enabled:
+        return None
+    return DynamicSampling(
+        config=config.dynamic_sampling,
+        reward=config.reward,
+        floors=rewards.floors,
+        k=config.sample.k,
+        local=config.sample.expanded_batch_size,
+        seed=config.seed,
+        ranks=ranks,
+        history=state.shortages,
+        say=progress.say if ranks.is_main else lambda line: show([line]),
+    )
+
+
+def build_updater(config: Config, policy: Policy, state: RunState, progress: Progress, ranks: Ranks) -> Updater:
+    """Return what moves the weights."""
+    sample, train = config.sample, config.train
+    sigmas, sde = flow_sigmas(sample.num_steps, sample.shift), sde_settings(config)
+    weights = step_weights(
+        "inverse_delta" if train.guard else train.step_weight,
+        sigmas,
+        sample.sde_steps,
+        kind=sde.kind,
+        noise_level=sde.noise_level,
+        max_step_std=sde.max_step_std,
+    )
+    settings = UpdateSettings(
+        sigmas=sigmas,
+        sde=sde,
+        step_weight=weights,
+        rollout_batch_size=sample.train_batch_size,
+        seed=config.seed,
+        train=train,
+    )
+    after_step = None if state.ema is None else state.ema.update
+    return Updater(policy, state.optimizer, settings, ranks, after_step=after_step, on_replay=progress.update)
+
+
+def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
+    """Return what measures held-out conditions: rewards, agreement with the true view, gold metric."""
+    evaluation = config.eval
+    settings = EvalSettings(
+        sigmas=flow_sigmas(evaluation.num_steps, config.sample.shift),
+        num_conditions=evaluation.num_conditions,
+        batch_size=evaluation.batch_size,
+        videos=evaluation.videos,
+    )
+    measured = build_reward_set({"target_view": 0.0} | config.reward.weights, data_root=config.data.root)
+    gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
+    return Evaluator(policy, held_out, measured, gold, settings, ranks)
