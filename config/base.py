@@ -74,7 +74,7 @@ def _model() -> ConfigDict:
     model.vae_slicing = True  # encode and decode one video at a time: less memory
     model.offload = False  # keep codec, text encoder and reference weights in CPU memory while they are not in use
     model.attention_backend = "native"  # native | flash | ... of diffusers, alike in rollout and update
-    model.compile = False  # torch.compile of the repeated blocks, where the device can
+    model.compile = False  # torch.compile of the repeated blocks, where the device can; needs old_log_prob="detach"
     return model
 
 

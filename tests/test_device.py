@@ -296,3 +296,30 @@ def test_npu_answers(npu: dict[str, Any]) -> None:
     assert npu["autocast"] == (True, torch.bfloat16)
     assert "tensorboard_trace_handler('traces')" in npu["profiler"]
     assert "ProfilerActivity.NPU" in npu["profiler"]
+
+
+class Moved(torch.nn.Linear):
+    """Remembers where it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.places: list[str] = []
+
+    def to(self, place: Any) -> Any:  # type: ignore[override]
+        self.places.append(str(place))
+        return self
+
+
+@pytest.mark.parametrize(("stays", "places"), [(True, ["cuda:0"]), (False, ["cuda:0", "cpu"])])
+def test_a_part_visits_the_device_and_goes_home_unless_it_stays(stays: bool, places: list[str]) -> None:
+    module = Moved()
+    with door.visiting(module, torch.device("cuda", 0), stays=stays):
+        assert module.places == ["cuda:0"]
+    assert module.places == places
+
+
+def test_a_part_that_is_there_is_not_moved() -> None:
+    module = Moved()
+    with door.visiting(module, CPU, stays=False):
+        pass
+    assert module.places == []

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import types
 
 import pytest
 import torch
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from flow_grpo.config import SampleConfig
+from flow_grpo.models import recam_policy
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.recam_policy import RecamPolicy, load_networks
 from flow_grpo.records import Condition
 from tests.test_adapters import LORA
-from tests.tiny_models import make_tiny_folder, tiny_networks, tiny_text_encoder, tiny_tokenizer, tiny_vae
+from tests.tiny_models import (
+    make_tiny_folder,
+    tiny_networks,
+    tiny_text_encoder,
+    tiny_tokenizer,
+    tiny_transformer,
+    tiny_vae,
+)
 
 CPU = torch.device("cpu")
 SAMPLE = SampleConfig(
@@ -342,3 +351,48 @@ def test_missing_folders_and_parts_are_named_with_the_way_to_get_them(folder, tm
 def test_an_unknown_dtype_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match=r"model.dtype is 'fp16'"):
         RecamPolicy.from_config(dataclasses.replace(LORA, dtype="fp16"), SAMPLE, CPU)
+
+
+# --- how the transformer computes
+
+
+def backends(made: RecamPolicy) -> set[str]:
+    return {
+        str(part.processor._attention_backend.value) for part in made.module.modules() if hasattr(part, "processor")
+    }
+
+
+def test_the_attention_backend_is_the_configured_one_and_changes_rounding_only(folder):
+    config = dataclasses.replace(LORA, path=folder, max_prompt_tokens=6)
+    plain, other = (
+        RecamPolicy.from_config(dataclasses.replace(config, attention_backend=name), SAMPLE, CPU)
+        for name in ("native", "_native_math")
+    )
+    assert (backends(plain), backends(other)) == ({"native"}, {"_native_math"})
+    encoded, arguments = plain.encode([condition(0)]), noisy(plain, [condition(0)])
+    with torch.no_grad():
+        one, two = (made.velocity(*arguments, encoded) for made in (plain, other))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_an_attention_backend_that_the_device_has_not_is_refused(folder):
+    config = dataclasses.replace(LORA, path=folder, attention_backend="flash")
+    with pytest.raises(ValueError, match="'flash', must be one of native, _native_math on cpu"):
+        RecamPolicy.from_config(config, SAMPLE, CPU)
+
+
+def test_nothing_is_compiled_where_the_compiler_is_experimental():
+    model = dataclasses.replace(LORA, compile=True)
+    with pytest.raises(ValueError, match="is true, must be false on npu"):
+        recam_policy._switch(tiny_transformer(), model, types.SimpleNamespace(type="npu"))
+
+
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same_forward_and_backward():
+    plain, compiled = policy(mode="lora"), policy(mode="lora")
+    recam_policy._switch(compiled.module, dataclasses.replace(LORA, compile=True), CPU)
+    encoded, arguments = plain.encode([condition(0)]), noisy(plain, [condition(0)])
+    for made in (plain, compiled):
+        made.velocity(*arguments, encoded).square().mean().backward()
+    for one, two in zip(plain.trained_parameters(), compiled.trained_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6)

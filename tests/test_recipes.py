@@ -21,6 +21,7 @@ RANKS = {
     "my_recam_8npu_dapo_tiny": 8,
     "my_recam_8npu_fast": 8,
     "my_recam_1gpu": 1,
+    "my_recam_full": 8,
     "my_recam_2node": 16,
 }
 
@@ -120,3 +121,10 @@ def test_every_knob_has_its_line_of_meaning() -> None:
         if knob and "  # " not in line and not lines[number - 1].lstrip().startswith("#"):
             bare.append(line.strip())
     assert bare == []
+
+
+def test_my_recam_full_trains_recammaster_s_own_weights_in_shards() -> None:
+    config, adapters = recipe("my_recam_full"), recipe("my_recam_8npu")
+    assert (config.model.trained, config.train.sharding) == ("attention", "fsdp2")
+    assert config.train.learning_rate < adapters.train.learning_rate
+    assert (config.sample, config.data) == (adapters.sample, adapters.data)

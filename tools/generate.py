@@ -140,6 +140,8 @@ def options() -> Parser:
     add("--height", type=int, default=480, help="pixels; sources are resized and cut to it around their centre")
     add("--width", type=int, default=832, help="pixels")
     add("--device", default="auto", help="auto takes the best there is")
+    add("--offload", action="store_true", help="text encoder and codec visit the device, for little memory")
+    add("--tiling", action="store_true", help="encode and decode in tiles, for little memory; slightly other pictures")
     add("--dtype", choices=sorted(DTYPES), default="bf16", help="what the transformer computes in")
     return parser
 
@@ -272,7 +274,7 @@ def load(args: argparse.Namespace) -> RecamPolicy:
     device = devices.resolve(args.device)
     devices.setup(device)
     print(devices.describe(device, args.device), flush=True)
-    networks = load_networks(args.model, DTYPES[args.dtype], device)
+    networks = load_networks(args.model, DTYPES[args.dtype], device, offload=args.offload, tiling=args.tiling)
     if args.adapter is not None:
         networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, args.adapter))
     return RecamPolicy(
