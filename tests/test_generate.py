@@ -112,7 +112,7 @@ def test_another_folder_is_made_for_the_results(source, tmp_path):
 def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tmp_path):
     adapter = saved_adapter(tmp_path / "adapter")
     given = ["--adapter", adapter, "--camera", "tilt_up", "--prompt", 'a - "room" =\n', "--negative-prompt=-dark"]
-    given += ["--seed", "7", "--first-number", "3", "--shift", "2.5", "--guidance", "1.5"]
+    given += ["--seed", "7", "--first-number", "3", "--shift", "2.5", "--guidance", "1.5", "--offload"]
     first = made(source, *given, name="room_tilt_up")
     file = source.with_name("room_tilt_up.json")
     record = json.loads(file.read_text())
@@ -139,6 +139,8 @@ def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tm
         "width": 32,
         "dtype": "fp32",
         "device": "cpu",
+        "offload": True,
+        "tiling": False,
         "fps": 15,
         "torch": torch.__version__,
     }

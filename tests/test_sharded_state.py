@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,17 @@ def test_parts_are_joined_one_tensor_after_the_other(tmp_path):
 def test_what_is_not_sharded_is_its_own_part():
     tree = {"a": {"b": torch.ones(2)}, "c": 1}
     assert own_part(tree)["c"] == 1 and torch.equal(own_part(tree)["a"]["b"], torch.ones(2))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(tmp_path):
+    path, _ = save_and_go_on(Ranks(), tmp_path, "lora", "ddp")
+    state = state_files.read(path / "state")
+    state["trained"] = state.pop("learned")["trained"]
+    state_files.write(path / "state", state)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in ("state.safetensors", "state.json"):
+        content = (path / name).read_bytes()
+        manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="so another version saved it; resume with that version"):
+        resume_and_go_on(Ranks(), path, "lora", "ddp")

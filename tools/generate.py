@@ -319,9 +319,14 @@ def describe(args: argparse.Namespace, request: Request, condition: Condition, d
         **{name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
         "fps": VIDEO_FPS,
         "torch": torch.__version__,
-        "again": [f"--{n.replace('_', '-')}={value}" for n, value in settings.items() if value is not None],
+        "again": [_word(name, value) for name, value in settings.items() if value is not None and value is not False],
         "poses": condition.target_poses.tolist(),
     }
+
+
+def _word(name: str, value: object) -> str:
+    option = f"--{name.replace('_', '-')}"
+    return option if value is True else f"{option}={value}"
 
 
 def write(request: Request, condition: Condition, video: Tensor, record: dict[str, Any]) -> None:

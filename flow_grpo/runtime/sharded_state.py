@@ -44,8 +44,17 @@ def join(stems: Sequence[Path], entry: str, cut: Callable[[str, Tensor], Tensor]
         stems: the ranks' files in rank order, as for `state_files.read`.
         entry: its key in those states.
         cut: (path below the entry, whole tensor) -> what to keep of it; called for one tensor after the other.
+
+    Raises:
+        ValueError: there is no such entry.
     """
-    skeleton = dict(json.loads(state_files.paths(stems[0])[1].read_text())["dict"])[entry]
+    found = dict(json.loads(state_files.paths(stems[0])[1].read_text())["dict"])
+    if entry not in found:
+        raise ValueError(
+            f"{stems[0].parent} holds no {entry!r} state, so another version saved it; resume with that version, or "
+            "start afresh under another run_name"
+        )
+    skeleton = found[entry]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(safe_open(state_files.paths(stem)[0], framework="pt")) for stem in stems]
         return state_files.unflatten(_Joined(files, entry, cut), skeleton)
