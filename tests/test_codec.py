@@ -71,3 +71,14 @@ def test_nothing_of_the_codec_learns(folder):
     parts = [part for half in codec._halves.values() for part in half.parameters()]
     assert parts and not any(part.requires_grad for part in parts)
     assert not any(half.training for half in codec._halves.values())
+
+
+def test_tiles_give_the_pictures_of_the_whole_but_for_their_seams(folder):
+    wide = torch.rand((3, 5, 16, 320), generator=torch.Generator().manual_seed(2))  # tiles are 256 pixels wide
+    plain, tiled = (Codec.from_folder(folder, device=CPU, tiling=t) for t in (False, True))
+    one, two = plain.encode(wide), tiled.encode(wide)
+    assert one.shape == two.shape and not torch.equal(one, two)
+    assert (one - two).abs().mean() < 0.05 * one.std()  # the middle block sees a tile instead of all
+    pictures = [codec.decode(one[None]) for codec in (plain, tiled)]
+    assert pictures[0].shape == pictures[1].shape == (1, 3, 5, 16, 320)
+    assert (pictures[0] - pictures[1]).abs().mean() < 0.05
