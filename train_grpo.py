@@ -22,8 +22,9 @@ from flow_grpo.algorithm import dry_run
 from flow_grpo.algorithm.group_choice import ShortageError
 from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.config import Config, ConfigError, load_config, to_dict
+from flow_grpo.config import ConfigError, load_config, to_dict
 from flow_grpo.config_checks import check_world
+from flow_grpo.config_types import Config
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.schedule import flow_sigmas

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.real_size_kernels import Records, Setting, Size, measure
 from flow_grpo.algorithm.rollout import SdeSettings, step_transition
-from flow_grpo.config import Config, load_config
+from flow_grpo.config import load_config
+from flow_grpo.config_types import Config
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import Transition, log_prob, sample

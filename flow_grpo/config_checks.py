@@ -7,13 +7,11 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flow_grpo.config_types import Config
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import coefficients
-
-if TYPE_CHECKING:
-    from flow_grpo.config import Config
 
 # Intervals as mathematicians write them: [ and ] include the end, ( and ) leave it out.
 BOUNDS: Mapping[str, str] = {

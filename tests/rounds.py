@@ -15,7 +15,7 @@ from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.compare import Chosen, Gathered
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collected
-from flow_grpo.config import DynamicSamplingConfig, RewardConfig
+from flow_grpo.config_types import DynamicSamplingConfig, RewardConfig
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.records import Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
 from flow_grpo.runtime.distributed import Ranks

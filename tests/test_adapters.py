@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flow_grpo.config import ModelConfig
+from flow_grpo.config_types import ModelConfig
 from flow_grpo.models import adapters
 from tests.test_recam_transformer import inputs
 from tests.tiny_models import tiny_transformer

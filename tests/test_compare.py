@@ -9,7 +9,7 @@ import torch
 
 from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.config import RewardConfig
+from flow_grpo.config_types import RewardConfig
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.records import RewardResult
 from flow_grpo.runtime.distributed import Ranks

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.config import Config, ConfigError, load_config, to_dict
+from flow_grpo.config import ConfigError, load_config, to_dict
+from flow_grpo.config_types import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 GRPO = str(ROOT / "config" / "grpo.py")

@@ -8,8 +8,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from flow_grpo.config import Config, ConfigError, check_world, load_config
+from flow_grpo.config import ConfigError, check_world, load_config
 from flow_grpo.config_checks import BOUNDS, CHOICES, value_of
+from flow_grpo.config_types import Config
 from flow_grpo.maths import advantages, sde
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.epoch import Collected
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.rollout import rollout
-from flow_grpo.config import RewardConfig
+from flow_grpo.config_types import RewardConfig
 from flow_grpo.records import Condition, Conditioning, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.distributed import Ranks

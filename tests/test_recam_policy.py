@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
-from flow_grpo.config import SampleConfig
+from flow_grpo.config_types import SampleConfig
 from flow_grpo.models import recam_policy
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
 from flow_grpo.models.codec import Codec

@@ -10,7 +10,8 @@ import pytest
 
 from config import grpo
 from config.base import get_config
-from flow_grpo.config import Config, check_world, load_config
+from flow_grpo.config import check_world, load_config
+from flow_grpo.config_types import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = {

@@ -14,7 +14,7 @@ from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.config import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig, RewardConfig
+from flow_grpo.config_types import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig, RewardConfig
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import checkpoint, plots
 from flow_grpo.runtime.console import Progress

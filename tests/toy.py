@@ -13,7 +13,7 @@ from flow_grpo.algorithm.compare import everything, gather, own_rows
 from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings, merge
 from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.algorithm.update import Updater, UpdateSettings
-from flow_grpo.config import SampleConfig, TrainConfig
+from flow_grpo.config_types import SampleConfig, TrainConfig
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator

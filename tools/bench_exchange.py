@@ -22,7 +22,7 @@ import torch.multiprocessing
 from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collected
-from flow_grpo.config import DynamicSamplingConfig, RewardConfig
+from flow_grpo.config_types import DynamicSamplingConfig, RewardConfig
 from flow_grpo.records import Condition, Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import Ranks

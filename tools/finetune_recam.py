@@ -33,7 +33,8 @@ from torch.utils.data import DataLoader, Dataset
 import train_grpo
 from flow_grpo.algorithm.build import build_optimizer
 from flow_grpo.algorithm.run_state import fingerprint
-from flow_grpo.config import Config, ConfigError, load_config
+from flow_grpo.config import ConfigError, load_config
+from flow_grpo.config_types import Config
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world

@@ -23,7 +23,8 @@ import torch
 
 import train_grpo
 from flow_grpo.algorithm.build import dataset
-from flow_grpo.config import Config, ConfigError, load_config
+from flow_grpo.config import ConfigError, load_config
+from flow_grpo.config_types import Config
 from flow_grpo.data.conditions import Conditions
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.encodings import Encodings

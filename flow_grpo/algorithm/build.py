@@ -12,8 +12,8 @@ from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.rollout import SdeSettings
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater, UpdateSettings
-from flow_grpo.config import Config
 from flow_grpo.config_checks import parse_bucket
+from flow_grpo.config_types import Config
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.maths.schedule import flow_sigmas, step_weights

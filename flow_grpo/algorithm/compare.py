@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout import check_noise
-from flow_grpo.config import RewardConfig, SampleConfig
+from flow_grpo.config_types import RewardConfig, SampleConfig
 from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
 from flow_grpo.records import Experience, Rows, ScoredBatch, TrainingBatch, TrainingPart
 from flow_grpo.runtime.distributed import Ranks

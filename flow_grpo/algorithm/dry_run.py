@@ -15,7 +15,7 @@ from torch import Tensor
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.epoch import merge
 from flow_grpo.algorithm.rollout import SdeSettings, step_transition
-from flow_grpo.config import Config
+from flow_grpo.config_types import Config
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.sde import log_prob, sample
 from flow_grpo.models.policy import Policy

@@ -16,7 +16,7 @@ from flow_grpo.algorithm.compare import Chosen, Gathered
 from flow_grpo.algorithm.epoch import Collected
 from flow_grpo.algorithm.group_choice import Decision, Group, Placement, Rules, decide, groups_of, place
 from flow_grpo.algorithm.sample_pool import SamplePool
-from flow_grpo.config import DynamicSamplingConfig, RewardConfig
+from flow_grpo.config_types import DynamicSamplingConfig, RewardConfig
 from flow_grpo.runtime.distributed import Ranks
 
 WINDOW = 20  # epochs that the fallback rate looks back on

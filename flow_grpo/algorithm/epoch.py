@@ -13,7 +13,7 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.algorithm.scoring import score
 from flow_grpo.algorithm.structures import Structure, full_batches
-from flow_grpo.config import SampleConfig
+from flow_grpo.config_types import SampleConfig
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.schedule import sde_window
 from flow_grpo.models.policy import Policy

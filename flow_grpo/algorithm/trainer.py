@@ -20,7 +20,7 @@ from flow_grpo.algorithm.epoch import Collected, Collector
 from flow_grpo.algorithm.evaluate import Clip, Evaluation, Evaluator, make_clip, write_clips
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater
-from flow_grpo.config import Config
+from flow_grpo.config_types import Config
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import TrainingBatch

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout import SdeSettings, step_transition
 from flow_grpo.algorithm.update_stats import UpdateStats, gather_stats
-from flow_grpo.config import TrainConfig
+from flow_grpo.config_types import TrainConfig
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.loss import GuardTerms, LossTerms, grpo_loss
 from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob

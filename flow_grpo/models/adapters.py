@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from flow_grpo.config import ModelConfig
+from flow_grpo.config_types import ModelConfig
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.runtime.parallel import local, unwrap
 

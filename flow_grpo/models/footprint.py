@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.config import ModelConfig
+from flow_grpo.config_types import ModelConfig
 from flow_grpo.models.adapters import trained_names
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 

@@ -17,7 +17,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flow_grpo.config import Config
+from flow_grpo.config_types import Config
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.footprint import WAN_1_3B, fake_transformer
 from flow_grpo.models.recam_policy import DTYPES, Networks, RecamPolicy

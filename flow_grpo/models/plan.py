@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.config import Config
 from flow_grpo.config_checks import parse_bucket
+from flow_grpo.config_types import Config
 from flow_grpo.models.footprint import Footprint, footprint
 from flow_grpo.models.outline import outline, transformer_config, without_memory
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy

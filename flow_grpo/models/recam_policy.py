@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.config import ModelConfig, SampleConfig
+from flow_grpo.config_types import ModelConfig, SampleConfig
 from flow_grpo.maths.poses import camera_tokens
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swapped_in, trained_parameters
 from flow_grpo.models.codec import Codec
