@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from flow_grpo import config_types
 from flow_grpo.config_values import KINDS
 
-SECTIONS = [
-    value for value in vars(config_types).values() if isinstance(value, type) and value.__name__.endswith("Config")
-]
+NAMED = vars(config_types).values()
+SECTIONS = [value for value in NAMED if isinstance(value, type) and value.__name__.endswith("Config")]
 
 
 def test_every_type_of_every_field_is_known() -> None:
