@@ -1,4 +1,4 @@
-"""A room with fine texture, seen by cameras that are known: what feature matching needs and maths/room.py's does not have.
+"""A room with fine texture, which maths/room.py's does not have, seen by known cameras: what feature matching needs.
 
 Eight metres square, four and a half high, with five free-standing panels so that a picture is not one plane. Poses are
 OpenCV camera-to-world in metres, relative to a camera 4.5 m before the far wall.

@@ -1,4 +1,4 @@
-"""What of a source video can be recognised, and where it stands in space: the anchors that generated frames are tied to.
+"""What of a source video can be recognised, and where it stands in space: generated frames are anchored to it.
 
 Features of source frames are triangulated with the source's known poses. A source that only turns, or stands still, has
 no parallax; then pairs of synchronised cameras are used at equal times. Such points may lie on things that move: one
@@ -25,7 +25,8 @@ REPROJECTION = 1.5  # pixels
 LEAST_PARALLAX = np.deg2rad(1.0)
 LASTING_PIXELS = 2.0
 FEWEST_ANCHORS = 200
-CHECK_SHARE, CHECK_DEG, CHECK_M = 0.8, 0.2, 0.02  # of frames held out, each so exact
+CHECKED = 5  # source frames held out
+CHECK_SHARE, CHECK_DEG, CHECK_M = 0.8, 0.2, 0.02  # of those frames, each so exact
 OVERLAP_SHARE, OVERLAP_DEG, OVERLAP_M = 0.5, 1.0, 0.1  # of the frames of the ground-truth view
 
 
@@ -222,8 +223,11 @@ def _checked(views: Sequence[View], source: _Pictures, target: _Pictures | None,
     visible = np.ones(len(source), np.bool_)
     made = Source(tuple(view for view in views if len(view)), camera, visible, "")
     if len(made) < FEWEST_ANCHORS:
-        return dataclasses.replace(made, fault=f"{len(made)} anchors, needs {FEWEST_ANCHORS}: no parallax or no texture")
-    held_out = sorted(set(range(len(source))) - set(view_rows(len(source))))[:: max(1, len(source) // (4 * VIEWS) + 1)]
+        fault = f"{len(made)} anchors, needs {FEWEST_ANCHORS}: no parallax or no texture"
+        return dataclasses.replace(made, fault=fault)
+    held_out = _held_out(len(source))
+    if not held_out:
+        return dataclasses.replace(made, fault=f"{len(source)} frames, needs 3: one is held out to check the others")
     exact = _placed(made, source, held_out, (CHECK_DEG, CHECK_M))
     if exact.mean() < CHECK_SHARE:
         return dataclasses.replace(
@@ -238,6 +242,12 @@ def _checked(views: Sequence[View], source: _Pictures, target: _Pictures | None,
         fault = f"{int(visible.sum())} of {len(visible)} frames of the true view are found by the source's anchors"
         made = dataclasses.replace(made, fault=fault)
     return made
+
+
+def _held_out(count: int) -> list[int]:
+    """Return at most `CHECKED` frames that are not triangulated, evenly spread."""
+    free = sorted(set(range(count)) - set(view_rows(count)))
+    return sorted({free[round(row)] for row in np.linspace(0, len(free) - 1, CHECKED).tolist()}) if free else []
 
 
 def _placed(made: Source, pictures: _Pictures, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:

@@ -42,7 +42,7 @@ class Features:
 @functools.cache
 def _sift() -> Any:
     # Without the precise upscale all points are off by a quarter of a pixel.
-    return cv2.SIFT_create(nfeatures=MOST_FEATURES, enable_precise_upscale=True)
+    return cv2.SIFT.create(nfeatures=MOST_FEATURES, enable_precise_upscale=True)
 
 
 def find_features(picture: NDArray[np.uint8]) -> Features:
@@ -73,7 +73,7 @@ def match(first: NDArray[np.float32], second: NDArray[np.float32]) -> tuple[NDAr
 
 def _nearest(likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each row of cosines (N, M) the column of the nearest, and whether it passes the ratio test."""
-    best, column = likeness.max(1)
-    second = likeness.scatter(1, column[:, None], -1.0).amax(1)
+    likest, columns = likeness.topk(2, dim=1)
+    best, second = likest.unbind(1)
     clear = (1 - best).clamp(min=0) < RATIO**2 * (1 - second)  # squared distance of unit vectors: 2 - 2 cos
-    return column, clear
+    return columns[:, 0], clear

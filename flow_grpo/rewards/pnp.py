@@ -2,7 +2,8 @@
 
 Features of the picture are matched to those of anchored views; RANSAC over a closed-form solver finds the pose most
 matches agree with, least squares on the agreeing ones refines it. Metres and degrees come out because metres and
-degrees went into the points: nothing is aligned afterwards, so a path of the right shape at half the speed shows as such.
+degrees went into the points: nothing is aligned afterwards, so a path of the right shape at half the speed shows as
+such.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 import cv2
 import numpy as np
+from cv2.typing import MatLike
 from numpy.typing import NDArray
 
 from flow_grpo.rewards.features import Features, Floats, find_features, match
@@ -58,15 +60,13 @@ class Located:
 def camera_matrix(intrinsics: Sequence[float]) -> Floats:
     """Return OpenCV's (3, 3) of fx, fy, cx, cy in pixels.
 
-    Ours count from the outer corner of the first pixel, OpenCV's from its centre: half a pixel, 0.03 degrees at f = 840.
+    Ours count from the outer corner of the first pixel, OpenCV's from its centre: half a pixel, 0.03 degrees at 840.
     """
     fx, fy, cx, cy = intrinsics
     return np.array([[fx, 0.0, cx - 0.5], [0.0, fy, cy - 0.5], [0.0, 0.0, 1.0]])
 
 
-def locate_video(
-    pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequence[View], camera: Floats
-) -> Located:
+def locate_video(pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequence[View], camera: Floats) -> Located:
     """Find every picture (F, h, w) of a video on its own.
 
     Args:
@@ -122,7 +122,7 @@ def _matches(features: Features, frame: int, views: Sequence[View]) -> tuple[NDA
 
 
 def _agree(
-    xyz: Floats, points: Floats, pose: tuple[NDArray[np.float64], NDArray[np.float64]], camera: Floats, pixels: float
+    xyz: Floats, points: Floats, pose: tuple[MatLike, MatLike], camera: Floats, pixels: float
 ) -> NDArray[np.bool_]:
     """Return which points (n, 3) lie before the camera and project to within `pixels` of where they were seen."""
     rotation = cv2.Rodrigues(pose[0])[0]
@@ -133,7 +133,7 @@ def _agree(
     return agree
 
 
-def _camera_to_world(turn: NDArray[np.float64], move: NDArray[np.float64]) -> Floats:
+def _camera_to_world(turn: MatLike, move: MatLike) -> Floats:
     """Invert OpenCV's world-to-camera rotation vector and translation."""
     rotation = cv2.Rodrigues(turn)[0].T
     pose = np.eye(4)
