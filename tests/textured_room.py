@@ -34,6 +34,7 @@ WALLS = [
     ((2.2, -0.3, 3.2), (0.2, 0, 0.9), (0, 1.4, 0)),
     ((-3.0, -1.2, 3.0), (0.9, 0, 0.4), (0, 1.5, 0)),
 ]
+WALKER = 6  # the panel that may move
 
 
 def intrinsics(size: tuple[int, int]) -> Tensor:
@@ -50,28 +51,38 @@ def _textures(seed: int) -> list[NDArray[np.float32]]:
     for _, right, down in WALLS:
         shape = (round(np.linalg.norm(down) * TEXELS), round(np.linalg.norm(right) * TEXELS))
         layers = [cv2.GaussianBlur(draw.normal(size=shape).astype(np.float32), (0, 0), s) * s for s in (1.2, 3, 7, 16)]
-        made.append(np.clip(128 + 55 * sum(layers), 5, 250).astype(np.float32))
+        made.append(np.clip(128 + 75 * sum(layers), 5, 250).astype(np.float32))
     return made
 
 
-def shoot(poses: Tensor, size: tuple[int, int], *, seed: int = 0, noise: float = 3.0) -> Tensor:
-    """Return a video (3, T, h, w) fp32 in [0, 1] of poses (T, 4, 4), with sensor noise of so many grey levels."""
+def shoot(poses: Tensor, size: tuple[int, int], *, seed: int = 0, noise: float = 3.0, walk: float = 0.0) -> Tensor:
+    """Return a video (3, T, h, w) fp32 in [0, 1] of poses (T, 4, 4).
+
+    Args:
+        poses: relative to the reference camera.
+        size: rows and columns.
+        seed: of textures and noise.
+        noise: of the sensor, in grey levels.
+        walk: metres that one panel moves to the right from the first to the last frame.
+    """
     height, width = size
     fx, fy, cx, cy = intrinsics(size).tolist()
     x, y = np.meshgrid((np.arange(width) + 0.5 - cx) / fx, (np.arange(height) + 0.5 - cy) / fy)
     rays = np.stack([x, y, np.ones_like(x)], -1).reshape(-1, 3)
     draw = np.random.default_rng(seed + 1)
     frames = []
-    for camera in poses.numpy():
-        frame = _frame(camera, rays, _textures(seed)).reshape(height, width)
+    for number, camera in enumerate(poses.numpy()):
+        moved = walk * number / max(len(poses) - 1, 1)
+        frame = _frame(camera, rays, _textures(seed), moved).reshape(height, width)
         frames.append(np.clip(frame + noise * draw.normal(size=frame.shape), 0, 255))
     grey = torch.from_numpy(np.stack(frames).round().astype(np.float32)) / 255
     return grey.expand(3, *grey.shape).contiguous()
 
 
-def _frame(camera: NDArray[np.float64], rays: NDArray[np.float64], textures: Sequence[NDArray[np.float32]]) -> NDArray:
+def _frame(camera: NDArray, rays: NDArray, textures: Sequence[NDArray], moved: float) -> NDArray[np.float32]:
     frame, nearest = np.zeros(len(rays), np.float32), np.full(len(rays), np.inf)
-    for (corner, right, down), texture in zip(WALLS, textures, strict=True):
+    for wall, ((x, y, z), right, down) in enumerate(WALLS):
+        texture, corner = textures[wall], (x + moved * (wall == WALKER), y, z)
         # Solve centre + depth * ray = corner + u * right + v * down with the plane's own three directions.
         basis = np.stack([right, down, -np.cross(right, down)], 1).astype(np.float64)
         inside = np.linalg.inv(basis)
@@ -103,6 +114,45 @@ def source_path(frames: int) -> Tensor:
 def slowed(preset: str, frames: int, speed: float) -> Tensor:
     """Return a preset's path at a share of its speed."""
     return preset_path(preset, frames, translation_scale=speed, rotation_scale=speed)
+
+
+@functools.cache
+def film(preset: str, size: tuple[int, int] = SMALL, frames: int = 5, speed: float = 1.0) -> Tensor:
+    """Return a preset's video (3, T, h, w) at a share of its speed; "source" is the source's."""
+    path = source_path(frames) if preset == "source" else slowed(preset, frames, speed)
+    return shoot(path, size, seed=0)
+
+
+def grey(video: Tensor) -> NDArray[np.uint8]:
+    """Return (T, h, w) grey levels of a video whose colours are grey."""
+    return (255 * video[0]).round().numpy().astype(np.uint8)
+
+
+def spoiled(video: Tensor, *, sigma: float = 0.0, quality: int | None = None, sprite: bool = False) -> Tensor:
+    """Blur a video, let an object of 0.4 of its width and half its height cross it, and press it as JPEG.
+
+    Args:
+        video: (3, T, h, w).
+        sigma: of the blur, in pixels of a picture 832 wide.
+        quality: of the JPEG, or None.
+        sprite: whether there is an object.
+    """
+    frames, height, width = video.shape[1:]
+    rows, columns = height // 2, round(0.4 * width)
+    look = cv2.GaussianBlur(np.random.default_rng(9).normal(128, 300, (rows, columns)), (0, 0), 2.5 * width / 832)
+    made = []
+    for number, picture in enumerate(grey(video).astype(np.float64)):
+        if sprite:
+            left = round(number / max(frames - 1, 1) * (width - columns))
+            top = round(height / 4 + height / 8 * np.sin(number))
+            picture[top : top + rows, left : left + columns] = look
+        soft = cv2.GaussianBlur(picture, (0, 0), sigma * width / 832) if sigma else picture
+        levels = np.clip(soft, 0, 255).round().astype(np.uint8)
+        if quality is not None:
+            code = cv2.imencode(".jpg", levels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
+            levels = cv2.imdecode(code, cv2.IMREAD_GRAYSCALE)
+        made.append(levels.astype(np.float32) / 255)
+    return torch.from_numpy(np.stack(made)).expand(3, frames, height, width).contiguous()
 
 
 def condition(preset: str, source: Tensor, poses: Tensor, target: Tensor | None = None, **changes: object) -> Condition:

@@ -130,17 +130,20 @@ def _in_source(condition: Condition, poses: Tensor) -> Tensor:
 def _source_key(condition: Condition) -> tuple[str, str, str, str]:
     """Name the anchors of a condition: scene, cameras and a hash of what they are made from.
 
-    The target camera is part of it: the frames that can be judged depend on the true view, and so do the anchors of a
-    source without parallax.
+    With a true view the target camera is part of it: the frames that can be judged depend on that view, and so do the
+    anchors of a source without parallax.
     """
     content = hashlib.blake2b(digest_size=16)
-    for poses in (condition.source_poses, condition.target_poses, condition.intrinsics):
-        content.update(b"" if poses is None else poses.double().numpy().tobytes())
-    for video in (condition.source_video, condition.target_video):
-        if video is not None:
+    cameras = [(condition.source_video, condition.source_poses), (condition.target_video, condition.target_poses)]
+    for video, poses in cameras:
+        if video is not None and poses is not None:
             content.update(repr(tuple(video.shape)).encode())
             content.update(_grey(video[..., ::8, ::8], frame_numbers(video.shape[1])).tobytes())
-    return condition.scene, condition.source_camera, condition.target_camera, content.hexdigest()
+            content.update(poses.double().numpy().tobytes())
+    if condition.intrinsics is not None:
+        content.update(condition.intrinsics.double().numpy().tobytes())
+    target = "" if condition.target_video is None else condition.target_camera
+    return condition.scene, condition.source_camera, target, content.hexdigest()
 
 
 def _films(condition: Condition) -> tuple[Film, Film | None, NDArray[np.float64]]:

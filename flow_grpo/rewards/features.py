@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 MOST_FEATURES = 1500  # of a picture, the strongest
+LEAST_CONTRAST = 0.01  # a quarter of OpenCV's, at which a darkened video has no features
 RATIO = 0.8  # of the distances to the nearest and the second nearest: above it a match is a guess
 
 Floats = NDArray[np.float64]
@@ -42,7 +43,7 @@ class Features:
 @functools.cache
 def _sift() -> Any:
     # Without the precise upscale all points are off by a quarter of a pixel.
-    return cv2.SIFT.create(nfeatures=MOST_FEATURES, enable_precise_upscale=True)
+    return cv2.SIFT.create(nfeatures=MOST_FEATURES, contrastThreshold=LEAST_CONTRAST, enable_precise_upscale=True)
 
 
 def find_features(picture: NDArray[np.uint8]) -> Features:
