@@ -155,7 +155,5 @@ def test_a_true_view_from_elsewhere_than_labelled_is_not_judged():
         filmed(film("source"), source_path(FRAMES)), filmed(film("arc_right", speed=0.5), label), CAMERA
     )
     assert "frames of the true view" in source.fault
-    right = make_source(
-        filmed(film("source"), source_path(FRAMES)), filmed(film("arc_right", speed=0.5), true), CAMERA
-    )
+    right = make_source(filmed(film("source"), source_path(FRAMES)), filmed(film("arc_right", speed=0.5), true), CAMERA)
     assert right.fault == "" and right.visible.all()

@@ -184,8 +184,9 @@ class PoseMeasurer:
         pictures = [_grey(video, frames) for video in videos]
         keys = [_source_key(condition) for condition in conditions]
         content = hashlib.blake2b(repr(keys).encode(), digest_size=16)
-        for picture in pictures:
+        for picture, condition in zip(pictures, conditions, strict=True):
             content.update(picture.tobytes())
+            content.update(condition.target_poses.double().numpy().tobytes())
         batch = content.hexdigest()
         if batch not in self._batches:
             outcomes = self._measure(pictures, keys, conditions)
