@@ -13,6 +13,7 @@ import torch
 from flow_grpo.config_checks import REWARDS as CONFIGURABLE
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import REWARDS, RewardSet, build_reward, build_reward_set
+from flow_grpo.rewards.remote import RemoteReward
 from tests.room_films import conditions, film
 
 FILM = film(["pan_left", "zoom_in", "arc_right"])
@@ -116,6 +117,16 @@ def test_a_set_knows_its_floors_and_weights():
 def test_an_unknown_reward_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"reward is 'beauty', must be one of target_view, .*room_pose"):
         build_reward("beauty", data_root="data")
+
+
+def test_a_remote_reward_is_built_where_its_server_is_named():
+    servers = {"hpsv3": "http://127.0.0.1:9"}
+    chosen = build_reward_set({"remote:hpsv3": 1.0}, data_root="data", servers=servers, timeout_s=7.0)
+    assert isinstance(chosen.rewards[0], RemoteReward) and chosen.rewards[0].patience.timeout_s == 7
+    assert chosen.floors == {"remote:hpsv3": 0.0}
+    assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights
+    with pytest.raises(ValueError, match="reward is 'remote:clip', must be one of"):
+        build_reward("remote:clip", data_root="data", servers=servers)
 
 
 def test_every_reward_answers_as_it_declares(tmp_path):
