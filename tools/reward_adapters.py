@@ -89,6 +89,7 @@ class Adapter:
         """Load the model from `self._weights`."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Return score name -> result of B rows for fp32 videos (B, 3, T, h, w) in [0, 1]."""
         rows = [self.judge(video, condition) for video, condition in zip(videos, conditions, strict=True)]

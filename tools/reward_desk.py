@@ -120,9 +120,10 @@ class Desk:
     def _judged(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, Any]:
         try:
             results = self.judge(videos, conditions)
-            shapes = {len(part) for r in results.values() for part in (r.values.tolist(), r.valid.tolist(), r.causes)}
-            if set(results) != set(self.judge.scores) or shapes != {len(conditions)}:
-                raise ValueError(f"{self.judge.model} gave {sorted(results)} of {sorted(shapes)} rows")
+            shapes = {tuple(part.shape) for r in results.values() for part in (r.values, r.valid)}
+            shapes |= {(len(r.causes),) for r in results.values()}
+            if set(results) != set(self.judge.scores) or shapes != {(len(conditions),)}:
+                raise ValueError(f"{self.judge.model} gave {sorted(results)} of shapes {sorted(shapes)}")
         except Exception as error:
             # Whatever it is, it is the judge's failure and no score.
             raise RefusedError(500, f"{type(error).__name__}: {error}") from error
