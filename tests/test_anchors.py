@@ -86,6 +86,12 @@ def test_a_source_that_only_turns_has_no_anchors_of_its_own_and_enough_with_a_se
     assert np.median(np.concatenate([off_the_walls(view.xyz) for view in both.views])) < 0.015
 
 
+def test_a_source_that_hardly_moves_has_no_anchors_of_its_own():
+    poses = torch.eye(4, dtype=torch.float64).repeat(FRAMES, 1, 1)
+    poses[:, 0, 3] = torch.linspace(0, 0.03, FRAMES)  # half a degree at 3.5 m
+    assert len(make_source(filmed(shoot(poses, SMALL), poses), None, CAMERA)) == 0
+
+
 def test_a_source_that_stands_still_is_anchored_by_a_second_camera():
     still = torch.eye(4, dtype=torch.float64).expand(FRAMES, 4, 4)
     source = filmed(shoot(still, SMALL), still)
@@ -118,13 +124,16 @@ def flipped(poses: Tensor) -> Tensor:
     return mirror @ poses @ mirror
 
 
-@pytest.mark.parametrize("wrong", ["focal length", "axis", "unit"])
+@pytest.mark.parametrize("wrong", ["focal length", "axis", "unit", "frames held out"])
 def test_wrong_labels_are_refused(wrong):
     camera, poses = CAMERA.copy(), source_path(FRAMES)
     if wrong == "focal length":
         camera[1, 1] *= 363.6 / 630.3  # what 18 mm becomes when the rows are taken for the sensor
     elif wrong == "axis":
         poses = flipped(poses)
+    elif wrong == "frames held out":
+        poses = poses.clone()
+        poses[[1, 3], 0, 3] += 0.05
     else:
         poses = pose(poses[:, :3, :3], 1.2 * poses[:, :3, 3] + 0.3 * torch.linspace(0, 1, FRAMES)[:, None] ** 2)
     assert make_source(filmed(film("source"), poses), None, camera).fault

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from flow_grpo.rewards.features import MOST_FEATURES, find_features, match
@@ -44,6 +46,13 @@ def test_matches_are_mutual():
     first, second = match(known, known[order])
     assert len(first) == 20
     assert (order[second] == first).all()
+
+
+def test_the_nearest_of_somebody_else_is_no_match():
+    known = directions(3)
+    like_the_first = 0.7 * known[0] + math.sqrt(1 - 0.7**2) * directions(1, seed=5)[0]
+    first, second = match(np.stack([like_the_first, *known]).astype(np.float32), known)
+    assert first.tolist() == [1, 2, 3] and second.tolist() == [0, 1, 2]
 
 
 def test_an_ambiguous_match_is_none():

@@ -27,7 +27,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flow_grpo.maths.poses import relative, rot_err, trans_err
+from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.anchors import Film, Source, make_source
 from flow_grpo.rewards.pnp import Located, camera_matrix, locate_video
@@ -121,12 +121,6 @@ def _grey(video: Tensor, frames: Sequence[int]) -> NDArray[np.uint8]:
     return pictures
 
 
-def _in_source(condition: Condition, poses: Tensor) -> Tensor:
-    """Return poses (T, 4, 4) seen from the source's first camera, so that anchors do not depend on the reference."""
-    assert condition.source_poses is not None, "rows without source poses are left out"
-    return relative(condition.source_poses[0], poses)
-
-
 def _source_key(condition: Condition) -> tuple[str, str, str, str]:
     """Name the anchors of a condition: scene, cameras and a hash of what they are made from.
 
@@ -153,7 +147,7 @@ def _films(condition: Condition) -> tuple[Film, Film | None, NDArray[np.float64]
     assert condition.intrinsics is not None, "rows without intrinsics are left out"
 
     def film(video: Tensor, poses: Tensor) -> Film:
-        return Film(_grey(video, frames), _in_source(condition, poses)[frames].numpy(), tuple(frames))
+        return Film(_grey(video, frames), poses[frames].double().numpy(), tuple(frames))
 
     target = None
     if condition.target_video is not None:
@@ -256,7 +250,7 @@ def _errors(
     """Compare what was found with the command; a measurement that failed stays one."""
     if found.value is None or source.value is None:
         return Outcome(None, found.fault)
-    commanded = _in_source(condition, condition.target_poses)[list(frames)]
+    commanded = condition.target_poses[list(frames)]
     visible = torch.from_numpy(source.value.visible)
     return Outcome(compare(commanded, torch.from_numpy(found.value.poses), condition.target_poses, visible))
 
