@@ -21,7 +21,9 @@ from tests.scripted_server import HEALTH, ScriptedServer, answer, cut, dripping,
 FILM = film(["pan_left", "zoom_in", "arc_right"])
 VIDEOS = (FILM.videos * 255).round() / 255
 CONDITIONS = conditions(dataclasses.replace(FILM, videos=VIDEOS))
-PATIENCE = Patience(timeout_s=0.3, delays_s=(0.0, 0.0), failures=3, cool_down_s=60.0)
+PATIENCE = Patience(timeout_s=10.0, delays_s=(0.0, 0.0), failures=3, cool_down_s=60.0)
+SHORT = dataclasses.replace(PATIENCE, timeout_s=0.3)  # only against servers that are slow on purpose
+SLOW = (silent, dripping)
 FINE = answer(scores(1.0, -2.0, 0.5))
 
 
@@ -88,7 +90,7 @@ def test_a_target_that_is_missing_is_not_sent():
 def test_a_server_that_fails_or_lies_leaves_no_score(bad, cause, attempts):
     begin = time.monotonic()
     with ScriptedServer(bad) as server:
-        judge = reward(server)
+        judge = reward(server, SHORT if bad in SLOW else PATIENCE)
         assert unknown(judge(VIDEOS, CONDITIONS), cause)
         assert server.scored == attempts
         assert (judge.latency.count, judge.latency.failed) == (1, 1)
@@ -113,7 +115,7 @@ def test_what_the_server_calls_not_valid_is_masked_with_its_cause():
 @pytest.mark.parametrize("bad", [answer({}, 500), answer({}, 429, {"Retry-After": "0"}), cut, reset, silent])
 def test_a_passing_failure_costs_no_sample(bad):
     with ScriptedServer(bad, FINE) as server:
-        result = reward(server)(VIDEOS, CONDITIONS)
+        result = reward(server, SHORT if bad in SLOW else PATIENCE)(VIDEOS, CONDITIONS)
         assert result.valid.all() and server.scored == 2
 
 
@@ -141,7 +143,7 @@ def test_nobody_there_is_a_cause():
 )
 def test_a_server_that_is_not_the_one_asked_for_gets_no_videos(health, cause):
     with ScriptedServer(FINE, health=health) as server:
-        assert unknown(reward(server)(VIDEOS, CONDITIONS), cause)
+        assert unknown(reward(server, SHORT if health in SLOW else PATIENCE)(VIDEOS, CONDITIONS), cause)
         assert server.scored == 0
 
 
@@ -185,21 +187,21 @@ def test_a_condition_that_json_cannot_hold_is_a_cause():
 
 
 def test_a_server_that_keeps_failing_is_left_alone_and_then_tried_again(caplog):
-    patience = dataclasses.replace(PATIENCE, delays_s=(), failures=2, cool_down_s=0.4)
+    patience = dataclasses.replace(PATIENCE, delays_s=(), failures=2, cool_down_s=1.0)
     with caplog.at_level(logging.WARNING), ScriptedServer(*[answer({}, 500)] * 3, FINE) as server:
         judge = reward(server, patience)
         for _ in range(2):
             assert unknown(judge(VIDEOS, CONDITIONS), "status 500")
-        assert unknown(judge(VIDEOS, CONDITIONS), "not asked: it failed 2 calls, next in 0 s")
+        assert unknown(judge(VIDEOS, CONDITIONS), "not asked: it failed 2 calls, next in 1 s")
         assert server.scored == 2  # the third call cost nothing
-        time.sleep(0.45)
+        time.sleep(1.05)
         assert unknown(judge(VIDEOS, CONDITIONS), "status 500")
         assert unknown(judge(VIDEOS, CONDITIONS), "not asked")  # one failure is enough now
         assert server.scored == 3
-        time.sleep(0.45)
+        time.sleep(1.05)
         assert judge(VIDEOS, CONDITIONS).valid.all()
         assert judge(VIDEOS, CONDITIONS).valid.all()  # closed again
-    assert "is left alone for 0.4 s (2 requests, 2 failed" in caplog.text
+    assert "is left alone for 1 s (2 requests, 2 failed" in caplog.text
 
 
 def test_failures_with_a_success_between_them_do_not_add_up():
