@@ -25,7 +25,7 @@ from flow_grpo.rewards.camera_pose import (
 )
 from flow_grpo.rewards.pnp import locate_video
 from flow_grpo.rewards.process_pool import CallPool
-from tests.textured_room import LARGE, condition, film, slowed, source_path, spoiled
+from tests.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
 
 FRAMES = 3  # the fewest that leave one to check the anchors with
 TURNS = [name for name, preset in PRESETS.items() if any(preset.rotation)]
@@ -263,9 +263,8 @@ def test_without_source_poses_or_intrinsics_there_is_no_value(missing):
 
 
 def test_a_wrong_focal_length_makes_the_source_unusable():
-    wrong = asked("arc_right")
-    assert wrong.intrinsics is not None
-    wrong = dataclasses.replace(wrong, intrinsics=wrong.intrinsics * torch.tensor([1, 363.6 / 630.3, 1, 1]))
+    factor = torch.tensor([1, 363.6 / 630.3, 1, 1])
+    wrong = asked("arc_right", intrinsics=factor * intrinsics(SMALL))
     result = PoseRot(PoseMeasurer())(shot("arc_right")[None], [wrong])
     assert not result.valid.any() and "is unusable" in result.causes[0]
     assert result.values.isnan().all() and result.info["rot_deg"].isnan().all()
@@ -341,11 +340,10 @@ def test_rewards_without_a_measurer_share_one():
 def test_order_at_full_size(preset):
     frames = 21
     asked_for = condition(preset, film("source", LARGE, frames), source_path(frames))
-    right = film.__wrapped__(preset, LARGE, frames)
-    videos = [right, film.__wrapped__(preset, LARGE, frames, 0.5), right[:, :1].expand(-1, frames, -1, -1)]
-    videos.append(spoiled(right, sigma=2.5, quality=70, sprite=True))
+    right, slow = film.__wrapped__(preset, LARGE, frames), film.__wrapped__(preset, LARGE, frames, 0.5)
+    videos = [right, slow, right[:, :1].expand_as(right), spoiled(right, sigma=2.5, quality=70, sprite=True)]
     results = [reward(MEASURER)(torch.stack(videos), [asked_for] * 4) for reward in (PoseRot, PoseTrans)]
-    rotation, translation = (result.values for result in results)
+    rotation, translation = results[0].values, results[1].values
     print(f"\n| {preset} |", " | ".join(f"{r:.4f}, {t:.4f}" for r, t in zip(rotation, translation, strict=True)), "|")
     for value in [rotation] * (preset in TURNS) + [translation] * (preset in MOVES) + [rotation + translation]:
         assert value[0] > value[1] > value[2]
