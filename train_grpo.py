@@ -37,7 +37,7 @@ from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.parallel import parallelize
+from flow_grpo.runtime.parallel import parallelize, partition
 from flow_grpo.runtime.tracker import Tracker
 
 ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine that has none
@@ -172,10 +172,12 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
     if config.train.kl_coef > 0:
         policy.keep_reference(offload=config.model.offload)
+    optimizer = parts.build_optimizer(config, policy)
+    policy.module = partition(policy.module, optimizer, config.train, device, ranks)
     sampler = parts.build_sampler(config, train, ranks)
     state = RunState(
         module=policy.module,
-        optimizer=parts.build_optimizer(config, policy),
+        optimizer=optimizer,
         sampler=sampler,
         ema=Ema(policy.trained_parameters(), config.train.ema_decay) if config.train.ema_decay else None,
         device=device,

@@ -206,7 +206,7 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
     if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
         raise ValueError(
             f"accelerate is configured for {made.distributed_type.value}, but sharding is not left to it here: start "
-            "with torchrun, and pass --config.train.sharding=fsdp2 to shard"
+            "with torchrun, and pass --config.train.sharding=fsdp2 to shard, or =zero2 for DeepSpeed's ZeRO-2"
         )
     return made
 
