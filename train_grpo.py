@@ -116,11 +116,11 @@ def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
     return config, known.config.rpartition(":")[2]
 
 
-def join(config: Config) -> tuple[torch.device, Ranks]:
-    """Prepare this process's device and meet the other ranks."""
+def join(config: Config, timeout_s: float = distributed.CONTROL_TIMEOUT_S) -> tuple[torch.device, Ranks]:
+    """Prepare this process's device and meet the other ranks, each of which may lag behind by `timeout_s` seconds."""
     device = device_door.resolve(config.device)
     device_door.setup(device, config.deterministic, config.num_threads)
-    ranks = distributed.start(device)
+    ranks = distributed.start(device, timeout_s)
     if ranks.is_main:
         print(device_door.describe(device, config.device), f"x {ranks.world_size}", flush=True)
     return device, ranks

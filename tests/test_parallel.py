@@ -166,3 +166,17 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
     before = module.weight.detach().clone()
     (module(torch.ones(1, 1)) * torch.inf).sum().backward()
     assert not take_step(module, optimizer, 1.0).isfinite() and torch.equal(module.weight, before)
+
+
+def gradients_between_passes(ranks: Ranks) -> list[bool]:
+    policy = made("attention")
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
+    with averaging_gradients(policy.module, now=False) as backward:
+        backward(policy.velocity(*arguments, encoded).square().mean())
+    return [local(p.grad).numel() == local(p).numel() for p in policy.trained_parameters() if p.grad is not None]
+
+
+def test_under_shards_gradients_are_shards_between_micro_batches_too():
+    for found in run_ranks(gradients_between_passes, 2):
+        assert found and all(found)

@@ -368,7 +368,7 @@ def test_the_attention_backend_is_the_configured_one_and_changes_rounding_only(f
         RecamPolicy.from_config(dataclasses.replace(config, attention_backend=name), SAMPLE, CPU)
         for name in ("native", "_native_math")
     )
-    assert (backends(plain), backends(other)) == ({"native"}, {"_native_math"})
+    assert (backends(plain), backends(other)) == ({"None"}, {"_native_math"})
     encoded, arguments = plain.encode([condition(0)]), noisy(plain, [condition(0)])
     with torch.no_grad():
         one, two = (made.velocity(*arguments, encoded) for made in (plain, other))
@@ -379,6 +379,16 @@ def test_an_attention_backend_that_the_device_has_not_is_refused(folder):
     config = dataclasses.replace(LORA, path=folder, attention_backend="flash")
     with pytest.raises(ValueError, match="'flash', must be one of native, _native_math on cpu"):
         RecamPolicy.from_config(config, SAMPLE, CPU)
+
+
+def test_a_backend_whose_package_is_missing_is_one_line(monkeypatch):
+    def missing(name):
+        raise RuntimeError("Flash Attention backend 'flash' is not usable because of missing package")
+
+    transformer = tiny_transformer()
+    monkeypatch.setattr(transformer, "set_attention_backend", missing)
+    with pytest.raises(ValueError, match="attention_backend='_native_math' cannot be used: Flash"):
+        recam_policy._switch(transformer, dataclasses.replace(LORA, attention_backend="_native_math"), CPU)
 
 
 def test_nothing_is_compiled_where_the_compiler_is_experimental():

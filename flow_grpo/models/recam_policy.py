@@ -94,7 +94,11 @@ def _switch(transformer: ReCamTransformer3DModel, model: ModelConfig, device: to
             f"model.attention_backend is {model.attention_backend!r}, must be one of {', '.join(known)} "
             f"on {device.type}"
         )
-    transformer.set_attention_backend(model.attention_backend)
+    if model.attention_backend != known[0]:  # which needs no asking, and diffusers warns of the question
+        try:
+            transformer.set_attention_backend(model.attention_backend)
+        except RuntimeError as error:
+            raise ValueError(f"model.attention_backend={model.attention_backend!r} cannot be used: {error}") from error
     if model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if model.compile:

@@ -128,7 +128,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, phase: str) -> Iterator[None]:
-        """Run a block that holds no exchange of its own, then `raise_together`.
+        """Run a block, then `raise_together`.
+
+        The block holds no exchange of its own, or only such as no rank can miss: a rank that fails leaves the others
+        waiting in theirs until that times out.
 
         Raises:
             RuntimeError: on every rank, if the block raised on any.

@@ -110,10 +110,7 @@ def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[T
     if isinstance(module, Zero2):
         yield module.backward_pass(last=now)
         return
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(now)
-        yield Tensor.backward
-        return
+    # Under shards every pass is averaged: what is only added up stays whole on every rank until it is.
     local_only = getattr(module, "no_sync", contextlib.nullcontext)
     with contextlib.nullcontext() if now else local_only():
         yield Tensor.backward
