@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from flow_grpo.config_types import SampleConfig
@@ -368,6 +369,7 @@ def test_the_attention_backend_is_the_configured_one_and_changes_rounding_only(f
         for name in ("native", "_native_math")
     )
     assert (backends(plain), backends(other)) == ({"None"}, {"_native_math"})
+    assert _AttentionBackendRegistry.get_active_backend()[0] == "native"  # other networks keep theirs
     encoded, arguments = plain.encode([condition(0)]), noisy(plain, [condition(0)])
     with torch.no_grad():
         one, two = (made.velocity(*arguments, encoded) for made in (plain, other))
