@@ -36,7 +36,7 @@ from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.parallel import parallelize
+from flow_grpo.runtime.parallel import parallelize, partition
 from flow_grpo.runtime.tracker import Tracker
 
 ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine that has none
@@ -115,11 +115,11 @@ def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
     return config, known.config.rpartition(":")[2]
 
 
-def join(config: Config) -> tuple[torch.device, Ranks]:
-    """Prepare this process's device and meet the other ranks."""
+def join(config: Config, timeout_s: float = distributed.CONTROL_TIMEOUT_S) -> tuple[torch.device, Ranks]:
+    """Prepare this process's device and meet the other ranks, each of which may lag behind by `timeout_s` seconds."""
     device = device_door.resolve(config.device)
     device_door.setup(device, config.deterministic, config.num_threads)
-    ranks = distributed.start(device)
+    ranks = distributed.start(device, timeout_s)
     if ranks.is_main:
         print(device_door.describe(device, config.device), f"x {ranks.world_size}", flush=True)
     return device, ranks
@@ -171,10 +171,12 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
     if config.train.kl_coef > 0:
         policy.keep_reference(offload=config.model.offload)
+    optimizer = parts.build_optimizer(config, policy)
+    policy.module = partition(policy.module, optimizer, config.train, device, ranks)
     sampler = parts.build_sampler(config, train, ranks)
     state = RunState(
         module=policy.module,
-        optimizer=parts.build_optimizer(config, policy),
+        optimizer=optimizer,
         sampler=sampler,
         ema=Ema(policy.trained_parameters(), config.train.ema_decay) if config.train.ema_decay else None,
         device=device,

@@ -233,7 +233,8 @@ def in_a_process(arguments: Sequence[str]) -> Runner:
         if not answer["records"] and not failure:
             failure = "printed no figures"
         if failure:
-            answer["records"].setdefault(job.name, {})["error"] = failure
+            measured = "seconds" in answer["records"].get(job.name, {})
+            answer["records"].setdefault(f"{job.name}_rest" if measured else job.name, {})["error"] = failure
         return answer
 
     return run

@@ -133,7 +133,7 @@ def _train() -> ConfigDict:
     """How the policy is moved."""
     train = ConfigDict()
     train.batch_size = 2  # samples per rank and micro-batch of the update; gradients are accumulated over them
-    train.sharding = "ddp"  # ddp (weights whole on every rank) | fsdp2 (weights, gradients and moments in shards)
+    train.sharding = "ddp"  # ddp (all whole) | zero2 (DeepSpeed: gradients, moments in parts) | fsdp2 (all in shards)
     train.updates_per_epoch = 1  # optimizer steps per epoch
     train.learning_rate = 1e-4  # of AdamW, constant
     train.adam_beta1 = 0.9  # AdamW

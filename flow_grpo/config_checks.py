@@ -76,7 +76,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "reward.adv_norm": ("group", "batch", "batch_centered", "max_group", "none"),
     "dynamic_sampling.policy": ("fallback_original", "fill_flat", "pad", "rebalance", "raise"),
     "dynamic_sampling.metric": ("", *REWARDS),
-    "train.sharding": ("ddp", "fsdp2"),
+    "train.sharding": ("ddp", "zero2", "fsdp2"),
     "train.step_weight": ("none", "inverse_gain"),
     "train.old_log_prob": ("auto", "rollout", "recompute", "detach"),
     "eval.gold": ("", "room_pose"),
@@ -334,13 +334,14 @@ def _check_update(config: Config) -> None:
 
 
 def _check_sharding(config: Config) -> None:
-    """Under shards a call of the network is an exchange, so every rank must call it equally often."""
-    if config.train.sharding != "fsdp2":
+    """Where a pass of the network is an exchange, every rank must make equally many."""
+    kind = config.train.sharding
+    if kind == "ddp":
         return
     if len(config.data.buckets) > 1:
-        bound = "allows one video size while train.sharding is 'fsdp2': ranks may hold different numbers of each"
+        bound = f"allows one video size while train.sharding is {kind!r}: ranks may hold different numbers of each"
         raise _refusal("data.buckets", config.data.buckets, bound, "pass one size or --config.train.sharding=ddp")
     dynamic = config.dynamic_sampling
     if dynamic.enabled and dynamic.policy == "rebalance":
-        bound = "leaves ranks with different numbers of samples, must be another while train.sharding is 'fsdp2'"
+        bound = f"leaves ranks with different numbers of samples, must be another while train.sharding is {kind!r}"
         raise _refusal("dynamic_sampling.policy", dynamic.policy, bound, "pass --config.dynamic_sampling.policy=pad")

@@ -99,7 +99,7 @@ class TrainConfig:
     """How the policy is moved."""
 
     batch_size: int  # samples per rank and micro-batch of the update
-    sharding: str  # "ddp" | "fsdp2"
+    sharding: str  # "ddp" | "zero2" | "fsdp2"
     updates_per_epoch: int  # optimizer steps per epoch
     learning_rate: float
     adam_beta1: float

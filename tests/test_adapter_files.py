@@ -34,6 +34,13 @@ def test_a_saved_adapter_gives_the_same_model_on_a_fresh_transformer(mode, tmp_p
     assert not torch.equal(output(loaded), output(tiny_transformer()))
 
 
+def test_a_whole_transformer_is_loaded_in_the_precision_asked_for(tmp_path):
+    model = trained_model(trained="camera")
+    adapter_files.save_adapter(types.SimpleNamespace(module=model), tmp_path)
+    loaded = adapter_files.load_adapter(tiny_transformer(), tmp_path, torch.bfloat16)
+    assert loaded.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
+
+
 def saved(model: nn.Module, folder: Path) -> Path:
     adapter_files.save_adapter(types.SimpleNamespace(module=model), folder)
     return folder

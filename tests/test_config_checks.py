@@ -97,6 +97,12 @@ BAD = [
     ("train.guard=true train.step_weight=inverse_gain", ["config.train.guard: got True", "'inverse_gain'"]),
     ("eval.gold=camera", ["config.eval.gold: got 'camera'", "'room_pose'"]),
     ("eval.num_conditions=3", ["config.eval.videos: got 4", "eval.num_conditions=3"]),
+    ("train.sharding=zero3", ["config.train.sharding: got 'zero3'", "did you mean 'zero2'?"]),
+    ("train.sharding=zero2 data.buckets=5x32x32,5x32x64", ["config.data.buckets: got", "'zero2'", "sharding=ddp"]),
+    (
+        "train.sharding=zero2 dynamic_sampling.enabled=true dynamic_sampling.policy=rebalance",
+        ["config.dynamic_sampling.policy: got 'rebalance'", "'zero2'", "policy=pad"],
+    ),
     ("checkpoint.every=0", ["config.checkpoint.every: got 0", "[1, inf)"]),
 ]
 

@@ -16,12 +16,15 @@ from flow_grpo.runtime.parallel import (
     local,
     parallelize,
     part_like,
+    partition,
+    take_step,
     unwrap,
     whole,
 )
 from tests.test_adapters import LORA
 from tests.test_recam_policy import condition, noisy, policy
 from tests.tiny_models import CPU, tiny_networks
+from tests.toy import train_config
 from tests.workers import run_ranks
 
 ROWS = 4
@@ -38,9 +41,10 @@ def made(mode: str, dtype: torch.dtype = torch.float32) -> RecamPolicy:
     return RecamPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)
 
 
-def train(policy: RecamPolicy, ranks: Ranks, steps: int = 3) -> tuple[list[float], torch.Tensor]:
+def train(policy: RecamPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:
     """Take AdamW steps over one sample at a time; return gradient norms and all trained weights, averaged ones last."""
     optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
+    policy.module = partition(policy.module, optimizer, train_config(sharding=kind), CPU, ranks)
     ema = Ema(policy.trained_parameters(), 0.5)
     share, norms = ROWS // ranks.world_size, []
     rows = range(share * ranks.rank, share * (ranks.rank + 1))
@@ -49,14 +53,12 @@ def train(policy: RecamPolicy, ranks: Ranks, steps: int = 3) -> tuple[list[float
     for _ in range(steps):
         for row in rows:
             one = slice(row, row + 1)
-            with averaging_gradients(policy.module, now=row == rows[-1]):
-                policy.velocity(latents[one], sigma[one], encoded.rows(one)).square().sum().backward()
+            with averaging_gradients(policy.module, now=row == rows[-1]) as backward:
+                backward(policy.velocity(latents[one], sigma[one], encoded.rows(one)).square().sum())
         if ranks.world_size == 1:
             for parameter in policy.trained_parameters():
                 parameter.grad /= 2  # two ranks average their sums
-        norms.append(whole(torch.nn.utils.clip_grad_norm_(policy.trained_parameters(), 1.0)).item())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        norms.append(take_step(policy.module, optimizer, 1.0).item())
         ema.update()
         with torch.no_grad():  # a rollout between updates
             policy.velocity(latents[rows[0] : rows[0] + 1], sigma[:1], encoded.rows(slice(0, 1)))
@@ -70,7 +72,7 @@ def train_on_ranks(ranks: Ranks, kind: str, mode: str, dtype: torch.dtype) -> tu
     torch.manual_seed(0)
     policy = made(mode, dtype)
     policy.module = parallelize(policy.module, kind, CPU, ranks)
-    norms, weights = train(policy, ranks)
+    norms, weights = train(policy, ranks, kind)
     return is_sharded(policy.module), norms, weights
 
 
@@ -150,7 +152,31 @@ def test_a_part_of_whole_values_lies_as_the_parameter_does():
 
 def test_a_single_process_keeps_its_module():
     module = policy(mode="camera").module
-    for kind in ("ddp", "fsdp2"):
+    optimizer = torch.optim.SGD(module.parameters())
+    for kind in ("ddp", "zero2", "fsdp2"):
         assert parallelize(module, kind, CPU, Ranks()) is module and not is_sharded(module)
-    with pytest.raises(ValueError, match="must be one of ddp, fsdp2"):
+        assert partition(module, optimizer, train_config(sharding=kind), CPU, Ranks()) is module
+    with pytest.raises(ValueError, match="must be one of ddp, zero2, fsdp2"):
         parallelize(module, "zero", CPU, Ranks())
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = module.weight.detach().clone()
+    (module(torch.ones(1, 1)) * torch.inf).sum().backward()
+    assert not take_step(module, optimizer, 1.0).isfinite() and torch.equal(module.weight, before)
+
+
+def gradients_between_passes(ranks: Ranks) -> list[bool]:
+    policy = made("attention")
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
+    with averaging_gradients(policy.module, now=False) as backward:
+        backward(policy.velocity(*arguments, encoded).square().mean())
+    return [local(p.grad).numel() == local(p).numel() for p in policy.trained_parameters() if p.grad is not None]
+
+
+def test_under_shards_gradients_are_shards_between_micro_batches_too():
+    for found in run_ranks(gradients_between_passes, 2):
+        assert found and all(found)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tools import plan
 
@@ -87,6 +89,53 @@ def test_shards_divide_what_a_rank_holds(capsys):
     words += ["--config.model.trained=full", "--config.model.encodings=enc", "--config.train.sharding=fsdp2"]
     four, eight = (planned(capsys, *words, "--devices", n, recipe="my_recam_8npu_tiny")[1] for n in "48")
     assert four["optimizer_gib"] == pytest.approx(2 * eight["optimizer_gib"])
+
+
+def test_old_log_probabilities_that_are_scored_again_take_their_time(capsys):
+    _, found = planned(capsys, "--devices", "1", "--tflops", "300", recipe="my_recam_1gpu")
+    assert found["update_s"] == pytest.approx(32 * 5 * found["forward_tflop"] / 300, rel=1e-3)
+    _, kept = planned(capsys, "--devices", "1", "--config.train.old_log_prob=rollout", recipe="my_recam_1gpu")
+    assert kept["update_s"] == pytest.approx(32 * 4 * kept["forward_tflop"] / 200, rel=1e-3)
+
+
+SMALL = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
+
+
+def test_frozen_parts_are_counted_as_they_are_loaded_not_as_they_are_stored(capsys, tmp_path):
+    (tmp_path / "text_encoder").mkdir()
+    save_file({"w": torch.zeros(2**20, dtype=torch.float64)}, tmp_path / "text_encoder" / "model.safetensors")
+    words = [*SMALL[1:], f"--config.model.path={tmp_path}", "--config.model.trained=lora"]
+    found = [
+        planned(capsys, *words, f"--config.model.dtype={dtype}", recipe="my_recam_8npu_tiny")[1]["weights_gib"]
+        for dtype in ("bf16", "fp32")
+    ]
+    parameters = 1_490_420_800 + 2**20
+    assert found[1] - found[0] == pytest.approx(2 * parameters / 2**30, rel=0.01)
+
+
+def test_states_of_steps_apart_and_of_guidance_are_counted(capsys):
+    tiny = {"recipe": "my_recam_8npu_tiny"}
+    latent = 4 * 16 * 2 * 8 * 8
+    sizes = [
+        planned(capsys, *SMALL, *words, **tiny)[1]["trajectories_gib"] * 2**30 / 4
+        for words in (
+            ["--config.sample.sde_steps=1,2,3", "--config.sample.sde_window=0"],
+            ["--config.sample.sde_steps=1,3,5", "--config.sample.sde_window=0"],
+            ["--config.sample.sde_steps=1,2,3", "--config.sample.sde_window=0", "--config.sample.guidance_scale=5"],
+        )
+    ]
+    assert sizes[1] - sizes[0] == pytest.approx(2 * latent)  # 6 states instead of 4
+    assert sizes[2] - sizes[0] == pytest.approx(4 * 8 * 4096)
+
+
+def test_weights_in_shards_travel_for_every_forward_and_its_backward(capsys):
+    words = [*SMALL, "--config.model.trained=full", "--config.train.sharding=fsdp2"]
+    _, plain = planned(capsys, *words, recipe="my_recam_8npu_tiny")
+    _, kl = planned(capsys, *words, "--config.train.kl_coef=0.1", recipe="my_recam_8npu_tiny")
+    weights = 4 * plain["trained_parameters"] * 7 / 8 / 2**30
+    gathers = plain["rollout_calls"] + 2 * plain["update_calls"]
+    assert plain["exchanged_gib"] == pytest.approx(weights * (gathers + plain["update_calls"]), rel=1e-6)
+    assert kl["exchanged_gib"] - plain["exchanged_gib"] == pytest.approx(weights * plain["update_calls"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

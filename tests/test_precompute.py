@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train_grpo
 from flow_grpo.algorithm.build import dataset
@@ -105,6 +106,9 @@ def test_ranks_share_the_work_out_and_make_the_same_files_as_one(world, tmp_path
     alone = share_of_rank(Ranks(), words(world, tmp_path / "one"))
     assert alone == shares[0] | shares[1]
     assert set(entries(tmp_path / "one")) == set(entries(tmp_path / "two"))
+    for name in entries(tmp_path / "one"):
+        one, two = (load_file(tmp_path / part / name)["value"] for part in ("one", "two"))
+        assert torch.equal(one, two)
 
 
 def test_cached_conditioning_equals_fresh(world, tmp_path):

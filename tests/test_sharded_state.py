@@ -14,11 +14,12 @@ from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
 from flow_grpo.runtime import state_files
 from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.parallel import averaging_gradients, parallelize, whole
+from flow_grpo.runtime.parallel import averaging_gradients, parallelize, partition, take_step, whole
 from flow_grpo.runtime.sharded_state import join, map_tensors, own_part
 from tests.test_parallel import made
 from tests.test_recam_policy import condition, noisy
 from tests.tiny_models import CPU
+from tests.toy import train_config
 from tests.workers import run_ranks
 
 MODES = ["lora", "full"]
@@ -27,9 +28,11 @@ MODES = ["lora", "full"]
 def a_run(ranks: Ranks, mode: str, kind: str) -> tuple[RunState, object]:
     policy = made(mode)
     policy.module = parallelize(policy.module, kind, CPU, ranks)
+    optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
+    policy.module = partition(policy.module, optimizer, train_config(sharding=kind), CPU, ranks)
     state = RunState(
         module=policy.module,
-        optimizer=torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True),
+        optimizer=optimizer,
         sampler=DistributedKRepeatSampler(24, 4, 4, ranks.world_size, ranks.rank, seed=1),
         ema=Ema(policy.trained_parameters(), 0.5),
         device=CPU,
@@ -41,10 +44,9 @@ def a_run(ranks: Ranks, mode: str, kind: str) -> tuple[RunState, object]:
 def step(state: RunState, policy, ranks: Ranks) -> None:
     """Learn from one sample, the same on every rank."""
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
-    with averaging_gradients(policy.module, now=True):
-        policy.velocity(*arguments, encoded).square().mean().backward()
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    with averaging_gradients(policy.module, now=True) as backward:
+        backward(policy.velocity(*arguments, encoded).square().mean())
+    take_step(policy.module, state.optimizer, 1.0)
     state.ema.update()
     state.finished += 1
 

@@ -6,7 +6,9 @@ import logging
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from flow_grpo.runtime import tensor_store
 from flow_grpo.runtime.tensor_store import TensorStore, content_key, files_key
 
 
@@ -87,8 +89,6 @@ def test_content_keys_tell_values_shapes_and_types_apart():
 
 
 def test_files_keys_tell_models_apart_and_not_their_places(tmp_path):
-    from safetensors.torch import save_file
-
     keys = {}
     weights = torch.randn(1000, 100)
     for name, tensor, config in (
@@ -107,3 +107,24 @@ def test_files_keys_tell_models_apart_and_not_their_places(tmp_path):
     assert len(set(keys.values())) == 4
     with pytest.raises(ValueError, match="holds no files"):
         files_key(tmp_path / "absent")
+
+
+def test_one_small_tensor_changed_makes_another_key(tmp_path):
+    tensors = {f"norm{n}": torch.ones(64) for n in range(20)} | {f"w{n}": torch.zeros(300_000) for n in range(20)}
+    keys = set()
+    for changed in ("", "norm3", "norm17", "w4", "w19"):
+        folder = tmp_path / (changed or "none")
+        folder.mkdir()
+        save_file({name: value + (name == changed) for name, value in tensors.items()}, folder / "model.safetensors")
+        keys.add(files_key(folder))
+    assert len(keys) == 5
+
+
+def test_two_writers_with_one_process_number_do_not_meet(tmp_path, monkeypatch):
+    written = []
+    real = tensor_store.save_file
+    monkeypatch.setattr(tensor_store, "save_file", lambda *a, **k: (written.append(a[1]), real(*a, **k))[1])
+    for _ in range(2):
+        TensorStore(tmp_path).get("x", "a", Maker())
+        TensorStore(tmp_path).path("x", "a").unlink()
+    assert len(set(written)) == 2

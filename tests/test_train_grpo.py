@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -351,6 +352,30 @@ def test_a_sharded_run_resumes_bit_by_bit(places, tmp_path):
     whole, parts = (learned(tmp_path / part / "run") for part in ("whole", "parts"))
     assert set(whole) == set(parts)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def _train_into_a_broken_video(ranks: Ranks, given: list[str], data: str) -> str:
+    broken = Path(data)
+    if ranks.is_main:
+        videos = sorted((broken / "train").rglob("cam0*.mp4"))
+        videos[0].write_bytes(videos[0].read_bytes()[:100])
+    ranks.broadcast_text("")
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        _train(ranks, given)
+    assert time.monotonic() - begun < 25  # the group's own patience is 30 s
+    return str(caught.value)
+
+
+@pytest.mark.timeout(300)
+def test_under_shards_a_video_that_breaks_on_one_rank_stops_all_at_once(places, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(places["data.root"], data)
+    changes = {"data__root": data, "sample__k": 2, "sample__train_batch_size": 1, "train__batch_size": 1}
+    changes |= {"train__sharding": "fsdp2", "num_epochs": 30, "sample__layout": "contiguous", "data__num_workers": 0}
+    changes |= {"sample__num_batches_per_epoch": 2}
+    said = run_ranks(_train_into_a_broken_video, 2, words(places, tmp_path, **changes), str(data), timeout=200)
+    assert said[0] == said[1] and "failed in sampling: ValueError: video" in said[0]
 
 
 @pytest.mark.timeout(300)

@@ -45,6 +45,7 @@ GRACE_S = 3.0  # how long the others may still report after one rank failed
 class _Pool:
     processes: list[BaseProcess]
     pipes: list[Connection]
+    folder: str  # of the rendezvous; stays, because whoever makes a further group meets there again
 
 
 _POOLS: dict[int, _Pool] = {}
@@ -104,7 +105,7 @@ def context() -> multiprocessing.context.ForkServerContext:
 
 def _start(world_size: int) -> _Pool:
     folder = tempfile.mkdtemp(prefix="flow_grpo_ranks_")
-    pool = _Pool([], [])
+    pool = _Pool([], [], folder)
     for rank in range(world_size):
         ours, theirs = multiprocessing.Pipe()
         process = context().Process(target=_serve, args=(theirs, rank, world_size, f"file://{folder}/rendezvous"))
@@ -117,8 +118,6 @@ def _start(world_size: int) -> _Pool:
     except BaseException:
         _end(pool)
         raise
-    finally:
-        shutil.rmtree(folder)
     return pool
 
 
@@ -170,6 +169,7 @@ def _end(pool: _Pool) -> None:
         process.join()
     for pipe in pool.pipes:
         pipe.close()
+    shutil.rmtree(pool.folder, ignore_errors=True)
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> None:

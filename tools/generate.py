@@ -276,7 +276,9 @@ def load(args: argparse.Namespace) -> RecamPolicy:
     print(devices.describe(device, args.device), flush=True)
     networks = load_networks(args.model, DTYPES[args.dtype], device, offload=args.offload, tiling=args.tiling)
     if args.adapter is not None:
-        networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, args.adapter))
+        networks = dataclasses.replace(
+            networks, transformer=load_adapter(networks.transformer, args.adapter, DTYPES[args.dtype])
+        )
     return RecamPolicy(
         networks,
         guidance_scale=args.guidance,

@@ -35,6 +35,7 @@ from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.tensor_store import TensorStore
 
 REPORT_S = 10.0  # seconds between progress lines
+WAIT_S = 7 * 24 * 3600.0  # how long a rank that is done waits for the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "config.model.encodings: got '', must name a folder; pass --config.model.encodings=FOLDER"
             )
-        device, ranks = train_grpo.join(config)
+        device, ranks = train_grpo.join(config, WAIT_S)
         with train_grpo.alike(ranks):
             splits = [dataset(config, split) for split in (config.data.train_split, config.data.eval_split)]
             encodings = open_encodings(config, device)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.rollout import SdeSettings, rollout
+from flow_grpo.algorithm.rollout import Rollout, SdeSettings, rollout
 from flow_grpo.algorithm.scoring import score
 from flow_grpo.algorithm.structures import Structure, full_batches
 from flow_grpo.config_types import SampleConfig
@@ -60,6 +62,16 @@ class Collected:
 
     def __len__(self) -> int:
         return sum(len(batch.conditions) for batch in self.batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sampled:
+    """One batch between rollout and scoring."""
+
+    positions: tuple[int, ...]
+    conditions: tuple[Condition, ...]
+    conditioning: Conditioning
+    rolled: Rollout
 
 
 class ConditionStream:
@@ -145,33 +157,27 @@ class Collector:
         self._prints = settings.debug and is_main
         self._on_batch = on_batch
 
-    def collect(self, epoch: int, clock: Clock) -> Collected:
-        """Return this rank's scored samples of the next round; no exchange between ranks happens here.
+    def collect(
+        self, epoch: int, clock: Clock, together: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> Collected:
+        """Return this rank's scored samples of the next round.
 
         Args:
             epoch: draws the stochastic steps, the same for every round of an epoch.
             clock: takes the seconds of every phase.
+            together: entered for loading, rollout and scoring in turn. Where weights lie in shards the rollout is an
+                exchange, so a rank whose files are broken must be known to all before it begins.
         """
-        settings = self.settings
-        conditions = self._fetch(clock)
-        window = settings.window(epoch)
-        structures = [
-            Structure(*condition.size, settings.sample.num_steps, settings.sample.guidance_scale, window)
-            for condition in conditions
-        ]
-        encode = EncodeOnce(self.policy)
-        batches: list[ScoredBatch] = []
-        videos: Tensor | None = None
-        for positions in full_batches(structures, settings.sample.train_batch_size):
-            batch, shown = self._sample(positions, conditions, encode, window, clock)
-            batches.append(batch)
-            videos = shown if videos is None else videos
-            if self._on_batch is not None:
-                self._on_batch(len(positions))
-        assert videos is not None
-        merged = tuple(merge(own) for own in _by_size(batches))
-        self._check(merged)
-        return Collected(merged, videos)
+        window = self.settings.window(epoch)
+        with together():
+            encoded = self._load(window, clock)
+        with together():
+            sampled = [self._roll_out(*batch, window, clock) for batch in encoded]
+        with together():
+            scored = [self._score(own, clock) for own in sampled]
+            merged = tuple(merge(own) for own in _by_size([batch for batch, _ in scored]))
+            self._check(merged)
+        return Collected(merged, scored[0][1])
 
     def _fetch(self, clock: Clock) -> list[Condition]:
         """Take the conditions of the next nb steps."""
@@ -183,19 +189,32 @@ class Collector:
             self._print([debug_print.prompt_line(number, [condition.prompt for condition in taken])])
         return conditions
 
-    def _sample(
+    def _load(
+        self, window: tuple[int, ...], clock: Clock
+    ) -> list[tuple[tuple[int, ...], tuple[Condition, ...], Conditioning]]:
+        """Return the batches of the next round, of one structure each: positions, conditions, encodings."""
+        sample = self.settings.sample
+        conditions = self._fetch(clock)
+        structures = [
+            Structure(*condition.size, sample.num_steps, sample.guidance_scale, window) for condition in conditions
+        ]
+        encode, batches = EncodeOnce(self.policy), []
+        for positions in full_batches(structures, sample.train_batch_size):
+            own = tuple(conditions[position] for position in positions)
+            with clock.phase("encode"):
+                batches.append((tuple(positions), own, encode(own)))
+        return batches
+
+    def _roll_out(
         self,
-        positions: Sequence[int],
-        conditions: Sequence[Condition],
-        encode: EncodeOnce,
+        positions: tuple[int, ...],
+        own: tuple[Condition, ...],
+        conditioning: Conditioning,
         window: tuple[int, ...],
         clock: Clock,
-    ) -> tuple[ScoredBatch, Tensor]:
-        """Return the scored samples at these positions of the round, of one structure, and their videos."""
+    ) -> _Sampled:
+        """Return the samples of one batch."""
         settings = self.settings
-        own = tuple(conditions[position] for position in positions)
-        with clock.phase("encode"):
-            conditioning = encode(own)
         with clock.phase("rollout"):
             rolled = rollout(
                 self.policy,
@@ -207,12 +226,21 @@ class Collector:
                 seed=settings.seed,
                 same_initial_noise=settings.sample.same_initial_noise,
             )
+            if settings.offload:
+                conditioning = conditioning.to("cpu")
+                rolled = dataclasses.replace(rolled, trajectory=rolled.trajectory.to("cpu"))
+        if self._on_batch is not None:
+            self._on_batch(len(positions))
+        return _Sampled(positions, own, conditioning, rolled)
+
+    def _score(self, sampled: _Sampled, clock: Clock) -> tuple[ScoredBatch, Tensor]:
+        """Return scored samples and their videos."""
+        own, rolled = sampled.conditions, sampled.rolled
         with clock.phase("score"):
             scores = score(self.policy, own, rolled.final_latents, self.rewards, batch_size=len(own))
-            trajectory = rolled.trajectory
-            if settings.offload:
-                conditioning, trajectory = conditioning.to("cpu"), trajectory.to("cpu")
-        batch = ScoredBatch(own, tuple(positions), conditioning, trajectory, rolled.noise_ids, scores.rewards)
+        batch = ScoredBatch(
+            own, sampled.positions, sampled.conditioning, rolled.trajectory, rolled.noise_ids, scores.rewards
+        )
         return batch, scores.videos
 
     def _check(self, merged: Sequence[ScoredBatch]) -> None:

@@ -144,7 +144,7 @@ class Evaluator:
         """
         rows: list[dict[str, Any]] = []
         clips: list[Clip] = []
-        with self.ranks.together("evaluation"), weights or contextlib.nullcontext():
+        with weights or contextlib.nullcontext():
             for positions in self._own_batches():
                 self._measure(positions, rows, clips)
         return self._summary(rows, clips)
@@ -167,18 +167,33 @@ class Evaluator:
         )
 
     def _measure(self, positions: Sequence[int], rows: list[dict[str, Any]], clips: list[Clip]) -> None:
-        indices = [self.indices[position] for position in positions]
-        conditions = [self.dataset.condition(index, gid=index) for index in indices]
-        rolled = rollout(
-            self.policy,
-            conditions,
-            self.policy.encode(conditions),
-            sigmas=self.settings.sigmas,
-            window=(),
-            sde=SdeSettings("ode", 0.0),
-            seed=key("eval", "noise"),
-        )
-        scores = score(self.policy, conditions, rolled.final_latents, self.rewards, batch_size=len(conditions))
+        """Sample and score one batch; ranks agree before and after the rollout, which is an exchange under shards."""
+        with self.ranks.together("evaluation"):
+            indices = [self.indices[position] for position in positions]
+            conditions = [self.dataset.condition(index, gid=index) for index in indices]
+            conditioning = self.policy.encode(conditions)
+        with self.ranks.together("evaluation"):
+            rolled = rollout(
+                self.policy,
+                conditions,
+                conditioning,
+                sigmas=self.settings.sigmas,
+                window=(),
+                sde=SdeSettings("ode", 0.0),
+                seed=key("eval", "noise"),
+            )
+        with self.ranks.together("evaluation"):
+            self._score(positions, conditions, rolled.final_latents, rows, clips)
+
+    def _score(
+        self,
+        positions: Sequence[int],
+        conditions: Sequence[Condition],
+        latents: Tensor,
+        rows: list[dict[str, Any]],
+        clips: list[Clip],
+    ) -> None:
+        scores = score(self.policy, conditions, latents, self.rewards, batch_size=len(conditions))
         columns: dict[str, Tensor] = {}
         for name, result in scores.rewards.items():
             columns |= _columns(name, result, prefix=f"{name}_")

@@ -16,7 +16,7 @@ from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.runtime import checkpoint
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.parallel import is_sharded, part_like
+from flow_grpo.runtime.parallel import is_partitioned, is_sharded, part_like
 from flow_grpo.runtime.sharded_state import join, map_tensors, own_part
 
 _SAMPLED = 16  # values per tensor that a fingerprint looks at
@@ -89,6 +89,8 @@ class RunState:
             "moments": self.optimizer.state_dict()["state"],
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
+        if is_partitioned(self.module):
+            per_rank["moments"] = learned.pop("moments")
         if is_sharded(self.module):
             per_rank["learned"] = own_part(learned)
         else:
@@ -115,17 +117,27 @@ class RunState:
                 f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
                 "train.ema_decay as it was, or start afresh under another run_name"
             )
+        moments = self._own_moments(learned.get("moments"), found, ranks)
         self.sampler.load_state_dict(state["sampler"])
         load_trained_state(self.module, learned["trained"])
-        self.optimizer.load_state_dict(
-            {"state": learned["moments"], "param_groups": self.optimizer.state_dict()["param_groups"]}
-        )
+        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
         if self.ema is not None:
             self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
             device_door.set_rng_state(self.device, found.per_rank["random"])
         self.shortages[:] = state["shortages"]
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
+
+    def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:
+        """Return what this rank's optimizer holds: its own part under ZeRO-2, which no other layout can take over."""
+        here = ranks.world_size if is_partitioned(self.module) else 1
+        saved = found.world_size if shared is None else 1
+        if saved != here:
+            raise ValueError(
+                f"{found.path} holds the optimizer's state in {saved} part(s), this run needs {here}: ZeRO-2 "
+                "goes on with as many ranks and train.sharding='zero2'; resume as it was saved, or start afresh"
+            )
+        return shared if found.per_rank is None else found.per_rank.get("moments", shared)
 
     def _own(self, path: str, values: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor that was saved under "trained", "moments" or "ema"."""

@@ -176,8 +176,7 @@ class Trainer:
         print_before_after(self.state.before, after, self.run_folder, self.ranks)
 
     def _collect(self, epoch: int, phase: str) -> Collected:
-        with self.ranks.together(phase):
-            return self.collector.collect(epoch, self.clock)
+        return self.collector.collect(epoch, self.clock, lambda: self.ranks.together(phase))
 
     def _gather(self, collected: Collected) -> Gathered:
         sample = self.config.sample

@@ -23,7 +23,7 @@ from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import TrainingBatch, TrainingPart
 from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.parallel import averaging_gradients, whole
+from flow_grpo.runtime.parallel import averaging_gradients, take_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,23 +225,20 @@ class Updater:
             steps = micro.trajectory.steps
             for column, step in enumerate(steps):
                 last = (number, column) == (len(plan) - 1, len(steps) - 1)
-                with averaging_gradients(self.policy.module, now=last):
+                with averaging_gradients(self.policy.module, now=last) as backward:
                     terms, new = self._loss(micro, before, column)
                     weight = micro.weights.to(terms.per_sample) * (scale / len(steps))
-                    (terms.per_sample * weight).sum().backward()
+                    backward((terms.per_sample * weight).sum())
                 gap = new.detach() - micro.trajectory.log_probs[:, column] if untouched else None
                 stats.add(terms, weight / self.ranks.world_size, gap)
                 replayed.append((step, micro.gids))
                 self.on_replay()
         self._refuse_non_finite(replayed, stats.ratios[begun:])
-        parameters, bound = self.policy.trained_parameters(), self.settings.train.max_grad_norm
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, bound))
+        norm = take_step(self.policy.module, self.optimizer, self.settings.train.max_grad_norm)
         if not torch.isfinite(norm):
             raise RuntimeError(
                 f"gradient norm is {norm.item()} on rank {self.ranks.rank}: weights were left as they are"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         stats.stepped(norm)
         self.after_step()
 

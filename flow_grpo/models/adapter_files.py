@@ -43,6 +43,7 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
     Raises:
         RuntimeError: on every rank, when rank 0 cannot write.
     """
+    assert ranks is not None or not is_sharded(policy.module), "every rank holds a part: all must be told to save"
     ranks, network, folder = ranks or Ranks(), unwrap(policy.module), Path(folder)
     with ranks.together("saving the adapter (folder)"):
         if ranks.is_main:
@@ -97,10 +98,13 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
                 (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def load_adapter(transformer: ReCamTransformer3DModel, folder: str | Path) -> ReCamTransformer3DModel:
+def load_adapter(
+    transformer: ReCamTransformer3DModel, folder: str | Path, dtype: torch.dtype = torch.float32
+) -> ReCamTransformer3DModel:
     """Return the transformer with what `save_adapter` wrote: adapters added in place, or a whole other transformer.
 
-    Adapters of one file, as they were written before camera modules had their own, load too.
+    A whole one is loaded in `dtype`. Adapters of one file, as they were written before camera modules had their own,
+    load too.
 
     Raises:
         ValueError: the folder holds neither, a file is missing or torn, or a LoRA tensor found no place in this
@@ -108,7 +112,7 @@ def load_adapter(transformer: ReCamTransformer3DModel, folder: str | Path) -> Re
     """
     file, camera_file = Path(folder) / LORA_FILE, Path(folder) / CAMERA_FILE
     if not file.is_file():
-        return load_recam_transformer(folder)
+        return load_recam_transformer(folder, dtype)
     stored, header = _read_tensors(file)
     if camera_file.is_file():
         stored |= _read_tensors(camera_file)[0]

@@ -21,6 +21,8 @@ from flow_grpo.runtime.tensor_store import TensorStore
 
 Size: TypeAlias = tuple[int, int, int]
 
+PREPROCESSING = "fit 1"  # to be raised when `data.video_io` reads, resizes or crops videos to other pixels
+
 
 class Encodings:
     """Encodes what is not remembered.
@@ -68,7 +70,7 @@ class Encodings:
 
     def _source_key(self, source_id: str, size: Size) -> str:
         frames, rows, columns = size
-        return f"codec {self._codec.identity} size {frames}x{rows}x{columns} video {source_id}"
+        return f"{PREPROCESSING} codec {self._codec.identity} size {frames}x{rows}x{columns} video {source_id}"
 
     def _prompt_key(self, prompt: str) -> str:
         return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {clean(prompt)}"

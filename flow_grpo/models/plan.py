@@ -7,9 +7,11 @@ wastes, the codec's own activations and other processes are not in it: leave a t
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.config_checks import parse_bucket
@@ -18,8 +20,8 @@ from flow_grpo.models.footprint import Footprint, footprint
 from flow_grpo.models.outline import outline, transformer_config, without_memory
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy
 
-# Wan 2.1's files: UMT5-XXL in bf16, the codec in fp32 and its decoder alone.
-TEXT_ENCODER_BYTES, CODEC_BYTES, DECODER_BYTES = 11_361_920_418, 507_609_880, 293_182_412
+# Wan 2.1's: UMT5-XXL's encoder, the codec, and its decoder alone.
+TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603
 GIB = 2**30
 
 
@@ -104,8 +106,9 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
     calls = sample.num_batches_per_epoch * sample.num_steps
     replays = _steps(config) * sample.expanded_batch_size / train.batch_size
-    # A backward costs two forwards, recomputing one more; another policy to stay near costs one.
-    passes = 3 + model.gradient_checkpointing + (train.kl_coef > 0)
+    # Beside each replay: a policy to stay near, and old log-probabilities that are scored again.
+    beside = (train.kl_coef > 0) + _scored_again(config)
+    passes = 3 + model.gradient_checkpointing + beside  # a backward costs two forwards, recomputing one more
     seconds = (
         calls * rollout.forward_flops / rate,
         sample.expanded_batch_size * decode_flops / rate,
@@ -124,7 +127,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         decode_s=seconds[1],
         update_s=seconds[2],
         epoch_s=sum(seconds),
-        exchanged_gib=_exchanged(config, devices, update, calls + replays * passes / 2) / GIB,
+        exchanged_gib=_exchanged(config, devices, update, calls, replays, beside) / GIB,
         **{name: value / GIB for name, value in memory.items()},
     )
 
@@ -145,14 +148,32 @@ def _steps(config: Config) -> int:
     return config.sample.sde_window or len(config.sample.sde_steps)
 
 
-def _exchanged(config: Config, devices: int, update: Footprint, calls: float) -> float:
+def _scored_again(config: Config) -> bool:
+    """Tell whether the update makes one more call for every replay: `train.old_log_prob`, of one video size."""
+    train, sample = config.train, config.sample
+    other_batches = train.batch_size != sample.train_batch_size
+    return train.guard or train.old_log_prob == "recompute" or (train.old_log_prob == "auto" and other_batches)
+
+
+def _states(config: Config) -> int:
+    """Return how many latents a rollout keeps: those around every stochastic step, neighbours sharing theirs."""
+    sample = config.sample
+    steps = sample.sde_steps[: sample.sde_window] if sample.sde_window else sample.sde_steps
+    return len({*steps, *(step + 1 for step in steps)})
+
+
+def _exchanged(config: Config, devices: int, update: Footprint, calls: float, replays: float, beside: int) -> float:
     """Return the bytes that a rank sends in an epoch, of weights and gradients."""
     share = (devices - 1) / devices
-    gradients = 4.0 * update.trained * share * config.train.updates_per_epoch
+    gradients = 4.0 * update.trained * share
     if config.train.sharding == "ddp":
-        return 2 * gradients  # a sum over rings, and its result
+        return 2 * gradients * config.train.updates_per_epoch  # a sum over rings, and its result
+    if config.train.sharding == "zero2":
+        return gradients * (replays + config.train.updates_per_epoch)
+    # Blocks are gathered for every forward and once more for its backward, which recomputation goes along with.
     frozen = (update.parameters - update.trained) * DTYPES[config.model.dtype].itemsize
-    return gradients + calls * (frozen + 4.0 * update.trained) * share
+    gathers = calls + replays * (2 + beside)
+    return gradients * replays + gathers * (frozen + 4.0 * update.trained) * share
 
 
 def _memory(
@@ -161,19 +182,21 @@ def _memory(
     """Return bytes by what holds them, and at the peaks of update and rollout."""
     sample, model, train = config.sample, config.model, config.train
     shards = devices if train.sharding == "fsdp2" else 1
+    parts = devices if train.sharding in ("fsdp2", "zero2") else 1
     width = DTYPES[model.dtype].itemsize
     transformer = update.parameters * width + update.trained * (4 - width if model.trained != "lora" else 4)
     reference = 4 * update.trained if train.kl_coef > 0 and model.trained != "lora" else 0
     # Gradient and two moments, an average, and DDP's copy of the gradients that it exchanges.
-    words = 3 + (train.ema_decay > 0) + (shards == 1 and devices > 1)
-    states = (4 * words * update.trained + (0 if model.offload else reference)) / shards
+    states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / parts
+    states += (4 * update.trained * (train.ema_decay > 0) + (0 if model.offload else reference)) / shards
     # Of shards, one block is gathered while the next arrives.
     gathered = 0 if shards == 1 else 2 * transformer / transformer_config(config)["num_layers"]
     encoders, decoder = _frozen(config)
     frozen = 0 if model.offload else encoders + decoder
     elements = latents[0] * latents[1] * latents[2] * latents[3]
-    prompt = model.max_prompt_tokens * transformer_config(config)["text_dim"]
-    one = 4 * (elements * (_steps(config) + 2) + prompt)
+    prompts = 1 if sample.guidance_scale == 1.0 else 2
+    prompt = prompts * model.max_prompt_tokens * transformer_config(config)["text_dim"]
+    one = 4 * (elements * (_states(config) + 1) + prompt)  # and the source's latents
     elsewhere = sample.offload or config.dynamic_sampling.enabled
     trajectories = one * sample.expanded_batch_size
     on_device = one * (max(train.batch_size, sample.train_batch_size) if elsewhere else sample.expanded_batch_size)
@@ -199,16 +222,21 @@ def _memory(
 
 def _frozen(config: Config) -> tuple[float, float]:
     """Return the bytes of both encoders, which a warm folder of encodings spares, and of the decoder."""
-    decoder = _stored_bytes(config, "vae", CODEC_BYTES) * DECODER_BYTES / CODEC_BYTES
+    codec = 4.0 * (_stored_elements(config, "vae") or CODEC_PARAMETERS)
+    decoder = codec * DECODER_PARAMETERS / CODEC_PARAMETERS
     if config.model.encodings:
         return 0.0, decoder
-    encoder = _stored_bytes(config, "vae", CODEC_BYTES) - decoder
-    return _stored_bytes(config, "text_encoder", TEXT_ENCODER_BYTES) + encoder, decoder
+    text = _stored_elements(config, "text_encoder") or TEXT_ENCODER_PARAMETERS
+    return text * DTYPES[config.model.dtype].itemsize + codec - decoder, decoder
 
 
-def _stored_bytes(config: Config, part: str, default: int) -> float:
-    files = list(Path(config.model.path, part).glob("*.safetensors"))
-    return sum(file.stat().st_size for file in files) or default
+def _stored_elements(config: Config, part: str) -> int:
+    """Return how many numbers the files of a part hold, in whatever precision; 0 without files."""
+    count = 0
+    for file in Path(config.model.path, part).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return count
 
 
 def advice(config: Config, devices: int) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
 from flow_grpo.config_types import ModelConfig, SampleConfig
@@ -94,7 +95,14 @@ def _switch(transformer: ReCamTransformer3DModel, model: ModelConfig, device: to
             f"model.attention_backend is {model.attention_backend!r}, must be one of {', '.join(known)} "
             f"on {device.type}"
         )
-    transformer.set_attention_backend(model.attention_backend)
+    if model.attention_backend != known[0]:  # which needs no asking, and diffusers warns of the question
+        of_others, _ = _AttentionBackendRegistry.get_active_backend()  # type: ignore[no-untyped-call]
+        try:
+            transformer.set_attention_backend(model.attention_backend)
+        except RuntimeError as error:
+            raise ValueError(f"model.attention_backend={model.attention_backend!r} cannot be used: {error}") from error
+        finally:  # diffusers also makes it the choice of every other network in the process
+            _AttentionBackendRegistry.set_active_backend(of_others)
     if model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if model.compile:

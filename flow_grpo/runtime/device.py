@@ -223,7 +223,7 @@ def attention_backends(device: torch.device) -> tuple[str, ...]:
     """
     return {
         "npu": ("native", "_native_npu"),
-        "cuda": ("native", "_native_cudnn", "_native_flash", "_native_efficient", "flash", "_flash_3"),
+        "cuda": ("native", "_native_cudnn", "_native_flash", "_native_efficient", "flash"),
         "cpu": ("native", "_native_math"),
     }[device.type]
 

@@ -128,7 +128,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, phase: str) -> Iterator[None]:
-        """Run a block that holds no exchange of its own, then `raise_together`.
+        """Run a block, then `raise_together`.
+
+        The block holds no exchange of its own, or only such as no rank can miss: a rank that fails leaves the others
+        waiting in theirs until that times out.
 
         Raises:
             RuntimeError: on every rank, if the block raised on any.
@@ -206,7 +209,7 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
     if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
         raise ValueError(
             f"accelerate is configured for {made.distributed_type.value}, but sharding is not left to it here: start "
-            "with torchrun, and pass --config.train.sharding=fsdp2 to shard"
+            "with torchrun, and pass --config.train.sharding=fsdp2 to shard, or =zero2 for DeepSpeed's ZeRO-2"
         )
     return made
 

@@ -1,4 +1,7 @@
-"""How a trained network lies over the ranks: whole on each with gradients averaged (DDP), or cut into shards (FSDP2).
+"""How a trained network lies over the ranks.
+
+Whole on each with gradients averaged (DDP), whole with gradients and optimizer state in parts (ZeRO-2), or all cut into
+shards (FSDP2). Who calls a function here need not ask which.
 
 accelerate wraps for DDP. For shards torch's own `fully_shard` is called, since accelerate leaves FSDP out on CPU ranks:
 this way every device runs the code that the tests run.
@@ -10,7 +13,7 @@ must call the network equally often.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +22,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flow_grpo.config_types import TrainConfig
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.zero2 import Zero2
 
-KINDS = ("ddp", "fsdp2")
+KINDS = ("ddp", "zero2", "fsdp2")
 
 
 def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks) -> nn.Module:
@@ -30,7 +35,7 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
 
     Args:
         module: on `device`; its `_no_split_modules` names the classes of the repeated blocks, each a shard of its own.
-        kind: "ddp" or "fsdp2".
+        kind: "ddp", "fsdp2", or "zero2", for which `partition` follows once there is an optimizer.
         device: of this rank.
         ranks: who takes part.
 
@@ -39,6 +44,8 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
     """
     if kind not in KINDS:
         raise ValueError(f"train.sharding is {kind!r}, must be one of {', '.join(KINDS)}")
+    if kind == "zero2":
+        return module
     if kind == "ddp" or ranks.world_size == 1:
         prepared: nn.Module = distributed.accelerator(device, ranks).prepare_model(module)
         return prepared
@@ -51,27 +58,78 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
     return module
 
 
+def partition(
+    module: nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig, device: torch.device, ranks: Ranks
+) -> nn.Module:
+    """Return what `parallelize` made, for "zero2" with gradients and optimizer state in parts.
+
+    Args:
+        module: from `parallelize`.
+        optimizer: over its trained weights; for "zero2" it holds this rank's part of them afterwards.
+        train: says the kind and the bound of the gradient's norm.
+        device: of this rank.
+        ranks: who takes part.
+
+    Raises:
+        ValueError: "zero2" without DeepSpeed, or asked by accelerate for what it does not do.
+    """
+    if train.sharding != "zero2" or ranks.world_size == 1:
+        return module
+    return Zero2(module, optimizer, train.max_grad_norm, device)
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Tell whether each rank's optimizer holds the state of its own part of the weights."""
+    return isinstance(module, Zero2)
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Tell whether the ranks hold different parts of the module."""
     return isinstance(module, FSDPModule)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the network inside the gradient-averaging wrapper, or the module itself when it has none."""
+    """Return the network inside the wrapper that exchanges gradients, or the module itself when it has none."""
+    if isinstance(module, Zero2):
+        return module.network
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
 
 
 @contextlib.contextmanager
-def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[None]:
-    """Inside, a backward pass averages gradients over ranks, or only adds to this rank's."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(now)
-        yield
+def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[Tensor], object]]:
+    """Make one forward and backward pass inside; the last before a step averages gradients over ranks.
+
+    Args:
+        module: as the ranks hold it.
+        now: False for a pass that is followed by others before the step; most kinds then only add up.
+
+    Yields:
+        what takes a loss back to the gradients, in place of the loss's own `backward`.
+    """
+    if isinstance(module, Zero2):
+        yield module.backward_pass(last=now)
         return
+    # Under shards every pass is averaged: what is only added up stays whole on every rank until it is.
     local_only = getattr(module, "no_sync", contextlib.nullcontext)
     with contextlib.nullcontext() if now else local_only():
-        yield
+        yield Tensor.backward
+
+
+def take_step(module: nn.Module, optimizer: torch.optim.Optimizer, bound: float) -> Tensor:
+    """Bound the gradient's norm, move the weights and forget the gradient.
+
+    Returns:
+        the norm before it was bounded, a scalar alike on every rank. If it is not finite, weights are as they were.
+    """
+    if isinstance(module, Zero2):
+        return module.step(bound)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = whole(nn.utils.clip_grad_norm_(parameters, bound))
+    if torch.isfinite(norm):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def local(tensor: Tensor) -> Tensor:

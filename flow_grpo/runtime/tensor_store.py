@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ class TensorStore:
         return tensor
 
     def _write(self, path: Path, key: str, tensor: Tensor) -> None:
-        partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        partial = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")  # process numbers repeat over machines
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({"value": tensor}, partial, metadata={"key": key, "sha256": _digest(tensor)})
@@ -112,8 +113,8 @@ def content_key(tensor: Tensor) -> str:
 def files_key(folder: Path) -> str:
     """Return a hash that tells the models of two folders apart, without reading their weights whole.
 
-    Of every file its name and size; of a safetensors file also the list of its tensors and blocks of 4 KiB spread over
-    it; of any other its whole content.
+    Of every file its name and size; of a safetensors file also the list of its tensors and the beginning, middle and
+    end of each; of any other its whole content.
 
     Raises:
         ValueError: the folder does not exist or is empty.
@@ -128,15 +129,16 @@ def files_key(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _sampled(file: Path, blocks: int = 256, block: int = 4096) -> bytes:
-    """Return a safetensors file's header and equally spaced blocks of the rest."""
+def _sampled(file: Path, block: int = 4096) -> bytes:
+    """Return a safetensors file's header and three blocks of every tensor."""
     with file.open("rb") as opened:
-        header = opened.read(8 + int.from_bytes(opened.read(8), "little"))
-        size = file.stat().st_size
-        parts = [header]
-        for place in range(opened.tell(), size, max(block, (size - opened.tell()) // blocks)):
-            opened.seek(place)
-            parts.append(opened.read(block))
+        header = opened.read(int.from_bytes(opened.read(8), "little"))
+        begin, parts = opened.tell(), [header]
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        for start, end in sorted(entry["data_offsets"] for entry in tensors.values()):
+            for place in sorted({start, max(start, (start + end - block) // 2), max(start, end - block)}):
+                opened.seek(begin + place)
+                parts.append(opened.read(min(block, end - place)))
     return b"".join(parts)
 
 
