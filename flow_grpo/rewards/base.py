@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.camera_pose import PoseRot, PoseTrans
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.remote import Patience, RemoteReward
 from flow_grpo.rewards.room_pose import RoomPose
@@ -50,6 +51,8 @@ REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "target_psnr": lambda _: TargetPsnr(),
     "source_match": lambda _: SourceMatch(),
     "motion_mag": lambda _: MotionMag(),
+    "pose_rot": lambda _: PoseRot(),
+    "pose_trans": lambda _: PoseTrans(),
     "room_pose": RoomPose,
 }
 
