@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
-from flow_grpo.models.footprint import WAN_1_3B, footprint, kept_bytes_of
+from flow_grpo.models.footprint import WAN_1_3B, count_network, footprint, kept_bytes_of
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from tests.test_adapters import LORA
 
@@ -58,6 +58,16 @@ def test_the_real_model_has_the_published_numbers():
     assert 3 < real.block_bytes / 2**30 < 8
     whole = dataclasses.replace(model, trained="attention")
     assert footprint(WAN_1_3B, (16, 21, 60, 104), whole, rows=1, dtype=torch.bfloat16).trained == 354_816_000
+
+
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
+    model = dataclasses.replace(LORA, trained=trained, gradient_checkpointing=True)
+    many = MIDDLE | {"num_layers": 5}
+    planned = dataclasses.asdict(footprint(many, SHAPE, model, rows=2, dtype=torch.bfloat16))
+    counted = count_network(many, SHAPE, model, 2, torch.bfloat16)
+    del counted["whole_bytes"]
+    assert {name: planned[name] for name in counted} == counted
 
 
 def test_twice_the_rows_cost_twice_as_much():

@@ -1,7 +1,8 @@
 """What a transformer costs at a given size, counted without allocating it.
 
-The network is built of fake tensors and run once, so the counts follow the code that will run, gradient checkpointing
-and autocast included; only attention's operations are added by formula, since the counter does not know every kernel.
+The network is built of fake tensors and run, so the counts follow the code that will run, gradient checkpointing and
+autocast included; only attention's operations are added by formula, since the counter does not know every kernel.
+Blocks are alike: one and two of them are counted, which gives the counts of any number.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Footprint:
     tokens: int
     parameters: int
     trained: int
-    forward_flops: float
+    forward_flops: int
     kept_bytes: int
     block_bytes: int
 
@@ -82,6 +83,25 @@ def footprint(
     Raises:
         ValueError: an unknown training mode.
     """
+    (_, frames, height, width), patch = latent_shape, config["patch_size"]
+    one, two = (count_network({**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2))
+    total = {name: first + (config["num_layers"] - 1) * (two[name] - first) for name, first in one.items()}
+    del total["whole_bytes"]
+    return Footprint(
+        tokens=2 * frames // patch[0] * (height // patch[1]) * (width // patch[2]),
+        block_bytes=two["whole_bytes"] - one["whole_bytes"] if model.gradient_checkpointing else 0,
+        **total,
+    )
+
+
+def count_network(
+    config: Mapping[str, Any],
+    latent_shape: tuple[int, int, int, int],
+    model: ModelConfig,
+    rows: int,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    """Return the counts of `Footprint`, and as `whole_bytes` what is kept without gradient checkpointing."""
     channels, frames, height, width = latent_shape
     heads, layers = config["num_attention_heads"], config["num_layers"]
     dim, patch = heads * config["attention_head_dim"], config["patch_size"]
@@ -98,20 +118,19 @@ def footprint(
             network(*inputs)
         kept = _kept_bytes(network, inputs, dtype, checkpointing=model.gradient_checkpointing)
         whole = _kept_bytes(network, inputs, dtype, checkpointing=False)
-    attention = 4.0 * rows * layers * dim * tokens * (tokens + model.max_prompt_tokens)
+    attention = 4 * rows * layers * dim * tokens * (tokens + model.max_prompt_tokens)
     learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
     narrow = len(adapted) * rows * tokens * model.lora_rank * dtype.itemsize
     for linear in adapted:
         learned += model.lora_rank * (linear.in_features + linear.out_features) - linear.weight.numel()
     kept += 0 if model.gradient_checkpointing else narrow
-    return Footprint(
-        tokens=tokens,
-        parameters=sum(p.numel() for p in network.parameters()),
-        trained=learned,
-        forward_flops=counter.get_total_flops() - _counted_attention(counter) + attention,
-        kept_bytes=kept,
-        block_bytes=(whole + narrow) // layers if model.gradient_checkpointing else 0,
-    )
+    return {
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "trained": learned,
+        "forward_flops": counter.get_total_flops() - _counted_attention(counter) + attention,
+        "kept_bytes": kept,
+        "whole_bytes": whole + narrow,
+    }
 
 
 def kept_bytes_of(network: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> int:
