@@ -75,9 +75,6 @@ def test_the_options_have_the_published_defaults() -> None:
     assert (args.use_dynamic_batch, args.max_points, args.batch_size) == (True, 500_000, 4)
     assert (args.num_workers, args.drop_last, args.seed) == (4, False, 42)
     assert not finetune_recam.options().parse_args(["--config", "f:r", "--no-use-dynamic-batch"]).use_dynamic_batch
-    alone, helped = finetune_recam.loader_options(0), finetune_recam.loader_options(args.num_workers)
-    assert alone == {"num_workers": 0}
-    assert (helped["num_workers"], helped["persistent_workers"], helped["prefetch_factor"]) == (4, True, 2)
 
 
 @pytest.mark.parametrize(("drop_last", "batches"), [(False, 13), (True, 12)])
@@ -92,6 +89,16 @@ def test_fixed_batches_are_as_many_on_both_ranks(drop_last, batches) -> None:
     ]
     assert [len(plan) for plan in plans] == [batches, batches]
     assert max(len(batch) for plan in plans for batch in plan) == 4
+
+
+def test_worker_processes_are_kept_over_epochs_of_training_only() -> None:
+    """004-9."""
+    args = finetune_recam.options().parse_args(["--config", "f:r", "--no-use-dynamic-batch", "--num-workers", "2"])
+    dataset = mock.MagicMock(structure=lambda index: (5, 24, 32))
+    dataset.__len__.return_value = 100
+    both = [finetune_recam.Batches(args, dataset, mock.Mock(), Ranks(), held)._loader for held in (None, [1, 2])]
+    assert [(loader.num_workers, loader.persistent_workers) for loader in both] == [(2, True), (2, False)]
+    assert [loader.prefetch_factor for loader in both] == [2, 2]
 
 
 def test_batches_are_bounded_by_tokens_or_by_items_and_hold_one_size(places, tmp_path) -> None:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import train_grpo
 from flow_grpo.algorithm.build import build_optimizer
@@ -36,6 +36,7 @@ from flow_grpo.algorithm.run_state import fingerprint
 from flow_grpo.config import ConfigError, load_config
 from flow_grpo.config_types import Config
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
+from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
@@ -123,14 +124,6 @@ class Items(Dataset[Condition | str]):
             return f"item {index} cannot be read: {error}"
 
 
-def loader_options(num_workers: int, *, persistent: bool = True) -> dict[str, Any]:
-    """Return what a DataLoader is told of its workers; some of it is refused where there are none."""
-    if not num_workers:
-        return {"num_workers": 0}
-    spawned = {"num_workers": num_workers, "multiprocessing_context": "spawn"}  # a fork must not touch a device in use
-    return spawned | {"persistent_workers": persistent, "prefetch_factor": 2}
-
-
 @dataclasses.dataclass
 class Batches:
     """This rank's batches of a split, of one size each: at most --max-points target tokens, or --batch-size items.
@@ -159,9 +152,7 @@ class Batches:
             seed=args.seed,
             cost=lambda index: tokens(dataset.structure(index)),
         )
-        # Never prepared by accelerate: the plan already serves ranks.
-        options = loader_options(args.num_workers, persistent=training)
-        self._loader = DataLoader(Items(dataset), batch_sampler=self.plan, collate_fn=list, **options)
+        self._loader = make_loader(Items(dataset), self.plan, args.num_workers, persistent=training)
 
     def __iter__(self) -> Iterator[list[Condition]]:
         """Yield the batches left of the epoch; every rank must take as many, and what fails on one fails on all."""

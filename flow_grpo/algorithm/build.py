@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.data import DataLoader
 
 from flow_grpo.algorithm.debug_print import show
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
@@ -15,6 +14,7 @@ from flow_grpo.algorithm.update import Updater, UpdateSettings
 from flow_grpo.config_checks import parse_bucket
 from flow_grpo.config_types import Config
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.models.policy import Policy
@@ -82,15 +82,8 @@ def build_collector(
     *,
     is_main: bool,
 ) -> Collector:
-    """Return what samples an epoch. The loader is never prepared by accelerate: the sampler already serves ranks."""
-    workers = config.data.num_workers
-    loader = DataLoader(
-        train,
-        batch_sampler=sampler,
-        collate_fn=list,
-        num_workers=workers,
-        multiprocessing_context="spawn" if workers else None,  # a forked child must not touch a device in use
-    )
+    """Return what samples an epoch."""
+    loader = make_loader(train, sampler, config.data.num_workers)
     settings = SampleSettings(
         sample=config.sample,
         sigmas=flow_sigmas(config.sample.num_steps, config.sample.shift),
