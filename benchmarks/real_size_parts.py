@@ -28,7 +28,7 @@ from flow_grpo.models.adapters import apply_training_mode, trained_parameters
 from flow_grpo.models.footprint import WAN_1_3B, footprint
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam_policy import DTYPES, TIMESTEPS
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
 from flow_grpo.records import Conditioning
 from flow_grpo.runtime import device as device_door
 
@@ -109,9 +109,8 @@ def build_transformer(config: Mapping[str, Any], dtype: torch.dtype, device: tor
     """
     with torch.device("meta"):
         network: ReCamTransformer3DModel = ReCamTransformer3DModel(**config)
-    kept = set(network._keep_in_fp32_modules or ())
     for name, parameter in network.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
+        parameter.data = parameter.data.to(torch.float32 if stays_fp32(name) else dtype)
     # `to_empty` leaves noise in buffers, and not every device has the float64 that the rotary tables are computed in.
     tables = WanRotaryPosEmbed(config["attention_head_dim"], tuple(config["patch_size"]), config["rope_max_seq_len"])
     left = {name for name, _ in network.named_buffers()} - {f"rope.{name}" for name, _ in tables.named_buffers()}

@@ -12,7 +12,7 @@ import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from flow_grpo.models import convert
+from flow_grpo.models import convert, weight_files
 from flow_grpo.models.recam_policy import load_networks
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 from tests.test_recam_transformer import inputs
@@ -129,7 +129,7 @@ def run(tmp_path: Path, state, wan: Path, *more: str) -> int:
 
 
 def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(tmp_path / "out" / "transformer" / convert.WEIGHTS)
+    return safetensors.torch.load_file(tmp_path / "out" / "transformer" / weight_files.WEIGHTS_FILE)
 
 
 # --- names
@@ -234,75 +234,7 @@ def test_the_other_layout_is_refused_with_a_hint():
         convert.to_original(state)
 
 
-# --- files
-
-
-@pytest.mark.parametrize("kind", ["ckpt", "pt", "safetensors", "safetensors.index.json"])
-def test_every_kind_of_file_gives_the_same_tensors(tmp_path, kind):
-    state, file = checkpoint(dtype=torch.bfloat16), tmp_path / f"step.{kind}"
-    if kind.endswith("json"):
-        file.write_text(json.dumps({"weight_map": {name: f"{len(name) % 3}.safetensors" for name in state}}))
-        for shard in range(3):
-            part = {name: value for name, value in state.items() if len(name) % 3 == shard}
-            safetensors.torch.save_file(part, tmp_path / f"{shard}.safetensors")
-    elif kind == "safetensors":
-        safetensors.torch.save_file(state, file)
-    else:
-        torch.save(state, file)
-    assert same(convert.read_checkpoint(file), state)
-
-
-def test_a_torch_file_is_mapped_and_only_tensors_are_unpickled(tmp_path, monkeypatch):
-    torch.save(checkpoint(), tmp_path / "step.ckpt")
-    given, load = [], torch.load
-    monkeypatch.setattr(torch, "load", lambda file, **how: (given.append(how), load(file, **how))[1])
-    convert.read_checkpoint(tmp_path / "step.ckpt")
-    assert given == [{"weights_only": True, "mmap": True, "map_location": "cpu"}]
-
-
-def shards(folder: Path, listed, held) -> Path:
-    safetensors.torch.save_file({name: torch.zeros(1) for name in held}, folder / "a.safetensors")
-    file = folder / "x.safetensors.index.json"
-    file.write_text(json.dumps({"weight_map": listed}))
-    return file
-
-
-class Secret:
-    """Something that a weight file may not hold."""
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("x.ckpt", None, "no checkpoint at"),
-        ("x.zip", b"", "ends in '.zip'"),
-        ("x.ckpt", b"garbage" * 100, "cannot be read as a state dict"),
-        ("x.ckpt", {"a": Secret()}, r"cannot be read as a state dict: Weights only load failed\. \("),
-        ("x.pt", torch.zeros(2), "holds a Tensor, expected a flat table"),
-        ("x.pt", {3: torch.zeros(2)}, "expected a flat table"),
-        ("x.pt", {"state_dict": {"a": torch.zeros(2)}, "step": 3}, r"2 \(state_dict: dict, step: int\)"),
-        ("x.pt", {"a": torch.zeros(2, dtype=torch.int8)}, r"1 \(a: torch.int8\) beside weights"),
-        ("x.safetensors", b"garbage" * 100, "is damaged"),
-        ("x.index.json", b"garbage", "is no index of shards"),
-        ("x.index.json", b'{"weight_map": 3}', "is no index of shards"),
-        ("x.index.json", b'{"weight_map": {"a": "b"}}', "names the shard b, which is not there"),
-    ],
-)
-def test_files_that_are_no_checkpoint_are_refused(tmp_path, name, content, message):
-    file = tmp_path / name
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    elif content is not None:
-        torch.save(content, file)
-    with pytest.raises(ValueError, match=message) as caught:
-        convert.read_checkpoint(file)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("held", ["a", "abc"])
-def test_an_index_and_a_shard_that_disagree_are_refused(tmp_path, held):
-    with pytest.raises(ValueError, match=r"disagree on 1 \((b|c)\)"):
-        convert.read_checkpoint(shards(tmp_path, {"a": "a.safetensors", "b": "a.safetensors"}, held))
+# --- the tool, forward
 
 
 def test_a_cut_off_checkpoint_is_refused(tmp_path, wan, capsys):
@@ -311,9 +243,6 @@ def test_a_cut_off_checkpoint_is_refused(tmp_path, wan, capsys):
     file.write_bytes(file.read_bytes()[:-1000])
     assert tool.main(["--recammaster", str(file), "--wan", str(wan), "--out", str(tmp_path / "out")]) == 2
     assert "cannot be read" in capsys.readouterr().err
-
-
-# --- the tool, forward
 
 
 @torch.no_grad()
@@ -577,7 +506,7 @@ def test_back_returns_the_checkpoint_bit_for_bit(tmp_path, wan, inner, capsys):
 def test_back_reads_shards_and_writes_one_precision_throughout(tmp_path):
     model = tiny_transformer()
     model.save_pretrained(str(tmp_path / "model"), max_shard_size="20KB")
-    assert (tmp_path / "model" / f"{convert.WEIGHTS}.index.json").is_file()
+    assert (tmp_path / "model" / f"{weight_files.WEIGHTS_FILE}.index.json").is_file()
     there = tmp_path / "back.safetensors"
     assert tool.main(["--back", str(tmp_path / "model"), "--out", str(there), "--dtype", "bf16"]) == 0
     assert same(safetensors.torch.load_file(there), {k: v.bfloat16() for k, v in of_model(model).items()})
@@ -610,6 +539,6 @@ def test_the_full_size_is_converted_in_the_memory_of_one_copy(tmp_path, wan, dty
     assert "945 tensors, 1,490,420,800 parameters" in said and "120 camera tensors, 71,424,000 parameters" in said
     assert growth < 1.1 * size
     model = load_recam_transformer(tmp_path / "out" / "transformer", torch.bfloat16)
-    source = convert.read_checkpoint(tmp_path / "step.ckpt")
+    source = weight_files.read_checkpoint(tmp_path / "step.ckpt")
     for name in ("blocks.29.self_attn.q.weight", "blocks.0.projector.bias", "head.head.weight"):
         assert torch.equal(model.state_dict()[convert.tensor_names(30, camera=True)[name]], source[name])

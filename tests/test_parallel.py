@@ -9,6 +9,7 @@ import torch
 
 from flow_grpo.models.adapters import Ema, apply_training_mode
 from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.recam_transformer import stays_fp32
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.parallel import (
     averaging_gradients,
@@ -33,9 +34,8 @@ ROWS = 4
 def made(mode: str, dtype: torch.dtype = torch.float32) -> RecamPolicy:
     parts = tiny_networks()
     if dtype != torch.float32:
-        kept = parts.transformer._keep_in_fp32_modules
         for name, parameter in parts.transformer.named_parameters():
-            parameter.data = parameter.data.to(torch.float32 if any(part in name for part in kept) else dtype)
+            parameter.data = parameter.data.to(torch.float32 if stays_fp32(name) else dtype)
     apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode, gradient_checkpointing=True))
     parts.transformer.enable_gradient_checkpointing()
     return RecamPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 import torch
 from torch import Tensor
 
-from flow_grpo.models import convert
+from flow_grpo.models import convert, weight_files
 from flow_grpo.models.recam_transformer import CAMERA_MODULES, ReCamTransformer3DModel
 from flow_grpo.runtime.state_files import to_disk
 
@@ -96,7 +96,7 @@ def forward(args: argparse.Namespace) -> list[str]:
     """
     config, diffusers_layout = read_wan(args.wan)
     model = convert.empty_model(config)
-    checkpoint = convert.read_checkpoint(args.recammaster)
+    checkpoint = weight_files.read_checkpoint(args.recammaster)
     renaming = convert.renaming(checkpoint)
     if renaming.camera == args.init_camera:
         has, way_out = ("has its", "leave out --init-camera") if args.init_camera else ("has no", "give --init-camera")
@@ -105,15 +105,15 @@ def forward(args: argparse.Namespace) -> list[str]:
     if args.init_camera:
         convert.add_neutral_camera(state, model)
     convert.check_shapes(state, model)
-    dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
+    dtypes = weight_files.target_dtypes(state, DTYPES[args.dtype])
 
     with staged(args.out) as partial:
         (partial / "transformer").mkdir(parents=True)
         model.save_config(partial / "transformer")
-        write_safetensors(partial / "transformer" / convert.WEIGHTS, state, dtypes)
+        write_safetensors(partial / "transformer" / weight_files.WEIGHTS_FILE, state, dtypes)
         if diffusers_layout:
             add_parts(args.wan, partial, link=args.link)
-    lines = report(state, dtypes, args.out / "transformer" / convert.WEIGHTS)
+    lines = report(state, dtypes, args.out / "transformer" / weight_files.WEIGHTS_FILE)
     lines += [f"dropped the prefix {renaming.prefix!r}"] if renaming.prefix else []
     lines += ["camera modules were made: zero and identity"] if args.init_camera else []
     if not diffusers_layout:
@@ -133,12 +133,12 @@ def back(args: argparse.Namespace) -> list[str]:
             f"{folder} holds {found.get('_class_name')}, expected {ReCamTransformer3DModel.__name__}: give a folder "
             "that this tool or a training run wrote"
         )
-    state = convert.read_checkpoint(convert.weight_file(folder))
+    state = weight_files.read_checkpoint(weight_files.weight_file(folder))
     convert.renaming(state, back=True)
     convert.check_shapes(state, convert.empty_model(convert.recam_config(found)))
     original = convert.to_original(state)
     # Upstream's module has one precision throughout.
-    dtypes = convert.target_dtypes(original, DTYPES[args.dtype], keep_fp32=False)
+    dtypes = weight_files.target_dtypes(original, DTYPES[args.dtype], keep_fp32=False)
     with staged(args.out) as partial:
         write_safetensors(partial, original, dtypes)
     return report(original, dtypes, args.out)
@@ -228,7 +228,7 @@ def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[s
     end = 0
     for name in order:
         begin, end = end, end + state[name].numel() * dtypes[name].itemsize
-        shape, dtype = list(state[name].shape), convert.DTYPES[dtypes[name]]
+        shape, dtype = list(state[name].shape), weight_files.DTYPES[dtypes[name]]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -39,6 +39,7 @@ from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
 from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models import codec
 from flow_grpo.models.adapter_files import LORA_FILE, load_adapter
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
@@ -164,10 +165,14 @@ def check_settings(args: argparse.Namespace) -> Tensor:
             f"--adapter {args.adapter} holds neither {LORA_FILE} nor a transformer's config.json; give the adapter "
             "folder of a run, such as outputs/RUN/adapter"
         )
-    codec, transformer = (read_config(args.model, part) for part in ("vae", "transformer"))
-    # Counted from the layers: configurations as old as Wan 2.1's own do not name the factors.
-    temporal = 2 ** sum(codec["temperal_downsample"])
-    spatial = 2 ** (len(codec["dim_mult"]) - 1) * (codec.get("patch_size") or 1)
+    for part in ("vae", "transformer"):
+        if not (args.model / part / "config.json").is_file():
+            raise ValueError(
+                f"--model {args.model} has no {part}/config.json, expected a folder in diffusers layout with "
+                "transformer, vae, text_encoder and tokenizer; tools/convert_recammaster.py makes one"
+            )
+    temporal, spatial = codec.scale_factors(codec.read_config(args.model / "vae"))
+    transformer = json.loads((args.model / "transformer" / "config.json").read_text(encoding="utf-8"))
     rows, columns = (spatial * patch for patch in transformer["patch_size"][1:])
     if args.frames < 1 or (args.frames - 1) % temporal:
         raise ValueError(f"--frames is {args.frames}, must be {temporal}n+1 for this codec, such as {5 * temporal + 1}")
@@ -177,18 +182,6 @@ def check_settings(args: argparse.Namespace) -> Tensor:
             f"{spatial}, patches {rows // spatial}x{columns // spatial})"
         )
     return flow_sigmas(args.steps, args.shift)
-
-
-def read_config(model: Path, part: str) -> dict[str, Any]:
-    """Return the configuration of a part of a model folder; ValueError without it."""
-    file = model / part / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"--model {model} has no {part}/config.json, expected a folder in diffusers layout with transformer, vae, "
-            "text_encoder and tokenizer; tools/convert_recammaster.py makes one"
-        )
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:

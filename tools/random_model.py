@@ -33,7 +33,7 @@ from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.models.footprint import WAN_1_3B
 from flow_grpo.models.recam_policy import DTYPES
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
 
 RECORD = "random_model.json"
 SPECIAL = ("<pad>", "</s>", "<unk>")
@@ -178,7 +178,7 @@ def build_transformer(sizes: Sizes) -> ReCamTransformer3DModel:
         nn.init.normal_(block.cam_encoder.bias, std=CAMERA_STD)
         nn.init.normal_(block.scale_shift_table, std=GATE_STD)
     for name, parameter in transformer.named_parameters():
-        if not set(name.split(".")) & set(transformer._keep_in_fp32_modules):
+        if not stays_fp32(name):
             parameter.data = parameter.data.to(DTYPES[sizes.dtype])
     return transformer.eval()  # type: ignore[no-any-return]
 

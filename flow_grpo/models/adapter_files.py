@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,18 @@ import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from huggingface_hub import split_torch_state_dict_into_shards
 from peft import get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flow_grpo.models.adapters import has_lora, trained_parameters
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam_transformer import CAMERA_MODULES, ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.models.weight_files import WEIGHTS_FILE, read_tensors
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.parallel import is_sharded, unwrap, whole
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # low-rank factors of Wan's own modules
 CAMERA_FILE = "camera_modules.safetensors"  # what was trained of the modules that only ReCam has
-WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"  # of a whole transformer
 FILE_SIZE = "2GB"  # of a sharded transformer, the largest file
 CAMERA_COUNT = "camera_tensors"  # in the header of both: how many tensors the second holds
 
@@ -49,7 +49,7 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
         if ranks.is_main:
             folder.mkdir(parents=True, exist_ok=True)
     if has_lora(network):
-        trained = {name: whole(parameter).cpu() for name, parameter in trained_parameters(network).items()}
+        trained = _gathered(trained_parameters(network), ranks)
         with ranks.together("saving the adapter"):
             if ranks.is_main:
                 _write_lora(network, trained, folder)
@@ -59,6 +59,16 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
         with ranks.together("saving the transformer"):
             if ranks.is_main:
                 network.save_pretrained(str(folder))  # type: ignore[operator]
+
+
+def _gathered(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Return whole tensors on the CPU of rank 0, which writes them; elsewhere none is kept."""
+    gathered = {}
+    for name, part in parts.items():
+        tensor = whole(part)  # every rank takes part in putting it together
+        if ranks.is_main:
+            gathered[name] = tensor.cpu()
+    return gathered
 
 
 def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
@@ -84,7 +94,7 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
         outline, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_SIZE
     )
     for file, names in plan.filename_to_tensors.items():
-        gathered = {name: whole(state[name]).cpu() for name in names}
+        gathered = _gathered({name: state[name] for name in names}, ranks)
         with ranks.together(f"saving {file}"):
             if ranks.is_main:
                 save_file(gathered, folder / file, {"format": "pt"})
@@ -113,9 +123,9 @@ def load_adapter(
     file, camera_file = Path(folder) / LORA_FILE, Path(folder) / CAMERA_FILE
     if not file.is_file():
         return load_recam_transformer(folder, dtype)
-    stored, header = _read_tensors(file)
+    stored, header = read_tensors(file)
     if camera_file.is_file():
-        stored |= _read_tensors(camera_file)[0]
+        stored |= read_tensors(camera_file)[0]
     elif (count := header.get(CAMERA_COUNT, "0")) != "0":
         raise ValueError(f"adapter {folder} lacks {CAMERA_FILE} with {count} tensors; copy the whole folder")
     placed = [name for name, tensor in stored.items() if _has_place(transformer, name, tensor)]
@@ -130,15 +140,6 @@ def load_adapter(
             f"{len(placed)}; use the transformer it was trained on"
         )
     return transformer.eval()
-
-
-def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file by name, and its header; ValueError when it is torn."""
-    try:
-        with safe_open(file, "pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata() or {})  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"adapter file {file} cannot be read ({error}); save or copy it again") from error
 
 
 def _has_place(transformer: nn.Module, name: str, tensor: Tensor) -> bool:

@@ -60,7 +60,7 @@ class Codec:
     ) -> None:
         self.config = config
         self.identity = f"{identity} tiled" if tiling else identity
-        self.temporal, self.spatial = _scale_factors(config)
+        self.temporal, self.spatial = scale_factors(config)
         self._open_half = open_half
         self._device, self._tiling, self._slicing, self._offload = device, tiling, slicing, offload
         self._halves: dict[Half, AutoencoderKLWan] = {}
@@ -71,7 +71,7 @@ class Codec:
     @classmethod
     def from_folder(cls, folder: Path, **settings: Any) -> Codec:
         """Return the codec of a folder in diffusers layout; no weights are read yet. Takes the settings of `Codec`."""
-        return cls(_skeleton(folder).config, lambda half: _load_half(folder, half), files_key(folder), **settings)
+        return cls(read_config(folder), lambda half: _load_half(folder, half), files_key(folder), **settings)
 
     @classmethod
     def of(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
@@ -137,6 +137,12 @@ def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
     return network
 
 
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration of a codec folder; what it leaves out is that of Wan's own codec, as in diffusers."""
+    found: Mapping[str, Any] = _skeleton(folder).config
+    return found
+
+
 def _skeleton(folder: Path) -> AutoencoderKLWan:
     """Return the network of a folder without weights."""
     with torch.device("meta"):
@@ -144,7 +150,7 @@ def _skeleton(folder: Path) -> AutoencoderKLWan:
     return network
 
 
-def _scale_factors(config: Mapping[str, Any]) -> tuple[int, int]:
+def scale_factors(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the codec's temporal and spatial compression.
 
     Raises:

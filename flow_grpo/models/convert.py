@@ -1,4 +1,4 @@
-"""ReCamMaster's tensor names and diffusers', one table for both directions; reading checkpoints; what must fit.
+"""ReCamMaster's tensor names and diffusers', one table for both directions; what must fit.
 
 `step20000.ckpt` of KwaiVGI/ReCamMaster is `torch.save(dit.state_dict())`: the names of Wan 2.1 T2V's own code, and two
 camera modules per block. Conversion renames tensors and changes nothing in them. N is the number of blocks.
@@ -7,19 +7,17 @@ camera modules per block. Conversion renames tensors and changes nothing in them
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-import safetensors
 import torch
 from torch import Tensor
 
 from flow_grpo.models.recam_transformer import CAMERA_MODULES, ReCamTransformer3DModel
+from flow_grpo.models.weight_files import few
 
 Value = TypeVar("Value")
 
@@ -53,11 +51,6 @@ CAMERA = tuple((name, name, LINEAR) for name in CAMERA_MODULES)
 
 # What trainers and wrappers put before every name; none of Wan's own names begins so.
 PREFIXES = ("module.", "model.", "diffusion_model.", "pipe.", "dit.", "transformer.", "_orig_mod.")
-
-# What can be stored, by the file format's names. Quantised and double weights have no place in either layout.
-DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 # Where each size of the configuration shows: (what, tensor, axis).
 SIZES = (
@@ -123,7 +116,7 @@ def renaming(found: Iterable[str], *, back: bool = False) -> Renaming:
         layout, other = ("diffusers", "the original") if back else ("the original", "diffusers")
         raise ValueError(
             f"checkpoint is not {kind} 2.1 T2V in {layout} layout: of {len(table)} tensors for {depth} blocks it lacks "
-            f"{_few(missing)}, and has unexpected {_few(unexpected)}, after dropping the prefix {prefix!r}; give the "
+            f"{few(missing)}, and has unexpected {few(unexpected)}, after dropping the prefix {prefix!r}; give the "
             f"whole transformer, nothing else, and in {layout} rather than {other} layout"
         )
     return Renaming({new: prefix + old for old, new in table.items()}, prefix, depth, camera)
@@ -143,11 +136,6 @@ def _join(stem: str, leaf: str) -> str:
     return f"{stem}.{leaf}" if leaf else stem
 
 
-def _few(given: list[str]) -> str:
-    shown = ", ".join(given[:3]) + (", ..." if len(given) > 3 else "")
-    return f"{len(given)} ({shown})" if given else "none"
-
-
 def _common_prefix(given: list[str]) -> str:
     prefix = ""
     while given:
@@ -156,109 +144,6 @@ def _common_prefix(given: list[str]) -> str:
             break
         prefix = longer[0]
     return prefix
-
-
-# --- files
-
-
-def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a file on the CPU, mapped: memory is filled as they are read, and the system may drop it.
-
-    Args:
-        path: .ckpt, .pt, .pth or .bin of `torch.save` (nothing but tensors is unpickled), .safetensors, or the
-            .index.json of a sharded one.
-
-    Raises:
-        ValueError: another kind of file, a damaged one, or one that holds anything but a flat table of bf16, fp16 or
-            fp32 tensors.
-        OSError: a file that cannot be opened.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"no checkpoint at {file}: give a .ckpt, .pt, .safetensors or .safetensors.index.json")
-    if file.name.endswith(".index.json"):
-        state = _read_shards(file)
-    elif file.suffix == ".safetensors":
-        state = _read_safetensors(file)
-    elif file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
-        state = _read_torch(file)
-    else:
-        raise ValueError(f"{file} ends in {file.suffix!r}: give a .ckpt, .pt, .safetensors or .safetensors.index.json")
-    kinds = {name: getattr(value, "dtype", type(value).__name__) for name, value in state.items()}
-    wrong = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in DTYPES]
-    if wrong:
-        raise ValueError(
-            f"{file} holds {_few(wrong)} beside weights in bf16, fp16 or fp32: give the transformer's state dict alone"
-        )
-    return state
-
-
-def weight_file(folder: Path) -> Path:
-    """Return the weights of a model folder, the index where they are sharded; ValueError when there are none."""
-    for file in (folder / f"{WEIGHTS}.index.json", folder / WEIGHTS):
-        if file.is_file():
-            return file
-    raise ValueError(f"no weights in {folder}: expected {WEIGHTS} or {WEIGHTS}.index.json; download the folder again")
-
-
-def _read_torch(file: Path) -> dict[str, Tensor]:
-    try:
-        state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
-    except OSError:
-        raise
-    except Exception as error:  # noqa: BLE001 - torch passes pickle's own errors on, and others by kind of damage
-        reason = str(error).partition("\n")[0].partition(" This file can still")[0]
-        raise ValueError(
-            f"{file} cannot be read as a state dict: {reason} ({type(error).__name__}); download it again, or save it "
-            "anew with torch.save(state_dict)"
-        ) from None
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise ValueError(f"{file} holds a {type(state).__name__}, expected a flat table of tensors by name")
-    return dict(state)
-
-
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    try:
-        with safetensors.safe_open(str(file), framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}; download it again") from None
-
-
-def _read_shards(index: Path) -> dict[str, Tensor]:
-    try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = {name: str(shard) for name, shard in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of shards ({type(error).__name__}); download it again") from None
-    state: dict[str, Tensor] = {}
-    for shard in sorted(set(shards.values())):
-        if not (index.parent / shard).is_file():
-            raise ValueError(f"{index} names the shard {shard}, which is not there; download it too")
-        part = _read_safetensors(index.parent / shard)
-        named = {name for name, place in shards.items() if place == shard}
-        if part.keys() != named:
-            odd = _few(sorted(part.keys() ^ named))
-            raise ValueError(f"{index} and its shard {shard} disagree on {odd}; download both again")
-        state |= part
-    return state
-
-
-def target_dtypes(
-    state: Mapping[str, Tensor], dtype: torch.dtype | None, *, keep_fp32: bool = True
-) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor in the file: `dtype`, or its own for None.
-
-    With `keep_fp32`, what Wan computes in fp32 is stored so under another `dtype`: the modules that diffusers keeps in
-    fp32 when it loads (`_keep_in_fp32_modules`, matched by whole words of the name).
-    """
-    kept = set(ReCamTransformer3DModel._keep_in_fp32_modules or ()) if keep_fp32 else set()
-    if dtype is None:
-        return {name: value.dtype for name, value in state.items()}
-    return {name: torch.float32 if kept & set(name.split(".")) else dtype for name in state}
-
-
-# --- the model
 
 
 def recam_config(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,7 +160,7 @@ def recam_config(found: Mapping[str, Any]) -> dict[str, Any]:
     fields = {"camera_dim": 12} | {name: value for name, value in found.items() if not name.startswith("_")}
     unknown = sorted(fields.keys() - inspect.signature(ReCamTransformer3DModel).parameters.keys())
     if unknown:
-        raise ValueError(f"configuration has unknown {_few(unknown)}: give Wan2.1-T2V-1.3B-Diffusers")
+        raise ValueError(f"configuration has unknown {few(unknown)}: give Wan2.1-T2V-1.3B-Diffusers")
     return fields
 
 
@@ -286,7 +171,7 @@ def _from_original(found: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("model_type") != "t2v" or absent:
         raise ValueError(
             f"original Wan configuration has model_type {found.get('model_type')!r}, expected 't2v', and lacks "
-            f"{_few(absent)}: give the folder of Wan2.1-T2V-1.3B"
+            f"{few(absent)}: give the folder of Wan2.1-T2V-1.3B"
         )
     if found["num_heads"] < 1 or found["dim"] % found["num_heads"]:
         raise ValueError(
@@ -341,8 +226,8 @@ def check_shapes(state: Mapping[str, Tensor], model: ReCamTransformer3DModel) ->
         if got != bound:
             raise ValueError(f"checkpoint has {what} {[*got]}, the configuration {[*bound]}, by {name}: {advice}")
     if found.keys() != expected.keys():
-        odd = _few(sorted(found.keys() ^ expected.keys()))
+        odd = few(sorted(found.keys() ^ expected.keys()))
         raise ValueError(f"checkpoint and configuration disagree on {odd}: {advice}")
     wrong = [f"{name} {found[name]} instead of {expected[name]}" for name in expected if found[name] != expected[name]]
     if wrong:
-        raise ValueError(f"checkpoint has tensors of another shape: {_few(wrong)}; {advice}")
+        raise ValueError(f"checkpoint has tensors of another shape: {few(wrong)}; {advice}")

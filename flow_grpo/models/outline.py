@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.config_types import Config
-from flow_grpo.models.codec import Codec
+from flow_grpo.models.codec import Codec, read_config
 from flow_grpo.models.footprint import WAN_1_3B, fake_transformer
 from flow_grpo.models.recam_policy import DTYPES, Networks, RecamPolicy
 from flow_grpo.models.texts import TextEncoder
@@ -26,14 +26,18 @@ from flow_grpo.models.texts import TextEncoder
 
 def transformer_config(config: Config) -> dict[str, Any]:
     """Return the configuration of the recipe's transformer."""
-    return dict(WAN_1_3B) | _stored(config, "transformer")
+    file = Path(config.model.path, "transformer", "config.json")
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return dict(WAN_1_3B) | stored
 
 
 def codec_config(config: Config) -> Mapping[str, Any]:
-    """Return the configuration of the recipe's codec; what the folder leaves out is Wan's own, as in diffusers."""
-    stored = _stored(config, "vae")
+    """Return the configuration of the recipe's codec."""
+    folder = Path(config.model.path, "vae")
+    if (folder / "config.json").is_file():
+        return read_config(folder)
     with torch.device("meta"):
-        found: Mapping[str, Any] = AutoencoderKLWan.from_config(stored).config if stored else AutoencoderKLWan().config
+        found: Mapping[str, Any] = AutoencoderKLWan().config
     return found
 
 
@@ -89,9 +93,3 @@ def _nothing() -> Any:
 def _fake_codec(codec: Mapping[str, Any]) -> AutoencoderKLWan:
     network: AutoencoderKLWan = AutoencoderKLWan.from_config(dict(codec))
     return network
-
-
-def _stored(config: Config, part: str) -> dict[str, Any]:
-    file = Path(config.model.path, part, "config.json")
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found

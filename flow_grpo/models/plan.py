@@ -95,7 +95,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     sample, train, model = config.sample, config.train, config.model
     with without_memory():
         policy = outline(config)
-        latents = _latent_shape(policy, largest_size(config))
+        latents = policy.latent_size(largest_size(config))
         decode_flops = _decode_flops(policy, latents)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
@@ -130,12 +130,6 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         exchanged_gib=_exchanged(config, devices, update, calls, replays, beside) / GIB,
         **{name: value / GIB for name, value in memory.items()},
     )
-
-
-def _latent_shape(policy: RecamPolicy, size: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    codec, (frames, rows, columns) = policy.codec, size
-    latent_frames = (frames - 1) // codec.temporal + 1
-    return codec.config["z_dim"], latent_frames, rows // codec.spatial, columns // codec.spatial
 
 
 def _decode_flops(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:

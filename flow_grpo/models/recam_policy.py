@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -237,19 +238,17 @@ class RecamPolicy:
                 f"videos are {height}x{width}, must be multiples of {rows}x{columns} (codec {self.codec.spatial}, "
                 f"patch {self._patch[1]}x{self._patch[2]}); set data.height and data.width"
             )
+        return self.latent_size((frames, height, width))
+
+    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int, int]:
+        """Return (C, F, H, W) of the latents of a video of (frames, rows, columns) that fits the model."""
+        frames, rows, columns = size
         latent_frames = (frames - 1) // self.codec.temporal + 1
-        return (self.codec.config["z_dim"], latent_frames, height // self.codec.spatial, width // self.codec.spatial)
+        return (self.codec.config["z_dim"], latent_frames, rows // self.codec.spatial, columns // self.codec.spatial)
 
     def tokens(self, size: tuple[int, int, int]) -> int:
         """Return how many tokens the transformer makes of a target video of (frames, rows, columns)."""
-        frames, rows, columns = size
-        latent_frames = (frames - 1) // self.codec.temporal + 1
-        return (
-            latent_frames
-            // self._patch[0]
-            * (rows // (self.codec.spatial * self._patch[1]))
-            * (columns // (self.codec.spatial * self._patch[2]))
-        )
+        return math.prod(side // patch for side, patch in zip(self.latent_size(size)[1:], self._patch, strict=True))
 
     @torch.no_grad()
     def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:

@@ -251,6 +251,14 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
         return model
 
 
+def stays_fp32(name: str) -> bool:
+    """Tell whether a weight is one that Wan computes in fp32 and diffusers leaves so when it loads in less.
+
+    `_keep_in_fp32_modules` are matched by whole words of the name, as diffusers does.
+    """
+    return not set(ReCamTransformer3DModel._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
+
+
 def load_recam_transformer(folder: str | Path, dtype: torch.dtype = torch.float32) -> ReCamTransformer3DModel:
     """Load a transformer folder in diffusers layout; what Wan keeps in fp32 stays fp32 under another `dtype`.
 

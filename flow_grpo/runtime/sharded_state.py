@@ -21,11 +21,7 @@ from flow_grpo.runtime.parallel import local
 
 def own_part(tree: Any) -> Any:
     """Return a nested state with this rank's part of every tensor."""
-    if isinstance(tree, Tensor):
-        return local(tree)
-    if isinstance(tree, Mapping):
-        return {key: own_part(value) for key, value in tree.items()}
-    return tree
+    return map_tensors(tree, lambda _, tensor: local(tensor))
 
 
 def map_tensors(tree: Any, cut: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
