@@ -32,7 +32,6 @@ from flow_grpo.models.adapters import Ema
 from flow_grpo.models.outline import outline, without_memory
 from flow_grpo.models.plan import as_text, largest_size, make_plan
 from flow_grpo.models.recam_policy import RecamPolicy
-from flow_grpo.rewards.base import build_reward_set
 from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
@@ -165,7 +164,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     with alike(ranks):
         policy = RecamPolicy.from_config(config.model, config.sample, device)
         train, held_out = splits(config, policy)
-        rewards = build_reward_set(config.reward.weights, data_root=config.data.root)
+        rewards = parts.build_rewards(config, config.reward.weights)
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
     identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
     ranks.all_equal(str(identity), "model and data")

@@ -34,7 +34,8 @@ def get_config() -> ConfigDict:
     config.eval = _eval()
     config.checkpoint = _checkpoint()
     config.lock()
-    config.reward.weights.unlock()  # the one table a recipe may add names to
+    config.reward.weights.unlock()  # the tables a recipe may add names to
+    config.reward.remote.unlock()
     return config
 
 
@@ -105,6 +106,10 @@ def _reward() -> ConfigDict:
     """Which rewards, and how they become advantages."""
     reward = ConfigDict()
     reward.weights = ConfigDict({"target_view": 1.0})  # reward -> weight; 0 measures without training on it
+    # Name -> http://HOST:PORT of a server that scores it: such a reward has the weight `remote:<name>`. A token for the
+    # servers comes from the environment, FLOW_GRPO_REWARD_TOKEN
+    reward.remote = ConfigDict()
+    reward.remote_timeout = 120.0  # seconds a server has for one attempt: twice the slowest request measured
     reward.adv_norm = "group"  # group | batch | batch_centered | max_group | none: whose std divides
     reward.adv_eps = 1e-4  # added to that std, in reward units
     reward.adv_ddof = 0  # 0 | 1: degrees of freedom taken off that std

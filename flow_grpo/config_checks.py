@@ -36,6 +36,7 @@ BOUNDS: Mapping[str, str] = {
     "sample.max_step_std": "(0, inf)",
     "sample.sde_window": "[0, inf)",
     "sample.guidance_scale": "[1, inf)",
+    "reward.remote_timeout": "(0, inf)",
     "reward.adv_eps": "(0, inf)",
     "reward.adv_ddof": "[0, 1]",
     "reward.flat_eps": "[0, inf)",
@@ -61,7 +62,7 @@ BOUNDS: Mapping[str, str] = {
     "checkpoint.keep": "[1, inf)",
 }
 
-REWARDS = ("target_view", "target_psnr", "source_match", "motion_mag", "room_pose")
+REWARDS = ("target_view", "target_psnr", "source_match", "motion_mag", "pose_rot", "pose_trans", "room_pose")
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "npu", "cuda", "cpu"),
@@ -166,12 +167,16 @@ def _within(value: float, interval: str) -> bool:
 
 
 def _check_choices(config: Config) -> None:
-    for path, known in CHOICES.items():
+    served = tuple(f"remote:{name}" for name in config.reward.remote)
+    for path, choices in CHOICES.items():
+        known = choices + served if "target_view" in choices else choices
         value = value_of(config, path)
         for name in [value] if isinstance(value, str) else value:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 way_out = f"did you mean {close[0]!r}?" if close else f"pass --config.{path} with one of them"
+                if "target_view" in known and name.startswith("remote:"):
+                    way_out = f"say where: --config.reward.remote.{name[7:]}=http://127.0.0.1:8000"
                 raise _refusal(path, name, f"must be one of {', '.join(map(repr, known))}", way_out)
     if len(set(config.trackers)) < len(config.trackers):
         raise _refusal("trackers", config.trackers, "must name each tracker once", "drop the repetition")

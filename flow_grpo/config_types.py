@@ -75,6 +75,8 @@ class RewardConfig:
     """Which rewards, and how they become advantages."""
 
     weights: dict[str, float]  # reward name -> weight
+    remote: dict[str, str]  # name -> address of the server that scores it, as "remote:<name>"
+    remote_timeout: float  # seconds
     adv_norm: str  # "group" | "batch" | "batch_centered" | "max_group" | "none"
     adv_eps: float
     adv_ddof: int

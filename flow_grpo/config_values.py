@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,27 @@ def _parse_weights(text: str) -> dict[str, float]:
     return {name.strip(): float(weight) for name, _, weight in pairs}
 
 
+def _to_addresses(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(_is_address(address) for address in value.values()):
+        raise ValueError
+    return {_exactly(str)(name): address for name, address in value.items()}
+
+
+def _is_address(value: Any) -> bool:
+    if type(value) is not str:
+        return False
+    url = urlsplit(value)  # raises ValueError itself, as does a port that is none
+    # A name and password before the host would end in logs.
+    plain = "@" not in value and not url.query and not url.fragment and value.isascii() and value.isprintable()
+    return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and plain
+
+
+def _parse_addresses(text: str) -> dict[str, str]:
+    """Parse "hpsv3=http://127.0.0.1:8000,clip=http://127.0.0.1:8001"; nothing at all is the empty table."""
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    return {name.strip(): address.strip() for name, _, address in pairs}
+
+
 KINDS: dict[Any, Kind] = {
     bool: Kind("true or false", "true", _to_bool, _exactly(bool)),
     int: Kind("a whole number", "8", int, _exactly(int)),
@@ -89,5 +111,11 @@ KINDS: dict[Any, Kind] = {
     str: Kind("a text", "name", str, _exactly(str)),
     tuple[int, ...]: Kind("whole numbers separated by commas", "1,2,3", _split(int), _to_tuple(_exactly(int))),
     tuple[str, ...]: Kind("names separated by commas", "first,second", _split(str), _to_tuple(_exactly(str))),
+    dict[str, str]: Kind(
+        "names with addresses http://HOST:PORT, without a password",
+        "hpsv3=http://127.0.0.1:8000",
+        _parse_addresses,
+        _to_addresses,
+    ),
     dict[str, float]: Kind("names with weights", "target_view=1,source_match=0.3", _parse_weights, _to_weights),
 }

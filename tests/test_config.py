@@ -81,6 +81,16 @@ def test_a_single_weight_joins_the_recipe_s_and_a_whole_table_replaces_them() ->
     }
 
 
+def test_servers_join_like_weights() -> None:
+    assert load().reward.remote == {}
+    one, two = "--config.reward.remote.a=http://h:1", "--config.reward.remote.b=http://h:2"
+    assert load(one, two).reward.remote == {"a": "http://h:1", "b": "http://h:2"}
+    assert load(one, "--config.reward.remote=b=http://h:2,c=http://h:3").reward.remote == {
+        "b": "http://h:2",
+        "c": "http://h:3",
+    }
+
+
 def test_argparse_hands_overrides_through_in_order() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--config", required=True)

@@ -43,11 +43,26 @@ def test_the_example_of_a_kind_can_be_read_and_its_value_put_into_a_recipe(kind:
         (dict[str, float], {"target_view": "1"}),
         (dict[str, float], {1: 1.0}),
         (dict[str, float], ["target_view"]),
+        (dict[str, str], {"judge": 8000}),
+        (dict[str, str], {1: "http://h"}),
+        (dict[str, str], {"judge": "h:8000"}),
+        (dict[str, str], {"judge": "ftp://h"}),
+        (dict[str, str], {"judge": "http://"}),
+        (dict[str, str], {"judge": "http://me:pw@h"}),
+        (dict[str, str], {"judge": "http://h/?key=1"}),
+        (dict[str, str], {"judge": "http://h/\nX: y"}),
+        (dict[str, str], ["http://h"]),
     ],
 )
 def test_a_recipe_value_of_another_type_is_refused(kind: Any, value: object) -> None:
     with pytest.raises(ValueError, match=r"^$"):
         KINDS[kind].convert(value)
+
+
+def test_an_address_whose_port_is_none_is_refused() -> None:
+    for port in ("x", "99999", "-1", "0"):
+        with pytest.raises(ValueError):  # noqa: PT011 - the standard library's own words
+            KINDS[dict[str, str]].convert({"judge": f"http://h:{port}"})
 
 
 def test_a_whole_number_will_do_where_a_number_is_asked_for() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from flow_grpo.algorithm.debug_print import show
@@ -139,6 +141,12 @@ def build_updater(config: Config, policy: Policy, state: RunState, progress: Pro
     return Updater(policy, state.optimizer, settings, ranks, after_step=after_step, on_replay=progress.update)
 
 
+def build_rewards(config: Config, weights: Mapping[str, float]) -> RewardSet:
+    """Return the rewards that `weights` names, measured here or by the servers of the recipe."""
+    servers, timeout_s = config.reward.remote, config.reward.remote_timeout
+    return build_reward_set(weights, data_root=config.data.root, servers=servers, timeout_s=timeout_s)
+
+
 def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
     """Return what measures held-out conditions: rewards, agreement with the true view, gold metric."""
     evaluation = config.eval
@@ -148,6 +156,6 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
         batch_size=evaluation.batch_size,
         videos=evaluation.videos,
     )
-    measured = build_reward_set({"target_view": 0.0} | config.reward.weights, data_root=config.data.root)
+    measured = build_rewards(config, {"target_view": 0.0} | config.reward.weights)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
     return Evaluator(policy, held_out, measured, gold, settings, ranks)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.camera_pose import PoseRot, PoseTrans
 from flow_grpo.rewards.motion_mag import MotionMag
+from flow_grpo.rewards.remote import Patience, RemoteReward
 from flow_grpo.rewards.room_pose import RoomPose
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
@@ -49,6 +51,8 @@ REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "target_psnr": lambda _: TargetPsnr(),
     "source_match": lambda _: SourceMatch(),
     "motion_mag": lambda _: MotionMag(),
+    "pose_rot": lambda _: PoseRot(),
+    "pose_trans": lambda _: PoseTrans(),
     "room_pose": RoomPose,
 }
 
@@ -115,21 +119,35 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
     return RewardResult(result.values.masked_fill(~valid, torch.nan), valid, tuple(causes), result.info)
 
 
-def build_reward(name: str, *, data_root: str | Path) -> Reward:
+def build_reward(
+    name: str, *, data_root: str | Path, servers: Mapping[str, str] | None = None, timeout_s: float = 120.0
+) -> Reward:
     """Return a reward by name.
 
     Args:
-        name: one of `REWARDS`.
+        name: one of `REWARDS`, or "remote:<name>" with a name of `servers`.
         data_root: dataset folder, for rewards that read what lies beside the videos.
+        servers: name -> http://HOST:PORT of rewards that other processes measure.
+        timeout_s: seconds such a server has for one attempt.
 
     Raises:
         ValueError: for an unknown name.
     """
+    kind, _, served = name.partition(":")
+    if kind == "remote" and served in (servers or {}):
+        return RemoteReward(served, (servers or {})[served], Patience(timeout_s=timeout_s))
     if name not in REWARDS:
         raise ValueError(f"reward is {name!r}, must be one of {', '.join(REWARDS)}")
     return REWARDS[name](Path(data_root))
 
 
-def build_reward_set(weights: Mapping[str, float], *, data_root: str | Path) -> RewardSet:
-    """Return the rewards that `weights` names; a weight of 0 measures without training on it."""
-    return RewardSet([build_reward(name, data_root=data_root) for name in weights], weights)
+def build_reward_set(
+    weights: Mapping[str, float],
+    *,
+    data_root: str | Path,
+    servers: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+) -> RewardSet:
+    """Return the rewards that `weights` names, see `build_reward`; a weight of 0 measures without training on it."""
+    rewards = [build_reward(name, data_root=data_root, servers=servers, timeout_s=timeout_s) for name in weights]
+    return RewardSet(rewards, weights)

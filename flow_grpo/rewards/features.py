@@ -1,0 +1,80 @@
+"""Points of a picture that are found again in another one: SIFT corners and their mutual matches.
+
+The only file beside `pnp.py` that knows OpenCV.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+MOST_FEATURES = 1500  # of a picture, the strongest
+LEAST_CONTRAST = 0.01  # a quarter of OpenCV's, at which a darkened video has no features
+RATIO = 0.8  # of the distances to the nearest and the second nearest: above it a match is a guess
+
+Floats = NDArray[np.float64]
+
+# Several processes score side by side: one thread each. It also keeps OpenCV's results the same from run to run.
+cv2.setNumThreads(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """The N features of one picture.
+
+    Attributes:
+        points: (N, 2) float64 x, y in pixels; the centre of the first pixel is (0, 0), as OpenCV counts.
+        descriptors: (N, 128) float32 RootSIFT, of length 1.
+    """
+
+    points: Floats
+    descriptors: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+
+@functools.cache
+def _sift() -> Any:
+    # Without the precise upscale all points are off by a quarter of a pixel.
+    return cv2.SIFT.create(nfeatures=MOST_FEATURES, contrastThreshold=LEAST_CONTRAST, enable_precise_upscale=True)
+
+
+def find_features(picture: NDArray[np.uint8]) -> Features:
+    """Return the features of a grey picture (h, w); an empty picture has none."""
+    keypoints, descriptors = _sift().detectAndCompute(picture, None)
+    if not keypoints:
+        return Features(np.zeros((0, 2)), np.zeros((0, 128), np.float32))
+    # RootSIFT (Arandjelovic and Zisserman 2012): Euclidean distance then compares histograms as Hellinger's does.
+    roots = np.sqrt(descriptors / np.maximum(descriptors.sum(1, keepdims=True), 1e-12))
+    return Features(np.array([keypoint.pt for keypoint in keypoints], np.float64), roots.astype(np.float32))
+
+
+def match(first: NDArray[np.float32], second: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of two sets of descriptors (N, 128), (M, 128) that are each other's nearest, clearly so.
+
+    Clearly: the nearest is at most `RATIO` times as far as the second nearest, in both directions. Nothing is matched
+    with fewer than two candidates on a side, where "second nearest" has no meaning.
+    """
+    if min(len(first), len(second)) < 2:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    likeness = torch.from_numpy(first) @ torch.from_numpy(second).T
+    there, clear_there = _nearest(likeness)
+    back, clear_back = _nearest(likeness.T)
+    rows = torch.arange(len(first))
+    kept = (back[there] == rows) & clear_there & clear_back[there]
+    return rows[kept].numpy(), there[kept].numpy()
+
+
+def _nearest(likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each row of cosines (N, M) the column of the nearest, and whether it passes the ratio test."""
+    likest, columns = likeness.topk(2, dim=1)
+    best, second = likest.unbind(1)
+    clear = (1 - best).clamp(min=0) < RATIO**2 * (1 - second)  # squared distance of unit vectors: 2 - 2 cos
+    return columns[:, 0], clear
