@@ -110,6 +110,7 @@ def _reward() -> ConfigDict:
     # servers comes from the environment, FLOW_GRPO_REWARD_TOKEN
     reward.remote = ConfigDict()
     reward.remote_timeout = 120.0  # seconds a server has for one attempt: twice the slowest request measured
+    reward.overlap = True  # measure a batch while the next one is sampled; the numbers are the same
     reward.adv_norm = "group"  # group | batch | batch_centered | max_group | none: whose std divides
     reward.adv_eps = 1e-4  # added to that std, in reward units
     reward.adv_ddof = 0  # 0 | 1: degrees of freedom taken off that std

@@ -62,7 +62,10 @@ BOUNDS: Mapping[str, str] = {
     "checkpoint.keep": "[1, inf)",
 }
 
-REWARDS = ("target_view", "target_psnr", "source_match", "motion_mag", "pose_rot", "pose_trans", "room_pose")
+REWARDS = (
+    *("target_view", "target_psnr", "source_match", "motion_mag", "sharpness"),
+    *("pose_rot", "pose_trans", "room_pose"),
+)
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "npu", "cuda", "cpu"),

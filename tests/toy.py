@@ -13,7 +13,7 @@ from flow_grpo.algorithm.compare import everything, gather, own_rows
 from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings, merge
 from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.algorithm.update import Updater, UpdateSettings
-from flow_grpo.config_types import SampleConfig, TrainConfig
+from flow_grpo.config_types import RewardConfig, SampleConfig, TrainConfig
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
@@ -174,6 +174,21 @@ def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **
         gathered.rewards, gathered.valid, {"brightness": 1.0}, gathered.gids, k=k, floors={}, flat_eps=0.0
     )
     return own_rows(everything([merged], gathered, Ranks()), compared, Ranks())
+
+
+def reward_config(**changes: Any) -> RewardConfig:
+    """Return the toy's reward, of which almost any difference counts."""
+    values: dict[str, Any] = {
+        "weights": {"brightness": 1.0},
+        "remote": {},
+        "remote_timeout": 1.0,
+        "overlap": True,
+        "adv_norm": "group",
+        "adv_eps": 1e-4,
+        "adv_ddof": 0,
+        "flat_eps": 1e-6,
+    }
+    return RewardConfig(**(values | changes))
 
 
 def train_config(**changes: Any) -> TrainConfig:

@@ -93,6 +93,7 @@ def build_collector(
         seed=config.seed,
         debug=config.debug,
         offload=config.sample.offload or config.dynamic_sampling.enabled,
+        overlap=config.reward.overlap,
     )
     stream = ConditionStream(loader, sampler)
     return Collector(policy, stream, rewards, settings, is_main=is_main, on_batch=progress.rollout)

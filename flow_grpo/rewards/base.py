@@ -18,6 +18,7 @@ from flow_grpo.rewards.camera_pose import PoseRot, PoseTrans
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.remote import Patience, RemoteReward
 from flow_grpo.rewards.room_pose import RoomPose
+from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
 
@@ -51,6 +52,7 @@ REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "target_psnr": lambda _: TargetPsnr(),
     "source_match": lambda _: SourceMatch(),
     "motion_mag": lambda _: MotionMag(),
+    "sharpness": lambda _: Sharpness(),
     "pose_rot": lambda _: PoseRot(),
     "pose_trans": lambda _: PoseTrans(),
     "room_pose": RoomPose,
