@@ -77,6 +77,7 @@ class RewardConfig:
     weights: dict[str, float]  # reward name -> weight
     remote: dict[str, str]  # name -> address of the server that scores it, as "remote:<name>"
     remote_timeout: float  # seconds
+    most_faults: float  # share of a step's samples
     overlap: bool
     adv_norm: str  # "group" | "batch" | "batch_centered" | "max_group" | "none"
     adv_eps: float

@@ -182,6 +182,7 @@ def reward_config(**changes: Any) -> RewardConfig:
         "weights": {"brightness": 1.0},
         "remote": {},
         "remote_timeout": 1.0,
+        "most_faults": 0.1,
         "overlap": True,
         "adv_norm": "group",
         "adv_eps": 1e-4,

@@ -16,6 +16,10 @@ from flow_grpo.records import Experience, Rows, ScoredBatch, TrainingBatch, Trai
 from flow_grpo.runtime.distributed import Ranks
 
 
+class RewardFaultError(ValueError):
+    """A reward could not be measured for too many samples; the run has to stop."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Gathered(Rows):
     """What all ranks know of N samples, in rank order and on each rank in sampling order.
@@ -29,6 +33,7 @@ class Gathered(Rows):
         rewards: reward name -> (N,) float64.
         valid: reward name -> (N,) bool.
         info: extra measurement -> (N,) float64, NaN where its reward is not valid.
+        faulty: reward name -> (N,) bool, where measuring failed.
     """
 
     gids: Tensor
@@ -39,6 +44,7 @@ class Gathered(Rows):
     rewards: dict[str, Tensor]
     valid: dict[str, Tensor]
     info: dict[str, Tensor]
+    faulty: dict[str, Tensor]
 
     def __len__(self) -> int:
         return len(self.gids)
@@ -100,6 +106,7 @@ def gather(batches: Sequence[ScoredBatch], ranks: Ranks) -> Gathered:
         rewards={name: column for (kind, name), column in by_key.items() if kind == "value"},
         valid={name: column.bool() for (kind, name), column in by_key.items() if kind == "valid"},
         info={name: column for (kind, name), column in by_key.items() if kind == "info"},
+        faulty={name: column.bool() for (kind, name), column in by_key.items() if kind == "faulty"},
     )
 
 
@@ -108,6 +115,8 @@ def _reward_columns(batch: ScoredBatch) -> dict[tuple[str, str], Tensor]:
     columns = {("value", name): r.values.double() for name, r in batch.rewards.items()}
     columns |= {("valid", name): r.valid.double() for name, r in batch.rewards.items()}
     for name, result in batch.rewards.items():
+        faulty = torch.zeros_like(result.valid) if result.faulty is None else result.faulty
+        columns["faulty", name] = faulty.double()
         for extra, values in result.info.items():
             masked = values.double().where(result.valid, torch.tensor(torch.nan, dtype=torch.float64))
             columns["info", f"{name}_{extra}"] = masked
@@ -202,6 +211,40 @@ def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str
         if values.isfinite().any():
             metrics[f"reward/{name}"] = float(values[values.isfinite()].mean())
     return metrics | _statistics("reward/", *weighted_sum(gathered, weights), gathered.gids)
+
+
+def check_faults(
+    batches: Sequence[ScoredBatch], gathered: Gathered, weights: Mapping[str, float], most: float, ranks: Ranks
+) -> None:
+    """Refuse to learn from a step in which too much could not be measured; alike on every rank.
+
+    Args:
+        batches: this rank's samples.
+        gathered: all ranks' samples.
+        weights: reward name -> weight; rewards of weight 0 may fail.
+        most: share of the samples that a reward may fail to measure.
+        ranks: who takes part; every rank must call it.
+
+    Raises:
+        RewardFaultError: it failed on more.
+    """
+    for name, faulty in gathered.faulty.items():
+        count = int(faulty.sum())
+        if weights[name] and count > most * len(faulty):
+            causes = [text for text in ranks.gather_text(_first_fault(batches, name)) if text]
+            raise RewardFaultError(
+                f"reward {name} failed to measure {count} of {len(faulty)} samples, more than the share "
+                f"reward.most_faults={most:g} ({causes[0]}); mend that and go on with --config.resume=auto and the "
+                f"run's name, or train without it, --config.reward.weights.{name}=0"
+            )
+
+
+def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
+    """Return why the first sample of this rank that a reward failed on has no value, or ""."""
+    for result in (batch.rewards[name] for batch in batches):
+        if result.faulty is not None and result.faulty.any():
+            return result.causes[int(result.faulty.int().argmax())]
+    return ""
 
 
 def weighted_sum(gathered: Gathered, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:

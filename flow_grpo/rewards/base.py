@@ -100,12 +100,14 @@ def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) ->
             valid=torch.zeros(len(conditions), dtype=torch.bool),
             causes=(cause,) * len(conditions),
             info={name: unknown.clone() for name in reward.measures},
+            faulty=torch.ones(len(conditions), dtype=torch.bool),
         )
 
 
 def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
     """Mark values that are not finite as not valid, and make every value that is not valid NaN."""
-    shapes = {tuple(part.shape) for part in (result.values, result.valid, *result.info.values())}
+    faulty = torch.zeros_like(result.valid) if result.faulty is None else result.faulty
+    shapes = {tuple(part.shape) for part in (result.values, result.valid, faulty, *result.info.values())}
     if shapes != {(count,)} or len(result.causes) != count:
         raise ValueError(f"results have shapes {sorted(shapes)} and {len(result.causes)} causes, must be ({count},)")
     if set(result.info) != set(reward.measures):
@@ -118,7 +120,13 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
         )
     ]
     valid = result.valid & finite
-    return RewardResult(result.values.masked_fill(~valid, torch.nan), valid, tuple(causes), result.info)
+    return RewardResult(
+        values=result.values.masked_fill(~valid, torch.nan),
+        valid=valid,
+        causes=tuple(causes),
+        info=result.info,
+        faulty=faulty | (result.valid & ~finite),
+    )
 
 
 def build_reward(

@@ -152,7 +152,7 @@ class RemoteReward:
                 for row in left:
                     causes[row] = f"{self.name} {error}"
         valid = torch.tensor([not cause for cause in causes])
-        return RewardResult(values, valid, tuple(causes))
+        return RewardResult(values, valid, tuple(causes), faulty=~valid & torch.tensor(inside))
 
     def _note_failure(self, error: ServiceError, rows: Sequence[int]) -> None:
         self._health = None  # what comes back may be another server
