@@ -54,6 +54,7 @@ def _data() -> ConfigDict:
     data.buckets = ()
     data.prompt = "a scene filmed by a moving camera"  # where no metadata.csv gives a caption
     data.reference = "source"  # source | target: whose first frame is the origin of the camera poses
+    data.exclude = ""  # file of tools/check_sources.py: items that pose rewards cannot measure by are not drawn
     data.num_workers = 2  # loader processes per rank; they touch CPU tensors only
     return data
 

@@ -19,6 +19,7 @@ class DataConfig:
     buckets: tuple[str, ...]  # "FRAMESxHEIGHTxWIDTH" each; empty delivers the one size above
     prompt: str  # used where no metadata.csv gives a caption
     reference: str  # "source" | "target": whose first frame is the origin of the poses
+    exclude: str  # file, or ""
     num_workers: int
 
 

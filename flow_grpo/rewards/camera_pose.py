@@ -183,7 +183,7 @@ class PoseMeasurer:
             content.update(condition.target_poses.double().numpy().tobytes())
         batch = content.hexdigest()
         if batch not in self._batches:
-            outcomes = self._measure(pictures, keys, conditions)
+            outcomes = self._measure(pictures, conditions)
             if any(outcome.fault and not outcome.lacking for outcome in outcomes):
                 return outcomes
             _keep(self._batches, batch, outcomes, BATCHES_KEPT)
@@ -192,11 +192,10 @@ class PoseMeasurer:
     def _measure(
         self,
         pictures: Sequence[NDArray[np.uint8]],
-        keys: Sequence[tuple[str, str, str, str]],
         conditions: Sequence[Condition],
     ) -> list[Outcome[PoseErrors]]:
         start = time.monotonic()
-        sources = self._find_sources(keys, conditions)
+        sources = self.sources(conditions)
         rows = [row for row, source in enumerate(sources) if source.value is not None]
         frames = frame_numbers(conditions[0].source_video.shape[1])
         jobs = []
@@ -211,10 +210,9 @@ class PoseMeasurer:
             outcomes[row] = _errors(found, sources[row], conditions[row], frames)
         return outcomes
 
-    def _find_sources(
-        self, keys: Sequence[tuple[str, str, str, str]], conditions: Sequence[Condition]
-    ) -> list[Outcome[Source]]:
-        """Return each row's anchors; those of a source that cannot be measured by are a fault."""
+    def sources(self, conditions: Sequence[Condition]) -> list[Outcome[Source]]:
+        """Return each condition's anchors; a source that cannot be measured by is `lacking`."""
+        keys = [_source_key(condition) for condition in conditions]
         found: dict[tuple[str, str, str, str], Outcome[Source]] = {}
         missing: dict[tuple[str, str, str, str], Condition] = {}
         for key, condition in zip(keys, conditions, strict=True):
