@@ -140,6 +140,19 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path)
 
 
 @pytest.mark.timeout(300)
+def test_measuring_beside_the_rollouts_changes_no_number(places, tmp_path):
+    runs = {}
+    for overlap in ("true", "false"):
+        assert train_grpo.main(words(places, tmp_path / overlap, reward__overlap=overlap)) == 0
+        rows = [row for row in metrics_of(tmp_path / overlap / "run") if "reward/mean" in row]
+        assert all(("time/score_hidden_s" in row) == (overlap == "true") for row in rows)
+        rewards = [{name: value for name, value in row.items() if name.startswith("reward/")} for row in rows]
+        runs[overlap] = rewards, newest(tmp_path / overlap / "run")
+    assert runs["true"][0] == runs["false"][0]
+    assert all(torch.equal(value, runs["false"][1][name]) for name, value in runs["true"][1].items())
+
+
+@pytest.mark.timeout(300)
 def test_a_judge_that_breaks_down_stops_the_run_which_then_goes_on_as_if_nothing_had_been(places, tmp_path, capsys):
     assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=2)) == 0
     calls, judge = [], target_view.TargetView.__call__
