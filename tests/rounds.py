@@ -15,11 +15,11 @@ from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.compare import Chosen, Gathered
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collected
-from flow_grpo.config_types import DynamicSamplingConfig, RewardConfig
+from flow_grpo.config_types import DynamicSamplingConfig
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.records import Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
 from flow_grpo.runtime.distributed import Ranks
-from tests.toy import condition
+from tests.toy import condition, reward_config
 
 CONDITIONS = 96
 Kind = str
@@ -121,7 +121,7 @@ def dynamic(ranks: Ranks, *, local: int, k: int = 4, say=None, history=None, **c
     }
     return DynamicSampling(
         config=DynamicSamplingConfig(**(knobs | changes)),
-        reward=RewardConfig({"scripted": 1.0}, "group", 1e-4, 0, 1e-4),
+        reward=reward_config(weights={"scripted": 1.0}, flat_eps=1e-4),
         floors={"scripted": 0.0},
         k=k,
         local=local,

@@ -9,14 +9,13 @@ import torch
 
 from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.config_types import RewardConfig
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.records import RewardResult
 from flow_grpo.runtime.distributed import Ranks
-from tests.toy import BrightnessReward, ToyPolicy, collector, group, sample_config, scored
+from tests.toy import BrightnessReward, ToyPolicy, collector, group, reward_config, sample_config, scored
 from tests.workers import run_ranks
 
-REWARD = RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, 1e-6)
+REWARD = reward_config()
 # The example of the k-repeat note: 4 conditions a batch, 8 ranks with 2 rows per batch, 2 batches, slot-major.
 FIRST = [100, 200, 300, 400]
 SECOND = [500, 600, 700, 800]

@@ -18,15 +18,14 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.epoch import Collected
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.rollout import rollout
-from flow_grpo.config_types import RewardConfig
 from flow_grpo.records import Condition, Conditioning, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.distributed import Ranks
-from tests.toy import SDE, SIGMAS, BrightnessReward, collector, condition, updater
+from tests.toy import SDE, SIGMAS, BrightnessReward, collector, condition, reward_config, updater
 from tests.workers import run_ranks
 
 SIZES = [(5, 2, 2), (9, 2, 4), (5, 4, 2)]
-REWARD = RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, 1e-6)
+REWARD = reward_config()
 
 
 def sized(index: int, gid: int = 0, slot: int = 0) -> Condition:

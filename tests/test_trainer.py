@@ -14,14 +14,24 @@ from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.config_types import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig, RewardConfig
+from flow_grpo.config_types import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import checkpoint, plots
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.tracker import Tracker
 from tests.test_evaluate import ToyData
-from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, collector, sample_config, train_config, updater, weights_of
+from tests.toy import (
+    SIGMAS,
+    BrightnessReward,
+    ToyPolicy,
+    collector,
+    reward_config,
+    sample_config,
+    train_config,
+    updater,
+    weights_of,
+)
 from train_grpo import train_epoch
 
 DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
@@ -35,7 +45,7 @@ def a_config(**changes) -> Config:
         "debug": False,
         "log_videos_every": 0,
         "sample": sample_config(train_batch_size=4),
-        "reward": RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, 1e-6),
+        "reward": reward_config(),
         "train": train_config(),
         "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1),
         "checkpoint": CheckpointConfig(every=2, keep=5),
@@ -190,7 +200,7 @@ def metrics_of(folder) -> list[dict[str, float]]:
 
 
 def everything_flat(**changes) -> dict:
-    return {"reward": RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, 1e3), "dynamic_sampling": DYNAMIC} | changes
+    return {"reward": reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
 
 
 def test_002_8_a_run_goes_on_after_falling_back_and_draws_fresh_conditions_every_time(a_trainer, tmp_path):
@@ -224,7 +234,7 @@ def test_an_epoch_with_some_signal_takes_its_step_even_so(a_trainer, tmp_path):
     gathered = trainer.gather(trainer.sample(0))
     groups = [gathered.rewards["brightness"][gathered.gids == gid] for gid in (0, 1)]
     low, high = sorted(float(group.max() - group.min()) for group in groups)
-    between = RewardConfig({"brightness": 1.0}, "group", 1e-4, 0, (low + high) / 2)
+    between = reward_config(flat_eps=(low + high) / 2)
     trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping, reward=between)
     run(trainer)
     (row,) = metrics_of(tmp_path)

@@ -13,7 +13,7 @@ from flow_grpo.algorithm.compare import everything, gather, own_rows
 from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings, merge
 from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.algorithm.update import Updater, UpdateSettings
-from flow_grpo.config_types import SampleConfig, TrainConfig
+from flow_grpo.config_types import RewardConfig, SampleConfig, TrainConfig
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
@@ -197,6 +197,20 @@ def train_config(**changes: Any) -> TrainConfig:
         "ema_decay": 0.0,
     }
     return TrainConfig(**(values | changes))
+
+
+def reward_config(**changes: Any) -> RewardConfig:
+    """Return settings over the toy's reward, which take every difference for one."""
+    values: dict[str, Any] = {
+        "weights": {"brightness": 1.0},
+        "remote": {},
+        "remote_timeout": 120.0,
+        "adv_norm": "group",
+        "adv_eps": 1e-4,
+        "adv_ddof": 0,
+        "flat_eps": 1e-6,
+    }
+    return RewardConfig(**(values | changes))
 
 
 def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, ranks: Ranks | None = None, **changes: Any) -> Updater:

@@ -121,7 +121,15 @@ def _pooled(ranks: Ranks, rounds: list[Collected], local: int) -> Any:
     """What a run does."""
     sampling = DynamicSampling(
         config=DynamicSamplingConfig(True, 3, "fallback_original", "", skip_step_if_all_flat=False),
-        reward=RewardConfig({"reward": 1.0}, "group", 1e-4, 0, 1e-4),
+        reward=RewardConfig(
+            weights={"reward": 1.0},
+            remote={},
+            remote_timeout=0.0,
+            adv_norm="group",
+            adv_eps=1e-4,
+            adv_ddof=0,
+            flat_eps=1e-4,
+        ),
         floors={},
         k=K,
         local=local,
