@@ -16,7 +16,8 @@ from typing import Any, get_args, get_type_hints
 
 from ml_collections import ConfigDict
 
-from flow_grpo.config_checks import ConfigError, check, check_world
+from flow_grpo.config_checks import check, check_world
+from flow_grpo.config_errors import ConfigError
 from flow_grpo.config_types import Config
 from flow_grpo.config_values import KINDS
 
