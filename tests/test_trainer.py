@@ -241,6 +241,30 @@ def test_an_epoch_with_some_signal_takes_its_step_even_so(a_trainer, tmp_path):
     assert row["train/updates"] == 1.0
 
 
+def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninterrupted_one(a_trainer, tmp_path):
+    fading = reward_config(weights={"brightness": 9.0}, schedules={"brightness": ((0, 1.0), (2, 0.5))})
+    run(a_trainer(reward=fading))
+    rows = metrics_of(tmp_path)
+    assert [row["reward/brightness_weight"] for row in rows] == [1.0, 0.75, 0.5]
+    assert [row["reward/mean"] / row["reward/brightness_mean"] for row in rows] == pytest.approx([1.0, 0.75, 0.5])
+    sizes = [row["reward/advantage_abs"] for row in rows]
+    resumed = a_trainer(reward=fading)
+    resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[0], ranks=Ranks())  # after epoch 1
+    resumed.evaluate_before()
+    for epoch in resumed.epochs():
+        train_epoch(resumed, epoch)
+    assert resumed.metrics["reward/brightness_weight"] == 0.5
+    assert resumed.metrics["reward/advantage_abs"] == sizes[2]
+
+
+def test_dynamic_sampling_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path):
+    rising = reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
+    run(a_trainer(reward=rising, dynamic_sampling=DYNAMIC))
+    rows = metrics_of(tmp_path)
+    found = [row["dyn/reward_mean_before"] / row["reward/brightness_mean"] for row in rows]
+    assert found == pytest.approx([1.0, 2.0, 3.0])
+
+
 def test_every_metric_of_the_note_is_recorded(a_trainer, tmp_path):
     run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
     (row,) = metrics_of(tmp_path)

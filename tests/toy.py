@@ -203,6 +203,8 @@ def reward_config(**changes: Any) -> RewardConfig:
     """Return settings over the toy's reward, which take every difference for one."""
     values: dict[str, Any] = {
         "weights": {"brightness": 1.0},
+        "schedules": {},
+        "gates": {},
         "remote": {},
         "remote_timeout": 120.0,
         "adv_norm": "group",

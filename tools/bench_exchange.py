@@ -123,6 +123,8 @@ def _pooled(ranks: Ranks, rounds: list[Collected], local: int) -> Any:
         config=DynamicSamplingConfig(True, 3, "fallback_original", "", skip_step_if_all_flat=False),
         reward=RewardConfig(
             weights={"reward": 1.0},
+            schedules={},
+            gates={},
             remote={},
             remote_timeout=0.0,
             adv_norm="group",

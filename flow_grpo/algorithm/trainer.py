@@ -20,7 +20,7 @@ from flow_grpo.algorithm.epoch import Collected, Collector
 from flow_grpo.algorithm.evaluate import Clip, Evaluation, Evaluator, make_clip, write_clips
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater
-from flow_grpo.config_types import Config
+from flow_grpo.config_types import Config, RewardConfig
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import TrainingBatch
@@ -66,6 +66,11 @@ class Trainer:
         self._saved = self.state.finished
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
+    @property
+    def reward(self) -> RewardConfig:
+        """The reward settings of the epoch in progress."""
+        return compare.in_epoch(self.config.reward, self.state.finished)
+
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left, until the configured time is used up; count the time between."""
         for epoch in range(self.state.finished, self.config.num_epochs):
@@ -88,7 +93,8 @@ class Trainer:
         """Exchange the small facts of all samples and check that they are whole groups."""
         gathered = self._gather(collected)
         with self.ranks.together("measuring"):
-            self.metrics |= compare.reward_metrics(gathered, self.config.reward.weights)
+            self.metrics |= compare.reward_metrics(gathered, self.reward.weights)
+            self.metrics |= compare.rule_metrics(gathered, self.reward)
             if self.dynamic_sampling is None:  # which judges by itself, maybe by another reward
                 self.metrics |= compare.group_metrics(self._advantages(gathered))
         return gathered
@@ -103,6 +109,7 @@ class Trainer:
             fresh = self._collect(epoch, f"resample #{number}")
             return fresh, self._gather(fresh)
 
+        self.dynamic_sampling.reward = self.reward
         chosen, metrics = self.dynamic_sampling.choose(collected, gathered, another_round)
         self.metrics |= metrics
         return chosen
@@ -184,14 +191,13 @@ class Trainer:
         with self.clock.phase("gather"):
             gathered = compare.gather(collected.batches, self.ranks)
         if self.config.debug:
-            compare.show_gathered(collected.batches, gathered, sample, self.ranks, self.config.reward.weights)
+            compare.show_gathered(collected.batches, gathered, sample, self.ranks, self.reward.weights)
         compare.check(gathered, sample, self.ranks)
         return gathered
 
     def _advantages(self, gathered: Gathered) -> CombinedAdvantages:
-        reward = self.config.reward
         floors = self.collector.rewards.floors
-        return compare.advantages(gathered, reward, k=self.config.sample.k, floors=floors)
+        return compare.advantages(gathered, self.reward, k=self.config.sample.k, floors=floors)
 
     def save(self) -> None:
         """Publish a checkpoint of the finished epochs, unless there is one."""
