@@ -265,6 +265,41 @@ def test_dynamic_sampling_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path
     assert found == pytest.approx([1.0, 2.0, 3.0])
 
 
+def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path):
+    class Asked(BrightnessReward):
+        calls = 0
+
+        def __call__(self, videos, conditions):
+            self.calls += 1
+            return super().__call__(videos, conditions)
+
+        def stats(self):
+            told = {"calls": float(self.calls), "failures": 0.0, "p50_s": 0.25, "p95_s": 0.5}
+            self.calls = 0
+            return told
+
+    trainer = a_trainer(num_epochs=2)
+    trainer.collector.rewards = RewardSet([Asked()], {"brightness": 1.0})
+    trainer.cameras = tuple(("pan", "zoom")[index % 2] for index in range(24))
+    run(trainer)
+    rows = metrics_of(tmp_path)
+    assert [row["server/brightness_calls"] for row in rows] == [2.0, 2.0]
+    assert all(row["server/brightness_p95_s"] == 0.5 for row in rows)
+    for row in rows:
+        by_camera = [row[f"reward_by_camera/{kind}/brightness"] for kind in ("pan", "zoom") if _has(row, kind)]
+        assert min(by_camera) <= row["reward/brightness_mean"] <= max(by_camera)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(
+        "eval_by_camera/cam02/brightness" in line or "eval_by_camera/zoom_in/brightness" in line for line in lines
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert not [name for name in summary["before"] if name.startswith("eval_by_camera")]
+
+
+def _has(row: dict[str, float], kind: str) -> bool:
+    return f"reward_by_camera/{kind}/brightness" in row
+
+
 def test_every_metric_of_the_note_is_recorded(a_trainer, tmp_path):
     run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
     (row,) = metrics_of(tmp_path)

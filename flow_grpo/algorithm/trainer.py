@@ -18,6 +18,7 @@ from flow_grpo.algorithm.compare import Chosen, Gathered
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collected, Collector
 from flow_grpo.algorithm.evaluate import Clip, Evaluation, Evaluator, make_clip, write_clips
+from flow_grpo.algorithm.reward_log import camera_metrics, server_metrics
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater
 from flow_grpo.config_types import Config, RewardConfig
@@ -46,6 +47,7 @@ class Trainer:
         device: this rank's device.
         run_folder: where the run's files are.
         dynamic_sampling: draws further rounds when groups are flat, or None.
+        cameras: the kind of camera of every training condition, for statistics; none keeps none.
     """
 
     config: Config
@@ -59,6 +61,7 @@ class Trainer:
     device: torch.device
     run_folder: Path
     dynamic_sampling: DynamicSampling | None = None
+    cameras: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
@@ -94,7 +97,7 @@ class Trainer:
         gathered = self._gather(collected)
         with self.ranks.together("measuring"):
             self.metrics |= compare.reward_metrics(gathered, self.reward.weights)
-            self.metrics |= compare.rule_metrics(gathered, self.reward)
+            self.metrics |= compare.rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
             if self.dynamic_sampling is None:  # which judges by itself, maybe by another reward
                 self.metrics |= compare.group_metrics(self._advantages(gathered))
         return gathered
@@ -142,6 +145,7 @@ class Trainer:
         metrics = self.metrics | self.clock.metrics()
         metrics["time/epoch_s"] = seconds
         metrics["system/samples_per_s"] = samples / seconds
+        metrics |= server_metrics(self.collector.rewards.stats(), self.ranks)
         metrics["train/learning_rate"] = self.config.train.learning_rate
         metrics |= {f"system/memory_{name}_gib": value for name, value in device_door.memory(self.device).items()}
         with self.ranks.together("logging"):
@@ -158,7 +162,8 @@ class Trainer:
             begun = time.perf_counter()
             evaluation = self.evaluator.run(self._weights())
             with self.ranks.together("logging"):
-                self.tracker.log(evaluation.metrics | {"time/evaluation_s": time.perf_counter() - begun}, step)
+                seconds = {"time/evaluation_s": time.perf_counter() - begun}
+                self.tracker.log(evaluation.metrics | evaluation.by_camera | seconds, step)
                 self._show_presets(evaluation, step)
                 self._show("eval", evaluation.clips, step)
             self._evaluated = step, evaluation.metrics
