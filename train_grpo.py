@@ -21,6 +21,7 @@ from flow_grpo.algorithm import build as parts
 from flow_grpo.algorithm import dry_run
 from flow_grpo.algorithm.compare import RewardFaultError
 from flow_grpo.algorithm.group_choice import ShortageError
+from flow_grpo.algorithm.reward_log import pooled
 from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.config import ConfigError, load_config, to_dict
@@ -168,6 +169,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         policy = RecamPolicy.from_config(config.model, config.sample, device)
         train, held_out = splits(config, policy)
         rewards = parts.build_rewards(config, config.reward.weights)
+        cameras = pooled(train.cameras())
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
     identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
     ranks.all_equal(str(identity), "model and data")
@@ -200,6 +202,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         device=device,
         run_folder=run_folder,
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, state, progress, ranks),
+        cameras=cameras,
     )
 
 

@@ -34,8 +34,8 @@ def get_config() -> ConfigDict:
     config.eval = _eval()
     config.checkpoint = _checkpoint()
     config.lock()
-    config.reward.weights.unlock()  # the tables a recipe may add names to
-    config.reward.remote.unlock()
+    for table in ("weights", "schedules", "gates", "remote"):
+        config.reward[table].unlock()  # a recipe may add names
     return config
 
 
@@ -107,6 +107,11 @@ def _reward() -> ConfigDict:
     """Which rewards, and how they become advantages."""
     reward = ConfigDict()
     reward.weights = ConfigDict({"target_view": 1.0})  # reward -> weight; 0 measures without training on it
+    # Reward -> ((epoch, weight), ...) in place of its weight above: linear between, constant outside; from epoch 0
+    reward.schedules = ConfigDict()
+    # Reward -> (reward that holds the gate, least value): copies whose holder is below it fall behind all that pass, so
+    # that for example a camera path counts only where the source is preserved
+    reward.gates = ConfigDict()
     # Name -> http://HOST:PORT of a server that scores it: such a reward has the weight `remote:<name>`. A token for the
     # servers comes from the environment, FLOW_GRPO_REWARD_TOKEN
     reward.remote = ConfigDict()

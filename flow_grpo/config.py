@@ -12,11 +12,12 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 
-from flow_grpo.config_checks import ConfigError, check, check_world
+from flow_grpo.config_checks import check, check_world
+from flow_grpo.config_errors import ConfigError
 from flow_grpo.config_types import Config
 from flow_grpo.config_values import KINDS
 
@@ -104,7 +105,7 @@ def _override(settings: ConfigDict, path: str, text: str | None) -> None:
     kinds = _kinds(Config)
     section, _, leaf = path.rpartition(".")
     kind = kinds.get(path)
-    if kind is None and kinds.get(section) in (dict[str, float], dict[str, str]):
+    if kind is None and get_origin(kinds.get(section)) is dict:
         kind = get_args(kinds[section])[1]  # one entry of a table
     if kind is None:
         raise _unknown(path, kinds)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from flow_grpo.config_errors import refusal
+from flow_grpo.config_reward_checks import check_dynamic_sampling, check_rewards
 from flow_grpo.config_types import Config
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import coefficients
@@ -91,10 +92,6 @@ SIZE_UNIT = 8  # pixels: the finest codec (4x) and patch (2) in use; a coarser m
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-class ConfigError(ValueError):
-    """A setting that cannot work: field, value, bound and way out in one line."""
-
-
 def check(config: Config) -> None:
     """Refuse what cannot work whatever the number of ranks.
 
@@ -108,8 +105,8 @@ def check(config: Config) -> None:
     _check_buckets(config)
     _check_steps(config)
     _check_noise(config)
-    _check_rewards(config)
-    _check_dynamic_sampling(config)
+    check_rewards(config)
+    check_dynamic_sampling(config)
     _check_update(config)
     _check_sharding(config)
 
@@ -126,7 +123,7 @@ def check_world(config: Config, world_size: int) -> None:
     unit = sample.k // math.gcd(sample.k, world_size)
     if rows % sample.k:
         enough = unit * math.ceil(sample.train_batch_size / unit)
-        raise _refusal(
+        raise refusal(
             "sample.train_batch_size",
             sample.train_batch_size,
             f"{world_size} rank(s) x {sample.train_batch_size} = {rows} samples a batch are no whole groups of "
@@ -135,7 +132,7 @@ def check_world(config: Config, world_size: int) -> None:
         )
     groups = sample.num_batches_per_epoch * rows // sample.k
     if sample.layout == "contiguous" and groups % world_size:
-        raise _refusal(
+        raise refusal(
             "sample.layout",
             sample.layout,
             f"needs whole groups on every rank, but an epoch's {groups} groups are no multiple of {world_size} ranks",
@@ -151,15 +148,11 @@ def value_of(config: Config, path: str) -> Any:
     return value
 
 
-def _refusal(path: str, value: object, bound: str, way_out: str) -> ConfigError:
-    return ConfigError(f"config.{path}: got {value!r}, {bound}; {way_out}")
-
-
 def _check_bounds(config: Config) -> None:
     for path, interval in BOUNDS.items():
         value = value_of(config, path)
         if value is not None and not _within(value, interval):
-            raise _refusal(path, value, f"must lie in {interval}", f"pass --config.{path}=VALUE within it")
+            raise refusal(path, value, f"must lie in {interval}", f"pass --config.{path}=VALUE within it")
 
 
 def _within(value: float, interval: str) -> bool:
@@ -180,32 +173,30 @@ def _check_choices(config: Config) -> None:
                 way_out = f"did you mean {close[0]!r}?" if close else f"pass --config.{path} with one of them"
                 if "target_view" in known and name.startswith("remote:"):
                     way_out = f"say where: --config.reward.remote.{name[7:]}=http://127.0.0.1:8000"
-                raise _refusal(path, name, f"must be one of {', '.join(map(repr, known))}", way_out)
+                raise refusal(path, name, f"must be one of {', '.join(map(repr, known))}", way_out)
     if len(set(config.trackers)) < len(config.trackers):
-        raise _refusal("trackers", config.trackers, "must name each tracker once", "drop the repetition")
+        raise refusal("trackers", config.trackers, "must name each tracker once", "drop the repetition")
 
 
 def _check_names(config: Config) -> None:
     for path in NAMES:
         if not value_of(config, path):
-            raise _refusal(path, value_of(config, path), "must not be empty", f"pass --config.{path}=NAME")
+            raise refusal(path, value_of(config, path), "must not be empty", f"pass --config.{path}=NAME")
     if config.run_name and not re.fullmatch(RUN_NAME, config.run_name):
         bound = "must be letters, digits, '.', '_' and '-', beginning with a letter or digit: it names one folder"
-        raise _refusal("run_name", config.run_name, bound, "pass --config.output_root for another place")
+        raise refusal("run_name", config.run_name, bound, "pass --config.output_root for another place")
     if config.data.train_split == config.data.eval_split:
         bound = "must differ from data.train_split, or the held-out scenes would be trained on"
-        raise _refusal("data.eval_split", config.data.eval_split, bound, "pass --config.data.eval_split=val")
+        raise refusal("data.eval_split", config.data.eval_split, bound, "pass --config.data.eval_split=val")
     model = config.model
     try:
         re.compile(model.lora_targets)
     except re.error as error:
         way_out = "correct it or leave the recipe's"
-        raise _refusal(
-            "model.lora_targets", model.lora_targets, f"is no regular expression: {error}", way_out
-        ) from None
+        raise refusal("model.lora_targets", model.lora_targets, f"is no regular expression: {error}", way_out) from None
     if model.trained == "lora" and not model.lora_targets:
         bound = "must match the modules to adapt while model.trained is 'lora'"
-        raise _refusal("model.lora_targets", model.lora_targets, bound, "or pass --config.model.trained=camera")
+        raise refusal("model.lora_targets", model.lora_targets, bound, "or pass --config.model.trained=camera")
 
 
 def parse_bucket(text: str) -> tuple[int, int, int]:
@@ -216,7 +207,7 @@ def parse_bucket(text: str) -> tuple[int, int, int]:
     """
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if match is None:
-        raise _refusal("data.buckets", text, "must be FRAMESxHEIGHTxWIDTH", "pass for example 81x480x832,49x832x480")
+        raise refusal("data.buckets", text, "must be FRAMESxHEIGHTxWIDTH", "pass for example 81x480x832,49x832x480")
     return int(match[1]), int(match[2]), int(match[3])
 
 
@@ -225,7 +216,7 @@ def _check_buckets(config: Config) -> None:
         frames, height, width = parse_bucket(text)
         if frames % 4 != 1 or frames < 5 or height < SIZE_UNIT or height % SIZE_UNIT or width % SIZE_UNIT or not width:
             bound = f"must have 4n+1 frames, at least 5, and sides that are multiples of {SIZE_UNIT}"
-            raise _refusal("data.buckets", text, bound, "pass for example 81x480x832")
+            raise refusal("data.buckets", text, bound, "pass for example 81x480x832")
 
 
 def _check_video(config: Config) -> None:
@@ -233,31 +224,31 @@ def _check_video(config: Config) -> None:
     if data.num_frames % 4 != 1:
         near = 4 * (data.num_frames // 4) + 1
         bound = "must be 4n+1: the codec keeps the first frame and packs every four that follow"
-        raise _refusal("data.num_frames", data.num_frames, bound, f"pass --config.data.num_frames={near}")
+        raise refusal("data.num_frames", data.num_frames, bound, f"pass --config.data.num_frames={near}")
     for path in ("data.height", "data.width"):
         pixels = value_of(config, path)
         if pixels % SIZE_UNIT:
             near = SIZE_UNIT * round(pixels / SIZE_UNIT)
-            raise _refusal(path, pixels, f"must be a multiple of {SIZE_UNIT}", f"pass --config.{path}={near}")
+            raise refusal(path, pixels, f"must be a multiple of {SIZE_UNIT}", f"pass --config.{path}={near}")
 
 
 def _check_steps(config: Config) -> None:
     sample = config.sample
     if sample.num_image_per_prompt != sample.k:
         bound = f"must equal sample.k={sample.k}: both are the number of videos made from one condition"
-        raise _refusal(
+        raise refusal(
             "sample.num_image_per_prompt", sample.num_image_per_prompt, bound, "set sample.k only, it follows"
         )
     steps, last = sample.sde_steps, sample.num_steps - 2
     if not steps or list(steps) != sorted(set(steps)):
         bound = "must be at least one step, each once, in rising order"
-        raise _refusal("sample.sde_steps", steps, bound, "pass for example --config.sample.sde_steps=1,2,3")
+        raise refusal("sample.sde_steps", steps, bound, "pass for example --config.sample.sde_steps=1,2,3")
     if steps[0] < 0 or steps[-1] > last:
         bound = f"must lie in 0..{last} with sample.num_steps={sample.num_steps}: the last step is never stochastic"
-        raise _refusal("sample.sde_steps", steps, bound, "drop the steps outside or raise sample.num_steps")
+        raise refusal("sample.sde_steps", steps, bound, "drop the steps outside or raise sample.num_steps")
     if sample.sde_window > len(steps):
         bound = f"must be at most the {len(steps)} step(s) of sample.sde_steps={steps}"
-        raise _refusal("sample.sde_window", sample.sde_window, bound, "0 takes all of them")
+        raise refusal("sample.sde_window", sample.sde_window, bound, "0 takes all of them")
 
 
 def _check_noise(config: Config) -> None:
@@ -276,35 +267,7 @@ def _check_noise(config: Config) -> None:
             )
         except ValueError as error:
             bound = f"does not work with sample.sde={sample.sde!r} at step {step} of sample.sde_steps: {error}"
-            raise _refusal("sample.noise_level", sample.noise_level, bound, "or drop that step") from None
-
-
-def _check_rewards(config: Config) -> None:
-    weights = config.reward.weights
-    for name, weight in weights.items():
-        if not 0 <= weight < math.inf:
-            bound = "must lie in [0, inf): every reward is written so that more is better"
-            raise _refusal(f"reward.weights.{name}", weight, bound, "0 measures it without training on it")
-    if not any(weights.values()):
-        bound = "must hold a weight above 0, or there is nothing to learn"
-        raise _refusal("reward.weights", weights, bound, "pass for example --config.reward.weights.target_view=1")
-    if config.eval.gold and weights.get(config.eval.gold):
-        bound = f"is trained on by reward.weights.{config.eval.gold}, must be an estimator that no reward uses"
-        raise _refusal("eval.gold", config.eval.gold, bound, f"pass --config.reward.weights.{config.eval.gold}=0")
-
-
-def _check_dynamic_sampling(config: Config) -> None:
-    dynamic, reward = config.dynamic_sampling, config.reward
-    if dynamic.metric and dynamic.metric not in reward.weights:
-        bound = f"must be one of the measured rewards {', '.join(reward.weights)}, or '' for all that have a weight"
-        way_out = f"pass --config.reward.weights.{dynamic.metric}=0 to measure it"
-        raise _refusal("dynamic_sampling.metric", dynamic.metric, bound, way_out)
-    if dynamic.enabled and reward.flat_eps < reward.adv_eps:
-        warnings.warn(
-            f"config.reward.flat_eps={reward.flat_eps:g} is below reward.adv_eps={reward.adv_eps:g}: dynamic sampling "
-            "will take groups for valid whose advantages are mostly rounding; raise reward.flat_eps",
-            stacklevel=2,
-        )
+            raise refusal("sample.noise_level", sample.noise_level, bound, "or drop that step") from None
 
 
 def _check_update(config: Config) -> None:
@@ -314,26 +277,26 @@ def _check_update(config: Config) -> None:
     held += f"num_batches_per_epoch {sample.num_batches_per_epoch})"
     if local % train.updates_per_epoch:
         bound = f"must divide {held}"
-        raise _refusal(
+        raise refusal(
             "train.updates_per_epoch", train.updates_per_epoch, bound, "pass --config.train.updates_per_epoch=1"
         )
     share = local // train.updates_per_epoch
     if train.batch_size > share:
         bound = f"must be at most {share}, one update's share of {held}"
-        raise _refusal("train.batch_size", train.batch_size, bound, f"pass --config.train.batch_size={share}")
+        raise refusal("train.batch_size", train.batch_size, bound, f"pass --config.train.batch_size={share}")
     if train.old_log_prob == "detach" and train.updates_per_epoch > 1:
         bound = f"is exact for one update per epoch only, got train.updates_per_epoch={train.updates_per_epoch}"
-        raise _refusal("train.old_log_prob", "detach", bound, "pass --config.train.old_log_prob=auto")
+        raise refusal("train.old_log_prob", "detach", bound, "pass --config.train.old_log_prob=auto")
     if config.model.compile and config.model.dtype == "bf16" and train.old_log_prob != "detach":
         # Measured: log-ratios of 5e-4 before any update, beside a clip_range of 1e-3.
         bound = "must be 'detach' while model.compile is true in bf16: compiled blocks round differently in an update"
-        raise _refusal("train.old_log_prob", train.old_log_prob, bound, "pass --config.train.old_log_prob=detach")
+        raise refusal("train.old_log_prob", train.old_log_prob, bound, "pass --config.train.old_log_prob=detach")
     if train.guard and train.step_weight != "none":
         bound = f"weighs the steps itself, so train.step_weight={train.step_weight!r} must be 'none'"
-        raise _refusal("train.guard", True, bound, "pass --config.train.step_weight=none")
+        raise refusal("train.guard", True, bound, "pass --config.train.step_weight=none")
     if config.eval.videos > config.eval.num_conditions:
         bound = f"must be at most eval.num_conditions={config.eval.num_conditions}"
-        raise _refusal("eval.videos", config.eval.videos, bound, "pass fewer videos or more conditions")
+        raise refusal("eval.videos", config.eval.videos, bound, "pass fewer videos or more conditions")
 
 
 def _check_sharding(config: Config) -> None:
@@ -343,8 +306,8 @@ def _check_sharding(config: Config) -> None:
         return
     if len(config.data.buckets) > 1:
         bound = f"allows one video size while train.sharding is {kind!r}: ranks may hold different numbers of each"
-        raise _refusal("data.buckets", config.data.buckets, bound, "pass one size or --config.train.sharding=ddp")
+        raise refusal("data.buckets", config.data.buckets, bound, "pass one size or --config.train.sharding=ddp")
     dynamic = config.dynamic_sampling
     if dynamic.enabled and dynamic.policy == "rebalance":
         bound = f"leaves ranks with different numbers of samples, must be another while train.sharding is {kind!r}"
-        raise _refusal("dynamic_sampling.policy", dynamic.policy, bound, "pass --config.dynamic_sampling.policy=pad")
+        raise refusal("dynamic_sampling.policy", dynamic.policy, bound, "pass --config.dynamic_sampling.policy=pad")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+Schedule = tuple[tuple[int, float], ...]  # (epoch, weight) points by rising epoch
+Gate = tuple[str, float]  # the reward that holds the gate, and its least value at which a copy passes
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -76,6 +79,8 @@ class RewardConfig:
     """Which rewards, and how they become advantages."""
 
     weights: dict[str, float]  # reward name -> weight
+    schedules: dict[str, Schedule]  # reward name -> its weight over the epochs, in place of the one above
+    gates: dict[str, Gate]  # reward name -> what decides whether it counts
     remote: dict[str, str]  # name -> address of the server that scores it, as "remote:<name>"
     remote_timeout: float  # seconds
     most_faults: float  # share of a step's samples

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from flow_grpo.config_types import Gate, Schedule
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -70,12 +72,6 @@ def _split(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return parse_all
 
 
-def _to_weights(value: Any) -> dict[str, float]:
-    if not isinstance(value, dict):
-        raise ValueError
-    return {_exactly(str)(name): _to_float(weight) for name, weight in value.items()}
-
-
 def _parse_weights(text: str) -> dict[str, float]:
     """Parse "target_view=1,source_match=0.3"."""
     pairs = [item.partition("=") for item in text.split(",")]
@@ -103,6 +99,61 @@ def _parse_addresses(text: str) -> dict[str, str]:
     return {name.strip(): address.strip() for name, _, address in pairs}
 
 
+def _parse_schedule(text: str) -> Schedule:
+    """Parse "0:0,50:1", epochs with their weights."""
+    pairs = [item.partition(":") for item in text.split(",")]
+    return tuple((int(epoch), float(weight)) for epoch, _, weight in pairs)
+
+
+def _to_schedule(value: Any) -> Schedule:
+    points = [_to_tuple(lambda item: item)(point) for point in _to_tuple(lambda item: item)(value)]
+    if not points or any(len(point) != 2 for point in points):
+        raise ValueError
+    return tuple((_exactly(int)(epoch), _to_float(weight)) for epoch, weight in points)
+
+
+def _parse_schedules(text: str) -> dict[str, Schedule]:
+    """Parse "target_view=1:1,50:0.2,motion_mag=0:0,50:1": a name, its points, the next name; nothing is no schedule."""
+    points: dict[str, list[str]] = {}
+    for item in filter(None, text.split(",")):
+        head, equals, tail = item.partition("=")
+        if equals:
+            name = head.strip()
+            points[name] = []
+        elif not points:
+            raise ValueError
+        points[name].append(tail if equals else item)
+    return {name: _parse_schedule(",".join(own)) for name, own in points.items()}
+
+
+def _parse_gate(text: str) -> Gate:
+    """Parse "source_match:-0.05"; the name may hold colons itself."""
+    name, _, threshold = text.rpartition(":")
+    return name.strip(), float(threshold)
+
+
+def _to_gate(value: Any) -> Gate:
+    pair = _to_tuple(lambda item: item)(value)
+    if len(pair) != 2:
+        raise ValueError
+    return _exactly(str)(pair[0]), _to_float(pair[1])
+
+
+def _parse_gates(text: str) -> dict[str, Gate]:
+    """Parse "pose_rot=source_match:-0.05,pose_trans=source_match:-0.05"; nothing at all is no gate."""
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    return {name.strip(): _parse_gate(gate) for name, _, gate in pairs}
+
+
+def _to_table(convert: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
+    def convert_all(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ValueError
+        return {_exactly(str)(name): convert(entry) for name, entry in value.items()}
+
+    return convert_all
+
+
 KINDS: dict[Any, Kind] = {
     bool: Kind("true or false", "true", _to_bool, _exactly(bool)),
     int: Kind("a whole number", "8", int, _exactly(int)),
@@ -117,5 +168,21 @@ KINDS: dict[Any, Kind] = {
         _parse_addresses,
         _to_addresses,
     ),
-    dict[str, float]: Kind("names with weights", "target_view=1,source_match=0.3", _parse_weights, _to_weights),
+    dict[str, float]: Kind(
+        "names with weights", "target_view=1,source_match=0.3", _parse_weights, _to_table(_to_float)
+    ),
+    Schedule: Kind("epochs with weights", "0:0,50:1", _parse_schedule, _to_schedule),
+    dict[str, Schedule]: Kind(
+        "names with epochs and weights",
+        "target_view=0:1,50:0.2,source_match=0:0,50:1",
+        _parse_schedules,
+        _to_table(_to_schedule),
+    ),
+    Gate: Kind("a reward's name with its least value", "source_match:-0.05", _parse_gate, _to_gate),
+    dict[str, Gate]: Kind(
+        "names with the reward that decides and its least value",
+        "pose_rot=source_match:-0.05,pose_trans=source_match:-0.05",
+        _parse_gates,
+        _to_table(_to_gate),
+    ),
 }

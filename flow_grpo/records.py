@@ -56,6 +56,11 @@ class Condition:
     source_id: str = ""
 
     @property
+    def camera(self) -> str:
+        """The kind of camera it asks for: the motion's name when known, else the target camera's."""
+        return self.preset or self.target_camera
+
+    @property
     def size(self) -> tuple[int, int, int]:
         """Video frames, rows and columns (T, h, w); conditions of one size can share a call."""
         frames, height, width = self.source_video.shape[1:]

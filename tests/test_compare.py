@@ -118,6 +118,95 @@ def test_advantages_compare_within_groups_and_mask_what_failed():
     assert metrics["reward/brightness_percent"] == pytest.approx(320)
 
 
+def of_two(values, holder, gids, **changes):
+    """Return gathered facts of two rewards; NaN is not valid."""
+    rewards = {"pose": torch.tensor(values, dtype=torch.float64), "source": torch.tensor(holder, dtype=torch.float64)}
+    valid = {name: column.isfinite() for name, column in rewards.items()}
+    return gathered_of(values, gids, rewards=rewards, valid=valid, info={}, **changes)
+
+
+POSE = reward_config(weights={"pose": 1.0, "source": 0.0}, gates={"pose": ("source", 0.5)})
+
+
+def test_a_gated_reward_counts_only_where_its_gate_holds():
+    """A group of two whose better pose lost the source, one in which both lost it, one without a gate to fail."""
+    gathered = of_two([1.0, 3.0, 1.0, 3.0, 1.0, 3.0], [0.9, 0.1, 0.1, 0.1, 0.5, 0.9], [7, 7, 8, 8, 9, 9])
+    compared = compare.advantages(gathered, POSE, k=2, floors={"pose": 0.1})
+    near = 0.1 / 0.1001  # 1.0 against 0.8: half their distance over std + adv_eps
+    assert compared.advantages.tolist() == pytest.approx([near, -near, 0, 0, -1 / 1.0001, 1 / 1.0001])
+    assert compared.flat.tolist() == [False, True, False]
+    metrics = compare.reward_metrics(gathered, POSE.weights) | compare.rule_metrics(gathered, POSE)
+    assert metrics["reward/pose_mean"] == 2.0  # as measured
+    assert metrics["reward/pose_gated"] == pytest.approx(3 / 6)
+    assert "reward/source_gated" not in metrics
+
+
+def test_a_gate_that_was_not_measured_leaves_its_reward_without_a_value():
+    gathered = of_two([1.0, 3.0, 1.0, 3.0], [float("nan"), 0.9, 0.1, 0.9], [7, 7, 8, 8])
+    compared = compare.advantages(gathered, POSE, k=2, floors={"pose": 0.1})
+    assert compared.incomplete.tolist() == [True, False]  # one valid copy is none to compare with
+    assert compared.advantages[:2].tolist() == [0.0, 0.0]
+    assert compare.rule_metrics(gathered, POSE)["reward/pose_gated"] == pytest.approx(1 / 3)
+    none = of_two([1.0, 3.0], [float("nan")] * 2, [7, 7])
+    assert "reward/pose_gated" not in compare.rule_metrics(none, POSE)
+
+
+def test_gates_compare_with_what_was_measured_whatever_stands_before_the_holder():
+    both = reward_config(
+        weights={"pose": 1.0, "source": 1.0}, gates={"pose": ("source", 0.5), "source": ("pose", 2.0)}, flat_eps=0.0
+    )
+    gathered = of_two([1.0, 3.0], [0.9, 0.4], [7, 7])
+    found = compare.gated(gathered, both, {"pose": 0.1, "source": 0.01})
+    assert found["pose"].values.tolist() == pytest.approx([1.0, 0.8])
+    assert found["source"].values.tolist() == pytest.approx([0.38, 0.4])
+
+
+def test_the_weights_of_an_epoch_decide_what_is_flat_and_what_is_missing():
+    fading = reward_config(
+        weights={"pose": 1.0, "source": 1.0}, schedules={"pose": ((0, 1.0), (4, 0.0)), "source": ((0, 0.0), (4, 2.0))}
+    )
+    gathered = of_two([1.0, 3.0, 5.0, float("nan")], [0.5, 0.5, 0.0, 1.0], [7, 7, 8, 8])
+    begun, middle, ended = (compare.in_epoch(fading, epoch) for epoch in (0, 2, 9))
+    assert [config.weights for config in (begun, middle, ended)] == [
+        {"pose": 1.0, "source": 0.0},
+        {"pose": 0.5, "source": 1.0},
+        {"pose": 0.0, "source": 2.0},
+    ]
+    judged = [compare.advantages(gathered, config, k=2, floors={}) for config in (begun, middle, ended)]
+    assert [j.flat.tolist() for j in judged] == [[False, False], [False, False], [True, False]]
+    assert [j.incomplete.tolist() for j in judged] == [[False, True], [False, True], [False, False]]
+    assert judged[1].advantages.tolist() == pytest.approx([-0.5, 0.5, 0, 0])
+    assert judged[2].advantages.tolist() == pytest.approx([0, 0, -2 / 1.0002, 2 / 1.0002])
+    assert compare.rule_metrics(gathered, middle) == {"reward/pose_weight": 0.5, "reward/source_weight": 1.0}
+    assert compare.in_epoch(middle, 9) == ended
+
+
+def _gated_advantages(ranks: Ranks) -> list[float]:
+    """Gather 8 groups of 4 with two scripted rewards, and compare; returns them by gid and slot."""
+    rows = [row for rank in range(8) for row in _rows_of_the_example(rank)]
+    mine = rows[ranks.rank * 32 // ranks.world_size : (ranks.rank + 1) * 32 // ranks.world_size]
+    batch = scored(ToyPolicy(), [dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in mine])
+    draws = [torch.Generator().manual_seed(gid + slot) for gid, slot in mine]
+    columns = torch.stack([torch.rand(2, generator=draw) for draw in draws]).unbind(dim=1)
+    holder_valid = columns[1] < 0.9
+    rewards = {
+        "pose": RewardResult(columns[0], torch.ones(len(mine), dtype=torch.bool), ("",) * len(mine)),
+        "source": RewardResult(columns[1], holder_valid, tuple("" if fine else "late" for fine in holder_valid)),
+    }
+    gathered = compare.gather([dataclasses.replace(batch, rewards=rewards)], ranks)
+    compared = compare.advantages(gathered, POSE, k=4, floors={"pose": 0.01})
+    assert 0.2 < compare.rule_metrics(gathered, POSE)["reward/pose_gated"] < 0.8
+    order = sorted(range(32), key=lambda row: (int(gathered.gids[row]), int(gathered.slots[row])))
+    return compared.advantages[order].tolist()
+
+
+def test_gates_know_no_ranks():
+    alone = _gated_advantages(Ranks())
+    assert any(alone)
+    for everyone in (run_ranks(_gated_advantages, 2), run_ranks(_gated_advantages, 8)):
+        assert all(found == pytest.approx(alone, rel=1e-12, abs=1e-12) for found in everyone)
+
+
 def test_a_floor_makes_a_group_flat():
     gathered = gathered_of([1.0, 1.3, 1.0, 2.0], [7, 7, 8, 8])
     compared = compare.advantages(gathered, REWARD, k=2, floors={"brightness": 0.5})
@@ -183,16 +272,19 @@ def failing(count: int, of: int = 8) -> list[ScoredBatch]:
     return [dataclasses.replace(batch, rewards={"brightness": result})]
 
 
-def judge(batches: list[ScoredBatch], *, weight: float = 1.0, most: float = 0.25, ranks: Ranks = Ranks()) -> str:  # noqa: B008
+def judge(batches: list[ScoredBatch], *, most: float = 0.25, ranks: Ranks = Ranks(), **knobs) -> str:  # noqa: B008
     try:
-        compare.check_faults(batches, compare.gather(batches, ranks), {"brightness": weight}, most, ranks)
+        config = reward_config(most_faults=most, **knobs)
+        compare.check_faults(batches, compare.gather(batches, ranks), config, ranks)
     except compare.RewardFaultError as error:
         return str(error)
     return ""
 
 
 def test_more_faults_than_allowed_stop_the_run_with_their_cause():
-    assert judge(failing(2)) == judge(failing(3), weight=0.0) == judge(failing(8), most=1.0) == ""
+    idle = {"weights": {"brightness": 0.0, "other": 1.0}}
+    assert judge(failing(2)) == judge(failing(3), **idle) == judge(failing(8), most=1.0) == ""
+    assert "3 of 8" in judge(failing(3), **idle, gates={"other": ("brightness", 0.5)})
     said = judge(failing(3))
     assert "reward brightness failed to measure 3 of 8 samples" in said and "the server is dead" in said
 

@@ -91,6 +91,33 @@ def test_servers_join_like_weights() -> None:
     }
 
 
+def test_schedules_and_gates_join_entry_by_entry() -> None:
+    assert load().reward.schedules == load().reward.gates == {}
+    ramp, hold = "--config.reward.schedules.target_view=0:0,50:1", "--config.reward.gates.target_view=source_match:0.5"
+    later = "--config.reward.schedules.source_match=0:1"
+    reward = load(ramp, hold, later).reward
+    assert reward.schedules == {"target_view": ((0, 0.0), (50, 1.0)), "source_match": ((0, 1.0),)}
+    assert reward.gates == {"target_view": ("source_match", 0.5)}
+    assert load(ramp, "--config.reward.schedules=").reward.schedules == {}
+    assert to_dict(load(ramp))["reward"]["schedules"] == {"target_view": [[0, 0.0], [50, 1.0]]}
+
+
+def test_a_recipe_writes_schedules_and_gates_as_tuples_or_lists(tmp_path: Path) -> None:
+    file = tmp_path / "recipes.py"
+    file.write_text(
+        "from config.base import get_config\n\n"
+        "def mine():\n"
+        "    config = get_config()\n"
+        "    config.reward.weights.source_match = 0.0\n"
+        "    config.reward.schedules.target_view = ((0, 0.5), (9, 1))\n"
+        "    config.reward.gates.target_view = ['source_match', 0]\n"
+        "    return config\n"
+    )
+    reward = load_config(f"{file}:mine", ["--config.reward.schedules.source_match=0:1"]).reward
+    assert reward.schedules == {"target_view": ((0, 0.5), (9, 1.0)), "source_match": ((0, 1.0),)}
+    assert reward.gates == {"target_view": ("source_match", 0.0)}
+
+
 def test_argparse_hands_overrides_through_in_order() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--config", required=True)
@@ -143,6 +170,11 @@ def test_an_unknown_recipe_is_refused_with_what_there_is(spec: str, parts: list[
         (["--config.sample.max_step_std=low"], ["got 'low'", "a number or none"]),
         (["--config.sample.sde_steps=1,x"], ["got '1,x'", "whole numbers separated by commas"]),
         (["--config.reward.weights=target_view"], ["names with weights", "target_view=1"]),
+        (["--config.reward.schedules.target_view=0-1"], ["epochs with weights", "schedules.target_view=0:0,50:1"]),
+        (["--config.reward.schedules.target_view=0.5:1"], ["got '0.5:1'", "epochs with weights"]),
+        (["--config.reward.schedules=0:1"], ["names with epochs and weights", "target_view=0:1,50:0.2"]),
+        (["--config.reward.gates.pose_rot=source_match"], ["a reward's name with its least value", "match:-0.05"]),
+        (["--config.reward.gates.pose_rot=motion_mag:low"], ["got 'motion_mag:low'"]),
         (["--config.reward.weights.target_view=much"], ["config.reward.weights.target_view: got 'much'", "a number"]),
     ],
 )

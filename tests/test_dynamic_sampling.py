@@ -22,7 +22,7 @@ from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.distributed import Ranks
 from tests.rounds import Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
-from tests.toy import ToyPolicy, collector, sample_config, updater, weights_of
+from tests.toy import ToyPolicy, collector, reward_config, sample_config, updater, weights_of
 from tests.workers import run_ranks
 
 LOCAL = 16  # 4 ranks of 16 samples: the document's reference size, target 64
@@ -356,6 +356,25 @@ def test_a_group_may_be_judged_by_one_named_reward():
     _, metrics = sampling.choose(collected, judged, rounds.draw)
     assert metrics["dyn/flat_groups"] == 3.0
     assert metrics["dyn/valid_groups_ratio_initial"] == 0.25
+
+
+def test_groups_are_judged_behind_the_gates_and_by_the_weights_of_the_epoch():
+    """A group in which no copy keeps the source is flat; one whose only difference is the gate is not."""
+    sampling = dynamic(Ranks(), local=16)
+    _, gathered = Rounds(Ranks(), kinds_of([2], 4), local=16).draw(0)
+    holder = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)[gathered.gids] * (gathered.slots != 2)
+    judged = dataclasses.replace(
+        gathered,
+        rewards=gathered.rewards | {"source": holder},
+        valid=gathered.valid | {"source": torch.ones(16, dtype=torch.bool)},
+    )
+    gates = {"scripted": ("source", 0.5)}
+    sampling.reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, gates=gates, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "valid", "flat", "valid"]
+    sampling.reward = reward_config(weights={"scripted": 0.0, "source": 1.0}, gates=gates, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "valid", "flat", "valid"]
+    sampling.reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0)] == ["valid", "valid", "flat", "flat"]
 
 
 def test_a_range_at_the_floor_is_flat_and_one_above_it_is_not():

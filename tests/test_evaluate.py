@@ -91,17 +91,29 @@ def test_presets_have_their_own_rows():
     assert found.presets[1]["trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
 
 
-def _evaluate(ranks: Ranks) -> tuple[dict[str, float], list, int]:
+def test_kinds_of_camera_have_their_own_means_and_shares():
+    found = evaluator(number=12).run().by_camera
+    assert {name.split("/")[1] for name in found} == {"pan_right", "zoom_in", "cam02"}
+    assert found["eval_by_camera/pan_right/trans_err_m"] == pytest.approx((0 + 3 + 6 + 9) / 4)
+    assert found["eval_by_camera/zoom_in/trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
+    assert found["eval_by_camera/zoom_in/trans_err_m_valid"] == pytest.approx(3 / 4)
+    assert found["eval_by_camera/cam02/trans_err_m"] == pytest.approx((2 + 5 + 8 + 11) / 4)
+    assert found["eval_by_camera/cam02/brightness_valid"] == pytest.approx(3 / 4)
+    assert "eval_by_camera/pan_right/brightness_valid" not in found
+
+
+def _evaluate(ranks: Ranks) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
     found = evaluator(ranks).run()
-    return found.metrics, found.presets, len(found.clips)
+    return (found.metrics, found.by_camera), found.presets, len(found.clips)
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_any_number_of_ranks_gives_the_same_numbers(world_size):
-    metrics, presets, _ = _evaluate(Ranks())
+    (metrics, by_camera), presets, _ = _evaluate(Ranks())
     results = run_ranks(_evaluate, world_size)
     assert all(result[:2] == results[0][:2] for result in results)
-    assert results[0][0] == pytest.approx(metrics, rel=1e-6)
+    assert results[0][0][0] == pytest.approx(metrics, rel=1e-6)
+    assert results[0][0][1] == pytest.approx(by_camera, rel=1e-6)
     assert [row["count"] for row in results[0][1]] == [row["count"] for row in presets]
     assert [clips for *_, clips in results[1:]] == [0] * (world_size - 1)
 

@@ -247,6 +247,13 @@ def test_presets_are_named_where_they_are_known(original):
     assert [dataset.condition(index).preset for index in range(4)] == ["zoom_in", "translate_up", None, None]
 
 
+def test_the_kinds_of_camera_are_those_of_the_conditions(original):
+    dataset = MultiCamDataset(original, "train", num_frames=FRAMES, height=16, width=24, prompt="")
+    kinds = dataset.cameras()
+    assert kinds[:3] == ["zoom_in", "translate_up", "cam10"]
+    assert kinds == [dataset.condition(index).camera for index in range(len(dataset))]
+
+
 def test_larger_videos_are_resized_and_cropped(original):
     condition = open_split(original, height=8, width=8).condition(0)
     assert condition.target_video.shape == (3, FRAMES, 8, 8)

@@ -236,6 +236,27 @@ def test_a_remote_reward_is_one_of_a_set():
         assert pickle.loads(pickle.dumps(both))(VIDEOS, CONDITIONS)["remote:beauty"].valid.all()
 
 
+def test_what_a_server_did_is_told_once_and_the_whole_run_is_remembered():
+    with ScriptedServer(FINE, FINE, answer({}, 400), FINE) as server:
+        judge = reward(server)
+        assert [(name, math.isnan(value)) for name, value in judge.stats().items()] == [
+            ("calls", False),
+            ("failures", False),
+            ("p50_s", True),
+            ("p95_s", True),
+        ]
+        for _ in range(3):
+            judge(VIDEOS, CONDITIONS)
+        first, second = judge.stats(), judge.stats()
+        assert (first["calls"], first["failures"]) == (3, 1)
+        assert 0 < first["p50_s"] <= first["p95_s"] < 3
+        assert (second["calls"], second["failures"]) == (0, 0)
+        judge(VIDEOS, CONDITIONS)
+        assert judge.stats()["calls"] == 1
+        assert (judge.latency.count, judge.latency.failed) == (4, 1)
+        assert RewardSet([judge], {judge.name: 1.0}).stats()[judge.name]["calls"] == 0
+
+
 def test_percentiles_are_known_to_a_quarter_and_the_longest_exactly():
     latency = Latency()
     assert math.isnan(latency.percentile(0.5)) and str(latency) == "no requests"

@@ -118,6 +118,23 @@ def test_a_set_knows_its_floors_and_weights():
     assert chosen.weights == {"fine": 0.5}
 
 
+class Asking(Fake):
+    """Has a server that fails every other call."""
+
+    calls = 0.0
+
+    def stats(self):
+        self.calls += 2
+        return {"calls": self.calls, "failures": self.calls / 2, "p50_s": 1.0, "p95_s": 2.0}
+
+
+def test_only_rewards_with_a_server_tell_how_it_fared():
+    chosen = RewardSet([Fake("fine", result), Asking("asked", result)], {"fine": 1.0, "asked": 0.0})
+    assert chosen.stats() == {"asked": {"calls": 2.0, "failures": 1.0, "p50_s": 1.0, "p95_s": 2.0}}
+    assert chosen.stats()["asked"]["calls"] == 4.0
+    assert RewardSet([Fake("fine", result)], {"fine": 1.0}).stats() == {}
+
+
 def test_an_unknown_reward_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"reward is 'beauty', must be one of target_view, .*room_pose"):
         build_reward("beauty", data_root="data")

@@ -175,11 +175,12 @@ def test_wandb_shows_the_groups_as_sections_over_their_own_axes(tmp_path: Path, 
     arguments = wandb.init.call_args.kwargs
     assert (arguments["name"], arguments["dir"], arguments["config"]) == ("run", str(tmp_path / "run"), CONFIG)
     axes = {call.args[0]: call.kwargs.get("step_metric") for call in wandb.run.define_metric.call_args_list}
-    epoch_groups = ("reward", "policy", "dyn", "train", "time", "system")
+    epoch_groups = ("reward", "reward_by_camera", "policy", "dyn", "train", "time", "system", "server")
     assert axes == {
         "train/epoch": None,
         "eval/epoch": None,
         "eval/*": "eval/epoch",
+        "eval_by_camera/*": "eval/epoch",
         **{f"{group}/*": "train/epoch" for group in epoch_groups},
     }
     tracker.log({"reward/mean": 0.5}, 3)

@@ -17,6 +17,7 @@ import torch
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video, write_video
+from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.rewards import target_view
 from flow_grpo.runtime import checkpoint, distributed, plots, state_files
@@ -92,7 +93,10 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     for name in ("eval/target_view_psnr_db", "eval/trans_err_m", "eval/rot_err_deg"):
         assert {name} <= set(summary["before"]) & set(summary["after"])
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
-    assert groups == {"reward", "policy", "dyn", "eval", "train", "time", "system"}
+    by_camera = {"reward_by_camera", "eval_by_camera"}
+    assert groups == by_camera | {"reward", "policy", "dyn", "eval", "train", "time", "system"}
+    cameras = {name.split("/")[1] for row in metrics_of(run) for name in row if name.startswith("reward_by_camera/")}
+    assert cameras and cameras <= set(PRESETS)
     names = [path.name for path in sorted((run / "videos").glob("*.mp4"))]
     assert [name.partition("_val")[0].partition("_train-")[0] for name in names] == [
         *(f"eval_00000{step}" for step in range(3)),

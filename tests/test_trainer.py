@@ -241,6 +241,65 @@ def test_an_epoch_with_some_signal_takes_its_step_even_so(a_trainer, tmp_path):
     assert row["train/updates"] == 1.0
 
 
+def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninterrupted_one(a_trainer, tmp_path):
+    fading = reward_config(weights={"brightness": 9.0}, schedules={"brightness": ((0, 1.0), (2, 0.5))})
+    run(a_trainer(reward=fading))
+    rows = metrics_of(tmp_path)
+    assert [row["reward/brightness_weight"] for row in rows] == [1.0, 0.75, 0.5]
+    assert [row["reward/mean"] / row["reward/brightness_mean"] for row in rows] == pytest.approx([1.0, 0.75, 0.5])
+    sizes = [row["reward/advantage_abs"] for row in rows]
+    resumed = a_trainer(reward=fading)
+    resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[0], ranks=Ranks())  # after epoch 1
+    resumed.evaluate_before()
+    for epoch in resumed.epochs():
+        train_epoch(resumed, epoch)
+    assert resumed.metrics["reward/brightness_weight"] == 0.5
+    assert resumed.metrics["reward/advantage_abs"] == sizes[2]
+
+
+def test_dynamic_sampling_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path):
+    rising = reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
+    run(a_trainer(reward=rising, dynamic_sampling=DYNAMIC))
+    rows = metrics_of(tmp_path)
+    found = [row["dyn/reward_mean_before"] / row["reward/brightness_mean"] for row in rows]
+    assert found == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path):
+    class Asked(BrightnessReward):
+        calls = 0
+
+        def __call__(self, videos, conditions):
+            self.calls += 1
+            return super().__call__(videos, conditions)
+
+        def stats(self):
+            told = {"calls": float(self.calls), "failures": 0.0, "p50_s": 0.25, "p95_s": 0.5}
+            self.calls = 0
+            return told
+
+    trainer = a_trainer(num_epochs=2)
+    trainer.collector.rewards = RewardSet([Asked()], {"brightness": 1.0})
+    trainer.cameras = tuple(("pan", "zoom")[index % 2] for index in range(24))
+    run(trainer)
+    rows = metrics_of(tmp_path)
+    assert [row["server/brightness_calls"] for row in rows] == [2.0, 2.0]
+    assert all(row["server/brightness_p95_s"] == 0.5 for row in rows)
+    for row in rows:
+        by_camera = [row[f"reward_by_camera/{kind}/brightness"] for kind in ("pan", "zoom") if _has(row, kind)]
+        assert min(by_camera) <= row["reward/brightness_mean"] <= max(by_camera)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(
+        "eval_by_camera/cam02/brightness" in line or "eval_by_camera/zoom_in/brightness" in line for line in lines
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert not [name for name in summary["before"] if name.startswith("eval_by_camera")]
+
+
+def _has(row: dict[str, float], kind: str) -> bool:
+    return f"reward_by_camera/{kind}/brightness" in row
+
+
 def test_every_metric_of_the_note_is_recorded(a_trainer, tmp_path):
     run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
     (row,) = metrics_of(tmp_path)

@@ -176,22 +176,6 @@ def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **
     return own_rows(everything([merged], gathered, Ranks()), compared, Ranks())
 
 
-def reward_config(**changes: Any) -> RewardConfig:
-    """Return the toy's reward, of which almost any difference counts."""
-    values: dict[str, Any] = {
-        "weights": {"brightness": 1.0},
-        "remote": {},
-        "remote_timeout": 1.0,
-        "most_faults": 0.1,
-        "overlap": True,
-        "adv_norm": "group",
-        "adv_eps": 1e-4,
-        "adv_ddof": 0,
-        "flat_eps": 1e-6,
-    }
-    return RewardConfig(**(values | changes))
-
-
 def train_config(**changes: Any) -> TrainConfig:
     """Return settings that suit the toy."""
     values: dict[str, Any] = {
@@ -213,6 +197,24 @@ def train_config(**changes: Any) -> TrainConfig:
         "ema_decay": 0.0,
     }
     return TrainConfig(**(values | changes))
+
+
+def reward_config(**changes: Any) -> RewardConfig:
+    """Return settings over the toy's reward, which take every difference for one."""
+    values: dict[str, Any] = {
+        "weights": {"brightness": 1.0},
+        "schedules": {},
+        "gates": {},
+        "remote": {},
+        "remote_timeout": 120.0,
+        "most_faults": 0.1,
+        "overlap": True,
+        "adv_norm": "group",
+        "adv_eps": 1e-4,
+        "adv_ddof": 0,
+        "flat_eps": 1e-6,
+    }
+    return RewardConfig(**(values | changes))
 
 
 def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, ranks: Ranks | None = None, **changes: Any) -> Updater:

@@ -12,6 +12,7 @@ from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout import check_noise
 from flow_grpo.config_types import RewardConfig, SampleConfig
 from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
+from flow_grpo.maths.reward_rules import Gated, gate, weights_at
 from flow_grpo.records import Experience, Rows, ScoredBatch, TrainingBatch, TrainingPart
 from flow_grpo.runtime.distributed import Ranks
 
@@ -150,6 +151,28 @@ def show_gathered(
         debug_print.show(debug_print.gathered_lines(len(everyone), sample.k))
 
 
+def in_epoch(config: RewardConfig, epoch: int) -> RewardConfig:
+    """Return the settings with the weights that hold in an epoch; whoever compares samples takes those."""
+    return dataclasses.replace(config, weights=weights_at(config.weights, config.schedules, epoch))
+
+
+def gated(gathered: Gathered, config: RewardConfig, floors: Mapping[str, float]) -> dict[str, Gated]:
+    """Return every reward behind a gate as advantages are to see it, see `maths.reward_rules.gate`."""
+    rewards, valid = gathered.rewards, gathered.valid
+    return {
+        name: gate(
+            rewards[name],
+            valid[name],
+            rewards[holder],
+            valid[holder],
+            gathered.gids,
+            threshold=threshold,
+            floor=max(floors.get(name, 0.0), config.flat_eps),
+        )
+        for name, (holder, threshold) in config.gates.items()
+    }
+
+
 def advantages(
     gathered: Gathered, config: RewardConfig, *, k: int, floors: Mapping[str, float], metric: str = ""
 ) -> CombinedAdvantages:
@@ -157,14 +180,15 @@ def advantages(
 
     Args:
         gathered: all ranks' rewards, whole groups.
-        config: weights and normalisation.
+        config: weights of the epoch, gates and normalisation.
         k: group size.
         floors: reward name -> range below which a group is flat in it.
         metric: the one reward to compare by, of weight 1 and alone; "" takes the weighted rewards.
     """
+    behind = gated(gathered, config, floors)
     return combine_rewards(
-        gathered.rewards,
-        gathered.valid,
+        gathered.rewards | {name: found.values for name, found in behind.items()},
+        gathered.valid | {name: found.valid for name, found in behind.items()},
         {metric: 1.0} if metric else config.weights,
         gathered.gids,
         k=k,
@@ -197,8 +221,17 @@ def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> Trai
     return TrainingBatch(tuple(parts), max(map(len, chosen.placement)), chosen.as_rolled_out)
 
 
+def rule_metrics(gathered: Gathered, config: RewardConfig) -> dict[str, float]:
+    """Return the weight of every reward, and of those behind a gate the share of known copies that it stops."""
+    metrics = {f"reward/{name}_weight": weight for name, weight in config.weights.items()}
+    for name, found in gated(gathered, config, floors={}).items():
+        if found.valid.any():
+            metrics[f"reward/{name}_gated"] = float(found.failed.sum() / found.valid.sum())
+    return metrics
+
+
 def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return `reward/` statistics over all samples.
+    """Return `reward/` statistics over all samples, of the values as they were measured.
 
     Per reward: mean and std over valid samples, share of valid samples, and over groups the mean std and the 10th, 50th
     and 90th percentile of the range, which `reward.flat_eps` is compared with; `reward/mean` and its like are those of
@@ -213,29 +246,29 @@ def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str
     return metrics | _statistics("reward/", *weighted_sum(gathered, weights), gathered.gids)
 
 
-def check_faults(
-    batches: Sequence[ScoredBatch], gathered: Gathered, weights: Mapping[str, float], most: float, ranks: Ranks
-) -> None:
+def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, ranks: Ranks) -> None:
     """Refuse to learn from a step in which too much could not be measured; alike on every rank.
 
     Args:
         batches: this rank's samples.
         gathered: all ranks' samples.
-        weights: reward name -> weight; rewards of weight 0 may fail.
-        most: share of the samples that a reward may fail to measure.
+        config: weights of the epoch, gates and `most_faults`, the share of the samples that a reward may fail to
+            measure; one without weight may fail altogether, unless it holds the gate of one with weight.
         ranks: who takes part; every rank must call it.
 
     Raises:
         RewardFaultError: it failed on more.
     """
+    weighted = {name for name, weight in config.weights.items() if weight}
+    needed = weighted | {holder for name, (holder, _) in config.gates.items() if name in weighted}
     for name, faulty in gathered.faulty.items():
         count = int(faulty.sum())
-        if weights[name] and count > most * len(faulty):
+        if name in needed and count > config.most_faults * len(faulty):
             causes = [text for text in ranks.gather_text(_first_fault(batches, name)) if text]
             raise RewardFaultError(
                 f"reward {name} failed to measure {count} of {len(faulty)} samples, more than the share "
-                f"reward.most_faults={most:g} ({causes[0]}); mend that and go on with --config.resume=auto and the "
-                f"run's name, or train without it, --config.reward.weights.{name}=0"
+                f"reward.most_faults={config.most_faults:g} ({causes[0]}); mend that and go on with "
+                "--config.resume=auto and the run's name, or train without it"
             )
 
 

@@ -31,7 +31,7 @@ class DynamicSampling:
 
     Attributes:
         config: the knobs of `dynamic_sampling`.
-        reward: weights and floors that say which groups are flat.
+        reward: weights, gates and normalisation of the epoch in progress, which say which groups are flat.
         floors: reward name -> range below which a group is flat in it.
         k: group size.
         local: samples of a rank and round.

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.reward_log import pooled
 from flow_grpo.algorithm.rollout import SdeSettings, rollout
 from flow_grpo.algorithm.scoring import score
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
@@ -86,11 +87,13 @@ class Evaluation:
     Attributes:
         metrics: `eval/` name -> mean over the conditions that have a value, with the share of those as
             `<name>_valid` where it is below 1.
+        by_camera: `eval_by_camera/` kind of camera / name -> the same means and shares over its conditions.
         presets: one row per camera preset: "preset", "count" and the same means.
         clips: the first videos, on rank 0; empty elsewhere.
     """
 
     metrics: dict[str, float]
+    by_camera: dict[str, float]
     presets: list[dict[str, Any]]
     clips: list[Clip]
 
@@ -201,7 +204,9 @@ class Evaluator:
             columns |= _columns(self.gold.name, self.gold(scores.videos, conditions), prefix="")
         for row, (position, condition) in enumerate(zip(positions, conditions, strict=True)):
             values = {name: float(column[row]) for name, column in columns.items()}
-            rows.append({"position": position, "preset": condition.preset or "", "values": values})
+            rows.append(
+                {"position": position, "camera": condition.camera, "preset": condition.preset or "", "values": values}
+            )
             if self.ranks.is_main and len(clips) < self.settings.videos:
                 clips.append(make_clip(condition, scores.videos[row], {name: values[name] for name in scores.rewards}))
 
@@ -218,7 +223,18 @@ class Evaluator:
         presets: list[dict[str, Any]] = [
             {"preset": preset, "count": len(own)} | _means(own) for preset, own in sorted(by_preset.items()) if preset
         ]
-        return Evaluation({f"eval/{name}": value for name, value in metrics.items()}, presets, clips)
+        by_camera = _by_camera([row["camera"] for row in ordered], values)
+        return Evaluation({f"eval/{name}": value for name, value in metrics.items()}, by_camera, presets, clips)
+
+
+def _by_camera(cameras: Sequence[str], values: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return means and shares of values for every kind of camera, rare ones together."""
+    kinds = pooled(cameras)
+    metrics: dict[str, float] = {}
+    for kind in sorted(set(kinds)):
+        own = [row for row, camera in zip(values, kinds, strict=True) if camera == kind]
+        metrics |= {f"eval_by_camera/{kind}/{name}": value for name, value in (_means(own) | _validity(own)).items()}
+    return metrics
 
 
 def write_clips(folder: Path, prefix: str, clips: Sequence[Clip]) -> list[Path]:

@@ -18,9 +18,10 @@ from flow_grpo.algorithm.compare import Chosen, Gathered
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collected, Collector
 from flow_grpo.algorithm.evaluate import Clip, Evaluation, Evaluator, make_clip, write_clips
+from flow_grpo.algorithm.reward_log import camera_metrics, server_metrics
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater
-from flow_grpo.config_types import Config
+from flow_grpo.config_types import Config, RewardConfig
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import TrainingBatch
@@ -46,6 +47,7 @@ class Trainer:
         device: this rank's device.
         run_folder: where the run's files are.
         dynamic_sampling: draws further rounds when groups are flat, or None.
+        cameras: the kind of camera of every training condition, for statistics; none keeps none.
     """
 
     config: Config
@@ -59,6 +61,7 @@ class Trainer:
     device: torch.device
     run_folder: Path
     dynamic_sampling: DynamicSampling | None = None
+    cameras: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
@@ -66,6 +69,11 @@ class Trainer:
         self._saved = self.state.finished
         self._evaluated: tuple[int, dict[str, float]] | None = None
         self._begun: dict[str, Any] = self.state.sampler.state_dict()
+
+    @property
+    def reward(self) -> RewardConfig:
+        """The reward settings of the epoch in progress."""
+        return compare.in_epoch(self.config.reward, self.state.finished)
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left, until the configured time is used up; count the time between."""
@@ -90,7 +98,8 @@ class Trainer:
         """Exchange the small facts of all samples and check that they are whole groups."""
         gathered = self._gather(collected)
         with self.ranks.together("measuring"):
-            self.metrics |= compare.reward_metrics(gathered, self.config.reward.weights)
+            self.metrics |= compare.reward_metrics(gathered, self.reward.weights)
+            self.metrics |= compare.rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
             if self.dynamic_sampling is None:  # which judges by itself, maybe by another reward
                 self.metrics |= compare.group_metrics(self._advantages(gathered))
         return gathered
@@ -105,6 +114,7 @@ class Trainer:
             fresh = self._collect(epoch, f"resample #{number}")
             return fresh, self._gather(fresh)
 
+        self.dynamic_sampling.reward = self.reward
         chosen, metrics = self.dynamic_sampling.choose(collected, gathered, another_round)
         self.metrics |= metrics
         return chosen
@@ -137,6 +147,7 @@ class Trainer:
         metrics = self.metrics | self.clock.metrics()
         metrics["time/epoch_s"] = seconds
         metrics["system/samples_per_s"] = samples / seconds
+        metrics |= server_metrics(self.collector.rewards.stats(), self.ranks)
         metrics["train/learning_rate"] = self.config.train.learning_rate
         metrics |= {f"system/memory_{name}_gib": value for name, value in device_door.memory(self.device).items()}
         with self.ranks.together("logging"):
@@ -153,7 +164,8 @@ class Trainer:
             begun = time.perf_counter()
             evaluation = self.evaluator.run(self._weights())
             with self.ranks.together("logging"):
-                self.tracker.log(evaluation.metrics | {"time/evaluation_s": time.perf_counter() - begun}, step)
+                seconds = {"time/evaluation_s": time.perf_counter() - begun}
+                self.tracker.log(evaluation.metrics | evaluation.by_camera | seconds, step)
                 self._show_presets(evaluation, step)
                 self._show("eval", evaluation.clips, step)
             self._evaluated = step, evaluation.metrics
@@ -186,16 +198,14 @@ class Trainer:
         with self.clock.phase("gather"):
             gathered = compare.gather(collected.batches, self.ranks)
         if self.config.debug:
-            compare.show_gathered(collected.batches, gathered, sample, self.ranks, self.config.reward.weights)
+            compare.show_gathered(collected.batches, gathered, sample, self.ranks, self.reward.weights)
         compare.check(gathered, sample, self.ranks)
-        reward = self.config.reward
-        compare.check_faults(collected.batches, gathered, reward.weights, reward.most_faults, self.ranks)
+        compare.check_faults(collected.batches, gathered, self.reward, self.ranks)
         return gathered
 
     def _advantages(self, gathered: Gathered) -> CombinedAdvantages:
-        reward = self.config.reward
         floors = self.collector.rewards.floors
-        return compare.advantages(gathered, reward, k=self.config.sample.k, floors=floors)
+        return compare.advantages(gathered, self.reward, k=self.config.sample.k, floors=floors)
 
     def rewind(self) -> None:
         """Go back to the beginning of the epoch, before an update: saved now, a resumed run samples it again."""

@@ -176,6 +176,14 @@ class MultiCamDataset(Conditions):
         """Return a condition's prompt."""
         return self._caption(*self._items[index])
 
+    def cameras(self) -> list[str]:
+        """Return the kind of camera that every condition asks for, as in `Condition.camera`; no video is read."""
+        kinds: list[str] = []
+        for scene in self.scenes:
+            presets = _read_presets(scene.folder / PRESETS_JSON)
+            kinds += [presets.get(camera) or camera for camera in scene.cameras]
+        return kinds
+
     def structure(self, index: int) -> Size:
         """Return the (frames, rows, columns) that a condition's videos are delivered in."""
         return self._buckets.get(self._items[index][0].name, (self.num_frames, self.height, self.width))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,15 @@ class Reward(Protocol):
         ...
 
 
+@runtime_checkable
+class Served(Protocol):
+    """A reward that asks a server, and can say how that fared."""
+
+    def stats(self) -> dict[str, float]:
+        """Return "calls" and "failures" (counts), "p50_s" and "p95_s" (seconds or NaN) since it was last asked."""
+        ...
+
+
 REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "target_view": lambda _: TargetView(),
     "target_psnr": lambda _: TargetPsnr(),
@@ -81,6 +90,10 @@ class RewardSet:
     def floors(self) -> dict[str, float]:
         """Return reward name -> noise floor, each in its own unit."""
         return {reward.name: reward.floor for reward in self.rewards}
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return reward name -> how its server fared since the last call, for the rewards that have one."""
+        return {reward.name: reward.stats() for reward in self.rewards if isinstance(reward, Served)}
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1]."""

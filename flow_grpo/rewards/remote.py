@@ -124,7 +124,8 @@ class RemoteReward:
 
     def __init__(self, name: str, url: str, patience: Patience = Patience()) -> None:
         self.name = f"remote:{name}"
-        self.latency = Latency()
+        self.latency = Latency()  # of the whole run
+        self._recent = Latency()
         self._score = name
         self._caller = Caller(url, patience.delays_s)
         self.patience = patience
@@ -153,6 +154,12 @@ class RemoteReward:
                     causes[row] = f"{self.name} {error}"
         valid = torch.tensor([not cause for cause in causes])
         return RewardResult(values, valid, tuple(causes), faulty=~valid & torch.tensor(inside))
+
+    def stats(self) -> dict[str, float]:
+        """Return requests and failures since the last call, and within which seconds 50 % and 95 % of them ended."""
+        recent, self._recent = self._recent, Latency()
+        counts = {"calls": float(recent.count), "failures": float(recent.failed)}
+        return counts | {"p50_s": recent.percentile(0.5), "p95_s": recent.percentile(0.95)}
 
     def _note_failure(self, error: ServiceError, rows: Sequence[int]) -> None:
         self._health = None  # what comes back may be another server
@@ -225,9 +232,13 @@ class RemoteReward:
         try:
             yield
         except ServiceError:
-            self.latency.record(time.monotonic() - begin, failed=True)
+            self._record(time.monotonic() - begin, failed=True)
             raise
-        self.latency.record(time.monotonic() - begin)
+        self._record(time.monotonic() - begin, failed=False)
+
+    def _record(self, seconds: float, *, failed: bool) -> None:
+        self.latency.record(seconds, failed=failed)
+        self._recent.record(seconds, failed=failed)
 
 
 def _companion(condition: Condition, kind: str) -> Tensor | None:

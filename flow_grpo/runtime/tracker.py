@@ -1,7 +1,7 @@
 """What a run leaves behind: metrics in files always; videos, pictures and tables in the trackers that are asked for.
 
-Metrics are named `group/name`. All groups but `eval` run over the epoch; `eval` has its own step, so that a tracker
-shows both on the right axis, and the groups as sections.
+Metrics are named `group/name`. All groups but those of evaluations, `eval` and `eval_by_camera`, run over the epoch;
+these have their own step, so that a tracker shows both on the right axis, and the groups as sections.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flow_grpo.runtime import plots
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.metric_files import MetricFiles
 
-GROUPS = ("reward", "policy", "dyn", "eval", "train", "time", "system")
+GROUPS = ("reward", "policy", "dyn", "eval", "train", "time", "system", "reward_by_camera", "eval_by_camera", "server")
 CURVES = "curves.png"
 
 
@@ -232,7 +232,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _axis(group: str) -> str:
-    return "eval/epoch" if group == "eval" else "train/epoch"
+    return "eval/epoch" if group.startswith("eval") else "train/epoch"
 
 
 def _wandb_key_is_set() -> bool:
