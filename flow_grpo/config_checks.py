@@ -62,7 +62,8 @@ BOUNDS: Mapping[str, str] = {
     "checkpoint.keep": "[1, inf)",
 }
 
-REWARDS = ("target_view", "target_psnr", "source_match", "motion_mag", "pose_rot", "pose_trans", "room_pose")
+CAMERA_REWARDS = ("pose_rot", "pose_trans", "view_disp", "smooth", "room_pose")
+REWARDS = ("target_view", "target_psnr", "source_match", "motion_mag", "exposure", *CAMERA_REWARDS)
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "npu", "cuda", "cpu"),
