@@ -64,9 +64,8 @@ BOUNDS: Mapping[str, str] = {
     "checkpoint.keep": "[1, inf)",
 }
 
-REWARDS = tuple(
-    "target_view target_psnr source_match motion_mag sharpness pose_rot pose_trans room_pose".split()  # noqa: SIM905
-)
+CAMERA_REWARDS = ("pose_rot", "pose_trans", "view_disp", "smooth", "room_pose")
+REWARDS = ("target_view", "target_psnr", "source_match", "motion_mag", "exposure", "sharpness", *CAMERA_REWARDS)
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "npu", "cuda", "cpu"),

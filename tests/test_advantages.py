@@ -252,31 +252,45 @@ def test_one_invalid_value_is_masked_in_its_own_reward_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "incomplete"),
+    ("a", "b", "incomplete", "weight"),
     [
-        ([0.0, 1.0, math.nan], [0.0, 1.0, math.nan], True),  # a copy lacks every reward
-        ([0.0, 1.0, 2.0], [math.nan, math.nan, 1.0], True),  # fewer than two copies valid in b
-        ([math.nan, 1.0, 2.0], [0.0, math.nan, 1.0], False),
+        ([0.0, 1.0, math.nan], [0.0, 1.0, math.nan], True, 0.0),  # a copy lacks every reward
+        ([0.0, 1.0, 2.0], [math.nan, math.nan, 1.0], True, 1.0),  # fewer than two copies valid in b
+        ([0.0, math.nan, math.nan], [math.nan, 2.0, math.nan], True, 0.0),
+        ([1.0, math.nan], [math.nan, 2.0], True, 0.0),  # nothing to compare in either
+        ([math.nan, 1.0, 2.0], [0.0, math.nan, 1.0], False, 1.0),
     ],
 )
-def test_an_incomplete_group_has_no_weight(a: list[float], b: list[float], incomplete: bool) -> None:
-    other = [0.0, 1.0, 5.0]
-    rewards = {"a": a + other, "b": b + other}
-    combined = combine(rewards, {"a": 1.0, "b": 1.0}, [3, 3, 3, 8, 8, 8], 3)
+def test_an_incomplete_group_has_no_weight_unless_a_reward_can_be_compared(
+    a: list[float], b: list[float], incomplete: bool, weight: float
+) -> None:
+    k = len(a)
+    other = [0.0, 1.0, 5.0][:k]
+    rewards, gids = {"a": a + other, "b": b + other}, [3] * k + [8] * k
+    combined = combine(rewards, {"a": 1.0, "b": 1.0}, gids, k)
     assert combined.incomplete.tolist() == [incomplete, False]
-    assert combined.weights.tolist() == [0.0 if incomplete else 1.0] * 3 + [1.0] * 3
-    assert (combined.advantages[:3] == 0).all().item() is incomplete
+    assert combined.weights.tolist() == [weight] * k + [1.0] * k
+    assert (combined.advantages[:k] == 0).all().item() is (weight == 0)
     assert combined.advantages.isfinite().all()
     assert not combined.flat.any()
-    watched = combine(rewards, {"a": 1.0, "b": 0.0}, [3, 3, 3, 8, 8, 8], 3)
+    watched = combine(rewards, {"a": 1.0, "b": 0.0}, gids, k)
     assert watched.incomplete.tolist() == [any(math.isnan(value) for value in a), False]
 
 
 def test_an_incomplete_group_is_left_out_of_the_batch_normalisers() -> None:
-    rewards = {"a": [0.0, 1000.0, 0.0, 2.0], "b": [math.nan, math.nan, 0.0, 2.0]}
+    rewards = {"a": [0.0, 1000.0, math.nan, 0.0, 1.0, 2.0], "b": [math.nan] * 3 + [0.0, 1.0, 2.0]}
     for norm in ("batch", "batch_centered", "max_group"):
-        combined = combine(rewards, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1], 2, adv_norm=norm)
-        assert combined.advantages.tolist() == pytest.approx([0, 0, -2, 2], rel=1e-6)
+        combined = combine(rewards, {"a": 1.0, "b": 1.0}, [0, 0, 0, 1, 1, 1], 3, adv_norm=norm)
+        assert combined.advantages.tolist() == pytest.approx([0, 0, 0, -(6**0.5), 0, 6**0.5], rel=1e-6)
+
+
+def test_a_reward_that_a_group_lacks_adds_nothing_there_and_the_others_teach() -> None:
+    rewards = {"a": [0.0, 2.0, 1.0, 3.0], "b": [math.nan, 9.0, 0.0, 2.0]}
+    both = combine(rewards, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1], 2)
+    alone = combine({"a": rewards["a"]}, {"a": 1.0}, [0, 0, 1, 1], 2, adv_eps=0.0)
+    assert both.advantages.tolist() == pytest.approx([-1.0, 1.0, -2.0, 2.0])
+    assert both.advantages[:2].tolist() == pytest.approx(alone.advantages[:2].tolist())
+    assert both.incomplete.tolist() == [True, False] and both.weights.tolist() == [1.0] * 4
 
 
 def test_a_lone_reward_with_one_failed_copy_makes_its_group_incomplete() -> None:

@@ -22,7 +22,7 @@ from flow_grpo.rewards.anchors import (
     view_rows,
 )
 from flow_grpo.rewards.pnp import View, camera_matrix
-from tests.textured_room import SMALL, WALKER, WALLS, film, grey, intrinsics, shoot, slowed, source_path
+from tools.textured_room import SMALL, WALKER, WALLS, film, grey, intrinsics, shoot, slowed, source_path
 
 FRAMES = 5
 CAMERA = camera_matrix(intrinsics(SMALL).tolist())

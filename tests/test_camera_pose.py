@@ -18,14 +18,12 @@ from flow_grpo.rewards.camera_pose import (
     PoseRot,
     PoseTrans,
     compare,
-    frame_numbers,
-    frame_weights,
     rotation_value,
     translation_value,
 )
 from flow_grpo.rewards.pnp import locate_video
 from flow_grpo.rewards.process_pool import CallPool
-from tests.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
+from tools.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
 
 FRAMES = 3  # the fewest that leave one to check the anchors with
 TURNS = [name for name, preset in PRESETS.items() if any(preset.rotation)]
@@ -56,20 +54,6 @@ def static(preset: str) -> Tensor:
 
 
 # --- formulas
-
-
-def test_weights_grow_threefold_and_sum_to_one():
-    weights = frame_weights(torch.tensor([True] * 5))
-    assert torch.allclose(weights, torch.tensor([1, 1.5, 2, 2.5, 3], dtype=torch.float64) / 10)
-    weights = frame_weights(torch.tensor([True, True, False, True, True]))
-    assert torch.allclose(weights, torch.tensor([1, 1.5, 0, 2.5, 3], dtype=torch.float64) / 8)
-    assert frame_weights(torch.tensor([True])).tolist() == [1.0]
-
-
-def test_at_most_21_frames_are_looked_at():
-    assert frame_numbers(81) == list(range(0, 81, 4))
-    assert frame_numbers(5) == [0, 1, 2, 3, 4]
-    assert len(frame_numbers(49)) == 21 and frame_numbers(49)[-1] == 48
 
 
 def shifted(turn_deg: list[float], metres: list[float]) -> Tensor:

@@ -175,7 +175,7 @@ def test_the_weights_of_an_epoch_decide_what_is_flat_and_what_is_missing():
     judged = [compare.advantages(gathered, config, k=2, floors={}) for config in (begun, middle, ended)]
     assert [j.flat.tolist() for j in judged] == [[False, False], [False, False], [True, False]]
     assert [j.incomplete.tolist() for j in judged] == [[False, True], [False, True], [False, False]]
-    assert judged[1].advantages.tolist() == pytest.approx([-0.5, 0.5, 0, 0])
+    assert judged[1].advantages.tolist() == pytest.approx([-0.5, 0.5, -1, 1])
     assert judged[2].advantages.tolist() == pytest.approx([0, 0, -2 / 1.0002, 2 / 1.0002])
     assert compare.rule_metrics(gathered, middle) == {"reward/pose_weight": 0.5, "reward/source_weight": 1.0}
     assert compare.in_epoch(middle, 9) == ended

@@ -348,3 +348,8 @@ def test_umeyama_is_undefined_without_baseline_with_two_points_or_with_lost_poin
         assert found.scale.isnan() and found.rotation.isnan().all() and found.translation.isnan().all()
     mixed = p.umeyama(torch.stack([moving, moving]), torch.stack([moving, still]))
     assert mixed.scale.isnan().tolist() == [False, True]
+
+
+def test_a_rotation_vector_is_found_again():
+    vectors = torch.tensor([[0, 0, 0], [1e-9, 0, 0], [0.3, -0.2, 0.1], [0, 2.5, 0]], dtype=torch.float64)
+    assert torch.allclose(p.rotation_vector(p.rotation_matrix(vectors)), vectors, rtol=0, atol=1e-12)

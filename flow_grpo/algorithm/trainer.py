@@ -123,10 +123,13 @@ class Trainer:
         """Turn rewards into advantages within groups and take this rank's own rows."""
         with self.ranks.together("comparing"):
             compared = self._advantages(chosen.gathered)
-            silent = compared.flat | compared.incomplete
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
-            if self.dynamic_sampling and self.config.dynamic_sampling.skip_step_if_all_flat and silent.all():
+            if (
+                self.dynamic_sampling
+                and self.config.dynamic_sampling.skip_step_if_all_flat
+                and not compared.advantages.any()
+            ):
                 compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
             return compare.own_rows(chosen, compared, self.ranks)
 

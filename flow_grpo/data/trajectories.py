@@ -24,7 +24,15 @@ from torch import Tensor
 from flow_grpo.data.buckets import Size
 from flow_grpo.data.conditions import Conditions
 from flow_grpo.data.video_io import VideoCache
-from flow_grpo.maths.poses import PRESETS, check_poses, pose, relative, rotation_angle_deg, rotation_matrix
+from flow_grpo.maths.poses import (
+    PRESETS,
+    check_poses,
+    pose,
+    relative,
+    rotation_angle_deg,
+    rotation_matrix,
+    rotation_vector,
+)
 from flow_grpo.records import Condition
 
 Trajectory: TypeAlias = str | Path
@@ -188,18 +196,9 @@ def _resample(poses: Tensor, places: Tensor) -> Tensor:
     before = places.floor().long().clamp(max=len(poses) - 2)
     part = (places - before)[:, None]
     first, second = poses[before], poses[before + 1]
-    turn = _rotation_vector(first[:, :3, :3].mT @ second[:, :3, :3])
+    turn = rotation_vector(first[:, :3, :3].mT @ second[:, :3, :3])
     rotation = first[:, :3, :3] @ rotation_matrix(part * turn)
     return pose(rotation, torch.lerp(first[:, :3, 3], second[:, :3, 3], part))
-
-
-def _rotation_vector(rotation: Tensor) -> Tensor:
-    """Undo `rotation_matrix`: (..., 3) radians of rotations (..., 3, 3) by well under half a turn."""
-    skew = (rotation - rotation.mT) / 2
-    sines = torch.stack([skew[..., 2, 1], skew[..., 0, 2], skew[..., 1, 0]], dim=-1)
-    cosine = (rotation.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - 1) / 2
-    angle = torch.atan2(torch.linalg.vector_norm(sines, dim=-1, keepdim=True), cosine)
-    return sines / torch.sinc(angle / torch.pi)
 
 
 def outside_training(poses: Tensor) -> list[str]:

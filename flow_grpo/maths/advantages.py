@@ -2,7 +2,8 @@
 
 A group is *flat* when its rewards differ by no more than a floor: there is nothing to learn from, its advantages are
 exactly 0 but its samples keep their weight (a KL term still acts). It is *incomplete* when a value it needs is missing
-or not finite: advantages and weights are 0.
+or not finite, so that dynamic sampling does not take it: when a copy has no value at all, advantages and weights are 0;
+when a reward has too few values to compare, that reward says nothing and the others still teach.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ class CombinedAdvantages:
     """What N gathered samples in G groups learn from; CPU tensors.
 
     Attributes:
-        advantages: (N,) float64, exactly 0 in flat and incomplete groups.
-        weights: (N,) float64 sample weights: 0 in incomplete groups, else 1.
+        advantages: (N,) float64, exactly 0 in flat groups and where the weight is 0.
+        weights: (N,) float64 sample weights: 0 in groups with a copy that lacks every reward, or where no reward has two
+            valid copies, else 1.
         flat: (G,) bool, every reward of non-zero weight is flat; never set for an incomplete group.
         incomplete: (G,) bool, a copy lacks every reward, or fewer than two copies are valid in one of them.
         gids: (G,) int64, ascending; `flat` and `incomplete` are in this order.
@@ -125,7 +127,7 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
 
     With one reward of non-zero weight its normaliser is `std + adv_eps`, as in `group_advantages`; with several each is
     divided by `max(std, floor)`, so that a reward whose copies are equally good is not blown up. A single invalid value
-    is left out of its own reward only.
+    is left out of its own reward only, and a reward of which a group has fewer than two values adds nothing there.
 
     Args:
         rewards: name -> (N,) gathered values; names without a weight are ignored.
@@ -147,25 +149,26 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
     active = _active(rewards, valid, weights)
     seen = {name: _per_group(name, rewards[name], valid[name], groups) for name in active}
     floor = {name: max(floors.get(name, 0.0), flat_eps) for name in active}
-    incomplete = _incomplete(seen, groups)
-    flat = torch.stack([seen[name].spread <= floor[name] for name in active]).all(dim=0) & ~incomplete
-    live = ~incomplete[groups.member]
+    lacking, too_few = _lacking(seen, groups), torch.stack([seen[name].count < 2 for name in active])
+    incomplete = lacking | too_few.any(dim=0)
+    level = torch.stack([seen[name].spread <= floor[name] for name in active]).all(dim=0)
+    live = ~(lacking | too_few.all(dim=0))[groups.member]
     advantages = torch.zeros(len(group_ids), dtype=torch.float64)
     for name in active:
         std = _std(seen[name], groups, live, adv_norm, adv_ddof)
         divisor = std + adv_eps if len(active) == 1 else std.clamp(min=floor[name])
         divisor = torch.ones_like(std) if adv_norm == "none" else divisor
         advantages += weights[name] * _divide(seen[name].centred, divisor)
-    silent = (incomplete | flat)[groups.member]
-    return CombinedAdvantages(advantages.masked_fill(silent, 0.0), live.double(), flat, incomplete, groups.gids)
+    silent = ~live | level[groups.member]
+    return CombinedAdvantages(
+        advantages.masked_fill(silent, 0.0), live.double(), level & ~incomplete, incomplete, groups.gids
+    )
 
 
-def _incomplete(seen: Mapping[str, _Reward], groups: _Groups) -> Tensor:
-    """Return (G,) bool: a copy lacks every reward, or a reward has fewer than two valid copies."""
+def _lacking(seen: Mapping[str, _Reward], groups: _Groups) -> Tensor:
+    """Return (G,) bool: a copy lacks every reward."""
     has_any = torch.stack([reward.valid for reward in seen.values()]).any(dim=0)
-    lacking = groups.sum((~has_any).double()) > 0
-    too_few = torch.stack([reward.count < 2 for reward in seen.values()]).any(dim=0)
-    return lacking | too_few
+    return groups.sum((~has_any).double()) > 0
 
 
 def _active(rewards: Mapping[str, Tensor], valid: Mapping[str, Tensor], weights: Mapping[str, float]) -> list[str]:

@@ -80,6 +80,15 @@ def rotation_matrix(vector: Tensor) -> Tensor:
     return identity + torch.sinc(angle) * cross + 0.5 * torch.sinc(angle / 2).square() * (cross @ cross)
 
 
+def rotation_vector(rotation: Tensor) -> Tensor:
+    """Undo `rotation_matrix`: (..., 3) radians of rotations (..., 3, 3) by well under half a turn."""
+    skew = (rotation - rotation.mT) / 2
+    sines = torch.stack([skew[..., 2, 1], skew[..., 0, 2], skew[..., 1, 0]], dim=-1)
+    cosine = (rotation.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - 1) / 2
+    angle = torch.atan2(torch.linalg.vector_norm(sines, dim=-1, keepdim=True), cosine)
+    return sines / torch.sinc(angle / torch.pi)
+
+
 def pose(rotation: Tensor, translation: Tensor) -> Tensor:
     """Return (..., 4, 4) poses of rotations (..., 3, 3) and camera centres (..., 3)."""
     top = torch.cat([rotation, translation[..., None]], dim=-1)

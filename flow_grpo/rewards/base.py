@@ -15,12 +15,15 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera_pose import PoseRot, PoseTrans
+from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.remote import Patience, RemoteReward
 from flow_grpo.rewards.room_pose import RoomPose
 from flow_grpo.rewards.sharpness import Sharpness
+from flow_grpo.rewards.smooth import Smooth
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
+from flow_grpo.rewards.view_disp import ViewDisp
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "sharpness": lambda _: Sharpness(),
     "pose_rot": lambda _: PoseRot(),
     "pose_trans": lambda _: PoseTrans(),
+    "view_disp": lambda _: ViewDisp(),
+    "smooth": lambda _: Smooth(),
+    "exposure": lambda _: Exposure(),
     "room_pose": RoomPose,
 }
 

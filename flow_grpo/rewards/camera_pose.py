@@ -1,7 +1,7 @@
 """How far the camera of a generated video is from its command: `pose_rot` and `pose_trans`, in degrees and metres.
 
 Each frame is located by points of the source video whose places are known (`anchors.py`, `pnp.py`), so the unit is the
-one of the camera files and the right path at the wrong speed is a wrong path. Both rewards read one measurement.
+one of the camera files and the right path at the wrong speed is a wrong path. `smooth.py` reads the same measurement.
 
     value of pose_rot   = -sum_i w_i min(theta_i, 45 deg) / 45 deg
     value of pose_trans = -sum_i w_i min(d_i, 2 L) / 2 L,  L = max(longest commanded |t_i|, 0.3 m)
@@ -30,19 +30,17 @@ from torch import Tensor
 from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.anchors import Film, Source, make_source
+from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.pnp import Located, camera_matrix, locate_video
 from flow_grpo.rewards.process_pool import CallPool, Outcome
 
-MOST_FRAMES = 21  # of a video are judged, evenly spread: every fourth of 81
 ROT_CAP_DEG = 45.0
 LEAST_REACH_M = 0.3
 CAP_REACHES = 2.0
-LAST_FRAME_WEIGHT = 3.0  # times the first frame's
 LEAST_LOCATED = 0.5  # share of the frames judged
 MOST_SECONDS = 600.0  # for a batch
 MOST_WORKERS = 16
 SOURCES_KEPT, BATCHES_KEPT = 32, 2
-LUMA = (0.299, 0.587, 0.114)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +53,9 @@ class PoseErrors:
         weights: (F,) float64, sum 1, 0 for frames that cannot be judged.
         reach: L, metres.
         located: share of the frames judged that were recognised.
+        commanded: (F, 4, 4) float64 commanded poses of these frames.
+        seen: (F, 4, 4) float64 poses found, NaN where not located.
+        frames: (F,) the number of each frame in its video.
     """
 
     degrees: Tensor
@@ -62,6 +63,9 @@ class PoseErrors:
     weights: Tensor
     reach: float
     located: float
+    commanded: Tensor
+    seen: Tensor
+    frames: tuple[int, ...]
 
     @property
     def unregistered(self) -> bool:
@@ -69,20 +73,9 @@ class PoseErrors:
         return self.located < LEAST_LOCATED
 
 
-def frame_numbers(frames: int) -> list[int]:
-    """Return which frames of a video are looked at: all up to 21, else 21 from the first to the last."""
-    count = min(frames, MOST_FRAMES)
-    return [round(number) for number in np.linspace(0, frames - 1, count).tolist()]
-
-
-def frame_weights(visible: Tensor) -> Tensor:
-    """Return weights (F,) float64 of sum 1 that grow from 1 to 3 along a video, 0 where `visible` (F,) is False."""
-    growth = torch.linspace(1.0, LAST_FRAME_WEIGHT, len(visible), dtype=torch.float64)
-    weights = growth * visible
-    return weights / weights.sum()
-
-
-def compare(commanded: Tensor, seen: Tensor, command: Tensor, visible: Tensor) -> PoseErrors:
+def compare(
+    commanded: Tensor, seen: Tensor, command: Tensor, visible: Tensor, frames: Sequence[int] | None = None
+) -> PoseErrors:
     """Return the errors of a path.
 
     Args:
@@ -90,6 +83,7 @@ def compare(commanded: Tensor, seen: Tensor, command: Tensor, visible: Tensor) -
         seen: (F, 4, 4) float64 poses found, NaN where not located.
         command: (T, 4, 4) commanded poses as the policy was given them, which set the reach.
         visible: (F,) bool, at least one True.
+        frames: (F,) the number of each frame in its video; None: all were looked at.
     """
     missing = seen.isnan().flatten(1).any(1)
     located = float((visible & ~missing).sum() / visible.sum())
@@ -99,7 +93,8 @@ def compare(commanded: Tensor, seen: Tensor, command: Tensor, visible: Tensor) -
     safe = torch.where(missing[:, None, None], commanded, seen)
     degrees = rot_err(commanded, safe).rad2deg().masked_fill(missing, ROT_CAP_DEG)
     metres = trans_err(commanded, safe).masked_fill(missing, CAP_REACHES * reach)
-    return PoseErrors(degrees, metres, frame_weights(visible), reach, located)
+    numbers = tuple(range(len(seen)) if frames is None else frames)
+    return PoseErrors(degrees, metres, frame_weights(visible), reach, located, commanded, seen, numbers)
 
 
 def rotation_value(errors: PoseErrors) -> float:
@@ -113,14 +108,6 @@ def translation_value(errors: PoseErrors) -> float:
     return -float((errors.weights * errors.metres.clamp(max=cap)).sum()) / cap
 
 
-def _grey(video: Tensor, frames: Sequence[int]) -> NDArray[np.uint8]:
-    """Return chosen frames (F, h, w) of a video (3, T, h, w) in [0, 1] as grey levels."""
-    luma = torch.tensor(LUMA, dtype=torch.float32)
-    grey = torch.einsum("cthw,c->thw", video[:, list(frames)].float(), luma)
-    pictures: NDArray[np.uint8] = (255 * grey).round().clamp(0, 255).to(torch.uint8).numpy()
-    return pictures
-
-
 def _source_key(condition: Condition) -> tuple[str, str, str, str]:
     """Name the anchors of a condition: scene, cameras and a hash of what they are made from.
 
@@ -132,7 +119,7 @@ def _source_key(condition: Condition) -> tuple[str, str, str, str]:
     for video, poses in cameras:
         if video is not None and poses is not None:
             content.update(repr(tuple(video.shape)).encode())
-            content.update(_grey(video[..., ::8, ::8], frame_numbers(video.shape[1])).tobytes())
+            content.update(grey_frames(video[..., ::8, ::8], frame_numbers(video.shape[1])).tobytes())
             content.update(poses.double().numpy().tobytes())
     if condition.intrinsics is not None:
         content.update(condition.intrinsics.double().numpy().tobytes())
@@ -147,7 +134,7 @@ def _films(condition: Condition) -> tuple[Film, Film | None, NDArray[np.float64]
     assert condition.intrinsics is not None, "rows without intrinsics are left out"
 
     def film(video: Tensor, poses: Tensor) -> Film:
-        return Film(_grey(video, frames), poses[frames].double().numpy(), tuple(frames))
+        return Film(grey_frames(video, frames), poses[frames].double().numpy(), tuple(frames))
 
     target = None
     if condition.target_video is not None:
@@ -175,7 +162,7 @@ class PoseMeasurer:
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> list[Outcome[PoseErrors]]:
         """Return for each of B CPU videos (B, 3, T, h, w) in [0, 1] its errors or why there are none."""
         frames = frame_numbers(videos.shape[2])
-        pictures = [_grey(video, frames) for video in videos]
+        pictures = [grey_frames(video, frames) for video in videos]
         keys = [_source_key(condition) for condition in conditions]
         content = hashlib.blake2b(repr(keys).encode(), digest_size=16)
         for picture, condition in zip(pictures, conditions, strict=True):
@@ -250,37 +237,41 @@ def _errors(
         return Outcome(None, found.fault)
     commanded = condition.target_poses[list(frames)]
     visible = torch.from_numpy(source.value.visible)
-    return Outcome(compare(commanded, torch.from_numpy(found.value.poses), condition.target_poses, visible))
+    return Outcome(compare(commanded, torch.from_numpy(found.value.poses), condition.target_poses, visible, frames))
 
 
 @functools.cache
 def shared_measurer() -> PoseMeasurer:
-    """Return this process's measurer: both rewards read it, and it uses this rank's share of the machine's cores."""
+    """Return this process's measurer, which all rewards of poses read; it uses this rank's share of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return PoseMeasurer(workers=min(share, MOST_WORKERS) if share > 1 else 0)
 
 
-class _PoseReward:
-    """What both rewards do with a measurement."""
+class PathReward:
+    """What every reward of the camera's path does with a measurement.
+
+    `measures` ends with "valid_frames", the share of the frames judged that are recognised, and "unregistered", 1 where
+    too few are; before these stand the names of what `read` returns after the value.
+    """
 
     measures: tuple[str, ...]
 
     def __init__(self, measurer: PoseMeasurer | None = None) -> None:
         self.measurer = shared_measurer() if measurer is None else measurer
 
-    def read(self, errors: PoseErrors) -> tuple[float, float]:
-        """Return the value and the error it stands for, in its own unit."""
+    def read(self, errors: PoseErrors) -> tuple[float, ...]:
+        """Return the value and what it stands for, in units of its own."""
         raise NotImplementedError
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid where nothing could be measured."""
         outcomes = self.measurer(videos, conditions)
-        rows = torch.full((len(conditions), 4), torch.nan)
+        rows = torch.full((len(conditions), 1 + len(self.measures)), torch.nan)
         for row, outcome in enumerate(outcomes):
             if outcome.value is not None:
-                value, error = self.read(outcome.value)
-                rows[row] = torch.tensor([value, error, outcome.value.located, float(outcome.value.unregistered)])
+                errors = outcome.value
+                rows[row] = torch.tensor([*self.read(errors), errors.located, float(errors.unregistered)])
         values, *measured = rearrange(rows, "b k -> k b").unbind(0)
         causes = tuple(outcome.fault for outcome in outcomes)
         valid = torch.tensor([not cause for cause in causes])
@@ -288,7 +279,7 @@ class _PoseReward:
         return RewardResult(values, valid, causes, dict(zip(self.measures, measured, strict=True)), faulty)
 
 
-class PoseRot(_PoseReward):
+class PoseRot(PathReward):
     """Closeness of the camera's rotation to its command.
 
     `info`: `rot_deg`, the mean error over the frames judged, with the cap for those not recognised; `valid_frames`, the
@@ -304,7 +295,7 @@ class PoseRot(_PoseReward):
         return rotation_value(errors), float(errors.degrees[errors.weights > 0].mean())
 
 
-class PoseTrans(_PoseReward):
+class PoseTrans(PathReward):
     """Closeness of the camera's centre to its command.
 
     `info` as for `PoseRot`, with `trans_m`, the mean distance in metres.

@@ -189,7 +189,7 @@ def _compare(
     judge: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
 ) -> RewardResult:
     """Judge the videos that have a target of their shape; the others are not valid."""
-    causes = [_cause(video, condition) for video, condition in zip(videos, conditions, strict=True)]
+    causes = [why_not_comparable(video, condition) for video, condition in zip(videos, conditions, strict=True)]
     rows = [row for row, cause in enumerate(causes) if not cause]
     values = torch.full((len(causes),), torch.nan)
     info = {name: values.clone() for name in measures}
@@ -201,7 +201,7 @@ def _compare(
     return RewardResult(values, torch.tensor([not cause for cause in causes]), tuple(causes), info)
 
 
-def _cause(video: Tensor, condition: Condition) -> str:
+def why_not_comparable(video: Tensor, condition: Condition) -> str:
     """Return why a video cannot be compared, or ""."""
     if condition.target_video is None:
         return f"{condition.scene} has no target video of {condition.target_camera}"

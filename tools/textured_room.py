@@ -7,7 +7,11 @@ OpenCV camera-to-world in metres, relative to a camera 4.5 m before the far wall
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when imported from elsewhere
 
 import cv2
 import numpy as np
@@ -55,7 +59,24 @@ def _textures(seed: int) -> list[NDArray[np.float32]]:
     return made
 
 
-def shoot(poses: Tensor, size: tuple[int, int], *, seed: int = 0, noise: float = 3.0, walk: float = 0.0) -> Tensor:
+@functools.cache
+def _paints(seed: int) -> NDArray[np.float32]:
+    """Return each wall's colour: (walls, 3) factors whose mean over the channels is 1."""
+    factors = np.random.default_rng(seed + 2).uniform(0.6, 1.4, (len(WALLS), 3))
+    paints: NDArray[np.float32] = (factors / factors.mean(1, keepdims=True)).astype(np.float32)
+    return paints
+
+
+def shoot(
+    poses: Tensor,
+    size: tuple[int, int],
+    *,
+    seed: int = 0,
+    noise: float = 3.0,
+    walk: float = 0.0,
+    take: int = 1,
+    painted: bool = False,
+) -> Tensor:
     """Return a video (3, T, h, w) fp32 in [0, 1] of poses (T, 4, 4).
 
     Args:
@@ -64,23 +85,31 @@ def shoot(poses: Tensor, size: tuple[int, int], *, seed: int = 0, noise: float =
         seed: of textures and noise.
         noise: of the sensor, in grey levels.
         walk: metres that one panel moves to the right from the first to the last frame.
+        take: videos of another take differ in their noise.
+        painted: whether walls have colours; else all is grey.
     """
     height, width = size
     fx, fy, cx, cy = intrinsics(size).tolist()
     x, y = np.meshgrid((np.arange(width) + 0.5 - cx) / fx, (np.arange(height) + 0.5 - cy) / fy)
     rays = np.stack([x, y, np.ones_like(x)], -1).reshape(-1, 3)
-    draw = np.random.default_rng(seed + 1)
+    draw = np.random.default_rng(seed + take)
+    paints = _paints(seed) if painted else np.ones((len(WALLS), 1), np.float32)
     frames = []
     for number, camera in enumerate(poses.numpy()):
         moved = walk * number / max(len(poses) - 1, 1)
-        frame = _frame(camera, rays, _textures(seed), moved).reshape(height, width)
-        frames.append(np.clip(frame + noise * draw.normal(size=frame.shape), 0, 255))
-    grey = torch.from_numpy(np.stack(frames).round().astype(np.float32)) / 255
-    return grey.expand(3, *grey.shape).contiguous()
+        frame, wall = (part.reshape(height, width) for part in _frame(camera, rays, _textures(seed), moved))
+        colours = np.moveaxis(paints[wall], -1, 0) * frame
+        frames.append(np.clip(colours + noise * draw.normal(size=colours.shape), 0, 255))
+    video = torch.from_numpy(np.stack(frames, 1).round().astype(np.float32)) / 255
+    return video.expand(3, -1, -1, -1).contiguous()
 
 
-def _frame(camera: NDArray, rays: NDArray, textures: Sequence[NDArray], moved: float) -> NDArray[np.float32]:
+def _frame(
+    camera: NDArray, rays: NDArray, textures: Sequence[NDArray], moved: float
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the grey level that each ray (n, 3) meets, and which wall it is on."""
     frame, nearest = np.zeros(len(rays), np.float32), np.full(len(rays), np.inf)
+    met = np.zeros(len(rays), np.int64)
     for wall, ((x, y, z), right, down) in enumerate(WALLS):
         texture, corner = textures[wall], (x + moved * (wall == WALKER), y, z)
         # Solve centre + depth * ray = corner + u * right + v * down with the plane's own three directions.
@@ -101,7 +130,8 @@ def _frame(camera: NDArray, rays: NDArray, textures: Sequence[NDArray], moved: f
             seen = cv2.remap(texture, places[chosen], None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT)
             frame[rows[chosen]] = seen[:, 0]
         nearest[rows] = depth[rows]
-    return frame
+        met[rows] = wall
+    return frame, met
 
 
 def source_path(frames: int) -> Tensor:
