@@ -19,6 +19,7 @@ import torch
 
 from flow_grpo.algorithm import build as parts
 from flow_grpo.algorithm import dry_run
+from flow_grpo.algorithm.compare import RewardFaultError
 from flow_grpo.algorithm.group_choice import ShortageError
 from flow_grpo.algorithm.reward_log import pooled
 from flow_grpo.algorithm.run_state import RunState, fingerprint
@@ -61,7 +62,9 @@ def main(words: Sequence[str] | None = None) -> int:
             trainer.evaluate_before()
             for epoch in trainer.epochs():
                 train_epoch(trainer, epoch)
-    except ShortageError as error:
+    except (ShortageError, RewardFaultError) as error:
+        if isinstance(error, RewardFaultError):
+            trainer.rewind()
         trainer.save()
         refuse(error, ranks)
         return 2

@@ -54,6 +54,7 @@ def _data() -> ConfigDict:
     data.buckets = ()
     data.prompt = "a scene filmed by a moving camera"  # where no metadata.csv gives a caption
     data.reference = "source"  # source | target: whose first frame is the origin of the camera poses
+    data.exclude = ""  # file of tools/check_sources.py: items that pose rewards cannot measure by are not drawn
     data.num_workers = 2  # loader processes per rank; they touch CPU tensors only
     return data
 
@@ -115,6 +116,10 @@ def _reward() -> ConfigDict:
     # servers comes from the environment, FLOW_GRPO_REWARD_TOKEN
     reward.remote = ConfigDict()
     reward.remote_timeout = 120.0  # seconds a server has for one attempt: twice the slowest request measured
+    # Share of a step's samples that a reward of weight may fail to measure (an exception, a timeout, a dead server)
+    # before the run saves and stops; those samples are masked in any case. 1 never stops
+    reward.most_faults = 0.1
+    reward.overlap = True  # measure a batch while the next one is sampled; the numbers are the same
     reward.adv_norm = "group"  # group | batch | batch_centered | max_group | none: whose std divides
     reward.adv_eps = 1e-4  # added to that std, in reward units
     reward.adv_ddof = 0  # 0 | 1: degrees of freedom taken off that std

@@ -159,6 +159,19 @@ def tiny_recam() -> ConfigDict:
     return config
 
 
+def tiny_recam_hacking() -> ConfigDict:
+    """The demo under a judge of sharpness alone, which is satisfied at the camera's expense: docs/reward_hacking.md.
+
+    The cure is one weight more: --config.reward.weights.target_view=1
+    """
+    config = tiny_recam()
+    config.num_epochs = 40
+    config.max_minutes = 0.0
+    config.eval.every = 10
+    config.reward.weights = ConfigDict({"sharpness": 1.0, "target_view": 0.0, "target_psnr": 0.0})
+    return config
+
+
 def my_recam_8npu_tiny() -> ConfigDict:
     """`my_recam_8npu` shrunk to the demo's model and data: its sampler numbers on 8 processes of any machine."""
     config, full = tiny_recam(), my_recam_8npu()

@@ -25,6 +25,7 @@ BOUNDS: Mapping[str, str] = {
     "data.height": "[8, inf)",
     "data.width": "[8, inf)",
     "data.num_workers": "[0, inf)",
+    "reward.most_faults": "[0, 1]",
     "model.lora_rank": "[1, inf)",
     "model.lora_alpha": "[1, inf)",
     "model.max_prompt_tokens": "[1, inf)",
@@ -63,7 +64,9 @@ BOUNDS: Mapping[str, str] = {
     "checkpoint.keep": "[1, inf)",
 }
 
-REWARDS = ("target_view", "target_psnr", "source_match", "motion_mag", "pose_rot", "pose_trans", "room_pose")
+REWARDS = tuple(
+    "target_view target_psnr source_match motion_mag sharpness pose_rot pose_trans room_pose".split()  # noqa: SIM905
+)
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "npu", "cuda", "cpu"),

@@ -22,6 +22,7 @@ class DataConfig:
     buckets: tuple[str, ...]  # "FRAMESxHEIGHTxWIDTH" each; empty delivers the one size above
     prompt: str  # used where no metadata.csv gives a caption
     reference: str  # "source" | "target": whose first frame is the origin of the poses
+    exclude: str  # file, or ""
     num_workers: int
 
 
@@ -82,6 +83,8 @@ class RewardConfig:
     gates: dict[str, Gate]  # reward name -> what decides whether it counts
     remote: dict[str, str]  # name -> address of the server that scores it, as "remote:<name>"
     remote_timeout: float  # seconds
+    most_faults: float  # share of a step's samples
+    overlap: bool
     adv_norm: str  # "group" | "batch" | "batch_centered" | "max_group" | "none"
     adv_eps: float
     adv_ddof: int

@@ -174,12 +174,15 @@ class RewardResult:
         valid: (B,) bool; a value that could not be computed is masked, never replaced by a default score.
         causes: one text per sample, "" where valid, else why there is no value.
         info: name -> (B,) extra measurements for the log, such as PSNR in dB.
+        faulty: (B,) bool, not valid because measuring failed (an exception, a timeout, a dead server), and not for lack
+            of what it measures by (source poses, a true view); None: nowhere.
     """
 
     values: Tensor
     valid: Tensor
     causes: tuple[str, ...]
     info: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    faulty: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -260,6 +260,7 @@ def test_without_source_poses_or_intrinsics_there_is_no_value(missing):
     result = PoseRot(MEASURER)(torch.stack([shot("arc_right")] * 2), conditions)
     assert result.valid.tolist() == [True, False]
     assert "no source poses or no intrinsics" in result.causes[1] and result.values[1].isnan()
+    assert not result.faulty.any()  # measuring did not fail, there is nothing to measure by
 
 
 def test_a_wrong_focal_length_makes_the_source_unusable():
@@ -268,6 +269,7 @@ def test_a_wrong_focal_length_makes_the_source_unusable():
     result = PoseRot(PoseMeasurer())(shot("arc_right")[None], [wrong])
     assert not result.valid.any() and "is unusable" in result.causes[0]
     assert result.values.isnan().all() and result.info["rot_deg"].isnan().all()
+    assert not result.faulty.any()
 
 
 def test_a_crash_masks_its_own_row_and_is_tried_again(monkeypatch):
@@ -285,6 +287,7 @@ def test_a_crash_masks_its_own_row_and_is_tried_again(monkeypatch):
         result = PoseRot(measurer)(videos, conditions)
         assert result.valid.tolist() == [True, False]
         assert result.values[1].isnan() and "the scorer is broken" in result.causes[1]
+        assert result.faulty.tolist() == [False, True]
     assert PoseRot(measurer)(videos, conditions).valid.all()
 
 
@@ -299,7 +302,7 @@ def test_a_process_that_dies_masks_its_rows(monkeypatch):
         patch.setattr(camera_pose, "locate_video", _exit)
         result = PoseRot(measurer)(video, conditions)
         assert not result.valid.any() and result.values.isnan().all()
-        assert "died" in result.causes[0]
+        assert "died" in result.causes[0] and result.faulty.all()
     in_processes = PoseRot(measurer)(video, conditions)
     measurer.pool.close()
     assert torch.equal(in_processes.values, PoseRot(MEASURER)(video, conditions).values)
@@ -309,6 +312,7 @@ def test_a_measurement_that_takes_too_long_masks_its_rows():
     measurer = PoseMeasurer(workers=1, seconds=0.0)
     result = PoseTrans(measurer)(shot("arc_right")[None], [asked("arc_right")])
     assert not result.valid.any() and result.values.isnan().all() and "0 s" in result.causes[0]
+    assert result.faulty.all()
 
 
 def test_a_measurer_keeps_only_so_many_sources(monkeypatch):

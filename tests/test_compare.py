@@ -10,9 +10,9 @@ import torch
 from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.maths.advantages import CombinedAdvantages
-from flow_grpo.records import RewardResult
+from flow_grpo.records import RewardResult, ScoredBatch
 from flow_grpo.runtime.distributed import Ranks
-from tests.toy import BrightnessReward, ToyPolicy, collector, group, reward_config, sample_config, scored
+from tests.toy import BrightnessReward, ToyPolicy, collector, condition, group, reward_config, sample_config, scored
 from tests.workers import run_ranks
 
 REWARD = reward_config()
@@ -97,6 +97,7 @@ def gathered_of(values, gids, **changes):
         "rewards": {"brightness": rewards},
         "valid": {"brightness": rewards.isfinite()},
         "info": {"brightness_percent": 100 * rewards},
+        "faulty": {"brightness": torch.zeros(len(gids), dtype=torch.bool)},
     }
     return compare.Gathered(**(fields | changes))
 
@@ -259,3 +260,42 @@ def test_several_rewards_are_gathered_under_their_own_names():
     assert gathered.rewards["second"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert gathered.valid["second"].tolist() == [True, True, False, True]
     assert set(gathered.info) == {"brightness_percent"}
+
+
+def failing(count: int, of: int = 8) -> list[ScoredBatch]:
+    """Return a batch of which the first `count` samples could not be measured."""
+    batch = scored(ToyPolicy(), [condition(gid, slot) for gid in (1, 2) for slot in range(of // 2)])
+    faulty = torch.arange(of) < count
+    causes = tuple("the server is dead" if bad else "" for bad in faulty.tolist())
+    given = batch.rewards["brightness"]
+    result = RewardResult(given.values.masked_fill(faulty, torch.nan), ~faulty, causes, given.info, faulty)
+    return [dataclasses.replace(batch, rewards={"brightness": result})]
+
+
+def judge(batches: list[ScoredBatch], *, most: float = 0.25, ranks: Ranks = Ranks(), **knobs) -> str:  # noqa: B008
+    try:
+        config = reward_config(most_faults=most, **knobs)
+        compare.check_faults(batches, compare.gather(batches, ranks), config, ranks)
+    except compare.RewardFaultError as error:
+        return str(error)
+    return ""
+
+
+def test_more_faults_than_allowed_stop_the_run_with_their_cause():
+    idle = {"weights": {"brightness": 0.0, "other": 1.0}}
+    assert judge(failing(2)) == judge(failing(3), **idle) == judge(failing(8), most=1.0) == ""
+    assert "3 of 8" in judge(failing(3), **idle, gates={"other": ("brightness", 0.5)})
+    said = judge(failing(3))
+    assert "reward brightness failed to measure 3 of 8 samples" in said and "the server is dead" in said
+
+
+def _judge(ranks: Ranks, counts: list[int]) -> str:
+    return judge(failing(counts[ranks.rank]), ranks=ranks)
+
+
+@pytest.mark.timeout(120)
+def test_faults_of_one_rank_stop_all_with_the_same_words():
+    assert run_ranks(_judge, 2, [0, 4]) == [""] * 2
+    one, other = run_ranks(_judge, 2, [0, 5])
+    assert one == other
+    assert "5 of 16 samples" in one and "the server is dead" in one

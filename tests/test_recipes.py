@@ -16,6 +16,7 @@ from flow_grpo.config_types import Config
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = {
     "tiny_recam": 2,
+    "tiny_recam_hacking": 2,
     "my_recam_8npu": 8,
     "my_recam_8npu_tiny": 8,
     "my_recam_8npu_dapo": 8,

@@ -110,6 +110,7 @@ def test_what_the_server_calls_not_valid_is_masked_with_its_cause():
         result = reward(server)(VIDEOS, CONDITIONS)
     assert result.valid.tolist() == [True, False, True]
     assert result.values[1].isnan() and result.causes == ("", "dark", "")
+    assert result.faulty.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("bad", [answer({}, 500), answer({}, 429, {"Retry-After": "0"}), cut, reset, silent])
@@ -172,7 +173,7 @@ def test_a_video_outside_the_colours_is_not_sent(bad):
     with ScriptedServer(answer(scores(1.0, 3.0))) as server:
         result = reward(server)(videos, CONDITIONS)
         assert result.valid.tolist() == [True, False, True] and result.values[2] == 3
-        assert "outside [0, 1]" in result.causes[1]
+        assert "outside [0, 1]" in result.causes[1] and not result.faulty.any()
         assert len(json_part(server.asked[1])["samples"]) == 2
 
 

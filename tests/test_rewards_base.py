@@ -63,6 +63,7 @@ def test_an_exception_is_a_mask_with_its_cause_and_takes_no_other_reward_along(c
     assert not broken.valid.any()
     assert broken.values.isnan().all()
     assert broken.causes == ("RuntimeError: the scorer is down",) * 3
+    assert broken.faulty.all() and not results["fine"].faulty.any()
     assert broken.info["extra"].isnan().all() and broken.info["extra"].shape == (3,)
     assert results["fine"].valid.all()
     assert "broken failed on 3 samples" in caplog.text and "the scorer is down" in caplog.text
@@ -74,12 +75,14 @@ def test_a_value_that_is_not_finite_is_masked_with_its_cause(value):
     assert said.valid.tolist() == [True, False, True]
     assert said.values[1].isnan()
     assert said.causes[1] == f"value is {value}"
+    assert said.faulty.tolist() == [False, True, False]
 
 
 def test_a_masked_value_is_nan_whatever_the_reward_put_there():
     said = run(Fake("half", lambda: result(valid=(True, False, True))))["half"]
     assert said.values[1].isnan()
     assert said.causes == ("", "why", "")
+    assert not said.faulty.any()
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,7 @@ def test_a_masked_value_is_nan_whatever_the_reward_put_there():
         {"values": torch.zeros(3, 1)},
         {"valid": torch.ones(1, dtype=torch.bool)},
         {"causes": ("",)},
+        {"faulty": torch.ones(1, dtype=torch.bool)},
         {"info": {"extra": torch.zeros(2)}},
         {"info": {}},
         {"info": {"extra": torch.zeros(3), "more": torch.zeros(3)}},

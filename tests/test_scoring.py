@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from flow_grpo.algorithm.scoring import decode, score
+from flow_grpo.algorithm.clock import Clock
+from flow_grpo.algorithm.scoring import Round, decode, score
 from flow_grpo.rewards.base import RewardSet
 from tests.toy import FRAMES, SHAPE, BrightnessReward, ToyPolicy, group
 
@@ -41,3 +44,86 @@ def test_videos_of_another_size_than_the_source_are_refused():
 
     with pytest.raises(ValueError, match=r"\(4, 3, 4, 2, 2\), the conditions ask for \(4, 3, 5, 2, 2\)"):
         score(Short(), group(3, 4), torch.zeros(4, *SHAPE), REWARDS, batch_size=4)
+
+
+CPU = torch.device("cpu")
+
+
+class Watching(BrightnessReward):
+    """Notes who measures, with gradients or not, and may wait for a signal first."""
+
+    def __init__(self, wait_for: threading.Event | None = None) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, str, bool, int]] = []
+        self.wait_for = wait_for
+
+    def __call__(self, videos, conditions):
+        if self.wait_for is not None:
+            assert self.wait_for.wait(20), "nobody sampled on while this batch was measured"
+        here = threading.current_thread().name
+        self.seen.append((conditions[0].gid, here, torch.is_grad_enabled(), torch.get_num_threads()))
+        return super().__call__(videos, conditions)
+
+
+def latents_of(gid: int) -> torch.Tensor:
+    return torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(gid))
+
+
+def measured(reward: BrightnessReward, *, beside: bool, gids=(3, 4, 5)) -> tuple[list, Clock]:
+    clock = Clock(CPU)
+    with Round(ToyPolicy(), RewardSet([reward], {"brightness": 1.0}), clock, beside=beside).open() as scoring:
+        for gid in gids:
+            scoring.add(tuple(group(gid, 4)), latents_of(gid))
+        return scoring.scores(), clock
+
+
+def test_scores_beside_the_rollouts_are_those_after_them_and_of_one_batch_alone():
+    beside, after = (Watching() for _ in range(2))
+    found, clock = measured(beside, beside=True)
+    plain, serial_clock = measured(after, beside=False)
+    for gid, one, other in zip((3, 4, 5), found, plain, strict=True):
+        alone = score(ToyPolicy(), group(gid, 4), latents_of(gid), REWARDS, batch_size=4)
+        for each in (other, alone):
+            assert torch.equal(one.videos, each.videos)
+            assert torch.equal(one.rewards["brightness"].values, each.rewards["brightness"].values) or gid == 3
+        assert torch.equal(one.rewards["brightness"].values, other.rewards["brightness"].values)
+    assert [gid for gid, *_ in beside.seen] == [gid for gid, *_ in after.seen] == [3, 4, 5]
+    assert {name for _, name, *_ in beside.seen} == {"scoring_0"}
+    assert {(gradients, threads) for *_, gradients, threads in beside.seen} == {(False, torch.get_num_threads())}
+    assert clock.hidden["score"] >= 0
+    assert not serial_clock.hidden
+
+
+def test_a_batch_is_measured_while_the_next_is_sampled():
+    sampled_on, clock = threading.Event(), Clock(CPU)
+    rewards = RewardSet([Watching(sampled_on)], {"brightness": 1.0})
+    with Round(ToyPolicy(), rewards, clock, beside=True).open() as scoring:
+        scoring.add(tuple(group(3, 4)), latents_of(3))
+        sampled_on.set()  # as the rollout of the next batch would go on; measuring at once would wait for ever
+        (scores,) = scoring.scores()
+    assert scores.rewards["brightness"].valid.all()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_fails_is_told_when_scores_are_asked_for(beside):
+    class Broken(ToyPolicy):
+        def decode(self, latents):
+            raise MemoryError("no room for videos")
+
+    with Round(Broken(), REWARDS, Clock(CPU), beside=beside).open() as scoring:
+        scoring.add(tuple(group(3, 4)), latents_of(3))
+        scoring.add(tuple(group(4, 4)), latents_of(4))
+        with pytest.raises(MemoryError, match="no room"):
+            scoring.scores()
+
+
+def test_after_an_error_elsewhere_nothing_more_is_measured():
+    watching, go_on = Watching(threading.Event()), None
+    go_on = watching.wait_for
+    with pytest.raises(ValueError, match="a file is broken"):  # noqa: PT012, SIM117
+        with Round(ToyPolicy(), RewardSet([watching], {"brightness": 1.0}), Clock(CPU), beside=True).open() as scoring:
+            for gid in (3, 4, 5):
+                scoring.add(tuple(group(gid, 4)), latents_of(gid))
+            raise ValueError("a file is broken")
+    go_on.set()
+    assert [gid for gid, *_ in watching.seen] in ([], [3])

@@ -19,6 +19,7 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video, write_video
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.adapter_files import load_adapter
+from flow_grpo.rewards import target_view
 from flow_grpo.runtime import checkpoint, distributed, plots, state_files
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.sharded_state import join
@@ -137,6 +138,39 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path)
     assert rewards[0] == rewards[1]
     assert [weight for _, _, weight, _ in rewards[0].values()] == [1.0, 0.75, 0.5]
     assert any(0 < share < 1 for *_, share in rewards[0].values())
+
+
+@pytest.mark.timeout(300)
+def test_measuring_beside_the_rollouts_changes_no_number(places, tmp_path):
+    runs = {}
+    for overlap in ("true", "false"):
+        assert train_grpo.main(words(places, tmp_path / overlap, reward__overlap=overlap)) == 0
+        rows = [row for row in metrics_of(tmp_path / overlap / "run") if "reward/mean" in row]
+        assert all(("time/score_hidden_s" in row) == (overlap == "true") for row in rows)
+        rewards = [{name: value for name, value in row.items() if name.startswith("reward/")} for row in rows]
+        runs[overlap] = rewards, newest(tmp_path / overlap / "run")
+    assert runs["true"][0] == runs["false"][0]
+    assert all(torch.equal(value, runs["false"][1][name]) for name, value in runs["true"][1].items())
+
+
+@pytest.mark.timeout(300)
+def test_a_judge_that_breaks_down_stops_the_run_which_then_goes_on_as_if_nothing_had_been(places, tmp_path, capsys):
+    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=2)) == 0
+    calls, judge = [], target_view.TargetView.__call__
+
+    def breaking(self, videos, conditions):
+        calls.append(len(videos))
+        if len(calls) > 4:
+            raise ConnectionError("nobody there")
+        return judge(self, videos, conditions)
+
+    with mock.patch.object(target_view.TargetView, "__call__", breaking):
+        assert train_grpo.main(words(places, tmp_path / "parts", num_epochs=2)) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "reward target_view failed to measure" in line and "ConnectionError: nobody there" in line
+    assert train_grpo.main(words(places, tmp_path / "parts", num_epochs=2, resume="auto")) == 0
+    whole, parts = newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_debug_prints_the_group_structure(places, tmp_path, capsys):

@@ -207,6 +207,8 @@ def reward_config(**changes: Any) -> RewardConfig:
         "gates": {},
         "remote": {},
         "remote_timeout": 120.0,
+        "most_faults": 0.1,
+        "overlap": True,
         "adv_norm": "group",
         "adv_eps": 1e-4,
         "adv_ddof": 0,

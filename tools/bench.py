@@ -92,7 +92,8 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
         spent = time.perf_counter() - begun
         seconds = bare_seconds(trainer, batch, epoch)
         if epoch:  # the first warms up
-            phases.append(dict(trainer.clock.seconds) | {"epoch": spent})
+            hidden = {f"{name}_hidden": value for name, value in trainer.clock.hidden.items()}
+            phases.append(dict(trainer.clock.seconds) | hidden | {"epoch": spent})
             bare.append(seconds)
     medians = {f"{name}_s": statistics.median(row[name] for row in phases) for name in phases[0]}
     medians["bare_s"] = statistics.median(bare)

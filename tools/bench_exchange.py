@@ -7,6 +7,7 @@ peak is read from /proc, since what getrusage calls the peak may be that of the 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -22,7 +23,8 @@ import torch.multiprocessing
 from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collected
-from flow_grpo.config_types import DynamicSamplingConfig, RewardConfig
+from flow_grpo.config import load_config
+from flow_grpo.config_types import DynamicSamplingConfig
 from flow_grpo.records import Condition, Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import Ranks
@@ -117,21 +119,14 @@ def _condition(gid: int, slot: int) -> Condition:
     return Condition(gid, gid, slot, "", video, torch.eye(4, dtype=torch.float64)[None], "", "cam01", "cam02")
 
 
+RECIPE = f"{Path(__file__).resolve().parents[1]}/config/grpo.py:my_recam_8npu"
+
+
 def _pooled(ranks: Ranks, rounds: list[Collected], local: int) -> Any:
     """What a run does."""
     sampling = DynamicSampling(
         config=DynamicSamplingConfig(True, 3, "fallback_original", "", skip_step_if_all_flat=False),
-        reward=RewardConfig(
-            weights={"reward": 1.0},
-            schedules={},
-            gates={},
-            remote={},
-            remote_timeout=0.0,
-            adv_norm="group",
-            adv_eps=1e-4,
-            adv_ddof=0,
-            flat_eps=1e-4,
-        ),
+        reward=dataclasses.replace(load_config(RECIPE).reward, weights={"reward": 1.0}),
         floors={},
         k=K,
         local=local,

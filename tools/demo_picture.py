@@ -1,6 +1,7 @@
-"""Draw what a run changed: the same held-out conditions before and after training, frame by frame.
+"""Draw what runs changed: the same held-out conditions before and after training, frame by frame.
 
 python tools/demo_picture.py outputs/RUN --out docs/demo.png
+python tools/demo_picture.py outputs/A outputs/B --titles "by A" "by B" --out docs/both.png   # of one model
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
@@ -19,7 +21,6 @@ from torch import Tensor
 from flow_grpo.data.video_io import read_video
 
 NAME = re.compile(r"eval_(\d+)_(.+?_cam\d+)_.*")  # step, scene and camera; rewards follow
-COLUMNS = ("source", "before training", "after training", "true view")
 
 
 def clips(run: Path) -> dict[str, dict[int, Path]]:
@@ -45,24 +46,31 @@ def thirds(path: Path, frames: int) -> list[Tensor]:
     return list(video.permute(1, 2, 3, 0).chunk(3, dim=2))
 
 
-def strips(run: Path, rows: int, frames: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Return source, before, after and true view of the conditions that training changed most."""
-    found = []
-    for steps in clips(run).values():
+def strips(runs: Sequence[Path], rows: int, frames: int) -> list[list[Tensor]]:
+    """Return source, before, after each run, and true view of the conditions that the first run changed most.
+
+    Raises:
+        ValueError: a run without evaluation videos, or of other conditions than the first.
+    """
+    found, known = [], [clips(run) for run in runs]
+    for name, steps in known[0].items():
         source, before, target = thirds(steps[min(steps)], frames)
-        after = thirds(steps[max(steps)], frames)[1]
-        found.append((source, before, after, target))
+        if missing := [run for run, own in zip(runs, known, strict=True) if name not in own]:
+            raise ValueError(f"{missing[0]} shows no {name}, {runs[0]} does; give runs of one recipe")
+        after = [thirds(own[name][max(own[name])], frames)[1] for own in known]
+        found.append([source, before, *after, target])
     return sorted(found, key=lambda row: -float((row[2].float() - row[1].float()).abs().mean()))[:rows]
 
 
-def draw(run: Path, out: Path, rows: int, frames: int) -> None:
+def draw(runs: Sequence[Path], titles: Sequence[str], out: Path, rows: int, frames: int) -> None:
     """Write the picture."""
-    chosen = strips(run, rows, frames)
+    chosen = strips(runs, rows, frames)
+    columns = ("source", "before training", *titles, "true view")
     shown = (0, frames // 2, frames - 1)
-    figure = Figure(figsize=(14, 1.05 * len(chosen) + 0.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(3.5 * len(columns), 1.05 * len(chosen) + 0.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    groups = figure.subfigures(1, len(COLUMNS), wspace=0.02)
-    for column, (group, title) in enumerate(zip(groups, COLUMNS, strict=True)):
+    groups = figure.subfigures(1, len(columns), wspace=0.02)
+    for column, (group, title) in enumerate(zip(groups, columns, strict=True)):
         group.suptitle(title, fontsize=12)
         cells = group.subplots(len(chosen), len(shown), squeeze=False)
         for line, row in zip(cells, chosen, strict=True):
@@ -75,13 +83,16 @@ def draw(run: Path, out: Path, rows: int, frames: int) -> None:
 def main() -> None:
     """Draw; one line says what is wrong when it cannot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
+    parser.add_argument("--titles", nargs="+", default=["after training"], help="one for each run")
     parser.add_argument("--out", type=Path, required=True, help="PNG file")
     parser.add_argument("--rows", type=int, default=4, help="conditions")
     parser.add_argument("--frames", type=int, default=5, help="frames in a video of the run")
     args = parser.parse_args()
     try:
-        draw(args.run, args.out, args.rows, args.frames)
+        if len(args.titles) != len(args.runs):
+            raise ValueError(f"--titles names {len(args.titles)} of {len(args.runs)} runs; give one for each")
+        draw(args.runs, args.titles, args.out, args.rows, args.frames)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 

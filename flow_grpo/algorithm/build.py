@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater, UpdateSettings
 from flow_grpo.config_checks import parse_bucket
 from flow_grpo.config_types import Config
+from flow_grpo.data.exclude import read_verdicts
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
@@ -37,6 +39,7 @@ def dataset(config: Config, split: str) -> MultiCamDataset:
         prompt=data.prompt,
         reference=data.reference,
         buckets=[parse_bucket(text) for text in data.buckets],
+        exclude=read_verdicts(Path(data.exclude)) if data.exclude else None,
     )
 
 
@@ -93,6 +96,7 @@ def build_collector(
         seed=config.seed,
         debug=config.debug,
         offload=config.sample.offload or config.dynamic_sampling.enabled,
+        overlap=config.reward.overlap,
     )
     stream = ConditionStream(loader, sampler)
     return Collector(policy, stream, rewards, settings, is_main=is_main, on_batch=progress.rollout)

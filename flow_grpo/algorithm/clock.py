@@ -22,6 +22,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.hidden: defaultdict[str, float] = defaultdict(float)  # of work done beside other phases
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -34,4 +35,5 @@ class Clock:
 
     def metrics(self) -> dict[str, float]:
         """Return `time/` metrics in seconds."""
-        return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+        hidden = {f"time/{name}_hidden_s": seconds for name, seconds in self.hidden.items()}
+        return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()} | hidden

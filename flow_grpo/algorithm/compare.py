@@ -17,6 +17,10 @@ from flow_grpo.records import Experience, Rows, ScoredBatch, TrainingBatch, Trai
 from flow_grpo.runtime.distributed import Ranks
 
 
+class RewardFaultError(ValueError):
+    """A reward could not be measured for too many samples; the run has to stop."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Gathered(Rows):
     """What all ranks know of N samples, in rank order and on each rank in sampling order.
@@ -30,6 +34,7 @@ class Gathered(Rows):
         rewards: reward name -> (N,) float64.
         valid: reward name -> (N,) bool.
         info: extra measurement -> (N,) float64, NaN where its reward is not valid.
+        faulty: reward name -> (N,) bool, where measuring failed.
     """
 
     gids: Tensor
@@ -40,6 +45,7 @@ class Gathered(Rows):
     rewards: dict[str, Tensor]
     valid: dict[str, Tensor]
     info: dict[str, Tensor]
+    faulty: dict[str, Tensor]
 
     def __len__(self) -> int:
         return len(self.gids)
@@ -101,6 +107,7 @@ def gather(batches: Sequence[ScoredBatch], ranks: Ranks) -> Gathered:
         rewards={name: column for (kind, name), column in by_key.items() if kind == "value"},
         valid={name: column.bool() for (kind, name), column in by_key.items() if kind == "valid"},
         info={name: column for (kind, name), column in by_key.items() if kind == "info"},
+        faulty={name: column.bool() for (kind, name), column in by_key.items() if kind == "faulty"},
     )
 
 
@@ -109,6 +116,8 @@ def _reward_columns(batch: ScoredBatch) -> dict[tuple[str, str], Tensor]:
     columns = {("value", name): r.values.double() for name, r in batch.rewards.items()}
     columns |= {("valid", name): r.valid.double() for name, r in batch.rewards.items()}
     for name, result in batch.rewards.items():
+        faulty = torch.zeros_like(result.valid) if result.faulty is None else result.faulty
+        columns["faulty", name] = faulty.double()
         for extra, values in result.info.items():
             masked = values.double().where(result.valid, torch.tensor(torch.nan, dtype=torch.float64))
             columns["info", f"{name}_{extra}"] = masked
@@ -235,6 +244,40 @@ def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str
         if values.isfinite().any():
             metrics[f"reward/{name}"] = float(values[values.isfinite()].mean())
     return metrics | _statistics("reward/", *weighted_sum(gathered, weights), gathered.gids)
+
+
+def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, ranks: Ranks) -> None:
+    """Refuse to learn from a step in which too much could not be measured; alike on every rank.
+
+    Args:
+        batches: this rank's samples.
+        gathered: all ranks' samples.
+        config: weights of the epoch, gates and `most_faults`, the share of the samples that a reward may fail to
+            measure; one without weight may fail altogether, unless it holds the gate of one with weight.
+        ranks: who takes part; every rank must call it.
+
+    Raises:
+        RewardFaultError: it failed on more.
+    """
+    weighted = {name for name, weight in config.weights.items() if weight}
+    needed = weighted | {holder for name, (holder, _) in config.gates.items() if name in weighted}
+    for name, faulty in gathered.faulty.items():
+        count = int(faulty.sum())
+        if name in needed and count > config.most_faults * len(faulty):
+            causes = [text for text in ranks.gather_text(_first_fault(batches, name)) if text]
+            raise RewardFaultError(
+                f"reward {name} failed to measure {count} of {len(faulty)} samples, more than the share "
+                f"reward.most_faults={config.most_faults:g} ({causes[0]}); mend that and go on with "
+                "--config.resume=auto and the run's name, or train without it"
+            )
+
+
+def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
+    """Return why the first sample of this rank that a reward failed on has no value, or ""."""
+    for result in (batch.rewards[name] for batch in batches):
+        if result.faulty is not None and result.faulty.any():
+            return result.causes[int(result.faulty.int().argmax())]
+    return ""
 
 
 def weighted_sum(gathered: Gathered, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout import Rollout, SdeSettings, rollout
-from flow_grpo.algorithm.scoring import score
+from flow_grpo.algorithm.scoring import Round, Scores
 from flow_grpo.algorithm.structures import Structure, full_batches
 from flow_grpo.config_types import SampleConfig
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
@@ -34,6 +34,7 @@ class SampleSettings:
         seed: seed of the run.
         debug: print the group structure.
         offload: keep scored samples in CPU memory, for a pool that grows over several rounds.
+        overlap: measure a batch while the next one is sampled.
     """
 
     sample: SampleConfig
@@ -42,6 +43,7 @@ class SampleSettings:
     seed: int
     debug: bool
     offload: bool = False
+    overlap: bool = True
 
     def window(self, epoch: int) -> tuple[int, ...]:
         """Return the stochastic steps of an epoch, alike on every rank and for every group."""
@@ -171,13 +173,15 @@ class Collector:
         window = self.settings.window(epoch)
         with together():
             encoded = self._load(window, clock)
-        with together():
-            sampled = [self._roll_out(*batch, window, clock) for batch in encoded]
-        with together():
-            scored = [self._score(own, clock) for own in sampled]
-            merged = tuple(merge(own) for own in _by_size([batch for batch, _ in scored]))
-            self._check(merged)
-        return Collected(merged, scored[0][1])
+        with Round(self.policy, self.rewards, clock, beside=self.settings.overlap).open() as scoring:
+            with together():
+                sampled = [self._roll_out(*batch, window, clock, scoring) for batch in encoded]
+            with together():
+                scores = scoring.scores()
+                scored = [_join(*pair) for pair in zip(sampled, scores, strict=True)]
+                merged = tuple(merge(own) for own in _by_size(scored))
+                self._check(merged)
+        return Collected(merged, scores[0].videos)
 
     def _fetch(self, clock: Clock) -> list[Condition]:
         """Take the conditions of the next nb steps."""
@@ -212,6 +216,7 @@ class Collector:
         conditioning: Conditioning,
         window: tuple[int, ...],
         clock: Clock,
+        scoring: Round,
     ) -> _Sampled:
         """Return the samples of one batch."""
         settings = self.settings
@@ -229,19 +234,10 @@ class Collector:
             if settings.offload:
                 conditioning = conditioning.to("cpu")
                 rolled = dataclasses.replace(rolled, trajectory=rolled.trajectory.to("cpu"))
+        scoring.add(own, rolled.final_latents)
         if self._on_batch is not None:
             self._on_batch(len(positions))
         return _Sampled(positions, own, conditioning, rolled)
-
-    def _score(self, sampled: _Sampled, clock: Clock) -> tuple[ScoredBatch, Tensor]:
-        """Return scored samples and their videos."""
-        own, rolled = sampled.conditions, sampled.rolled
-        with clock.phase("score"):
-            scores = score(self.policy, own, rolled.final_latents, self.rewards, batch_size=len(own))
-        batch = ScoredBatch(
-            own, sampled.positions, sampled.conditioning, rolled.trajectory, rolled.noise_ids, scores.rewards
-        )
-        return batch, scores.videos
 
     def _check(self, merged: Sequence[ScoredBatch]) -> None:
         sample = self.settings.sample
@@ -253,6 +249,18 @@ class Collector:
     def _print(self, lines: Sequence[str]) -> None:
         if self._prints:
             debug_print.show(lines)
+
+
+def _join(sampled: _Sampled, scores: Scores) -> ScoredBatch:
+    rolled = sampled.rolled
+    return ScoredBatch(
+        sampled.conditions,
+        sampled.positions,
+        sampled.conditioning,
+        rolled.trajectory,
+        rolled.noise_ids,
+        scores.rewards,
+    )
 
 
 def _by_size(batches: Sequence[ScoredBatch]) -> list[list[ScoredBatch]]:
@@ -291,4 +299,5 @@ def merge_results(results: Sequence[RewardResult]) -> RewardResult:
         valid=torch.cat([result.valid for result in results]),
         causes=tuple(cause for result in results for cause in result.causes),
         info={name: torch.cat([result.info[name] for result in results]) for name in results[0].info},
+        faulty=torch.cat([torch.zeros_like(r.valid) if r.faulty is None else r.faulty for r in results]),
     )

@@ -68,6 +68,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self._saved = self.state.finished
         self._evaluated: tuple[int, dict[str, float]] | None = None
+        self._begun: dict[str, Any] = self.state.sampler.state_dict()
 
     @property
     def reward(self) -> RewardConfig:
@@ -81,6 +82,7 @@ class Trainer:
                 break
             begun = time.perf_counter()
             self.clock, self.metrics = Clock(self.device), {}
+            self._begun = self.state.sampler.state_dict()
             device_door.reset_peak_memory(self.device)
             yield epoch
             self.state.train_seconds += time.perf_counter() - begun
@@ -198,11 +200,16 @@ class Trainer:
         if self.config.debug:
             compare.show_gathered(collected.batches, gathered, sample, self.ranks, self.reward.weights)
         compare.check(gathered, sample, self.ranks)
+        compare.check_faults(collected.batches, gathered, self.reward, self.ranks)
         return gathered
 
     def _advantages(self, gathered: Gathered) -> CombinedAdvantages:
         floors = self.collector.rewards.floors
         return compare.advantages(gathered, self.reward, k=self.config.sample.k, floors=floors)
+
+    def rewind(self) -> None:
+        """Go back to the beginning of the epoch, before an update: saved now, a resumed run samples it again."""
+        self.state.sampler.load_state_dict(self._begun)
 
     def save(self) -> None:
         """Publish a checkpoint of the finished epochs, unless there is one."""

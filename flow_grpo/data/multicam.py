@@ -26,6 +26,7 @@ from flow_grpo.data.buckets import Size, bucket_of_file
 from flow_grpo.data.camera_files import read_cameras, read_json_object, read_text
 from flow_grpo.data.conditions import Conditions
 from flow_grpo.data.dynamic_batch import video_tokens
+from flow_grpo.data.exclude import Verdicts
 from flow_grpo.data.video_io import VideoCache, fitted_size
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.poses import relative
@@ -78,6 +79,7 @@ class MultiCamDataset(Conditions):
         prompt: str,
         reference: str = "source",
         buckets: Sequence[Size] = (),
+        exclude: Verdicts | None = None,
         cache_bytes: int = 2**28,
     ) -> None:
         """List the scenes of `<root>/<split>`; videos and cameras are read when asked for.
@@ -91,10 +93,12 @@ class MultiCamDataset(Conditions):
             prompt: caption of scenes that have no metadata.csv.
             reference: whose first frame is the origin of the poses, "source" (training) or "target" (presets).
             buckets: sizes to deliver instead of the one above, see `nearest_bucket`; a scene's go by its first video.
+            exclude: items with a verdict other than "" are left out.
             cache_bytes: memory for decoded videos, per process.
 
         Raises:
-            ValueError: missing or empty folder, scene without camera file or with fewer than two cameras, bad value.
+            ValueError: missing or empty folder, scene without camera file or with fewer than two cameras, bad value,
+                everything excluded.
         """
         if reference not in ("source", "target"):
             raise ValueError(f"reference camera is {reference!r}, must be 'source' or 'target'")
@@ -105,7 +109,14 @@ class MultiCamDataset(Conditions):
         self.prompt = prompt
         self.reference = reference
         self.scenes = find_scenes(self.root, split)
-        self._items = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
+        everything = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
+        self._items = [(s, camera) for s, camera in everything if not (exclude or {}).get(s.name, {}).get(camera)]
+        self._excluded = len(everything) - len(self._items)
+        if not self._items:
+            raise ValueError(
+                f"all {len(everything)} items of {self.root / split} are excluded; give data that can be measured, or "
+                "empty data.exclude"
+            )
         self._buckets = {s.name: bucket_of_file(s.video(s.cameras[0]), buckets) for s in self.scenes if buckets}
         self._cache = VideoCache(cache_bytes)
         self._fingerprint = ""
@@ -146,6 +157,11 @@ class MultiCamDataset(Conditions):
             source_id=self.source_id(index),
         )
 
+    def name_of(self, index: int) -> tuple[str, str]:
+        """Return the scene and the target camera of an item."""
+        scene, camera = self._items[index]
+        return scene.name, camera
+
     def source_file(self, index: int) -> Path:
         """Return the file of a condition's source video."""
         scene, target = self._items[index]
@@ -177,7 +193,7 @@ class MultiCamDataset(Conditions):
         return video_tokens(*self.structure(index))
 
     def fingerprint(self) -> str:
-        """Return a hash of the names and sizes of all files of the split; equal folders give equal texts anywhere."""
+        """Return a hash of the names and sizes of all files of the split and of what is left out; the same anywhere."""
         if not self._fingerprint:
             names = {}
             for scene in self.scenes:
@@ -186,6 +202,8 @@ class MultiCamDataset(Conditions):
                     if (scene.folder / part).is_file():
                         names[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
             text = "\n".join(f"{name}\t{size}" for name, size in sorted(names.items()))
+            if self._excluded:
+                text += f"\n{[self.name_of(index) for index in range(len(self))]}"
             self._fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         return self._fingerprint
 

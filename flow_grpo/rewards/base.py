@@ -18,6 +18,7 @@ from flow_grpo.rewards.camera_pose import PoseRot, PoseTrans
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.remote import Patience, RemoteReward
 from flow_grpo.rewards.room_pose import RoomPose
+from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
 
@@ -60,6 +61,7 @@ REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "target_psnr": lambda _: TargetPsnr(),
     "source_match": lambda _: SourceMatch(),
     "motion_mag": lambda _: MotionMag(),
+    "sharpness": lambda _: Sharpness(),
     "pose_rot": lambda _: PoseRot(),
     "pose_trans": lambda _: PoseTrans(),
     "room_pose": RoomPose,
@@ -111,12 +113,14 @@ def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) ->
             valid=torch.zeros(len(conditions), dtype=torch.bool),
             causes=(cause,) * len(conditions),
             info={name: unknown.clone() for name in reward.measures},
+            faulty=torch.ones(len(conditions), dtype=torch.bool),
         )
 
 
 def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
     """Mark values that are not finite as not valid, and make every value that is not valid NaN."""
-    shapes = {tuple(part.shape) for part in (result.values, result.valid, *result.info.values())}
+    faulty = torch.zeros_like(result.valid) if result.faulty is None else result.faulty
+    shapes = {tuple(part.shape) for part in (result.values, result.valid, faulty, *result.info.values())}
     if shapes != {(count,)} or len(result.causes) != count:
         raise ValueError(f"results have shapes {sorted(shapes)} and {len(result.causes)} causes, must be ({count},)")
     if set(result.info) != set(reward.measures):
@@ -129,7 +133,13 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
         )
     ]
     valid = result.valid & finite
-    return RewardResult(result.values.masked_fill(~valid, torch.nan), valid, tuple(causes), result.info)
+    return RewardResult(
+        values=result.values.masked_fill(~valid, torch.nan),
+        valid=valid,
+        causes=tuple(causes),
+        info=result.info,
+        faulty=faulty | (result.valid & ~finite),
+    )
 
 
 def build_reward(

@@ -183,8 +183,8 @@ class PoseMeasurer:
             content.update(condition.target_poses.double().numpy().tobytes())
         batch = content.hexdigest()
         if batch not in self._batches:
-            outcomes = self._measure(pictures, keys, conditions)
-            if any(outcome.fault for outcome in outcomes):
+            outcomes = self._measure(pictures, conditions)
+            if any(outcome.fault and not outcome.lacking for outcome in outcomes):
                 return outcomes
             _keep(self._batches, batch, outcomes, BATCHES_KEPT)
         return self._batches[batch]
@@ -192,11 +192,10 @@ class PoseMeasurer:
     def _measure(
         self,
         pictures: Sequence[NDArray[np.uint8]],
-        keys: Sequence[tuple[str, str, str, str]],
         conditions: Sequence[Condition],
     ) -> list[Outcome[PoseErrors]]:
         start = time.monotonic()
-        sources = self._find_sources(keys, conditions)
+        sources = self.sources(conditions)
         rows = [row for row, source in enumerate(sources) if source.value is not None]
         frames = frame_numbers(conditions[0].source_video.shape[1])
         jobs = []
@@ -206,34 +205,33 @@ class PoseMeasurer:
             jobs.append((pictures[row], frames, source.views, source.camera))
         left = max(0.0, self.seconds - (time.monotonic() - start))
         located = self.pool.run(locate_video, jobs, seconds=left, what="camera poses")
-        outcomes = [Outcome[PoseErrors](None, source.fault) for source in sources]
+        outcomes = [Outcome[PoseErrors](None, source.fault, source.lacking) for source in sources]
         for row, found in zip(rows, located, strict=True):
             outcomes[row] = _errors(found, sources[row], conditions[row], frames)
         return outcomes
 
-    def _find_sources(
-        self, keys: Sequence[tuple[str, str, str, str]], conditions: Sequence[Condition]
-    ) -> list[Outcome[Source]]:
-        """Return each row's anchors; those of a source that cannot be measured by are a fault."""
-        faults: dict[tuple[str, str, str, str], str] = {}
+    def sources(self, conditions: Sequence[Condition]) -> list[Outcome[Source]]:
+        """Return each condition's anchors; a source that cannot be measured by is `lacking`."""
+        keys = [_source_key(condition) for condition in conditions]
+        found: dict[tuple[str, str, str, str], Outcome[Source]] = {}
         missing: dict[tuple[str, str, str, str], Condition] = {}
         for key, condition in zip(keys, conditions, strict=True):
             if condition.source_poses is None or condition.intrinsics is None:
-                faults[key] = f"{condition.scene} {condition.source_camera} has no source poses or no intrinsics"
+                text = f"{condition.scene} {condition.source_camera} has no source poses or no intrinsics"
+                found[key] = Outcome(None, text, lacking=True)
             elif key not in self._sources:
                 missing[key] = condition
         jobs = [_films(condition) for condition in missing.values()]
         made = self.pool.run(make_source, jobs, seconds=self.seconds, what="anchors")
-        fresh = dict(zip(missing, made, strict=True))
-        known = {key: self._sources[key] for key in keys if key in self._sources}
-        for key, outcome in fresh.items():
-            faults[key] = outcome.fault
-            if outcome.value is not None:
-                known[key] = outcome.value
-        for key, source in known.items():
-            _keep(self._sources, key, source, SOURCES_KEPT)
-            faults[key] = source.fault and f"source {key[0]} {key[1]} is unusable: {source.fault}"
-        return [Outcome(None if faults[key] else known[key], faults[key]) for key in keys]
+        found |= {key: Outcome(self._sources[key]) for key in keys if key in self._sources}
+        found |= dict(zip(missing, made, strict=True))
+        for key, outcome in found.items():
+            if (source := outcome.value) is not None:
+                _keep(self._sources, key, source, SOURCES_KEPT)
+                if source.fault:
+                    text = f"source {key[0]} {key[1]} is unusable: {source.fault}"
+                    found[key] = Outcome(None, text, lacking=True)
+        return [found[key] for key in keys]
 
 
 def _keep(kept: OrderedDict, key: object, value: object, most: int) -> None:  # type: ignore[type-arg]
@@ -286,7 +284,8 @@ class _PoseReward:
         values, *measured = rearrange(rows, "b k -> k b").unbind(0)
         causes = tuple(outcome.fault for outcome in outcomes)
         valid = torch.tensor([not cause for cause in causes])
-        return RewardResult(values, valid, causes, dict(zip(self.measures, measured, strict=True)))
+        faulty = torch.tensor([bool(outcome.fault) and not outcome.lacking for outcome in outcomes])
+        return RewardResult(values, valid, causes, dict(zip(self.measures, measured, strict=True)), faulty)
 
 
 class PoseRot(_PoseReward):

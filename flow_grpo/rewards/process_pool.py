@@ -33,10 +33,12 @@ class Outcome(Generic[ResultType]):
     Attributes:
         value: what it returned, None if it returned nothing.
         fault: why there is no value, "" if there is one.
+        lacking: what was given cannot be measured, and never could be; otherwise it is the measurement that failed.
     """
 
     value: ResultType | None
     fault: str = ""
+    lacking: bool = False
 
 
 class CallPool:

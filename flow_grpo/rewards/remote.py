@@ -153,7 +153,7 @@ class RemoteReward:
                 for row in left:
                     causes[row] = f"{self.name} {error}"
         valid = torch.tensor([not cause for cause in causes])
-        return RewardResult(values, valid, tuple(causes))
+        return RewardResult(values, valid, tuple(causes), faulty=~valid & torch.tensor(inside))
 
     def stats(self) -> dict[str, float]:
         """Return requests and failures since the last call, and within which seconds 50 % and 95 % of them ended."""
