@@ -117,16 +117,11 @@ def test_the_first_ratio_is_exactly_one_on_the_real_network(places, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path):
-    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=3, train__updates_per_epoch=2)) == 0
+    rules = {"reward__schedules": "motion_mag=0:1,2:0.5", "reward__gates": "target_view=motion_mag:-0.5"}
+    given = rules | {"train__updates_per_epoch": 2}
+    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=3, **given)) == 0
     for epochs in (1, 3):
-        resumed = words(
-            places,
-            tmp_path / "parts",
-            num_epochs=epochs,
-            train__updates_per_epoch=2,
-            resume="auto",
-            data__num_workers=0,
-        )
+        resumed = words(places, tmp_path / "parts", num_epochs=epochs, resume="auto", data__num_workers=0, **given)
         assert train_grpo.main(resumed) == 0
     whole, parts = newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run")
     assert set(whole) == set(parts)
@@ -135,12 +130,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path)
     assert all(value.abs().max() > 0 for value in moments)
     assert moments
     assert any(name.startswith("learned/ema/") for name in whole)
+    told = ("reward/mean", "reward/advantage_abs", "reward/motion_mag_weight", "reward/target_view_gated")
     rewards = [
-        {row["step"]: row["reward/mean"] for row in metrics_of(tmp_path / part / "run") if "reward/mean" in row}
+        {row["step"]: [row[name] for name in told] for row in metrics_of(tmp_path / part / "run") if told[0] in row}
         for part in ("whole", "parts")
     ]
     assert rewards[0] == rewards[1]
-    assert len(rewards[0]) == 3
+    assert [weight for _, _, weight, _ in rewards[0].values()] == [1.0, 0.75, 0.5]
+    assert any(0 < share < 1 for *_, share in rewards[0].values())
 
 
 @pytest.mark.timeout(300)
