@@ -63,7 +63,8 @@ def test_my_recam_8npu_has_the_sizes_and_starting_values_it_was_decided_to_have(
     assert (sample.sde_steps, sample.sde_window, sample.guidance_scale) == ((1, 2, 3, 4, 5, 6, 7), 2, 1.0)
     assert (model.trained, model.lora_rank, model.lora_full_modules) == ("lora", 64, ("cam_encoder",))
     assert (train.learning_rate, train.clip_range, train.kl_coef, train.updates_per_epoch) == (1e-4, 1e-3, 0.0, 1)
-    assert config.reward.weights == {"target_view": 1.0, "source_match": 0.3, "motion_mag": 0.3}
+    seen, companions = ("pose_rot", "pose_trans", "view_disp"), ("source_match", "motion_mag", "exposure")
+    assert config.reward.weights == dict.fromkeys(seen, 1.0) | dict.fromkeys(companions, 0.3)  # decision 23
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,8 @@ def test_the_dapo_recipes_differ_from_their_bases_in_dynamic_sampling_and_what_i
     assert dataclasses.replace(full, dynamic_sampling=base.dynamic_sampling) == base
     tiny, small = recipe("my_recam_8npu_dapo_tiny"), recipe("my_recam_8npu_tiny")
     assert dataclasses.replace(tiny, dynamic_sampling=small.dynamic_sampling, reward=small.reward) == small
-    assert tiny.dynamic_sampling == full.dynamic_sampling
+    assert tiny.dynamic_sampling == dataclasses.replace(full.dynamic_sampling, metric="target_view")
+    assert full.dynamic_sampling.metric in full.reward.weights
 
 
 def test_the_adapters_of_my_recam_8npu_are_on_self_attention_only() -> None:

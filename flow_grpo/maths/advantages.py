@@ -23,8 +23,8 @@ class CombinedAdvantages:
 
     Attributes:
         advantages: (N,) float64, exactly 0 in flat groups and where the weight is 0.
-        weights: (N,) float64 sample weights: 0 in groups with a copy that lacks every reward, or where no reward has two
-            valid copies, else 1.
+        weights: (N,) float64 sample weights: 0 in groups with a copy that lacks every reward, and in those where no
+            reward has two valid copies, else 1.
         flat: (G,) bool, every reward of non-zero weight is flat; never set for an incomplete group.
         incomplete: (G,) bool, a copy lacks every reward, or fewer than two copies are valid in one of them.
         gids: (G,) int64, ascending; `flat` and `incomplete` are in this order.
