@@ -4,7 +4,11 @@ r"""Judge videos by how well their camera followed its command, with an estimato
 
 `--cameras` is JSON of video name -> T OpenCV camera-to-world 4x4 matrices in metres, or a MultiCamVideo camera file;
 ReCamMaster's result folders (cam_type1/video0.mp4 ...) are read as they are. See `tools/evaluation_inputs.py` for both
-and docs/evaluation.md for what is measured. In --out appear
+and docs/evaluation.md for what is measured. Or film a recipe's held-out conditions first, with what a run trained:
+
+    python tools/evaluate.py --config config/grpo.py:my_recam_1gpu --adapter outputs/first/adapter --out evaluation
+
+Any knob can follow as --config.section.knob=value. In --out appear
 
     metrics.json                 settings, one row a video, and the summary: means, intervals, failure rate
     rows.csv summary.csv         the same for a spreadsheet
@@ -68,9 +72,10 @@ class Finished:
 def main(words: Sequence[str] | None = None) -> int:
     """Evaluate, and return the process's exit code: 0, or 2 for what cannot work, found before the first estimate."""
     try:
-        args = _parser().parse_args(words)
-        check_options(args)
-        tasks = find_tasks(args.videos, args.cameras, args.focal_px)
+        args, overrides = _parser().parse_known_args(words)
+        check_options(args, overrides)
+        videos, cameras = film(args, overrides) if args.config else (args.videos, args.cameras)
+        tasks = find_tasks(videos, cameras, args.focal_px)
         settings = {"estimator": motion.name(), "most_frames": MOST_FRAMES}
         keys = [task_key(task, settings) for task in tasks]
         asked = [{"video": task.name, "asked": asked_key(task)} for task in tasks]
@@ -99,9 +104,11 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--videos", type=Path, required=True, help="folder, searched to any depth")
-    add("--cameras", type=Path, required=True, help="JSON of video -> matrices, or camera_extrinsics.json")
+    add("--videos", type=Path, help="folder, searched to any depth")
+    add("--cameras", type=Path, help="JSON of video -> matrices, or camera_extrinsics.json")
     add("--focal-px", type=float, help="focal length in pixels of the videos; entries of --cameras may have their own")
+    add("--config", metavar="FILE:RECIPE", help="film this recipe's held-out conditions instead of --videos")
+    add("--adapter", type=Path, help="with --config: adapter folder of a run; without, the model as it is")
     add("--out", type=Path, required=True, help="folder of the results; one that has some is gone on with")
     add("--baseline", type=Path, help="metrics.json of other videos of the same names: differences, video by video")
     add("--workers", type=int, default=_cores(), help="processes of one thread; 0: this one, without a time limit")
@@ -114,14 +121,36 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse numbers that cannot work; ValueError."""
+def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Refuse options that cannot work; ValueError.
+
+    Args:
+        args: the options.
+        overrides: words that are none: knobs of the recipe.
+    """
+    given = [args.videos is not None, args.cameras is not None]
+    if args.config and any(given):
+        raise ValueError("--config films the videos itself, must stand without --videos and --cameras")
+    if not args.config and not all(given):
+        raise ValueError("--videos and --cameras are both needed, or --config FILE:RECIPE to film the videos first")
+    if not args.config and (overrides or args.adapter):
+        word = overrides[0] if overrides else "--adapter"
+        raise ValueError(f"{word} is no option without --config FILE:RECIPE; see --help")
     if args.focal_px is not None and not 0 < args.focal_px < math.inf:
         raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 840.4")
     if args.workers < 0 or not 0 < args.seconds < math.inf:
         raise ValueError(f"--workers is {args.workers} and --seconds {args.seconds:g}, must be at least 0 and above 0")
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file, must be a folder")
+
+
+def film(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path]:
+    """Film the recipe's held-out conditions and return folder and camera file; ValueError for what cannot work."""
+    # Here, as the processes that estimate load this file too and need no model.
+    from flow_grpo.config import load_config
+    from tools.evaluation_videos import make_videos
+
+    return make_videos(load_config(args.config, overrides), args.adapter, args.out)
 
 
 def asked_key(task: Task) -> str:
