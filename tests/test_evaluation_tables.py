@@ -46,6 +46,12 @@ def test_an_undefined_error_is_left_out_of_its_mean_alone_and_the_count_says_so(
     assert "| 3 [1, 5] | 1 (n=1) |" in as_markdown(SETTINGS, rows, summarise(rows))
 
 
+def test_camera_types_are_in_the_order_of_their_numbers():
+    rows = [row(kind, 1.0, kind=kind) for kind in ("cam_type10", "cam_type9", "other", "cam_type1", "arc_left")]
+    kinds = list(summarise(rows)["camera_types"])
+    assert kinds == ["arc_left", "cam_type1", "cam_type9", "cam_type10", "other"]
+
+
 def test_intervals_are_over_sources():
     values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     apart = summarise([row(str(v), v) for v in values])["metrics"]["rot_deg_mean"]

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,18 @@ READING = (
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """Return counts, failure rate and metrics of all rows and of every camera type."""
-    kinds = sorted({row["camera_type"] for row in rows})
+    kinds = sorted({row["camera_type"] for row in rows}, key=_by_number)
     return {
         "reading": READING,
         "interval": f"{LEVEL:.0%} bootstrap over sources, {DRAWS} draws",
         **_group(rows),
         "camera_types": {kind: _group([row for row in rows if row["camera_type"] == kind]) for kind in kinds},
     }
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """Return a sort key that puts cam_type10 behind cam_type9."""
+    return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _group(rows: Sequence[Row]) -> dict[str, Any]:

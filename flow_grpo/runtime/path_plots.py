@@ -38,13 +38,16 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
     box = _box(torch.cat([commanded, aligned])[:, :3, column])
     figure = Figure(figsize=(13, 4.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=10)
     space = figure.add_subplot(1, 3, 1, projection="3d")
     above, side = figure.add_subplot(1, 3, 2), figure.add_subplot(1, 3, 3)
     label = f"estimated, {len(aligned)} of {len(commanded)} frames"
-    for poses, name, colour in ((commanded, "commanded", _COMMANDED), (aligned, label, _ESTIMATED)):
+    # The command lies broad below the estimate, so that both show where they agree.
+    curves = [(commanded, "commanded", _COMMANDED, 5.0), (aligned, label, _ESTIMATED, 1.3)]
+    for poses, name, colour, width in curves:
         x, y, z = poses[:, :3, column].unbind(-1)
-        style: dict[str, Any] = {"color": colour, "marker": "o", "ms": 3, "lw": 1.4, "label": name, "alpha": 0.8}
+        style: dict[str, Any] = {"color": colour, "lw": width, "label": name, "marker": "o", "ms": width + 1.5}
+        style["alpha"] = 0.35 if poses is commanded else 0.9
         space.plot(x, z, -y, **style)
         above.plot(x, z, **style)
         side.plot(z, -y, **style)
