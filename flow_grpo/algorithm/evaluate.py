@@ -122,19 +122,13 @@ class Evaluator:
         settings: EvalSettings,
         ranks: Ranks,
     ) -> None:
-        if not 1 <= settings.num_conditions <= len(dataset):
-            raise ValueError(
-                f"eval.num_conditions={settings.num_conditions} must be within 1..{len(dataset)}, the held-out "
-                "conditions there are: lower it or add data to data.eval_split"
-            )
+        self.indices = held_out_indices(len(dataset), settings.num_conditions)
         self.policy = policy
         self.dataset = dataset
         self.rewards = rewards
         self.gold = gold
         self.settings = settings
         self.ranks = ranks
-        order = torch.randperm(len(dataset), generator=generator("eval", "conditions", len(dataset)))
-        self.indices: list[int] = order[: settings.num_conditions].tolist()
 
     def run(self, weights: AbstractContextManager[Any] | None = None) -> Evaluation:
         """Sample and measure every held-out condition; every rank must call it.
@@ -235,6 +229,21 @@ def _by_camera(cameras: Sequence[str], values: Sequence[dict[str, float]]) -> di
         own = [row for row, camera in zip(values, kinds, strict=True) if camera == kind]
         metrics |= {f"eval_by_camera/{kind}/{name}": value for name, value in (_means(own) | _validity(own)).items()}
     return metrics
+
+
+def held_out_indices(total: int, count: int) -> list[int]:
+    """Return which `count` of `total` conditions are measured: the same in every run.
+
+    Raises:
+        ValueError: more than there are, or none.
+    """
+    if not 1 <= count <= total:
+        raise ValueError(
+            f"eval.num_conditions={count} must be within 1..{total}, the held-out conditions there are: lower it or "
+            "add data to data.eval_split"
+        )
+    order: list[int] = torch.randperm(total, generator=generator("eval", "conditions", total)).tolist()
+    return order[:count]
 
 
 def write_clips(folder: Path, prefix: str, clips: Sequence[Clip]) -> list[Path]:

@@ -1,0 +1,93 @@
+"""One video's commanded camera path against an estimated one: every published error under a name of its own.
+
+    A   CamI2V, RealCam-I2V: sums over frames, poses relative to the first frame; "rel": each path over its own reach
+    B   ReDirector, Geo-Align: means; rotation over ordered frame pairs, translation after a similarity alignment
+
+Numbers of different conventions may never be compared. What a path leaves undefined is None, never a number.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.poses import (
+    ZERO_BASELINE,
+    cam_mc,
+    relative,
+    rot_deg_frame_mean,
+    rot_deg_pair_mean,
+    rot_rad_sum,
+    trans_err,
+    trans_m_mean,
+    trans_sim3_rel,
+)
+
+LEAST_BASELINE_M = 0.01  # a commanded path shorter than this goes nowhere: its translation error has no scale
+LEAST_FRAMES = 3  # fewer give no path
+CONVENTIONS = {
+    "rot_deg_mean": "B",
+    "trans_sim3_rel": "B",
+    "rot_rad_sum": "A",
+    "trans_rel_sum": "A",
+    "cam_mc_rel_sum": "A",
+    "rot_deg_frame_mean": "ours",
+    "trans_m_mean": "ours",
+}
+
+
+def baseline_m(commanded: Tensor) -> float:
+    """Return the largest distance between two cameras of a path (F, 4, 4), in metres."""
+    centres = commanded[..., :3, 3].double()
+    return float(torch.cdist(centres, centres).max())
+
+
+def path_errors(commanded: Tensor, estimated: Tensor, *, metric: bool = False) -> dict[str, float | None]:
+    """Return the errors named in `CONVENTIONS` of an estimated path.
+
+    Both paths are taken relative to the first frame that was found, so the estimate's world does not matter.
+
+    Args:
+        commanded: (F, 4, 4) camera-to-world in metres.
+        estimated: (F, 4, 4) camera-to-world, NaN for frames that were not found; any world, and any unit if not
+            `metric`.
+        metric: whether the estimate's unit is the metre.
+
+    Returns:
+        name -> value. None: all of them with fewer than three frames found; translation errors where the command goes
+        nowhere; sums where a frame is missing, as a sum over fewer frames is smaller; metres without a metric estimate.
+    """
+    found = estimated.isfinite().flatten(1).all(1)
+    errors: dict[str, float | None] = dict.fromkeys(CONVENTIONS)
+    if int(found.sum()) < LEAST_FRAMES:
+        return errors
+    every, moves = bool(found.all()), baseline_m(commanded) >= LEAST_BASELINE_M
+    commanded, estimated = commanded.double()[found], estimated.double()[found]
+    commanded, estimated = relative(commanded[0], commanded), relative(estimated[0], estimated)
+    values = {
+        "rot_deg_mean": rot_deg_pair_mean(commanded, estimated),
+        "rot_deg_frame_mean": rot_deg_frame_mean(commanded, estimated),
+    }
+    if every:
+        values["rot_rad_sum"] = rot_rad_sum(commanded, estimated)
+    if metric:
+        values["trans_m_mean"] = trans_m_mean(commanded, estimated)
+    if moves:
+        values["trans_sim3_rel"] = trans_sim3_rel(commanded, estimated)
+    if moves and every:
+        ours, theirs = _over_reach(commanded), _over_reach(estimated)
+        values["trans_rel_sum"] = trans_err(ours, theirs).sum(-1)
+        values["cam_mc_rel_sum"] = cam_mc(ours, theirs).sum(-1)
+    # Frames that were found may stand still where the whole path moves.
+    return errors | {name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+
+def _over_reach(poses: Tensor) -> Tensor:
+    """Return poses (F, 4, 4) with camera centres in units of the largest distance from the first; still ones stay."""
+    reach = torch.linalg.vector_norm(poses[:, :3, 3], dim=-1).max()
+    scaled = poses.clone()
+    if float(reach) > ZERO_BASELINE:
+        scaled[:, :3, 3] /= reach
+    return scaled

@@ -1,0 +1,71 @@
+"""Bootstrap intervals: known spreads, groups that hang together, what has no interval."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flow_grpo.maths.bootstrap import mean_interval
+
+
+def draws(rows: int, seed: int = 0) -> list[float]:
+    return torch.randn(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+
+
+def test_the_interval_of_independent_rows_is_that_of_the_normal_law():
+    values = draws(400)
+    found = mean_interval(values, range(400))
+    assert found.mean == pytest.approx(sum(values) / 400) and (found.rows, found.groups) == (400, 400)
+    width = 2 * 1.96 * float(torch.tensor(values).std()) / 20
+    assert found.high - found.low == pytest.approx(width, rel=0.05)
+    assert found.low < found.mean < found.high
+
+
+def test_rows_that_hang_together_widen_the_interval():
+    values = [value for value in draws(50) for _ in range(8)]
+    alone = mean_interval(values, range(400))
+    together = mean_interval(values, [row // 8 for row in range(400)])
+    assert together.mean == alone.mean and (together.rows, together.groups) == (400, 50)
+    assert together.high - together.low == pytest.approx(math.sqrt(8) * (alone.high - alone.low), rel=0.1)
+
+
+def test_about_95_of_100_intervals_hold_the_true_mean():
+    hits = sum(
+        found.low <= 0 <= found.high for found in (mean_interval(draws(40, seed), range(40)) for seed in range(200))
+    )
+    assert 180 <= hits <= 198
+
+
+def test_groups_of_unlike_size_count_by_their_rows():
+    found = mean_interval([1.0, 1.0, 1.0, 5.0], ["a", "a", "a", "b"])
+    assert found.mean == pytest.approx(2)
+    assert (found.low, found.high) == (1.0, 5.0)
+
+
+def test_a_narrower_level_is_a_narrower_interval():
+    wide, narrow = (mean_interval(draws(50), range(50), level=level) for level in (0.95, 0.5))
+    assert wide.low < narrow.low < narrow.high < wide.high
+
+
+def test_one_group_has_a_mean_and_no_interval():
+    found = mean_interval([1.0, 3.0], ["a", "a"])
+    assert found.mean == 2 and math.isnan(found.low) and math.isnan(found.high)
+
+
+def test_nothing_has_no_mean():
+    assert math.isnan(mean_interval([], []).mean)
+
+
+def test_the_same_rows_give_the_same_interval():
+    assert mean_interval(draws(30), range(30)) == mean_interval(draws(30), [f"source {row}" for row in range(30)])
+
+
+@pytest.mark.parametrize(
+    ("values", "groups", "message"),
+    [([1.0], [], "1 values and 0 groups"), ([1.0, math.nan], [0, 1], "not finite; leave those rows out")],
+)
+def test_what_cannot_be_is_refused(values, groups, message):
+    with pytest.raises(ValueError, match=message):
+        mean_interval(values, groups)

@@ -1,0 +1,280 @@
+r"""Judge videos by how well their camera followed its command, with an estimator that no reward uses.
+
+    python tools/evaluate.py --videos results --cameras camera_extrinsics.json --focal-px 840.4 --out evaluation
+
+`--cameras` is JSON of video name -> T OpenCV camera-to-world 4x4 matrices in metres, or a MultiCamVideo camera file;
+ReCamMaster's result folders (cam_type1/video0.mp4 ...) are read as they are. See `tools/evaluation_inputs.py` for both
+and docs/evaluation.md for what is measured. Or film a recipe's held-out conditions first, with what a run trained:
+
+    python tools/evaluate.py --config config/grpo.py:my_recam_1gpu --adapter outputs/first/adapter --out evaluation
+
+Any knob can follow as --config.section.knob=value. In --out appear
+
+    metrics.json                 settings, one row a video, and the summary: means, intervals, failure rate
+    rows.csv summary.csv         the same for a spreadsheet
+    summary.md                   the same for people
+    plots/VIDEO.png              commanded and estimated path
+    rows/VIDEO.json              what is finished: a second call goes on from there, and measures again what changed
+
+A video whose path cannot be found is a row with registered=false. Exit code 0: measured, 2: wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from flow_grpo.maths.path_errors import CONVENTIONS, LEAST_BASELINE_M, LEAST_FRAMES, baseline_m, path_errors
+from flow_grpo.rewards.camera_pose import LEAST_LOCATED
+from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
+from flow_grpo.rewards.process_pool import CallPool, Outcome
+from flow_grpo.runtime.path_plots import draw_paths
+from tools import structure_from_motion as motion
+from tools.evaluation_inputs import Task, find_tasks
+from tools.evaluation_tables import compare, read_baseline, summarise, write_tables, write_text
+from tools.structure_from_motion import Estimate
+
+MOST_SECONDS = 900.0  # for a video: 40 times what one of 480x832 takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """What is kept of a video.
+
+    Attributes:
+        key: hash of everything the row depends on.
+        row: its line of the tables.
+        poses: (F, 4, 4) estimated, NaN where not registered.
+        again: taken up from an earlier call.
+    """
+
+    key: str
+    row: dict[str, Any]
+    poses: torch.Tensor
+    again: bool = False
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Evaluate, and return the process's exit code: 0, or 2 for what cannot work, found before the first estimate."""
+    try:
+        args, overrides = _parser().parse_known_args(words)
+        check_options(args, overrides)
+        videos, cameras = film(args, overrides) if args.config else (args.videos, args.cameras)
+        tasks = find_tasks(videos, cameras, args.focal_px)
+        settings = {"estimator": motion.name(), "most_frames": MOST_FRAMES}
+        keys = [task_key(task, settings) for task in tasks]
+        asked = [{"video": task.name, "asked": asked_key(task)} for task in tasks]
+        baseline = read_baseline(args.baseline, settings, asked) if args.baseline else None
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        return 2
+    found: dict[str, Finished] = {}
+    measured = measure(tasks, keys, args.out, args.workers, args.seconds)
+    for task, finished in tqdm(measured, total=len(tasks), desc="videos", unit="video", disable=None):
+        found[task.name] = finished
+        if args.plots:
+            plot(task, finished, args.out)
+    rows = [found[task.name].row for task in tasks]
+    summary = summarise(rows)
+    if baseline is not None:
+        summary["baseline"] = compare(rows, baseline)
+    write_tables(args.out, settings, rows, summary)
+    taken = sum(finished.again for finished in found.values())
+    failed = f"{summary['videos'] - summary['registered']} not registered ({summary['failure_rate']:.1%})"
+    print(f"{len(rows)} videos, {taken} of them measured before; {failed}; {args.out / 'summary.md'}", flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--videos", type=Path, help="folder, searched to any depth")
+    add("--cameras", type=Path, help="JSON of video -> matrices, or camera_extrinsics.json")
+    add("--focal-px", type=float, help="focal length in pixels of the videos; entries of --cameras may have their own")
+    add("--config", metavar="FILE:RECIPE", help="film this recipe's held-out conditions instead of --videos")
+    add("--adapter", type=Path, help="with --config: adapter folder of a run; without, the model as it is")
+    add("--out", type=Path, required=True, help="folder of the results; one that has some is gone on with")
+    add("--baseline", type=Path, help="metrics.json of other videos of the same names: differences, video by video")
+    add("--workers", type=int, default=_cores(), help="processes of one thread; 0: this one, without a time limit")
+    add("--seconds", type=float, default=MOST_SECONDS, help="after which a video is given up")
+    add("--no-plots", dest="plots", action="store_false", help="draw no paths")
+    return parser
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Refuse options that cannot work; ValueError.
+
+    Args:
+        args: the options.
+        overrides: words that are none: knobs of the recipe.
+    """
+    given = [args.videos is not None, args.cameras is not None]
+    if args.config and any(given):
+        raise ValueError("--config films the videos itself, must stand without --videos and --cameras")
+    if not args.config and not all(given):
+        raise ValueError("--videos and --cameras are both needed, or --config FILE:RECIPE to film the videos first")
+    if not args.config and (overrides or args.adapter):
+        word = overrides[0] if overrides else "--adapter"
+        raise ValueError(f"{word} is no option without --config FILE:RECIPE; see --help")
+    if args.focal_px is not None and not 0 < args.focal_px < math.inf:
+        raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 840.4")
+    if args.workers < 0 or not 0 < args.seconds < math.inf:
+        raise ValueError(f"--workers is {args.workers} and --seconds {args.seconds:g}, must be at least 0 and above 0")
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a file, must be a folder")
+
+
+def film(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path]:
+    """Film the recipe's held-out conditions and return folder and camera file; ValueError for what cannot work."""
+    # Here, as the processes that estimate load this file too and need no model.
+    from flow_grpo.config import load_config
+    from tools.evaluation_videos import make_videos
+
+    return make_videos(load_config(args.config, overrides), args.adapter, args.out)
+
+
+def asked_key(task: Task) -> str:
+    """Return a hash of what a video was told to do and how it is looked at."""
+    told = (task.commanded.tolist(), task.focal_px)
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+
+
+def task_key(task: Task, settings: dict[str, Any]) -> str:
+    """Return a hash of all that a row depends on: the video's content, its cameras, its names and the settings."""
+    names = (task.name, task.camera_type, task.source, task.shares_estimator, asked_key(task), settings)
+    content = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
+    with task.file.open("rb") as file:
+        while part := file.read(1 << 20):
+            content.update(part)
+    return content.hexdigest()
+
+
+def measure(
+    tasks: Sequence[Task], keys: Sequence[str], out: Path, workers: int, seconds: float
+) -> Iterator[tuple[Task, Finished]]:
+    """Yield every video with what was found, in the order of getting ready; keeps each at once.
+
+    A thread a process: a process that dies or is late loses its own video and nothing else.
+    """
+    own = threading.local()
+
+    def one(task: Task, key: str) -> Finished:
+        if kept := read_kept(out, task, key):
+            return kept
+        pool = own.__dict__.setdefault("pool", CallPool(min(workers, 1)))
+        pools.add(pool)
+        frames = frame_numbers(len(task.commanded))
+        call = (task.file, len(task.commanded), frames, task.focal_px)
+        outcome = pool.run(motion.estimate, [call], seconds=seconds, what=f"video {task.name}")[0]
+        finished = judge(task, key, outcome)
+        if not outcome.fault:  # what the estimator is to blame for is tried again next time
+            keep(out, task, finished)
+        return finished
+
+    pools: set[CallPool] = set()
+    with ThreadPoolExecutor(max(workers, 1)) as threads:
+        futures = {threads.submit(one, task, key): task for task, key in zip(tasks, keys, strict=True)}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            for pool in list(pools):
+                pool.close()
+
+
+def judge(task: Task, key: str, outcome: Outcome[Estimate]) -> Finished:
+    """Return the row of a video."""
+    frames = frame_numbers(len(task.commanded))
+    commanded = task.commanded[frames]
+    estimate = outcome.value or Estimate(np.full((len(frames), 4, 4), np.nan))
+    poses, found = torch.from_numpy(estimate.poses), int(estimate.found.sum())
+    registered = found >= max(LEAST_FRAMES, LEAST_LOCATED * len(frames))
+    needed = f"{found} of {len(frames)} frames registered, needs half and {LEAST_FRAMES}"
+    errors = path_errors(commanded, poses, metric=estimate.metric) if registered else dict.fromkeys(CONVENTIONS)
+    baseline = baseline_m(commanded)
+    turns_only = registered and baseline < LEAST_BASELINE_M and math.isfinite(estimate.parallax_deg)
+    row = {
+        "video": task.name,
+        "source": task.source,
+        "camera_type": task.camera_type,
+        "registered": registered,
+        "cause": outcome.fault or ("" if registered else needed),
+        "fault": bool(outcome.fault),
+        "frames": len(frames),
+        "frames_registered": found,
+        **errors,
+        "drift_parallax_deg": estimate.parallax_deg if turns_only else None,
+        "baseline_m": baseline,
+        "points": estimate.points,
+        "shares_estimator": task.shares_estimator,
+        "focal_px": task.focal_px,
+        "cpu_seconds": round(estimate.cpu_seconds, 2),
+        "asked": asked_key(task),
+    }
+    return Finished(key, row, poses)
+
+
+def _kept_file(out: Path, task: Task) -> Path:
+    return out / "rows" / f"{task.name}.json"
+
+
+def keep(out: Path, task: Task, finished: Finished) -> None:
+    """Write what a later call needs not measure again."""
+    poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
+    content = {"key": finished.key, "row": finished.row, "poses": poses}
+    write_text(_kept_file(out, task), json.dumps(content, allow_nan=False))
+
+
+def read_kept(out: Path, task: Task, key: str) -> Finished | None:
+    """Return what an earlier call found, or None if there is nothing or anything changed since."""
+    try:
+        content = json.loads(_kept_file(out, task).read_text(encoding="utf-8"))
+        if content["key"] != key:
+            return None
+        lost = [[math.nan] * 4] * 4
+        poses = torch.tensor([pose or lost for pose in content["poses"]], dtype=torch.float64)
+        return Finished(key, content["row"], poses, again=True)
+    except (OSError, ValueError, KeyError, TypeError):  # none, or cut off: measured again
+        return None
+
+
+def plot(task: Task, finished: Finished, out: Path) -> None:
+    """Draw the paths of a video that is registered, unless that was done for the same row."""
+    file = out / "plots" / f"{task.name}.png"
+    if not finished.row["registered"]:
+        file.unlink(missing_ok=True)
+        return
+    if finished.again and file.is_file():
+        return
+    error = f"RotErr {finished.row['rot_deg_mean']:.3g} degrees"
+    shape = finished.row["trans_sim3_rel"]
+    error += "" if shape is None else f", TransErr {shape:.3g} of the path (Sim(3))"
+    commanded = task.commanded[frame_numbers(len(task.commanded))]
+    draw_paths(commanded, finished.poses, file, f"{task.name} ({task.camera_type}): {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

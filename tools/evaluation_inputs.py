@@ -1,0 +1,171 @@
+"""What `tools/evaluate.py` is asked to judge: videos of a folder, each with the camera path it was told to follow.
+
+Two kinds of camera files, told apart by their keys:
+
+    {"dog.mp4": POSES, "sub/cat.mp4": {"poses": POSES, "camera_type": "arc_left", "source": "cat",
+     "focal_px": 630.3, "shares_estimator": false}}
+        POSES: one OpenCV camera-to-world 4x4 matrix in metres for every frame of the video; the rest may be missing
+    {"frame0": {"cam01": "[r r r 0] ...", ...}, ...}
+        MultiCamVideo's camera_extrinsics.json: video0.mp4 in a folder cam_type3 follows cam03, and so does cam03.mp4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flow_grpo.data.camera_files import read_cameras, read_json_object
+from flow_grpo.data.trajectories import VIDEO_ENDINGS
+from flow_grpo.data.video_io import video_size
+from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rotation_angle_deg
+
+FRAME_KEY = re.compile(r"frame\d+")
+TYPE_FOLDER = re.compile(r"cam_type(\d+)")  # of ReCamMaster's inference_recammaster.py
+CAMERA_FILE = re.compile(r"cam\d+")
+ENTRIES = {"poses", "camera_type", "source", "focal_px", "shares_estimator"}
+OTHER_TYPE = "other"  # of a path that is no preset and says nothing of itself
+SAME_METRES, SAME_DEG = 0.02, 0.2  # a path this near a preset all along is that preset: files print few digits
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One video to judge.
+
+    Attributes:
+        file: the video.
+        name: its path below the folder of videos, with forward slashes.
+        commanded: (T, 4, 4) float64 camera-to-world in metres, relative to the first frame.
+        camera_type: kind of camera motion, for tables.
+        source: the video it was made from: what intervals are drawn over.
+        focal_px: focal length in pixels of the file.
+        shares_estimator: whether what it was trained on used the estimator that judges it.
+    """
+
+    file: Path
+    name: str
+    commanded: Tensor
+    camera_type: str
+    source: str
+    focal_px: float
+    shares_estimator: bool = False
+
+
+def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task]:
+    """Return the videos below a folder in order of name, each with its path.
+
+    Args:
+        folder: searched to any depth.
+        cameras: see above.
+        focal_px: of the videos whose entry names none.
+
+    Raises:
+        ValueError: no folder or no videos, an unreadable camera file, a video without cameras or with another number of
+            them than frames, matrices that are no rigid motion, or no focal length above 0.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--videos {folder} is no folder, must hold videos ending in {', '.join(VIDEO_ENDINGS)}")
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in VIDEO_ENDINGS and _shown(file, folder))
+    if not files:
+        raise ValueError(f"--videos {folder} holds no video, must hold files ending in {', '.join(VIDEO_ENDINGS)}")
+    content = read_json_object(cameras)
+    if content and all(FRAME_KEY.fullmatch(key) for key in content):
+        return [_from_extrinsics(file, folder, cameras, len(content), focal_px) for file in files]
+    return [_from_poses(file, folder, cameras, content, focal_px) for file in files]
+
+
+def _shown(file: Path, folder: Path) -> bool:
+    return not any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal_px: float | None) -> Task:
+    """Return a task whose camera the name of its folder, or its own, tells."""
+    name = file.relative_to(folder).as_posix()
+    in_folder = TYPE_FOLDER.fullmatch(file.resolve().parent.name)
+    if in_folder is None and CAMERA_FILE.fullmatch(file.stem) is None:
+        raise ValueError(
+            f"video {name}: which camera of {cameras.name} it follows is not told, must lie in a folder such as "
+            "cam_type3 or be named cam03.mp4; or give cameras as JSON of video name -> matrices"
+        )
+    camera = f"cam{int(in_folder[1]):02d}" if in_folder else file.stem
+    _check_count(file, name, frames, cameras)
+    poses = read_cameras(cameras, [camera], frames)[0]
+    # Videos of one number in all cam_type folders were made from one source.
+    kind, source = (in_folder[0], file.stem) if in_folder else (camera, file.parent.as_posix())
+    return Task(file, name, relative(poses[0], poses), kind, source, _focal(focal_px, "--focal-px"))
+
+
+def _from_poses(file: Path, folder: Path, cameras: Path, content: dict[str, Any], focal_px: float | None) -> Task:
+    """Return a task whose path stands under its name, or under its file name alone."""
+    name = file.relative_to(folder).as_posix()
+    key = name if name in content else file.name
+    if key not in content:
+        raise ValueError(
+            f"camera file {cameras} has no cameras of video {name}, it has {_few(sorted(content))}; add them or move "
+            "the video away"
+        )
+    place = f"camera file {cameras}, {key}"
+    entry = content[key] if isinstance(content[key], dict) else {"poses": content[key]}
+    if not {"poses"} <= set(entry) <= ENTRIES:
+        raise ValueError(f"{place} has {sorted(entry)}, must have poses and may have {_few(sorted(ENTRIES))}")
+    poses = _read_matrices(entry["poses"], place)
+    _check_count(file, name, len(poses), cameras)
+    commanded = relative(poses[0], poses)
+    words = {"camera_type": _preset(commanded), "source": name} | {key: entry[key] for key in ENTRIES & set(entry)}
+    for word in ("camera_type", "source"):
+        if not isinstance(words[word], str) or not words[word]:
+            raise ValueError(f"{place}: {word} is {words[word]!r}, must be a text")
+    shares = words.get("shares_estimator", False)
+    if not isinstance(shares, bool):
+        raise ValueError(f"{place}: shares_estimator is {shares!r}, must be true or false")
+    focal = _focal(entry["focal_px"], f"{place}: focal_px") if "focal_px" in entry else _focal(focal_px, "--focal-px")
+    return Task(file, name, commanded, words["camera_type"], words["source"], focal, shares)
+
+
+def _focal(value: object, name: str) -> float:
+    """Return a focal length; a wrong one would bend every path, so there is no default."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, must be the focal length in pixels, above 0, such as 840.4")
+    return float(value)
+
+
+def _read_matrices(poses: object, place: str) -> Tensor:
+    """Return (T, 4, 4) float64 matrices; ValueError for what is no rigid motion of determinant +1."""
+    try:
+        matrices = torch.tensor(poses, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{place}: no list of 4x4 matrices of numbers ({error})") from error
+    if matrices.ndim != 3 or not len(matrices):
+        raise ValueError(f"{place} has shape {tuple(matrices.shape)}, must be (T, 4, 4), one matrix a frame")
+    check_poses(matrices, place)
+    for number in (torch.linalg.det(matrices[:, :3, :3]) < 0).nonzero().flatten().tolist():
+        raise ValueError(f"{place}: matrix {number} is a mirror image (determinant -1), must be +1; use OpenCV's axes")
+    return matrices
+
+
+def _check_count(file: Path, name: str, matrices: int, cameras: Path) -> None:
+    frames = video_size(file)[0]
+    if frames != matrices:
+        raise ValueError(
+            f"video {name} has {frames} frames and {matrices} matrices in {cameras}, must be as many: one a frame"
+        )
+
+
+def _preset(commanded: Tensor) -> str:
+    """Return the preset that a path (T, 4, 4) from the identity follows all along, or "other"."""
+    for preset in PRESETS:
+        path = preset_path(preset, len(commanded))
+        away = torch.linalg.vector_norm(path[:, :3, 3] - commanded[:, :3, 3], dim=-1).max()
+        if away <= SAME_METRES and rotation_angle_deg(path, commanded).max() <= SAME_DEG:
+            return preset
+    return OTHER_TYPE
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

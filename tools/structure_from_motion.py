@@ -1,0 +1,216 @@
+"""Where the frames of a video were taken from, by structure from motion alone: the estimator that no reward uses.
+
+COLMAP's features and its global mapper (GLOMAP) with the focal length known and kept. Nothing but the video goes in, so
+the result has a world and a unit of its own. Incremental mapping is not used: on dollies and pans it finds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from flow_grpo.data.video_io import read_video
+
+try:
+    import pycolmap
+except ImportError:  # not everywhere to be had: `name` says so
+    pycolmap = None
+
+Floats = NDArray[np.float64]
+
+MOST_FEATURES = 2048  # of a frame
+SMALL_ROWS = 360  # frames with fewer rows or columns are doubled: a dolly of 240x416 is then found three times better
+OVERLAP = 5  # a frame is compared with so many others: those 1, 2, 4, 8 and 16 after it
+LEAST_POINTS = 30  # points placed in space; with fewer the frames share one place, see `Estimate.centred`
+SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What was found of F frames.
+
+    Attributes:
+        poses: (F, 4, 4) float64 OpenCV camera-to-world in a world and a unit of their own; NaN where not registered.
+        points: how many points were placed in space.
+        centred: too few points show any parallax, so the distances between the cameras are not known: all are put into
+            one place, and the rotations stand alone.
+        parallax_deg: how far the view moved once rotation is taken out, see `largest_parallax`; NaN when not known.
+        metric: whether the unit is the metre.
+        cpu_seconds: spent by the process.
+    """
+
+    poses: Floats
+    points: int = 0
+    centred: bool = False
+    parallax_deg: float = float("nan")
+    metric: bool = False
+    cpu_seconds: float = 0.0
+
+    @property
+    def found(self) -> NDArray[np.bool_]:
+        """(F,) which frames are registered."""
+        registered: NDArray[np.bool_] = np.isfinite(self.poses).all((1, 2))
+        return registered
+
+
+def name() -> str:
+    """Return the estimator's name and version: results of different ones are not compared.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if pycolmap is None:
+        raise ValueError(
+            "pycolmap is not installed, and has no wheels for aarch64: pip install pycolmap==4.2.1 on an x86 machine and "
+            "evaluate there, of --config the videos and cameras that --out holds"
+        )
+    return f"pycolmap {pycolmap.__version__} global_mapping"
+
+
+def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: float) -> Estimate:
+    """Find the cameras of some frames of a video file.
+
+    Args:
+        video: the file.
+        num_frames: how many frames to read.
+        frames: the numbers of those to judge.
+        focal_px: focal length in pixels of the file, with the principal point in the middle and square pixels.
+
+    Raises:
+        ValueError: the video cannot be read.
+    """
+    begun = time.process_time()
+    colours = read_video(video, num_frames)[:, list(frames)].permute(1, 2, 3, 0).numpy()
+    grey = np.stack([cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in np.ascontiguousarray(colours)])
+    found = reconstruct(grey, focal_px)
+    return dataclasses.replace(found, cpu_seconds=time.process_time() - begun)
+
+
+def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
+    """Find the cameras of grey pictures (F, h, w); all NaN when they show no common scene."""
+    pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value  # pictures without a scene are no fault of the program
+    nothing = Estimate(np.full((len(pictures), 4, 4), np.nan))
+    with tempfile.TemporaryDirectory() as folder:
+        images, database = Path(folder) / "images", Path(folder) / "database.db"
+        images.mkdir()
+        for number, picture in enumerate(pictures):
+            cv2.imwrite(str(images / f"{number:05d}.png"), picture)
+        _match(images, database, pictures.shape[1:], focal_px)
+        model = _map(images, database, _mapper_options())
+        points = model.num_points3D() if model else 0
+        if points < LEAST_POINTS:
+            # Without parallax the mapper keeps a point by luck or gives up; what it found of rotations needs none.
+            model = _map(images, database, _mapper_options(rotations_only=True))
+        if model is None:
+            return nothing
+        poses = nothing.poses.copy()
+        for image in (model.images[number] for number in model.reg_image_ids()):
+            pose = _camera_to_world(image)
+            poses[int(image.name.removesuffix(".png"))] = pose if points >= LEAST_POINTS else _centred(pose)
+        parallax = largest_parallax(model, database, focal_px, pictures.shape[1:])
+        return Estimate(poses, points, points < LEAST_POINTS, parallax)
+
+
+def _map(images: Path, database: Path, options: pycolmap.GlobalPipelineOptions) -> pycolmap.Reconstruction | None:
+    """Return the model with most frames, or None without any."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = pycolmap.global_mapping(database, images, folder, options)
+    return max(models.values(), key=lambda model: model.num_reg_images(), default=None)
+
+
+def _match(images: Path, database: Path, size: tuple[int, ...], focal_px: float) -> None:
+    """Write features and verified matches of a folder of pictures into a database."""
+    height, width = size
+    pycolmap.set_random_seed(SEED)
+    camera = pycolmap.ImageReaderOptions(
+        # COLMAP counts from the outer corner of the first pixel, as we do.
+        camera_model="PINHOLE",
+        camera_params=f"{focal_px},{focal_px},{width / 2},{height / 2}",
+    )
+    features = pycolmap.FeatureExtractionOptions(num_threads=1, use_gpu=False)
+    features.sift.first_octave = -1 if min(height, width) < SMALL_ROWS else 0
+    features.sift.max_num_features = MOST_FEATURES
+    mode, device = pycolmap.CameraMode.SINGLE, pycolmap.Device.cpu
+    pycolmap.extract_features(
+        database, images, camera_mode=mode, reader_options=camera, extraction_options=features, device=device
+    )
+    matching = pycolmap.FeatureMatchingOptions(num_threads=1, use_gpu=False)
+    pairs = pycolmap.SequentialPairingOptions(overlap=OVERLAP, quadratic_overlap=True, num_threads=1)
+    verification = pycolmap.TwoViewGeometryOptions()
+    verification.ransac.random_seed = SEED
+    verification.detect_watermark = False  # a video that stands still is no watermark
+    pycolmap.match_sequential(
+        database, matching_options=matching, pairing_options=pairs, verification_options=verification, device=device
+    )
+
+
+def _mapper_options(*, rotations_only: bool = False) -> pycolmap.GlobalPipelineOptions:
+    """Return options of one thread, no GPU, a fixed seed and a camera that stays as it is.
+
+    `rotations_only` ends after the averaging of rotations: frames have no places then.
+    """
+    options = pycolmap.GlobalPipelineOptions(num_threads=1, random_seed=SEED)
+    mapper = options.mapper
+    mapper.num_threads = 1
+    for part in (mapper, mapper.rotation_averaging, mapper.global_positioning, mapper.retriangulation):
+        part.random_seed = SEED
+    mapper.global_positioning.use_gpu = False
+    mapper.skip_track_establishment = mapper.skip_global_positioning = rotations_only
+    mapper.skip_bundle_adjustment = mapper.skip_retriangulation = rotations_only
+    adjustment = mapper.bundle_adjustment
+    adjustment.refine_focal_length = adjustment.refine_principal_point = adjustment.refine_extra_params = False
+    adjustment.ceres.use_gpu = False
+    adjustment.ceres.solver_options.num_threads = 1
+    return options
+
+
+def largest_parallax(model: pycolmap.Reconstruction, database: Path, focal_px: float, size: tuple[int, ...]) -> float:
+    """Return in degrees how far the view moved once rotation is taken out; NaN when no two registered frames match.
+
+    For two frames with verified matches: the median angle between the directions, in the world, in which they see the
+    same things. Of all such pairs, the largest. It is about 57 times the sideways distance over the distance to the
+    scene, needs no point in space, and is near zero for a camera that only turns.
+    """
+    height, width = size
+    poses = {number: _camera_to_world(model.images[number]) for number in model.reg_image_ids()}
+    medians = [float("nan")]
+    with pycolmap.Database.open(database) as opened:
+        rays = {
+            number: _directions(opened.read_keypoints(number)[:, :2], focal_px, (width / 2, height / 2))
+            @ pose[:3, :3].T
+            for number, pose in poses.items()
+        }
+        for pair, geometry in zip(*opened.read_two_view_geometries(), strict=True):
+            first, second = pycolmap.pair_id_to_image_pair(pair)
+            matches = geometry.inlier_matches
+            if first in rays and second in rays and len(matches):
+                apart = np.linalg.norm(rays[first][matches[:, 0]] - rays[second][matches[:, 1]], axis=1)
+                medians.append(float(np.degrees(2 * np.arcsin(np.clip(np.median(apart) / 2, 0, 1)))))
+    return float(np.nanmax(medians)) if len(medians) > 1 else float("nan")
+
+
+def _directions(pixels: NDArray[np.float32], focal_px: float, centre: tuple[float, float]) -> Floats:
+    """Return unit vectors (N, 3) from a camera through pixels (N, 2)."""
+    rays = np.concatenate([(pixels.astype(np.float64) - centre) / focal_px, np.ones((len(pixels), 1))], axis=1)
+    unit: Floats = rays / np.linalg.norm(rays, axis=1, keepdims=True)
+    return unit
+
+
+def _camera_to_world(image: pycolmap.Image) -> Floats:
+    pose = np.eye(4)
+    pose[:3] = image.cam_from_world().inverse().matrix()
+    return pose
+
+
+def _centred(pose: Floats) -> Floats:
+    """Return a pose at the origin."""
+    turned = np.eye(4)
+    turned[:3, :3] = pose[:3, :3]
+    return turned
