@@ -14,10 +14,17 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-import pycolmap
 from numpy.typing import NDArray
 
 from flow_grpo.data.video_io import read_video
+
+try:
+    import pycolmap
+except ImportError as error:
+    raise ImportError(
+        "the evaluation needs pycolmap, which is not installed and has no wheel for Linux on aarch64: install "
+        "requirements.txt, on another machine if need be; it needs the videos and their cameras only"
+    ) from error
 
 Floats = NDArray[np.float64]
 
