@@ -68,8 +68,8 @@ def name() -> str:
     """
     if pycolmap is None:
         raise ValueError(
-            "pycolmap is not installed, and has no wheels for aarch64: pip install pycolmap==4.2.1 on an x86 machine and "
-            "evaluate there, of --config the videos and cameras that --out holds"
+            "pycolmap is not installed, and has no wheels for aarch64: pip install pycolmap==4.2.1 on an x86 machine "
+            "and evaluate there, after --config the videos and cameras that --out holds"
         )
     return f"pycolmap {pycolmap.__version__} global_mapping"
 
