@@ -121,6 +121,15 @@ def test_a_feature_seen_in_several_views_counts_once():
     assert np.isnan(locate(features, 0, [few] * 5, source.camera)[0]).all()
 
 
+def test_features_that_all_match_one_place_are_no_pose_and_no_error():
+    """OpenCV raises for a draw without extent; mirrored videos make such draws, and must not be masked for it."""
+    source = anchored(SMALL, FRAMES)
+    view = source.views[0]
+    heap = View(0, view.descriptors, np.broadcast_to(view.xyz[:1], view.xyz.shape).copy(), view.lasting)
+    pose, inliers = locate(find_features(grey(film("source"))[0]), 0, [heap], source.camera)
+    assert np.isnan(pose).all() and inliers == 0
+
+
 def test_anchors_that_move_serve_only_their_own_frame():
     source = anchored(SMALL, FRAMES)
     view = source.views[0]
