@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flow_grpo.maths.poses import PRESETS, preset_path, rot_err, trans_err
 from flow_grpo.rewards.anchors import Film, Source, make_source
-from flow_grpo.rewards.features import find_features
+from flow_grpo.rewards.features import Features, find_features
 from flow_grpo.rewards.pnp import GATE, Located, View, camera_matrix, locate, locate_video
 from tools.textured_room import LARGE, SMALL, film, grey, intrinsics, slowed, source_path, spoiled
 
@@ -119,6 +119,23 @@ def test_a_feature_seen_in_several_views_counts_once():
     rows = slice(0, 10)
     few = View(0, source.views[0].descriptors[rows], source.views[0].xyz[rows], source.views[0].lasting[rows])
     assert np.isnan(locate(features, 0, [few] * 5, source.camera)[0]).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_picture_whose_only_agreeing_matches_are_one_place_is_not_located(seed):
+    """OpenCV raises for inliers without extent. Mirrored videos make them, and must not be masked for it."""
+    draw = np.random.default_rng(seed)
+    descriptors = draw.normal(size=(14, 128)).astype(np.float32)
+    descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
+    features = Features(draw.uniform(10, 200, (14, 2)), descriptors)
+    lasting, ahead = np.ones(14, np.bool_), np.array([0.0, 0.0, 5.0])
+    views = [View(0, descriptors, draw.uniform(-3, 3, (14, 3)) + ahead, lasting)]
+    # The first feature is seen by five more views, which place it alike; the second in another place by each.
+    for _ in range(5):
+        xyz = np.stack([views[0].xyz[0], draw.uniform(-3, 3, 3) + ahead])
+        views.append(View(0, descriptors[:2], xyz, lasting[:2]))
+    pose, inliers = locate(features, 0, views, camera_matrix([420.0, 420.0, 208.0, 120.0]))
+    assert np.isnan(pose).all() and inliers < GATE
 
 
 def test_anchors_that_move_serve_only_their_own_frame():

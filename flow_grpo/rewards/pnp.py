@@ -85,16 +85,20 @@ def locate(features: Features, frame: int, views: Sequence[View], camera: Floats
     if len(np.unique(numbers)) < GATE:
         return np.full((4, 4), np.nan), 0
     points = features.points[numbers]
-    solved, turn, move, _ = cv2.solvePnPRansac(
-        xyz,
-        points,
-        camera,
-        None,
-        iterationsCount=RANSAC_ITERATIONS,
-        reprojectionError=RANSAC_PIXELS,
-        confidence=0.9999,
-        flags=cv2.SOLVEPNP_SQPNP,
-    )
+    try:
+        solved, turn, move, _ = cv2.solvePnPRansac(
+            xyz,
+            points,
+            camera,
+            None,
+            iterationsCount=RANSAC_ITERATIONS,
+            reprojectionError=RANSAC_PIXELS,
+            confidence=0.9999,
+            flags=cv2.SOLVEPNP_SQPNP,
+        )
+    except cv2.error:
+        # Raised for a draw of one place seen in several views: so few features match that this is no picture of it.
+        return np.full((4, 4), np.nan), 0
     if not solved or not np.isfinite(turn).all() or not np.isfinite(move).all():
         return np.full((4, 4), np.nan), 0
     for pixels in (RANSAC_PIXELS, FINE_PIXELS):
