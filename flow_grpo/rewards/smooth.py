@@ -48,7 +48,7 @@ class Smooth(PathReward):
     """
 
     name = "smooth"
-    floor = 0.002  # the same tenth of a degree and centimetre again
+    floor = 0.001  # a tenth of a degree more
     measures = ("shake_deg", "shake_m", "valid_frames", "unregistered")
 
     def read(self, errors: PoseErrors) -> tuple[float, ...]:
