@@ -26,6 +26,7 @@ from flow_grpo.rewards.camera_pose import PoseMeasurer, PoseRot, PoseTrans
 from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.process_pool import CallPool
+from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.rewards.smooth import Smooth
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
@@ -70,7 +71,16 @@ def weight_free_rewards() -> list[Reward]:
     """Return every reward that needs neither weights nor a server, in this process; those of poses share one PnP."""
     measurer = PoseMeasurer()
     pose = [PoseRot(measurer), PoseTrans(measurer), Smooth(measurer)]
-    return [*pose, ViewDisp(CallPool()), TargetView(), TargetPsnr(), SourceMatch(), MotionMag(), Exposure()]
+    return [
+        *pose,
+        ViewDisp(CallPool()),
+        TargetView(),
+        TargetPsnr(),
+        SourceMatch(),
+        MotionMag(),
+        Exposure(),
+        Sharpness(),
+    ]
 
 
 def score(
