@@ -172,13 +172,13 @@ def tiny_recam() -> ConfigDict:
 def tiny_recam_hacking() -> ConfigDict:
     """The demo under a judge of sharpness alone, which is satisfied at the camera's expense: docs/reward_hacking.md.
 
-    The cure is one weight more: --config.reward.weights.target_view=1
+    The cure: --config.reward.weights.sharpness=0.3 --config.reward.weights.target_view=1
     """
     config = tiny_recam()
     config.num_epochs = 40
     config.max_minutes = 0.0
     config.eval.every = 10
-    config.reward.weights = ConfigDict({"sharpness": 1.0, "target_view": 0.0, "target_psnr": 0.0})
+    config.reward.weights = ConfigDict({"target_view": 0.0, "target_psnr": 0.0, "sharpness": 1.0})
     return config
 
 
