@@ -32,7 +32,9 @@ NOTICES = {
     "source_match": ("noise", "mirrored", "over-exposed", "garish colours"),
     "motion_mag": ("static first frame", "blurred", "flicker", "noise"),
     "exposure": ("grid", "over-exposed", "garish colours", "flicker", "noise"),
+    "sharpness": ("blurred",),
 }
+HACKED = {"sharpness": ("noise",)}  # what it takes for better than the exact video
 NEED_THE_TRUE_VIEW = ("view_disp", "target_view", "target_psnr")
 
 
@@ -45,14 +47,16 @@ def check(scores: Scores) -> None:
     """Hold scores of commands that turn and move to what the page says."""
     commands, tricks = len(scores.values), [name for name in scores.videos if name not in (EXACT, HARMLESS)]
     for trick in tricks:
-        assert any(scores.noticed(trick, reward) == commands for reward in scores.floors), trick
+        assert any(scores.noticed(trick, reward) == commands for reward in scores.floors if reward not in HACKED), trick
     for reward, named in NOTICES.items():
         for trick in named:
             assert scores.noticed(trick, reward), (reward, trick)
     for by_video in scores.values.values():
         for reward, floor in scores.floors.items():
             best = max(values[reward] for values in by_video.values())
-            assert by_video[EXACT][reward] >= best - floor, reward
+            assert by_video[EXACT][reward] >= best - floor or reward in HACKED, reward
+        for reward, tricks in HACKED.items():
+            assert all(by_video[trick][reward] > by_video[EXACT][reward] + scores.floors[reward] for trick in tricks)
 
 
 def test_every_trick_is_noticed_and_the_exact_video_is_best(scores):
