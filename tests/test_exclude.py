@@ -45,6 +45,7 @@ def test_items_with_a_bad_verdict_are_left_out_and_the_others_stay_what_they_wer
     assert [less.name_of(index) for index in range(len(less))] == [names[0], *names[2:]]
     one, other = whole.condition(2), less.condition(1)
     assert (one.scene, one.source_camera, one.target_camera) == (other.scene, other.source_camera, other.target_camera)
+    assert less.cameras() == [less.condition(index).camera for index in range(len(less))] != whole.cameras()
     same = MultiCamDataset(world, "train", **SIZE, exclude={scene: {good: ""}})
     assert whole.fingerprint() == same.fingerprint() != less.fingerprint()
 

@@ -178,11 +178,8 @@ class MultiCamDataset(Conditions):
 
     def cameras(self) -> list[str]:
         """Return the kind of camera that every condition asks for, as in `Condition.camera`; no video is read."""
-        kinds: list[str] = []
-        for scene in self.scenes:
-            presets = _read_presets(scene.folder / PRESETS_JSON)
-            kinds += [presets.get(camera) or camera for camera in scene.cameras]
-        return kinds
+        presets = {scene.name: _read_presets(scene.folder / PRESETS_JSON) for scene in self.scenes}
+        return [presets[scene.name].get(camera) or camera for scene, camera in self._items]
 
     def structure(self, index: int) -> Size:
         """Return the (frames, rows, columns) that a condition's videos are delivered in."""
