@@ -184,6 +184,11 @@ class RewardResult:
     info: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     faulty: Tensor | None = None
 
+    @property
+    def faults(self) -> Tensor:
+        """(B,) bool: `faulty`, written out."""
+        return torch.zeros_like(self.valid) if self.faulty is None else self.faulty
+
 
 @dataclasses.dataclass(frozen=True)
 class Experience(Rows):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 # Read when the libraries are imported, so set before any test file is.
 os.environ.update(
@@ -43,3 +44,19 @@ def only_this_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", guarded)
         yield
+
+
+@pytest.fixture
+def calls_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which every call of a scoring pool adds the names of the functions it runs."""
+    from flow_grpo.rewards.process_pool import CallPool  # here: most tests load faster without it
+
+    names: list[str] = []
+    run = CallPool.run
+
+    def counted(self: CallPool, function: Callable[..., Any], arguments: Sequence[Any], **named: Any) -> Any:
+        names.extend([function.__name__] * len(arguments))
+        return run(self, function, arguments, **named)
+
+    monkeypatch.setattr(CallPool, "run", counted)
+    return names

@@ -22,7 +22,6 @@ from flow_grpo.rewards.camera_pose import (
     translation_value,
 )
 from flow_grpo.rewards.pnp import locate_video
-from flow_grpo.rewards.process_pool import CallPool
 from tools.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
 
 FRAMES = 3  # the fewest that leave one to check the anchors with
@@ -212,24 +211,16 @@ def test_a_turning_source_is_scored_with_its_true_view():
 # --- failures
 
 
-def test_both_rewards_read_one_measurement(monkeypatch):
-    runs: list[str] = []
-    run = CallPool.run
-
-    def counted(self, function, arguments, **named):
-        runs.extend([function.__name__] * len(arguments))
-        return run(self, function, arguments, **named)
-
-    monkeypatch.setattr(CallPool, "run", counted)
+def test_both_rewards_read_one_measurement(calls_made):
     measurer = PoseMeasurer()
     videos = torch.stack([shot("arc_right"), shot("zoom_in")])
     conditions = [asked("arc_right"), asked("arc_right", slot=1)]
     first = PoseRot(measurer)(videos, conditions)
     second = PoseTrans(measurer)(videos.clone(), conditions)
-    assert runs == ["make_source", "locate_video", "locate_video"]
+    assert calls_made == ["make_source", "locate_video", "locate_video"]
     assert first.valid.all() and second.valid.all()
     PoseRot(measurer)(videos.flip(0), conditions)
-    assert runs == ["make_source", *["locate_video"] * 4]
+    assert calls_made == ["make_source", *["locate_video"] * 4]
 
 
 def test_the_command_is_part_of_the_measurement():

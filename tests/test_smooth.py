@@ -16,7 +16,6 @@ from flow_grpo.rewards.camera_pose import (
     rotation_value,
     translation_value,
 )
-from flow_grpo.rewards.process_pool import CallPool
 from flow_grpo.rewards.smooth import MOVE_NOISE_M, TURN_NOISE_DEG, Smooth, unsteadiness
 from tools.hacking_tricks import along
 from tools.textured_room import condition, film, shoot, source_path
@@ -137,20 +136,12 @@ def test_trembling_is_noticed_where_the_pose_rewards_see_nothing():
     assert smooth.info["valid_frames"].tolist() == [1, 1] and smooth.info["unregistered"].tolist() == [0, 0]
 
 
-def test_it_reads_the_measurement_of_the_pose_rewards(monkeypatch):
-    runs: list[str] = []
-    run = CallPool.run
-
-    def counted(self, function, arguments, **named):
-        runs.extend([function.__name__] * len(arguments))
-        return run(self, function, arguments, **named)
-
-    monkeypatch.setattr(CallPool, "run", counted)
+def test_it_reads_the_measurement_of_the_pose_rewards(calls_made):
     measurer = PoseMeasurer()
     chosen = [condition("arc_right", shot("source"), source_path(FRAMES))]
     for reward in (PoseRot, Smooth, PoseTrans):
         assert reward(measurer)(shot("arc_right")[None], chosen).valid.all()
-    assert runs == ["make_source", "locate_video"]
+    assert calls_made == ["make_source", "locate_video"]
     assert Smooth().measurer is PoseRot().measurer
 
 

@@ -101,19 +101,11 @@ def test_a_true_view_without_texture_is_masked_and_its_flat_frames_have_no_weigh
     assert result.values[1] == 0 and result.info["matched_frames"][1] == 1
 
 
-def test_the_true_view_of_a_group_is_looked_at_once(monkeypatch):
-    runs: list[str] = []
-    run = CallPool.run
-
-    def counted(self, function, arguments, **named):
-        runs.extend([function.__name__] * len(arguments))
-        return run(self, function, arguments, **named)
-
-    monkeypatch.setattr(CallPool, "run", counted)
+def test_the_true_view_of_a_group_is_looked_at_once(calls_made):
     reward = ViewDisp(CallPool())
     for _ in range(2):
         score([shot("arc_right"), shot("arc_right", 0.5)], [asked("arc_right"), asked("arc_right", slot=1)], reward)
-    assert runs == ["find_views", *["displacements"] * 4]
+    assert calls_made == ["find_views", *["displacements"] * 4]
 
 
 def test_only_so_many_true_views_are_kept(monkeypatch):

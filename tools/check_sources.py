@@ -14,7 +14,6 @@ has no verdict then and is tried again next time), 2 for a setting that cannot w
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from flow_grpo.data.exclude import Verdicts, read_verdicts, write_verdicts
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.records import Condition
 from flow_grpo.rewards.camera_pose import PoseMeasurer
+from flow_grpo.rewards.process_pool import usable_cores
 
 AT_ONCE = 4  # items of each process between two writes of the file
 
@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
     parser.add_argument("--out", type=Path, required=True, help="the file of verdicts")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: none but this one")
+    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0: none but this one")
     known, overrides = parser.parse_known_args(words)
     try:
         if known.workers < 0:
@@ -79,7 +79,7 @@ def check(data: Sequence[MultiCamDataset], verdicts: Verdicts, out: Path, worker
                 except ValueError as error:
                     problems.append(str(error))
             for condition, found in zip(conditions, measurer.sources(conditions), strict=True):
-                if found.fault and not found.lacking:
+                if found.failed:
                     problems.append(f"{condition.scene} {condition.target_camera}: {found.fault}")
                 else:
                     verdicts.setdefault(condition.scene, {})[condition.target_camera] = found.fault

@@ -26,7 +26,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -43,11 +42,12 @@ from tqdm import tqdm
 from flow_grpo.maths.path_errors import CONVENTIONS, LEAST_BASELINE_M, LEAST_FRAMES, baseline_m, path_errors
 from flow_grpo.rewards.camera_pose import LEAST_LOCATED
 from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
-from flow_grpo.rewards.process_pool import CallPool, Outcome
+from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
 from flow_grpo.runtime.path_plots import draw_paths
+from flow_grpo.runtime.whole_text import write_whole
 from tools import structure_from_motion as motion
 from tools.evaluation_inputs import Task, find_tasks
-from tools.evaluation_tables import compare, read_baseline, summarise, write_tables, write_text
+from tools.evaluation_tables import compare, read_baseline, summarise, write_tables
 from tools.structure_from_motion import Estimate
 
 MOST_SECONDS = 900.0  # for a video: 40 times what one of 480x832 takes
@@ -112,14 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--adapter", type=Path, help="with --config: adapter folder of a run; without, the model as it is")
     add("--out", type=Path, required=True, help="folder of the results; one that has some is gone on with")
     add("--baseline", type=Path, help="metrics.json of other videos of the same names: differences, video by video")
-    add("--workers", type=int, default=_cores(), help="processes of one thread; 0: this one, without a time limit")
+    add(
+        "--workers", type=int, default=usable_cores(), help="processes of one thread; 0: this one, without a time limit"
+    )
     add("--seconds", type=float, default=MOST_SECONDS, help="after which a video is given up")
     add("--no-plots", dest="plots", action="store_false", help="draw no paths")
     return parser
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -245,7 +243,7 @@ def keep(out: Path, task: Task, finished: Finished) -> None:
     """Write what a later call needs not measure again."""
     poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
     content = {"key": finished.key, "row": finished.row, "poses": poses}
-    write_text(_kept_file(out, task), json.dumps(content, allow_nan=False))
+    write_whole(_kept_file(out, task), json.dumps(content, allow_nan=False))
 
 
 def read_kept(out: Path, task: Task, key: str) -> Finished | None:

@@ -18,6 +18,7 @@ from typing import Any
 from flow_grpo.data.camera_files import read_json_object
 from flow_grpo.maths.bootstrap import DRAWS, LEVEL, mean_interval
 from flow_grpo.maths.path_errors import CONVENTIONS
+from flow_grpo.runtime.whole_text import write_whole
 
 Row = Mapping[str, Any]
 
@@ -122,8 +123,8 @@ def _change(mine: Row, theirs: Row) -> dict[str, Any]:
 def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
     """Write metrics.json, rows.csv, summary.csv and summary.md into a folder, each whole or not at all."""
     content = {"settings": dict(settings), "rows": list(rows), "summary": dict(summary)}
-    write_text(folder / "metrics.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    write_text(folder / "rows.csv", _csv(list(rows[0]), [list(row.values()) for row in rows]))
+    write_whole(folder / "metrics.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(folder / "rows.csv", _csv(list(rows[0]), [list(row.values()) for row in rows]))
     head = ["camera_type", "videos", "sources", "registered", "failure_rate"]
     ends = [f"{name}{end}" for name in METRICS for end in ("", "_low", "_high", "_rows")]
     lines = []
@@ -131,8 +132,8 @@ def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row],
         cells = [group["metrics"].get(name, {}) for name in METRICS]
         values = [cell.get(part) for cell in cells for part in ("mean", "low", "high", "rows")]
         lines.append([kind, *(group[name] for name in head[1:]), *values])
-    write_text(folder / "summary.csv", _csv([*head, *ends], lines))
-    write_text(folder / "summary.md", as_markdown(settings, rows, summary))
+    write_whole(folder / "summary.csv", _csv([*head, *ends], lines))
+    write_whole(folder / "summary.md", as_markdown(settings, rows, summary))
 
 
 def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
@@ -214,11 +215,3 @@ def _csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     writer.writerow(head)
     writer.writerows(rows)
     return text.getvalue()
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file that appears whole or not at all; missing folders are made."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -23,8 +23,8 @@ from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as devices
+from flow_grpo.runtime.whole_text import write_whole
 from tools.evaluation_inputs import OTHER_TYPE
-from tools.evaluation_tables import write_text
 from tools.generate import generate
 
 VIDEOS, CAMERAS, RECORD = "videos", "cameras.json", "recipe.json"
@@ -53,7 +53,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path) -> tuple[Path, 
         condition = dataset.condition(index, gid=index)
         names[index] = _name(condition)
         cameras[names[index]] = _entry(condition)
-    write_text(out / CAMERAS, json.dumps(cameras))
+    write_whole(out / CAMERAS, json.dumps(cameras))
     missing = [index for index, name in names.items() if not (out / VIDEOS / name).is_file()]
     policy = _policy(config, adapter) if missing else None
     sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
@@ -79,7 +79,7 @@ def _claim(config: Config, adapter: Path | None, out: Path) -> None:
     file = out / RECORD
     if (out / VIDEOS).exists() and not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == record):
         raise ValueError(f"--out {out} holds videos of another recipe, adapter or origin; choose another folder")
-    write_text(file, json.dumps(record))
+    write_whole(file, json.dumps(record))
 
 
 def _name(condition: Condition) -> str:

@@ -116,8 +116,7 @@ def _reward_columns(batch: ScoredBatch) -> dict[tuple[str, str], Tensor]:
     columns = {("value", name): r.values.double() for name, r in batch.rewards.items()}
     columns |= {("valid", name): r.valid.double() for name, r in batch.rewards.items()}
     for name, result in batch.rewards.items():
-        faulty = torch.zeros_like(result.valid) if result.faulty is None else result.faulty
-        columns["faulty", name] = faulty.double()
+        columns["faulty", name] = result.faults.double()
         for extra, values in result.info.items():
             masked = values.double().where(result.valid, torch.tensor(torch.nan, dtype=torch.float64))
             columns["info", f"{name}_{extra}"] = masked
@@ -275,8 +274,8 @@ def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: Rew
 def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
     """Return why the first sample of this rank that a reward failed on has no value, or ""."""
     for result in (batch.rewards[name] for batch in batches):
-        if result.faulty is not None and result.faulty.any():
-            return result.causes[int(result.faulty.int().argmax())]
+        if result.faults.any():
+            return result.causes[int(result.faults.int().argmax())]
     return ""
 
 

@@ -299,5 +299,5 @@ def merge_results(results: Sequence[RewardResult]) -> RewardResult:
         valid=torch.cat([result.valid for result in results]),
         causes=tuple(cause for result in results for cause in result.causes),
         info={name: torch.cat([result.info[name] for result in results]) for name in results[0].info},
-        faulty=torch.cat([torch.zeros_like(r.valid) if r.faulty is None else r.faulty for r in results]),
+        faulty=torch.cat([result.faults for result in results]),
     )

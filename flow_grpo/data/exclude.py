@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from flow_grpo.data.camera_files import read_json_object
+from flow_grpo.runtime.whole_text import write_whole
 
 Verdicts = dict[str, dict[str, str]]  # scene -> target camera -> "" or what is wrong
 
@@ -28,6 +28,4 @@ def read_verdicts(file: Path) -> Verdicts:
 
 def write_verdicts(verdicts: Mapping[str, Mapping[str, str]], file: Path) -> None:
     """Replace a file of verdicts as a whole; OSError when it cannot be written."""
-    partial = file.with_name(f".{file.name}.tmp")
-    partial.write_text(json.dumps(verdicts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(partial, file)
+    write_whole(file, json.dumps(verdicts, indent=1, sort_keys=True) + "\n")

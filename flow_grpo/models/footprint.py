@@ -83,12 +83,10 @@ def footprint(
     Raises:
         ValueError: an unknown training mode.
     """
-    (_, frames, height, width), patch = latent_shape, config["patch_size"]
     one, two = (count_network({**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2))
     total = {name: first + (config["num_layers"] - 1) * (two[name] - first) for name, first in one.items()}
     del total["whole_bytes"]
     return Footprint(
-        tokens=2 * frames // patch[0] * (height // patch[1]) * (width // patch[2]),
         block_bytes=two["whole_bytes"] - one["whole_bytes"] if model.gradient_checkpointing else 0,
         **total,
     )
@@ -125,6 +123,7 @@ def count_network(
         learned += model.lora_rank * (linear.in_features + linear.out_features) - linear.weight.numel()
     kept += 0 if model.gradient_checkpointing else narrow
     return {
+        "tokens": tokens,
         "parameters": sum(p.numel() for p in network.parameters()),
         "trained": learned,
         "forward_flops": counter.get_total_flops() - _counted_attention(counter) + attention,

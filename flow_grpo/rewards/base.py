@@ -125,8 +125,7 @@ def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) ->
 
 def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
     """Mark values that are not finite as not valid, and make every value that is not valid NaN."""
-    faulty = torch.zeros_like(result.valid) if result.faulty is None else result.faulty
-    shapes = {tuple(part.shape) for part in (result.values, result.valid, faulty, *result.info.values())}
+    shapes = {tuple(part.shape) for part in (result.values, result.valid, result.faults, *result.info.values())}
     if shapes != {(count,)} or len(result.causes) != count:
         raise ValueError(f"results have shapes {sorted(shapes)} and {len(result.causes)} causes, must be ({count},)")
     if set(result.info) != set(reward.measures):
@@ -144,7 +143,7 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
         valid=valid,
         causes=tuple(causes),
         info=result.info,
-        faulty=faulty | (result.valid & ~finite),
+        faulty=result.faults | (result.valid & ~finite),
     )
 
 

@@ -31,8 +31,9 @@ from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.anchors import Film, Source, make_source
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
+from flow_grpo.rewards.kept import keep_latest
 from flow_grpo.rewards.pnp import Located, camera_matrix, locate_video
-from flow_grpo.rewards.process_pool import CallPool, Outcome
+from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
 
 ROT_CAP_DEG = 45.0
 LEAST_REACH_M = 0.3
@@ -41,6 +42,8 @@ LEAST_LOCATED = 0.5  # share of the frames judged
 MOST_SECONDS = 600.0  # for a batch
 MOST_WORKERS = 16
 SOURCES_KEPT, BATCHES_KEPT = 32, 2
+
+SourceKey = tuple[str, str, str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +111,7 @@ def translation_value(errors: PoseErrors) -> float:
     return -float((errors.weights * errors.metres.clamp(max=cap)).sum()) / cap
 
 
-def _source_key(condition: Condition) -> tuple[str, str, str, str]:
+def _source_key(condition: Condition) -> SourceKey:
     """Name the anchors of a condition: scene, cameras and a hash of what they are made from.
 
     With a true view the target camera is part of it: the frames that can be judged depend on that view, and so do the
@@ -156,7 +159,7 @@ class PoseMeasurer:
     def __init__(self, workers: int = 0, seconds: float = MOST_SECONDS) -> None:
         self.seconds = seconds
         self.pool = CallPool(workers)
-        self._sources: OrderedDict[tuple[str, str, str, str], Source] = OrderedDict()
+        self._sources: OrderedDict[SourceKey, Source] = OrderedDict()
         self._batches: OrderedDict[str, list[Outcome[PoseErrors]]] = OrderedDict()
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> list[Outcome[PoseErrors]]:
@@ -170,19 +173,20 @@ class PoseMeasurer:
             content.update(condition.target_poses.double().numpy().tobytes())
         batch = content.hexdigest()
         if batch not in self._batches:
-            outcomes = self._measure(pictures, conditions)
-            if any(outcome.fault and not outcome.lacking for outcome in outcomes):
+            outcomes = self._measure(pictures, conditions, keys)
+            if any(outcome.failed for outcome in outcomes):
                 return outcomes
-            _keep(self._batches, batch, outcomes, BATCHES_KEPT)
+            keep_latest(self._batches, batch, outcomes, BATCHES_KEPT)
         return self._batches[batch]
 
     def _measure(
         self,
         pictures: Sequence[NDArray[np.uint8]],
         conditions: Sequence[Condition],
+        keys: Sequence[SourceKey],
     ) -> list[Outcome[PoseErrors]]:
         start = time.monotonic()
-        sources = self.sources(conditions)
+        sources = self._find(conditions, keys)
         rows = [row for row, source in enumerate(sources) if source.value is not None]
         frames = frame_numbers(conditions[0].source_video.shape[1])
         jobs = []
@@ -199,9 +203,11 @@ class PoseMeasurer:
 
     def sources(self, conditions: Sequence[Condition]) -> list[Outcome[Source]]:
         """Return each condition's anchors; a source that cannot be measured by is `lacking`."""
-        keys = [_source_key(condition) for condition in conditions]
-        found: dict[tuple[str, str, str, str], Outcome[Source]] = {}
-        missing: dict[tuple[str, str, str, str], Condition] = {}
+        return self._find(conditions, [_source_key(condition) for condition in conditions])
+
+    def _find(self, conditions: Sequence[Condition], keys: Sequence[SourceKey]) -> list[Outcome[Source]]:
+        found: dict[SourceKey, Outcome[Source]] = {}
+        missing: dict[SourceKey, Condition] = {}
         for key, condition in zip(keys, conditions, strict=True):
             if condition.source_poses is None or condition.intrinsics is None:
                 text = f"{condition.scene} {condition.source_camera} has no source poses or no intrinsics"
@@ -214,19 +220,11 @@ class PoseMeasurer:
         found |= dict(zip(missing, made, strict=True))
         for key, outcome in found.items():
             if (source := outcome.value) is not None:
-                _keep(self._sources, key, source, SOURCES_KEPT)
+                keep_latest(self._sources, key, source, SOURCES_KEPT)
                 if source.fault:
                     text = f"source {key[0]} {key[1]} is unusable: {source.fault}"
                     found[key] = Outcome(None, text, lacking=True)
         return [found[key] for key in keys]
-
-
-def _keep(kept: OrderedDict, key: object, value: object, most: int) -> None:  # type: ignore[type-arg]
-    """Add an entry as the latest and let the oldest go."""
-    kept[key] = value
-    kept.move_to_end(key)
-    while len(kept) > most:
-        kept.popitem(last=False)
 
 
 def _errors(
@@ -243,8 +241,7 @@ def _errors(
 @functools.cache
 def shared_measurer() -> PoseMeasurer:
     """Return this process's measurer, which all rewards of poses read; it uses this rank's share of the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return PoseMeasurer(workers=min(share, MOST_WORKERS) if share > 1 else 0)
 
 
@@ -275,7 +272,7 @@ class PathReward:
         values, *measured = rearrange(rows, "b k -> k b").unbind(0)
         causes = tuple(outcome.fault for outcome in outcomes)
         valid = torch.tensor([not cause for cause in causes])
-        faulty = torch.tensor([bool(outcome.fault) and not outcome.lacking for outcome in outcomes])
+        faulty = torch.tensor([outcome.failed for outcome in outcomes])
         return RewardResult(values, valid, causes, dict(zip(self.measures, measured, strict=True)), faulty)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import faulthandler
 import logging
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -39,6 +40,11 @@ class Outcome(Generic[ResultType]):
     value: ResultType | None
     fault: str = ""
     lacking: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """There could have been a value, and there is none."""
+        return bool(self.fault) and not self.lacking
 
 
 class CallPool:
@@ -104,6 +110,11 @@ class CallPool:
             if waiting:
                 done, spent = len(futures) - len(waiting), time.time() - start
                 logger.info("%s: %d of %d after %.0f s", what, done, len(futures), spent)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use, which in a container or under a batch system can be a few of many."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _guarded(deadline: float, function: Callable[..., ResultType], arguments: tuple[Any, ...]) -> ResultType:

@@ -21,6 +21,7 @@ from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera_pose import MOST_SECONDS, shared_measurer
 from flow_grpo.rewards.features import Features, Floats, find_features, match
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
+from flow_grpo.rewards.kept import keep_latest
 from flow_grpo.rewards.process_pool import CallPool, Outcome
 from flow_grpo.rewards.target_view import why_not_comparable
 
@@ -81,12 +82,12 @@ class ViewDisp:
         faulty, jobs = torch.zeros(len(causes), dtype=torch.bool), {}
         for row in rows:
             found = views[row]
-            causes[row], faulty[row] = found.fault, bool(found.fault) and not found.lacking
+            causes[row], faulty[row] = found.fault, found.failed
             if found.value is not None:
                 jobs[row] = (grey_frames(videos[row], frames), found.value)
         outcomes = self.pool.run(displacements, list(jobs.values()), seconds=MOST_SECONDS, what="displacements")
         for (row, (_, view)), outcome in zip(jobs.items(), outcomes, strict=True):
-            causes[row], faulty[row] = outcome.fault, bool(outcome.fault)
+            causes[row], faulty[row] = outcome.fault, outcome.failed
             if outcome.value is not None:
                 measured[row] = torch.tensor(_judge(torch.from_numpy(outcome.value), view, videos.shape[-1]))
         values, *info = measured.unbind(1)
@@ -111,10 +112,7 @@ class ViewDisp:
         known |= dict(zip(missing, made, strict=True))
         for key, outcome in known.items():
             if outcome.value is not None:
-                self._views[key] = outcome.value
-                self._views.move_to_end(key)
-        while len(self._views) > VIEWS_KEPT:
-            self._views.popitem(last=False)
+                keep_latest(self._views, key, outcome.value, VIEWS_KEPT)
         return {row: _usable(known[key], conditions[row]) for row, key in keys.items()}
 
 

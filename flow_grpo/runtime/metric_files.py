@@ -7,12 +7,14 @@ same step share a row and new columns may appear at any time.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from flow_grpo.runtime.whole_text import write_whole
 
 Row = dict[str, float]
 _log = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ class MetricFiles:
         kept = [] if resumed_step is None else self._lines_up_to(resumed_step)
         for step, metrics in kept:
             self._remember(step, metrics)
-        _replace(self._lines, "".join(_line(step, metrics) for step, metrics in kept))
+        write_whole(self._lines, "".join(_line(step, metrics) for step, metrics in kept))
         self._write_table()
 
     def append(self, metrics: Mapping[str, float], step: int) -> None:
@@ -59,12 +61,11 @@ class MetricFiles:
         return [step, *(self.rows[step].get(name, "") for name in self._columns[1:])]
 
     def _write_table(self) -> None:
-        partial = self._table.with_suffix(".csv.tmp")
-        with partial.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(self._columns)
-            writer.writerows(self._cells(step) for step in self.rows)
-        os.replace(partial, self._table)
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(self._columns)
+        writer.writerows(self._cells(step) for step in self.rows)
+        write_whole(self._table, text.getvalue())
 
     def _lines_up_to(self, last_step: int) -> list[tuple[int, Row]]:
         kept = []
@@ -84,9 +85,3 @@ def _line(step: int, metrics: Mapping[str, float]) -> str:
     """One JSON line; JSON knows no NaN or infinity, they become null."""
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     return json.dumps({"step": step, **finite}) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.tmp")
-    partial.write_text(text)
-    os.replace(partial, path)
