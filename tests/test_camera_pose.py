@@ -229,12 +229,11 @@ def test_the_command_is_part_of_the_measurement():
     assert right > -0.01 and wrong < -0.3
 
 
-@pytest.mark.parametrize("missing", ["source_poses", "intrinsics"])
-def test_without_source_poses_or_intrinsics_there_is_no_value(missing):
-    conditions = [asked("arc_right"), asked("arc_right", **{missing: None})]
+def test_without_a_focal_length_there_is_no_value():
+    conditions = [asked("arc_right"), asked("arc_right", intrinsics=None)]
     result = PoseRot(MEASURER)(torch.stack([shot("arc_right")] * 2), conditions)
     assert result.valid.tolist() == [True, False]
-    assert "no source poses or no intrinsics" in result.causes[1] and result.values[1].isnan()
+    assert "no known focal length" in result.causes[1] and result.values[1].isnan()
     assert not result.faulty.any()  # measuring did not fail, there is nothing to measure by
 
 

@@ -90,7 +90,7 @@ def test_what_it_finds_unusable_is_never_drawn(world, tmp_path, monkeypatch):
     [
         (["--workers", "-1"], "--workers is -1, must be at least 0"),
         (["--config.data.root=nowhere"], "dataset folder nowhere does not exist"),
-        (["--out", "/nowhere/usable.json"], "/nowhere"),
+        (["--out", "/dev/null/usable.json"], "/dev/null"),
     ],
 )
 def test_what_cannot_work_is_one_line(world, tmp_path, capsys, more, message):

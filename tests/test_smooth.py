@@ -146,7 +146,7 @@ def test_it_reads_the_measurement_of_the_pose_rewards(calls_made):
 
 
 def test_a_source_that_cannot_be_measured_by_masks_the_row_with_its_cause():
-    blind = condition("arc_right", shot("source"), source_path(FRAMES), source_poses=None)
+    blind = condition("arc_right", shot("source"), source_path(FRAMES), intrinsics=None)
     result = SMOOTH(shot("arc_right")[None], [blind])
     assert not result.valid.any() and result.values.isnan().all()
     assert "no source poses" in result.causes[0]

@@ -13,10 +13,11 @@ from torch import Tensor
 from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
+from flow_grpo.rewards import structure_from_motion as motion
 from flow_grpo.rewards.anchors import Film, make_source
 from flow_grpo.rewards.pnp import camera_matrix, locate_video
-from tools import structure_from_motion as motion
-from tools.structure_from_motion import Estimate, estimate, reconstruct
+from flow_grpo.rewards.structure_from_motion import Estimate, reconstruct
+from tools.evaluate import estimate
 from tools.textured_room import LARGE, SMALL, film, grey, intrinsics, shoot, source_path
 
 TINY, FRAMES, ALL_FRAMES = (160, 288), 5, 21

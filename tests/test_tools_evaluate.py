@@ -17,8 +17,8 @@ from PIL import Image
 from flow_grpo.data.video_io import read_video, write_video
 from flow_grpo.maths.path_errors import CONVENTIONS, path_errors
 from flow_grpo.maths.poses import opencv_to_multicam, preset_path
+from flow_grpo.rewards.structure_from_motion import Estimate
 from tools import evaluate
-from tools.structure_from_motion import Estimate
 
 FRAMES = 5
 CALLS: list[str] = []
@@ -325,6 +325,4 @@ def test_without_pycolmap_it_says_where_to_evaluate(place, capsys, monkeypatch):
     monkeypatch.setattr(evaluate.motion, "pycolmap", None)
     assert evaluate.main(words(place)) == 2
     error = capsys.readouterr().err
-    assert (
-        error.startswith("error: pycolmap is not installed, and has no wheels for aarch64") and error.count("\n") == 1
-    )
+    assert error.startswith("error: pycolmap is not installed") and "x86" in error and error.count("\n") == 1

@@ -28,6 +28,7 @@ import json
 import math
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -35,20 +36,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
+import cv2
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.path_errors import CONVENTIONS, LEAST_BASELINE_M, LEAST_FRAMES, baseline_m, path_errors
+from flow_grpo.rewards import structure_from_motion as motion
 from flow_grpo.rewards.camera_pose import LEAST_LOCATED
 from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
 from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
+from flow_grpo.rewards.structure_from_motion import Estimate
 from flow_grpo.runtime.path_plots import draw_paths
 from flow_grpo.runtime.whole_text import write_whole
-from tools import structure_from_motion as motion
 from tools.evaluation_inputs import Task, find_tasks
 from tools.evaluation_tables import compare, read_baseline, summarise, write_tables
-from tools.structure_from_motion import Estimate
 
 MOST_SECONDS = 900.0  # for a video: 40 times what one of 480x832 takes
 
@@ -184,7 +187,7 @@ def measure(
         pools.add(pool)
         frames = frame_numbers(len(task.commanded))
         call = (task.file, len(task.commanded), frames, task.focal_px)
-        outcome = pool.run(motion.estimate, [call], seconds=seconds, what=f"video {task.name}")[0]
+        outcome = pool.run(estimate, [call], seconds=seconds, what=f"video {task.name}")[0]
         finished = judge(task, key, outcome)
         if not outcome.fault:  # what the estimator is to blame for is tried again next time
             keep(out, task, finished)
@@ -203,17 +206,36 @@ def measure(
                 pool.close()
 
 
+def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: float) -> Estimate:
+    """Find the cameras of some frames of a video file.
+
+    Args:
+        video: the file.
+        num_frames: how many frames to read.
+        frames: the numbers of those to judge.
+        focal_px: see `structure_from_motion.reconstruct`.
+
+    Raises:
+        ValueError: the video cannot be read.
+    """
+    begun = time.process_time()
+    colours = read_video(video, num_frames)[:, list(frames)].permute(1, 2, 3, 0).numpy()
+    grey = np.stack([cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in np.ascontiguousarray(colours)])
+    found = motion.reconstruct(grey, focal_px)
+    return dataclasses.replace(found, cpu_seconds=time.process_time() - begun)
+
+
 def judge(task: Task, key: str, outcome: Outcome[Estimate]) -> Finished:
     """Return the row of a video."""
     frames = frame_numbers(len(task.commanded))
     commanded = task.commanded[frames]
-    estimate = outcome.value or Estimate(np.full((len(frames), 4, 4), np.nan))
-    poses, found = torch.from_numpy(estimate.poses), int(estimate.found.sum())
+    seen = outcome.value or Estimate(np.full((len(frames), 4, 4), np.nan))
+    poses, found = torch.from_numpy(seen.poses), int(seen.found.sum())
     registered = found >= max(LEAST_FRAMES, LEAST_LOCATED * len(frames))
     needed = f"{found} of {len(frames)} frames registered, needs half and {LEAST_FRAMES}"
-    errors = path_errors(commanded, poses, metric=estimate.metric) if registered else dict.fromkeys(CONVENTIONS)
+    errors = path_errors(commanded, poses, metric=seen.metric) if registered else dict.fromkeys(CONVENTIONS)
     baseline = baseline_m(commanded)
-    turns_only = registered and baseline < LEAST_BASELINE_M and math.isfinite(estimate.parallax_deg)
+    turns_only = registered and baseline < LEAST_BASELINE_M and math.isfinite(seen.parallax_deg)
     row = {
         "video": task.name,
         "source": task.source,
@@ -224,12 +246,12 @@ def judge(task: Task, key: str, outcome: Outcome[Estimate]) -> Finished:
         "frames": len(frames),
         "frames_registered": found,
         **errors,
-        "drift_parallax_deg": estimate.parallax_deg if turns_only else None,
+        "drift_parallax_deg": seen.parallax_deg if turns_only else None,
         "baseline_m": baseline,
-        "points": estimate.points,
+        "points": seen.points,
         "shares_estimator": task.shares_estimator,
         "focal_px": task.focal_px,
-        "cpu_seconds": round(estimate.cpu_seconds, 2),
+        "cpu_seconds": round(seen.cpu_seconds, 2),
         "asked": asked_key(task),
     }
     return Finished(key, row, poses)

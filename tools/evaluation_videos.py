@@ -88,7 +88,7 @@ def _name(condition: Condition) -> str:
 
 
 def _entry(condition: Condition) -> dict[str, Any]:
-    """Return the camera file's entry of a condition; no reward uses the estimator, so nothing is shared with it."""
+    """Return the camera file's entry of a condition; rewards use the estimator where a source has no poses."""
     if condition.intrinsics is None:
         raise ValueError(f"scene {condition.scene} has no known focal length, which the evaluation needs")
     return {
@@ -96,7 +96,7 @@ def _entry(condition: Condition) -> dict[str, Any]:
         "camera_type": condition.preset or OTHER_TYPE,
         "source": f"{condition.scene}/{condition.source_camera}",
         "focal_px": float(condition.intrinsics[0]),
-        "shares_estimator": False,
+        "shares_estimator": condition.source_poses is None,
     }
 
 

@@ -54,12 +54,14 @@ class Source:
         camera: (3, 3) from `pnp.camera_matrix`.
         visible: (F,) bool: frames whose ground-truth view the anchors place where it is; all, without such a view.
         fault: why nothing may be judged by it, "" if it may.
+        metric: whether its unit is the metre; else distances are true to each other only.
     """
 
     views: tuple[View, ...]
     camera: Floats
     visible: NDArray[np.bool_]
     fault: str
+    metric: bool = True
 
     def __len__(self) -> int:
         return sum(map(len, self.views))

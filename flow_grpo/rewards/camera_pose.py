@@ -34,6 +34,7 @@ from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.kept import keep_latest
 from flow_grpo.rewards.pnp import Located, camera_matrix, locate_video
 from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
+from flow_grpo.rewards.unposed import make_unposed_source
 
 ROT_CAP_DEG = 45.0
 LEAST_REACH_M = 0.3
@@ -59,6 +60,7 @@ class PoseErrors:
         commanded: (F, 4, 4) float64 commanded poses of these frames.
         seen: (F, 4, 4) float64 poses found, NaN where not located.
         frames: (F,) the number of each frame in its video.
+        metric: whether distances are in metres; else nothing can be said of them.
     """
 
     degrees: Tensor
@@ -69,6 +71,7 @@ class PoseErrors:
     commanded: Tensor
     seen: Tensor
     frames: tuple[int, ...]
+    metric: bool = True
 
     @property
     def unregistered(self) -> bool:
@@ -120,10 +123,10 @@ def _source_key(condition: Condition) -> SourceKey:
     content = hashlib.blake2b(digest_size=16)
     cameras = [(condition.source_video, condition.source_poses), (condition.target_video, condition.target_poses)]
     for video, poses in cameras:
-        if video is not None and poses is not None:
+        if video is not None:
             content.update(repr(tuple(video.shape)).encode())
             content.update(grey_frames(video[..., ::8, ::8], frame_numbers(video.shape[1])).tobytes())
-            content.update(poses.double().numpy().tobytes())
+            content.update(b"" if poses is None else poses.double().numpy().tobytes())
     if condition.intrinsics is not None:
         content.update(condition.intrinsics.double().numpy().tobytes())
     target = "" if condition.target_video is None else condition.target_camera
@@ -131,13 +134,13 @@ def _source_key(condition: Condition) -> SourceKey:
 
 
 def _films(condition: Condition) -> tuple[Film, Film | None, NDArray[np.float64]]:
-    """Return the arguments of `make_source`."""
+    """Return the arguments of `make_source` and `make_unposed_source`."""
     frames = frame_numbers(condition.source_video.shape[1])
-    assert condition.source_poses is not None, "rows without source poses are left out"
     assert condition.intrinsics is not None, "rows without intrinsics are left out"
 
-    def film(video: Tensor, poses: Tensor) -> Film:
-        return Film(grey_frames(video, frames), poses[frames].double().numpy(), tuple(frames))
+    def film(video: Tensor, poses: Tensor | None) -> Film:
+        known = np.full((len(frames), 4, 4), np.nan) if poses is None else poses[frames].double().numpy()
+        return Film(grey_frames(video, frames), known, tuple(frames))
 
     target = None
     if condition.target_video is not None:
@@ -209,15 +212,16 @@ class PoseMeasurer:
         found: dict[SourceKey, Outcome[Source]] = {}
         missing: dict[SourceKey, Condition] = {}
         for key, condition in zip(keys, conditions, strict=True):
-            if condition.source_poses is None or condition.intrinsics is None:
-                text = f"{condition.scene} {condition.source_camera} has no source poses or no intrinsics"
+            if condition.intrinsics is None:
+                text = f"{condition.scene} {condition.source_camera} has no known focal length"
                 found[key] = Outcome(None, text, lacking=True)
             elif key not in self._sources:
                 missing[key] = condition
-        jobs = [_films(condition) for condition in missing.values()]
-        made = self.pool.run(make_source, jobs, seconds=self.seconds, what="anchors")
         found |= {key: Outcome(self._sources[key]) for key in keys if key in self._sources}
-        found |= dict(zip(missing, made, strict=True))
+        for make, posed in ((make_source, True), (make_unposed_source, False)):
+            jobs = {key: _films(each) for key, each in missing.items() if (each.source_poses is not None) == posed}
+            made = self.pool.run(make, list(jobs.values()), seconds=self.seconds, what="anchors")
+            found |= dict(zip(jobs, made, strict=True))
         for key, outcome in found.items():
             if (source := outcome.value) is not None:
                 keep_latest(self._sources, key, source, SOURCES_KEPT)
@@ -235,7 +239,8 @@ def _errors(
         return Outcome(None, found.fault)
     commanded = condition.target_poses[list(frames)]
     visible = torch.from_numpy(source.value.visible)
-    return Outcome(compare(commanded, torch.from_numpy(found.value.poses), condition.target_poses, visible, frames))
+    errors = compare(commanded, torch.from_numpy(found.value.poses), condition.target_poses, visible, frames)
+    return Outcome(dataclasses.replace(errors, metric=source.value.metric))
 
 
 @functools.cache
@@ -253,6 +258,7 @@ class PathReward:
     """
 
     measures: tuple[str, ...]
+    metric = True  # a source without a known unit is nothing to measure by
 
     def __init__(self, measurer: PoseMeasurer | None = None) -> None:
         self.measurer = shared_measurer() if measurer is None else measurer
@@ -263,7 +269,7 @@ class PathReward:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid where nothing could be measured."""
-        outcomes = self.measurer(videos, conditions)
+        outcomes = [self._in_metres(outcome) for outcome in self.measurer(videos, conditions)]
         rows = torch.full((len(conditions), 1 + len(self.measures)), torch.nan)
         for row, outcome in enumerate(outcomes):
             if outcome.value is not None:
@@ -274,6 +280,12 @@ class PathReward:
         valid = torch.tensor([not cause for cause in causes])
         faulty = torch.tensor([outcome.failed for outcome in outcomes])
         return RewardResult(values, valid, causes, dict(zip(self.measures, measured, strict=True)), faulty)
+
+    def _in_metres(self, outcome: Outcome[PoseErrors]) -> Outcome[PoseErrors]:
+        if self.metric and outcome.value is not None and not outcome.value.metric:
+            text = "the source came without poses, so nothing tells the size of its scene in metres"
+            return Outcome(None, text, lacking=True)
+        return outcome
 
 
 class PoseRot(PathReward):
@@ -286,6 +298,7 @@ class PoseRot(PathReward):
     name = "pose_rot"
     floor = 0.1 / ROT_CAP_DEG  # a tenth of a degree: blur and JPEG move the estimate so far
     measures = ("rot_deg", "valid_frames", "unregistered")
+    metric = False
 
     def read(self, errors: PoseErrors) -> tuple[float, float]:
         """Return the value and the mean rotation error in degrees."""

@@ -1,27 +1,25 @@
-"""Where the frames of a video were taken from, by structure from motion alone: the estimator that no reward uses.
+"""Where the frames of a video were taken from, by structure from motion alone.
 
 COLMAP's features and its global mapper (GLOMAP) with the focal length known and kept. Nothing but the video goes in, so
 the result has a world and a unit of its own. Incremental mapping is not used: on dollies and pans it finds nothing.
+
+The evaluation judges by it, so rewards keep away from it, but for sources that come without poses (`unposed.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from flow_grpo.data.video_io import read_video
-
 try:
     import pycolmap
 except ImportError:  # not everywhere to be had: `name` says so
-    pycolmap = None
+    pycolmap = None  # type: ignore[assignment]
 
 Floats = NDArray[np.float64]
 
@@ -56,8 +54,7 @@ class Estimate:
     @property
     def found(self) -> NDArray[np.bool_]:
         """(F,) which frames are registered."""
-        registered: NDArray[np.bool_] = np.isfinite(self.poses).all((1, 2))
-        return registered
+        return np.asarray(np.isfinite(self.poses).all((1, 2)))
 
 
 def name() -> str:
@@ -68,33 +65,22 @@ def name() -> str:
     """
     if pycolmap is None:
         raise ValueError(
-            "pycolmap is not installed, and has no wheels for aarch64: pip install pycolmap==4.2.1 on an x86 machine "
-            "and evaluate there, after --config the videos and cameras that --out holds"
+            "pycolmap is not installed: pip install pycolmap==4.2.1, on an x86 machine, as it has no wheels for aarch64"
         )
     return f"pycolmap {pycolmap.__version__} global_mapping"
 
 
-def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: float) -> Estimate:
-    """Find the cameras of some frames of a video file.
+def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
+    """Find the cameras of grey pictures (F, h, w); all NaN when they show no common scene.
 
     Args:
-        video: the file.
-        num_frames: how many frames to read.
-        frames: the numbers of those to judge.
-        focal_px: focal length in pixels of the file, with the principal point in the middle and square pixels.
+        pictures: (F, h, w) grey.
+        focal_px: focal length in pixels, with the principal point in the middle and square pixels.
 
     Raises:
-        ValueError: the video cannot be read.
+        ValueError: pycolmap is not installed.
     """
-    begun = time.process_time()
-    colours = read_video(video, num_frames)[:, list(frames)].permute(1, 2, 3, 0).numpy()
-    grey = np.stack([cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in np.ascontiguousarray(colours)])
-    found = reconstruct(grey, focal_px)
-    return dataclasses.replace(found, cpu_seconds=time.process_time() - begun)
-
-
-def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
-    """Find the cameras of grey pictures (F, h, w); all NaN when they show no common scene."""
+    name()
     pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value  # pictures without a scene are no fault of the program
     nothing = Estimate(np.full((len(pictures), 4, 4), np.nan))
     with tempfile.TemporaryDirectory() as folder:
