@@ -149,7 +149,7 @@ def test_a_source_that_cannot_be_measured_by_masks_the_row_with_its_cause():
     blind = condition("arc_right", shot("source"), source_path(FRAMES), intrinsics=None)
     result = SMOOTH(shot("arc_right")[None], [blind])
     assert not result.valid.any() and result.values.isnan().all()
-    assert "no source poses" in result.causes[0]
+    assert "no known focal length" in result.causes[0]
 
 
 def test_a_video_that_does_not_show_the_scene_has_the_worst_value():
