@@ -9,9 +9,29 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flow_grpo.config import load_config
+from flow_grpo.models import plan as models_plan
+from flow_grpo.models.footprint import footprint
+from flow_grpo.models.outline import outline, without_memory
 from tools import plan
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def counted_once():
+    """Count each network once for the file: many plans here differ in arithmetic only."""
+    known = {}
+
+    def remembered(*args, **named):
+        key = repr((args, named))
+        if key not in known:
+            known[key] = footprint(*args, **named)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models_plan, "footprint", remembered)
+        yield
 
 
 def planned(capsys, *words: str, recipe: str = "my_recam_8npu") -> tuple[int, dict[str, float]]:
@@ -36,6 +56,15 @@ def test_the_plan_of_the_8_npu_recipe_is_the_arithmetic_of_its_numbers(capsys):
     prompts = 4 * 4 * 512 * 4096
     assert found["trajectories_gib"] == pytest.approx((4 * 4 * latent + prompts) / 2**30, rel=1e-3)
     assert 20 < found["update_gib"] < 60
+
+
+def test_decoding_counted_by_its_first_frames_is_decoding_counted_whole():
+    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [])
+    with without_memory():
+        policy = outline(config)
+        latents = policy.latent_size(models_plan.largest_size(config))
+        whole = models_plan.count_decoding(policy, latents)
+        assert latents[1] > 2 and models_plan.decoding_flops(policy, latents) == whole > 0
 
 
 def test_what_does_not_fit_comes_with_ways_out(capsys):

@@ -96,7 +96,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     with without_memory():
         policy = outline(config)
         latents = policy.latent_size(largest_size(config))
-        decode_flops = _decode_flops(policy, latents)
+        decode_flops = decoding_flops(policy, latents)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
     counted = {
@@ -132,7 +132,18 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     )
 
 
-def _decode_flops(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:
+def decoding_flops(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:
+    """Return the operations of decoding one sample; inside `without_memory`.
+
+    The codec decodes one latent frame after the other, all but the first at the same cost: two are counted.
+    """
+    channels, frames, height, width = latents
+    first, both = (count_decoding(policy, (channels, n, height, width)) for n in (1, 2))
+    return first + (frames - 1) * (both - first)
+
+
+def count_decoding(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:
+    """Return the operations of decoding one sample, every frame of it counted."""
     with FlopCounterMode(display=False) as counter:
         policy.decode(torch.empty(1, *latents))
     return float(counter.get_total_flops())
