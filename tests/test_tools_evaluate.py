@@ -50,7 +50,7 @@ def film(path: Path, level: float) -> None:
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """Return a folder with a folder of videos, cameras and a stand-in for the estimator."""
-    monkeypatch.setattr(evaluate.motion, "estimate", stand_in)
+    monkeypatch.setattr(evaluate, "estimate", stand_in)
     CALLS.clear()
     path = preset_path("arc_left", FRAMES).tolist()
     levels = {"a.mp4": FINE, "b.mp4": WORSE, "sub/c.mp4": PARTLY, "d.mp4": LOST}
@@ -192,7 +192,7 @@ def test_a_call_that_was_cut_off_is_gone_on_with(place, monkeypatch):
         return stand_in(video, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate.motion, "estimate", interrupted)
+        patch.setattr(evaluate, "estimate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             evaluate.main(words(place))
     done = CALLS.copy()

@@ -8,7 +8,8 @@ and docs/evaluation.md for what is measured. Or film a recipe's held-out conditi
 
     python tools/evaluate.py --config config/grpo.py:my_recam_1gpu --adapter outputs/first/adapter --out evaluation
 
-Any knob can follow as --config.section.knob=value. In --out appear
+(of a run that goes on: `--checkpoint outputs/first/checkpoints/checkpoint_000010`). Any knob can follow as
+--config.section.knob=value. In --out appear
 
     metrics.json                 settings, one row a video, and the summary: means, intervals, failure rate
     rows.csv summary.csv         the same for a spreadsheet
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--focal-px", type=float, help="focal length in pixels of the videos; entries of --cameras may have their own")
     add("--config", metavar="FILE:RECIPE", help="film this recipe's held-out conditions instead of --videos")
     add("--adapter", type=Path, help="with --config: adapter folder of a run; without, the model as it is")
+    add("--checkpoint", type=Path, help="with --config: in place of an adapter; written to --out as one, too")
     add("--out", type=Path, required=True, help="folder of the results; one that has some is gone on with")
     add("--baseline", type=Path, help="metrics.json of other videos of the same names: differences, video by video")
     add(
@@ -135,8 +137,10 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ValueError("--config films the videos itself, must stand without --videos and --cameras")
     if not args.config and not all(given):
         raise ValueError("--videos and --cameras are both needed, or --config FILE:RECIPE to film the videos first")
-    if not args.config and (overrides or args.adapter):
-        word = overrides[0] if overrides else "--adapter"
+    if args.adapter and args.checkpoint:
+        raise ValueError("--adapter and --checkpoint both say what was trained, must be one of them")
+    if not args.config and (overrides or args.adapter or args.checkpoint):
+        word = overrides[0] if overrides else "--adapter" if args.adapter else "--checkpoint"
         raise ValueError(f"{word} is no option without --config FILE:RECIPE; see --help")
     if args.focal_px is not None and not 0 < args.focal_px < math.inf:
         raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 840.4")
@@ -151,8 +155,13 @@ def film(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path
     # Here, as the processes that estimate load this file too and need no model.
     from flow_grpo.config import load_config
     from tools.evaluation_videos import make_videos
+    from tools.export_adapter import export
 
-    return make_videos(load_config(args.config, overrides), args.adapter, args.out)
+    config, adapter = load_config(args.config, overrides), args.adapter
+    if args.checkpoint:
+        adapter = args.out / "adapter"
+        export(config, args.checkpoint, adapter)
+    return make_videos(config, adapter, args.out)
 
 
 def asked_key(task: Task) -> str:

@@ -152,6 +152,28 @@ class RunState:
         return values if template is None or template.shape != values.shape else part_like(values, template)
 
 
+@torch.no_grad()
+def load_weights(path: Path, module: nn.Module, trained: str) -> None:
+    """Put a checkpoint's weights into a network as it was built: the average where there is one, as evaluations do.
+
+    Args:
+        path: the checkpoint; of the data it was saved with nothing is asked.
+        module: on this rank alone, not in shards, its trained weights at their start.
+        trained: what is trained, `model.trained`.
+
+    Raises:
+        ValueError: damaged, or of another model or training mode.
+    """
+    identity = checkpoint.identity_of(path) | {"model": fingerprint(module), "trained": trained}
+    found = checkpoint.load(path, identity=identity, ranks=Ranks())
+    stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
+    learned = found.state.get("learned") or join(stems, "learned", lambda _, values: values)
+    load_trained_state(module, learned["trained"])
+    if learned["ema"] is not None:
+        for place, parameter in enumerate(trained_parameters(module).values()):
+            parameter.copy_(learned["ema"][str(place)])
+
+
 def fingerprint(module: nn.Module) -> str:
     """Return a hash of a network's parameter names, shapes and some values of each: cheap, yet telling models apart."""
     digest = blake2b(digest_size=16)

@@ -104,6 +104,18 @@ def save(
     return final
 
 
+def identity_of(path: Path) -> dict[str, str]:
+    """Return the identity that a checkpoint was saved with.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    if problem := damage(path):
+        raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint")
+    found: dict[str, str] = json.loads((path / MANIFEST).read_text())["identity"]
+    return found
+
+
 def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint:
     """Read a checkpoint, verified before; every rank must call it.
 

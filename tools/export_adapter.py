@@ -1,0 +1,59 @@
+"""Take what was trained out of a checkpoint, as the adapter folder that a finished run leaves.
+
+    python tools/export_adapter.py --config config/grpo.py:my_recam_8npu \
+        --checkpoint outputs/first/checkpoints/checkpoint_000010 --out adapter_10
+
+For `tools/generate.py`, plain diffusers and whatever else takes an adapter, while the run goes on. The averaged weights
+are taken where the run has an average. Give the recipe and the knobs of the run. Exit code: 0, or 2 for what cannot
+work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+
+from flow_grpo.algorithm.run_state import load_weights
+from flow_grpo.config import load_config
+from flow_grpo.config_types import Config
+from flow_grpo.models.adapter_files import save_adapter
+from flow_grpo.models.recam_policy import RecamPolicy
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Export, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="of the run; its knobs may follow")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="the adapter folder, which must not exist yet")
+    args, overrides = parser.parse_known_args(words)
+    try:
+        if args.out.exists():
+            raise ValueError(f"--out {args.out} exists, must be a new folder")
+        export(load_config(args.config, overrides), args.checkpoint, args.out)
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        return 2
+    print(f"{args.checkpoint} -> {args.out}", flush=True)
+    return 0
+
+
+def export(config: Config, checkpoint: Path, out: Path) -> None:
+    """Write a checkpoint's weights as an adapter folder.
+
+    Raises:
+        ValueError: no such model, or a checkpoint that is damaged or belongs to another one.
+    """
+    policy = RecamPolicy.from_config(config.model, config.sample, torch.device("cpu"))
+    load_weights(checkpoint, policy.module, config.model.trained)
+    save_adapter(policy, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
