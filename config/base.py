@@ -151,6 +151,8 @@ def _train() -> ConfigDict:
     train.adam_eps = 1e-8  # AdamW
     train.weight_decay = 1e-4  # AdamW
     train.max_grad_norm = 1.0  # bound of the gradient's norm over all trained weights
+    # Optimizer steps in a row that are left out for a NaN or an infinity before the run stops; zero2 stops at the first
+    train.max_bad_steps = 2
     train.clip_range = 1e-3  # of the ratio round 1; the ratio is a mean over latent elements, hence the small numbers
     train.adv_clip = 5.0  # bound of an advantage's size
     train.kl_coef = 0.0  # weight of the KL to the starting policy; 0 makes no reference call

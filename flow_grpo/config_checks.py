@@ -51,6 +51,7 @@ BOUNDS: Mapping[str, str] = {
     "train.adam_eps": "(0, inf)",
     "train.weight_decay": "[0, inf)",
     "train.max_grad_norm": "(0, inf)",
+    "train.max_bad_steps": "[0, inf)",
     "train.clip_range": "(0, 1)",
     "train.adv_clip": "(0, inf)",
     "train.kl_coef": "[0, inf)",

@@ -115,6 +115,7 @@ class TrainConfig:
     adam_eps: float
     weight_decay: float
     max_grad_norm: float
+    max_bad_steps: int  # optimizer steps in a row that may be left out
     clip_range: float
     adv_clip: float
     kl_coef: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_an_update_without_any_weight_is_skipped_and_counted():
     batch = changed(training_batch(policy, BATCHES), weights=torch.zeros(12))
     weights, metrics, _ = updated(batch=batch)
     assert torch.equal(weights, weights_of(ToyPolicy()))
-    assert metrics == {"train/updates": 0.0, "train/skipped_updates": 1.0}
+    assert metrics == {"train/updates": 0.0, "train/skipped_updates": 1.0, "train/bad_steps": 0.0}
 
 
 def dealt(updating: Updater, rows: int, epoch: int) -> list[list[list[int]]]:
@@ -232,9 +233,51 @@ def test_a_non_finite_log_ratio_names_rank_step_and_gid_and_leaves_the_weights()
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
     batch.parts[0].trajectory.log_probs[6, 1] = torch.nan
-    with pytest.raises(RuntimeError, match=r"rank 0 failed in update: .*not finite in step 2 of gids \[2\]"):
+    with pytest.raises(RuntimeError, match=r"rank 0: log-ratio is not finite in step 2 of gids \[2\]"):
         updated(policy=policy, batch=batch)
     assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
+
+
+def test_steps_that_are_not_finite_are_left_out_until_they_are_too_many_in_a_row():
+    policy = ToyPolicy()
+    good, bad = (training_batch(policy, BATCHES[:1]) for _ in range(2))
+    bad.parts[0].trajectory.log_probs[1, 0] = torch.nan
+    updating = updater(policy, max_bad_steps=2)
+    for epoch in (0, 1):
+        metrics = updating.run(bad, epoch=epoch, probe=True)
+        assert (metrics["train/bad_steps"], metrics["train/updates"]) == (1, 0)
+        assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
+    metrics = updating.run(good, epoch=2)
+    assert metrics["train/bad_steps"] == 0 and not updating.bad_steps  # counted anew
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert torch.equal(weights_of(policy), updated(batch=training_batch(ToyPolicy(), BATCHES[:1]), epoch=2)[0])
+    for epoch in (3, 4):
+        updating.run(bad, epoch=epoch)
+    with pytest.raises(RuntimeError, match=r"3 optimizer step\(s\) in a row are not finite, train.max_bad_steps is 2"):
+        updating.run(bad, epoch=5)
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_forgotten():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES[:1])
+    updating = updater(policy, max_bad_steps=1)
+    hook = policy.trained_parameters()[0].register_hook(lambda gradient: gradient * torch.inf)
+    metrics = updating.run(batch, epoch=0)
+    assert metrics["train/bad_steps"] == 1 and "gradient's norm is" in updating.bad_steps[0]
+    assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
+    hook.remove()
+    updating.run(batch, epoch=0)
+    assert torch.equal(weights_of(policy), updated(batch=training_batch(ToyPolicy(), BATCHES[:1]))[0])
+
+
+def test_a_step_that_is_not_finite_leaves_the_other_steps_of_its_epoch_alone():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES[:2])
+    batch.parts[0].trajectory.log_probs[1, 0] = torch.nan
+    metrics = updated(policy=policy, batch=batch, updates_per_epoch=2, max_bad_steps=1)[1]
+    assert (metrics["train/bad_steps"], metrics["train/updates"]) == (1, 1)
+    assert not torch.equal(weights_of(policy), weights_of(ToyPolicy()))
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_gradients_are_exchanged_in_the_last_backward_of_a_step_only():
@@ -309,7 +352,7 @@ def _broken_rank(ranks: Ranks) -> str:
 def test_a_non_finite_log_ratio_on_one_rank_stops_all_alike():
     first, second = run_ranks(_broken_rank, 2)
     assert first == second
-    assert "rank 1 failed in update" in first
+    assert "rank 1: log-ratio" in first and "rank 0" not in first
     assert "gids [2]" in first
 
 

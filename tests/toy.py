@@ -188,6 +188,7 @@ def train_config(**changes: Any) -> TrainConfig:
         "adam_eps": 1e-8,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
+        "max_bad_steps": 0,
         "clip_range": 0.1,
         "adv_clip": 5.0,
         "kl_coef": 0.0,

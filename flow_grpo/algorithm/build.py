@@ -142,7 +142,15 @@ def build_updater(config: Config, policy: Policy, state: RunState, progress: Pro
         train=train,
     )
     after_step = None if state.ema is None else state.ema.update
-    return Updater(policy, state.optimizer, settings, ranks, after_step=after_step, on_replay=progress.update)
+    return Updater(
+        policy,
+        state.optimizer,
+        settings,
+        ranks,
+        after_step=after_step,
+        on_replay=progress.update,
+        bad_steps=state.bad_steps,
+    )
 
 
 def build_rewards(config: Config, weights: Mapping[str, float]) -> RewardSet:

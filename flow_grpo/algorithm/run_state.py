@@ -57,6 +57,7 @@ class RunState:
         train_seconds: seconds spent in epochs.
         before: held-out metrics before training, None until measured.
         shortages: of the last epochs with dynamic sampling, 1 where the pool fell short; shared, changed in place.
+        bad_steps: what was wrong with the last optimizer steps, as long as none was finite since; shared likewise.
     """
 
     module: nn.Module
@@ -69,6 +70,7 @@ class RunState:
     train_seconds: float = 0.0
     before: dict[str, float] | None = None
     shortages: list[int] = dataclasses.field(default_factory=list)
+    bad_steps: list[str] = dataclasses.field(default_factory=list)
 
     def save(self, folder: Path, *, keep: int, ranks: Ranks) -> Path:
         """Publish a checkpoint of the finished epochs; every rank must call it.
@@ -82,6 +84,7 @@ class RunState:
             "train_seconds": self.train_seconds,
             "before": self.before,
             "shortages": self.shortages,
+            "bad_steps": self.bad_steps,
         }
         per_rank: dict[str, Any] = {"random": device_door.rng_state(self.device)}
         learned = {
@@ -126,6 +129,7 @@ class RunState:
         if found.per_rank is not None:
             device_door.set_rng_state(self.device, found.per_rank["random"])
         self.shortages[:] = state["shortages"]
+        self.bad_steps[:] = state.get("bad_steps", ())  # not in checkpoints of earlier versions
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:

@@ -9,6 +9,7 @@ the update uses.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,9 @@ from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import TrainingBatch, TrainingPart
 from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.parallel import averaging_gradients, take_step
+from flow_grpo.runtime.parallel import averaging_gradients, is_partitioned, take_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Updater:
         ranks: who takes part.
         after_step: called after every optimizer step, for example to follow the weights by an average.
         on_replay: called after every replayed step of a micro-batch, for progress.
+        bad_steps: what was wrong with the last optimizer steps, all in a row not finite; changed in place.
 
     Raises:
         ValueError: `old_log_prob="detach"` with more than one update per epoch, for which it would be wrong.
@@ -84,6 +88,7 @@ class Updater:
         *,
         after_step: Callable[[], None] | None = None,
         on_replay: Callable[[], None] | None = None,
+        bad_steps: list[str] | None = None,
     ) -> None:
         updates = settings.train.updates_per_epoch
         if settings.train.old_log_prob == "detach" and updates != 1:
@@ -96,6 +101,7 @@ class Updater:
         self.ranks = ranks
         self.after_step = after_step or _nothing
         self.on_replay = on_replay or _nothing
+        self.bad_steps = [] if bad_steps is None else bad_steps
 
     def run(self, batch: TrainingBatch, *, epoch: int, probe: bool = False) -> dict[str, float]:
         """Take the epoch's optimizer steps and return `policy/` and `train/` metrics over all ranks.
@@ -105,8 +111,10 @@ class Updater:
             epoch: draws the order of the rows.
             probe: also score the first micro-batch again after the last update.
 
+        A step with a log-ratio or a gradient that is not finite on any rank is left out: the weights stay.
+
         Raises:
-            RuntimeError: on every rank, when a log-ratio or the gradient is not finite anywhere.
+            RuntimeError: on every rank, after more than `train.max_bad_steps` such steps in a row.
         """
         plan = self.plan(batch, epoch)
         old = self.old_policy(batch, plan)
@@ -218,7 +226,7 @@ class Updater:
         scale: float,
         stats: UpdateStats,
     ) -> None:
-        begun, untouched = len(stats.ratios), not stats.norms
+        mark, untouched = stats.mark(), not stats.norms
         replayed: list[tuple[int, Tensor]] = []
         for number, (positions, before) in enumerate(zip(plan, old, strict=True)):
             micro = batch.take(positions, self._device)
@@ -233,14 +241,31 @@ class Updater:
                 stats.add(terms, weight / self.ranks.world_size, gap)
                 replayed.append((step, micro.gids))
                 self.on_replay()
-        self._refuse_non_finite(replayed, stats.ratios[begun:])
-        norm = take_step(self.policy.module, self.optimizer, self.settings.train.max_grad_norm)
-        if not torch.isfinite(norm):
+        problem = self._not_finite(replayed, stats.ratios[mark:])
+        if not problem:
+            norm = take_step(self.policy.module, self.optimizer, self.settings.train.max_grad_norm)
+            if torch.isfinite(norm):
+                self.bad_steps.clear()
+                stats.stepped(norm)
+                self.after_step()
+                return
+            problem = f"the gradient's norm is {norm.item()}"
+        stats.forget(mark)
+        self._skip(problem)
+
+    def _skip(self, problem: str) -> None:
+        """Leave out an optimizer step that is not finite, or stop on every rank when it is one too many."""
+        self.bad_steps.append(problem)
+        # DeepSpeed's parts of a gradient cannot be taken back: its next step would hold this one.
+        most = 0 if is_partitioned(self.policy.module) else self.settings.train.max_bad_steps
+        if len(self.bad_steps) > most:
             raise RuntimeError(
-                f"gradient norm is {norm.item()} on rank {self.ranks.rank}: weights were left as they are"
+                f"{len(self.bad_steps)} optimizer step(s) in a row are not finite, train.max_bad_steps is {most}: "
+                f"{problem}; the weights are those before them. Lower train.learning_rate or sample.noise_level, or "
+                "compute in fp32 (model.dtype), and go on from the last checkpoint"
             )
-        stats.stepped(norm)
-        self.after_step()
+        logger.warning("optimizer step left out: %s", problem)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _loss(self, micro: TrainingPart, old: OldPolicy, column: int) -> tuple[LossTerms, Tensor]:
         """Return the loss of one stored step of a micro-batch, and its new log-probabilities (b,)."""
@@ -269,17 +294,18 @@ class Updater:
         with self.policy.reference():
             return self._transition(micro, column).mean
 
-    def _refuse_non_finite(self, replayed: list[tuple[int, Tensor]], ratios: list[Tensor]) -> None:
-        """Raise on every rank when a log-ratio is not finite on any; the weights are still untouched."""
-        error = None
+    def _not_finite(self, replayed: list[tuple[int, Tensor]], ratios: list[Tensor]) -> str:
+        """Return which log-ratios are not finite on which rank, alike on every rank, or ""."""
+        found_here = ""
         if not torch.cat(ratios).log().isfinite().all():
             found = [
                 (step, gids[~ratio.log().isfinite().cpu()])
                 for (step, gids), ratio in zip(replayed, ratios, strict=True)
             ]
             step, bad = next((step, bad) for step, bad in found if len(bad))
-            error = RuntimeError(f"log-ratio is not finite in step {step} of gids {bad.tolist()}")
-        self.ranks.raise_together(error, "update")
+            found_here = f"log-ratio is not finite in step {step} of gids {bad.tolist()}"
+        texts = self.ranks.gather_text(found_here)
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
     @torch.no_grad()
     def _probe(self, batch: TrainingBatch, positions: Tensor, old: OldPolicy) -> dict[str, float]:

@@ -19,7 +19,7 @@ class UpdateStats:
         self.losses: list[Tensor] = []
         self.gaps: list[Tensor] = []
         self.norms: list[Tensor] = []
-        self.skipped = 0
+        self.skipped = self.bad = 0
 
     def add(self, terms: LossTerms, share: Tensor, gap: Tensor | None) -> None:
         """Take the terms of b samples at one stored step.
@@ -40,6 +40,16 @@ class UpdateStats:
         """Count an optimizer step with its gradient norm before clipping."""
         self.norms.append(norm.detach())
 
+    def mark(self) -> int:
+        """Return where the next optimizer step begins, for `forget`."""
+        return len(self.ratios)
+
+    def forget(self, mark: int) -> None:
+        """Count an optimizer step that is not finite, and drop what was collected of it."""
+        self.bad += 1
+        for terms in (self.ratios, self.clipped, self.kls, self.losses, self.gaps):
+            del terms[mark:]
+
     def skip(self) -> None:
         """Count an optimizer step that no sample on any rank had a say in."""
         self.skipped += 1
@@ -52,7 +62,11 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
     log-ratio in nats per element; `ratio_first_max_abs_log` is the largest distance between the rollout's
     log-probability and the update's own before the first update, 0 when both share their geometry.
     """
-    metrics = {"train/updates": float(len(stats.norms)), "train/skipped_updates": float(stats.skipped)}
+    metrics = {
+        "train/updates": float(len(stats.norms)),
+        "train/skipped_updates": float(stats.skipped),
+        "train/bad_steps": float(stats.bad),
+    }
     if not stats.norms:
         return metrics
     ratio, gap = torch.cat(stats.ratios).cpu().double(), stats.gaps or [torch.zeros(1)]
