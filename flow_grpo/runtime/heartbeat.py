@@ -1,0 +1,182 @@
+"""No rank waits for one that will never come.
+
+In an exchange a rank cannot see that another one was killed, lost its machine, raised where the others go on, or
+hangs: it waits until the group's timeout, half an hour or more. So a thread of every rank writes a line into the store
+that the ranks met by, every few seconds, and reads those of the others. A rank that sees another one fail or fall
+silent says which one, where and why, shows where it stands itself, and ends its process; all do so within seconds of
+each other.
+
+What a thread can tell apart: a process that is gone writes no lines; one that hangs still writes them, but its count of
+progress stands still; one that raised has left its error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+FAULT_GRACE_S = 15.0  # a rank that raised is usually heard of in the exchange that ends the phase, with all its causes
+EXIT_CODE = 1
+_DONE = "done"
+
+
+@dataclasses.dataclass
+class _Heard:
+    """What is known of another rank: its last line, and when that and its progress last changed."""
+
+    line: str = ""
+    changed: float = 0.0
+    progress: str = ""
+    moved: float = 0.0
+
+
+class Heartbeat:
+    """This rank's sign of life, and its eye on the others.
+
+    Args:
+        store: of the process group; used from a thread of its own.
+        rank: of this process.
+        world_size: number of ranks.
+        dead_s: seconds without a line after which a rank counts as gone.
+        silent_s: seconds without progress after which a rank counts as hanging; more than anything takes in between.
+        end: called with what is wrong; None shows it on stderr and ends the process.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        dead_s: float,
+        silent_s: float,
+        end: Callable[[str], None] | None = None,
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._dead_s, self._silent_s = dead_s, silent_s
+        self._every = min(5.0, dead_s / 6)
+        self._phase, self._progress, self._count, self._waiting = "start-up", 0, 0, False
+        now = time.monotonic()
+        self._heard = {other: _Heard(changed=now, moved=now) for other in range(world_size) if other != rank}
+        self._own = _Heard(moved=now)
+        self._store_answered, self._failed_since = now, 0.0
+        self._end = end or self._end_process
+        self._stopped = threading.Event()
+        self._store.set_timeout(datetime.timedelta(seconds=dead_s))
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: str) -> None:
+        """Note that this rank begins a phase, which is progress."""
+        self._phase = phase
+        self.tick()
+
+    def tick(self) -> None:
+        """Note progress within the phase."""
+        self._progress += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this rank waits for others: it is not the one that hangs."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+            self.tick()
+
+    def fail(self, text: str) -> None:
+        """Tell the others that this rank leaves with an error; they end themselves if no exchange tells them sooner."""
+        self._store.set(f"fault/{self._rank}", f"in {self._phase}: {text}")
+
+    def stop(self) -> None:
+        """Leave in peace: the others expect no more of this rank."""
+        self._stopped.set()
+        self._thread.join()
+        self._store.set(self._key(self._rank), _DONE)
+
+    def _key(self, rank: int) -> str:
+        return f"beat/{rank}"
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._every):
+            problem = ""
+            try:
+                self._beat()
+                problem = self._look()
+                self._store_answered = time.monotonic()
+            except (RuntimeError, ValueError) as error:
+                silent = time.monotonic() - self._store_answered
+                if silent > self._dead_s:
+                    problem = f"the ranks' store has not answered for {silent:.0f} s ({error}); its node is gone"
+            if problem and not self._stopped.is_set():
+                self._end(problem)
+                return
+
+    def _beat(self) -> None:
+        self._count += 1
+        state = "waiting" if self._waiting else "working"
+        self._store.set(self._key(self._rank), f"{self._count}|{self._progress}|{state}|{self._phase}")
+
+    def _look(self) -> str:
+        """Return what is wrong with another rank or with this one, or ""."""
+        now = time.monotonic()
+        if fault := self._fault(now):
+            return fault
+        for rank, heard in self._heard.items():
+            self._hear(rank, heard, now)
+            if heard.line != _DONE and now - heard.changed > self._dead_s:
+                where = heard.line.partition("|")[2].split("|")[-1] or "start-up"
+                silent = f"has not been heard of for {now - heard.changed:.0f} s"
+                return f"rank {rank} {silent}, it was in {where}: its process or its machine is gone"
+        return self._hanging(now)
+
+    def _fault(self, now: float) -> str:
+        """Return which rank left with an error, once there was time to hear of it in an exchange."""
+        failed = [rank for rank in self._heard if self._store.check([f"fault/{rank}"])]
+        if not failed:
+            return ""
+        self._failed_since = self._failed_since or now
+        if now - self._failed_since < FAULT_GRACE_S:
+            return ""
+        return "; ".join(f"rank {rank} failed {self._store.get(f'fault/{rank}').decode()}" for rank in failed)
+
+    def _hear(self, rank: int, heard: _Heard, now: float) -> None:
+        key = self._key(rank)
+        line = self._store.get(key).decode() if self._store.check([key]) else ""
+        if line != heard.line:
+            heard.line, heard.changed = line, now
+        progress = line.partition("|")[2]
+        if progress != heard.progress:
+            heard.progress, heard.moved = progress, now
+
+    def _hanging(self, now: float) -> str:
+        """Return which rank hangs, or "": it is not one that waits for others, unless all wait for each other."""
+        own = f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self._phase}"
+        if own != self._own.progress:
+            self._own.progress, self._own.moved = own, now
+        all_ranks = {self._rank: self._own, **self._heard}
+        for rank, heard in all_ranks.items():
+            silent = now - heard.moved
+            patience = 1.5 if "|waiting|" in heard.progress else 1.0
+            if heard.line != _DONE and silent > patience * self._silent_s:
+                where = heard.progress.split("|")[-1]
+                why = "it hangs, or distributed.silent_s is less than a step takes"
+                return f"rank {rank} has made no progress for {silent:.0f} s in {where}: {why}"
+        return ""
+
+    def _end_process(self, problem: str) -> None:
+        sys.stderr.write(f"error: rank {self._rank} ends in {self._phase}: {problem}\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)
