@@ -88,6 +88,11 @@ def launch_env(device: torch.device | str) -> dict[str, str]:
     return {variable: os.environ.setdefault(variable, value) for variable, value in defaults.items()}
 
 
+def npu_environment() -> tuple[str, ...]:
+    """Return the names of the environment variables that may be set for an NPU."""
+    return (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"])
+
+
 def setup(device: torch.device, deterministic: bool = False, num_threads: int = 0) -> None:
     """Prepare the process for its device; call before any operation on it.
 
