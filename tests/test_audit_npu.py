@@ -226,6 +226,7 @@ def test_the_stand_in_records_forward_backward_and_optimizer_and_nothing_of_the_
         seen["operators"]
     )
     assert seen["norm"] > 0 and seen["clean"] == {}
+    assert [finding.status for finding in audit_step.check_dtypes(seen["clean"])] == ["ok"]
     assert seen["wide"] == {("_to_copy", torch.float64): 1}
     (finding,) = audit_step.check_dtypes(seen["wide"])
     assert finding.status == "fail" and finding.text.startswith("float64 x 1 on the device")

@@ -244,7 +244,9 @@ def check_operators(operators: Mapping[str, int], registered: Collection[str]) -
 
 
 def check_dtypes(wide: Mapping[tuple[str, torch.dtype], int]) -> list[Finding]:
-    """Return one finding for each operator that gave a device tensor of a type that NPUs lack or are slow with."""
+    """Return one finding for each operator that gave a device tensor of a type that NPUs lack, or one that none did."""
+    if not wide:
+        return [Finding("dtype", "ok", "float64, complex", "none on the device")]
     way_out = "on the device: compute it on the CPU, or in float32"
     return [
         Finding("dtype", "fail", name, f"{str(dtype).removeprefix('torch.')} x {count} {way_out}")

@@ -2,5 +2,5 @@
 
 from flow_grpo.runtime import device
 
-# The model libraries import torch_npu whenever it is installed: first through the door, with its settings and its error.
+# diffusers imports torch_npu whenever it is installed: first through the door, with its settings and its error.
 device.load_plug_in()
