@@ -15,6 +15,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
+
+# isort: split
 import torch
 
 from flow_grpo.algorithm import build as parts

@@ -167,7 +167,7 @@ def _eval() -> ConfigDict:
     """Held-out evaluation: fixed conditions and noise, deterministic sampling."""
     evaluation = ConfigDict()
     evaluation.every = 20  # epochs between evaluations; 0 only before and after
-    evaluation.num_conditions = 16  # over all ranks
+    evaluation.num_conditions = 10  # over all ranks; MultiCamVideo's own held-out scene has 10
     evaluation.batch_size = 2  # samples per rank and call
     evaluation.num_steps = 50  # denoising steps
     evaluation.gold = ""  # "" | room_pose: an estimator of the camera that no reward uses

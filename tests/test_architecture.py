@@ -37,6 +37,11 @@ MAY_IMPORT = {
 MAY_NAME_DEVICES = {
     "flow_grpo/runtime/device.py",
     "flow_grpo/config_checks.py",  # lists what a user may write for config.device
+    # Read a vendor's wheel, and stand in for its device.
+    "tools/audit_npu.py",
+    "tools/audit_names.py",
+    "tools/audit_step.py",
+    "tools/audit_wheel.py",
 }
 CPU_MATHS = (
     "flow_grpo/maths/",
@@ -127,6 +132,13 @@ def refuse(found: list[str]) -> None:
 # --- the import rule
 
 
+def test_the_training_program_imports_the_library_before_torch() -> None:
+    """The library keeps torch from loading plug-ins by itself, which must happen first."""
+    (program,) = sources("train_grpo.py")
+    names = [name.split(".")[0] for node in program.tree.body for name in imports(node)]
+    assert next(name for name in names if name not in {*sys.stdlib_module_names, "__future__"}) == "flow_grpo"
+
+
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_imports_point_down(room: str) -> None:
     wrong = []
@@ -180,14 +192,16 @@ def test_tracker_libraries_stay_in_the_tracker() -> None:
 # --- vendors and number types
 
 
-VENDOR_TEXT = re.compile(r"^(cuda|npu)(:\d+)?$|nccl|hccl|torch_npu", re.IGNORECASE)
+# Device strings also as the beginning of an f-string.
+VENDOR_TEXT = re.compile(r"^(cuda|npu)(:\d*)?$|nccl|hccl|torch_npu|^(CUDA|CUBLAS|ASCEND|PYTORCH_NPU)_", re.IGNORECASE)
+VENDOR_NAMES = ("torch.cuda", "torch.npu", "torch.backends.cuda", "torch.backends.cudnn", "torch.version.cuda")
 
 
 def _vendor_words(source: Source) -> Iterator[str]:
     reader_texts = _docstrings(source.tree)
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and _dotted(node) in ("torch.cuda", "torch.npu"):
-            yield _at(source, node, _dotted(node))
+        if isinstance(node, ast.Attribute) and (_dotted(node) in VENDOR_NAMES or node.attr in ("is_cuda", "is_npu")):
+            yield _at(source, node, _dotted(node) or node.attr)
         elif isinstance(node, ast.Name) and node.id == "torch_npu":
             yield _at(source, node, node.id)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "npu"):
@@ -199,7 +213,7 @@ def _vendor_words(source: Source) -> Iterator[str]:
 def test_vendor_words_stay_behind_the_device_door() -> None:
     others = [source for source in sources() if source.path not in MAY_NAME_DEVICES]
     refuse([text for source in others for text in _vendor_words(source)])
-    refuse([text for source in others for text in _imports_any(source, "torch_npu", "torch.cuda", "torch.npu")])
+    refuse([text for source in others for text in _imports_any(source, "torch_npu", *VENDOR_NAMES)])
 
 
 @pytest.mark.parametrize(
@@ -208,6 +222,10 @@ def test_vendor_words_stay_behind_the_device_door() -> None:
         ("torch.cuda.synchronize()", 1),
         ("video.cuda()", 1),
         ("video.to('cuda:1')", 1),
+        ("video.to(f'cuda:{rank}')", 1),
+        ("os.environ['ASCEND_RT_VISIBLE_DEVICES']", 1),
+        ("torch.backends.cudnn.allow_tf32 = False", 1),
+        ("video.is_cuda", 1),
         ("init('cpu:gloo,npu:HCCL')", 1),
         ("import torch_npu\ntorch_npu.npu", 1),
         ("run('my_recam_8npu')", 0),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 
 import train_grpo
-from flow_grpo.data.exclude import read_verdicts
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.rewards.camera_pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import Outcome
@@ -21,6 +21,10 @@ def world(tmp_path_factory):
     root = tmp_path_factory.mktemp("data") / "world"
     ensure_tiny_world(root, "unit_test")
     return root
+
+
+def verdicts_in(file) -> dict[str, dict[str, str]]:
+    return json.loads(file.read_text())["verdicts"]
 
 
 def words(root, out, *more: str) -> list[str]:
@@ -42,7 +46,7 @@ def pretend(monkeypatch, judge) -> list[tuple[str, str]]:
 
 def test_pictures_too_small_for_features_are_found_unusable(world, tmp_path, capsys):
     assert check_sources.main(words(world, tmp_path / "usable.json")) == 0
-    verdicts = read_verdicts(tmp_path / "usable.json")
+    verdicts = verdicts_in(tmp_path / "usable.json")
     assert all("anchors" in text for row in verdicts.values() for text in row.values())
     printed = capsys.readouterr().out
     count = sum(map(len, verdicts.values()))
@@ -57,7 +61,7 @@ def test_it_goes_on_where_it_stopped_and_tries_what_failed_again(world, tmp_path
     assert check_sources.main(words(world, out)) == 1
     everything = list(asked)
     assert "cam02: anchors: no result after 600 s" in capsys.readouterr().err
-    assert all("cam02" not in row for row in read_verdicts(out).values())
+    assert all("cam02" not in row for row in verdicts_in(out).values())
     again = pretend(monkeypatch, lambda scene, camera: Outcome(None, "dark", lacking=True))
     assert check_sources.main(words(world, out)) == 0
     assert again == [(scene, camera) for scene, camera in everything if camera == "cam02"]
@@ -83,6 +87,20 @@ def test_what_it_finds_unusable_is_never_drawn(world, tmp_path, monkeypatch):
     data = train_grpo.parts.dataset(config, "train")
     assert {data.name_of(index)[1] for index in range(len(data))}.isdisjoint({"cam01"})
     assert len(data) > 0
+
+
+def test_held_out_items_are_not_looked_at_and_stay(world, tmp_path, monkeypatch):
+    """The published held-out scene has no focal length: nothing of it can be measured by, and it can be looked at."""
+    out = tmp_path / "usable.json"
+    asked = pretend(monkeypatch, lambda scene, camera: Outcome(None))
+    assert check_sources.main(words(world, out)) == 0
+    assert {scene.partition("/")[0] for scene, _ in asked} == {"train"}
+    content = json.loads(out.read_text())
+    whole = {"val/f17_aperture10/scene1": {f"cam{number:02d}": "no known focal length" for number in range(1, 11)}}
+    out.write_text(json.dumps(content | {"verdicts": whole}))
+    given = words(world, out)
+    config, _ = train_grpo.read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
+    assert len(train_grpo.parts.dataset(config, "val")) == 10
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -112,6 +113,23 @@ def test_torch_npu_without_devices_falls_through_and_says_so(monkeypatch: pytest
         door.resolve("npu")
 
 
+@pytest.mark.usefixtures("two_cuda_devices")
+def test_torch_npu_without_devices_falls_through_to_cuda_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu_that_sees(monkeypatch, 0)
+    device = door.resolve()
+    assert device == torch.device("cuda", 0)
+    assert door.describe(device).startswith("device cuda:0 (Graphics 9000); no npu: torch_npu sees no device")
+
+
+@pytest.mark.parametrize("error", ["OSError('libascendcl.so: cannot open')", "RuntimeError('Two accelerators')"])
+def test_torch_npu_may_fail_to_load_in_other_ways(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_npu.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match="torch_npu is installed but cannot be loaded"):
+        door.resolve()
+    assert "torch_npu" not in sys.modules
+
+
 @pytest.mark.parametrize("requested", ["auto", "npu", "cpu"])
 def test_a_broken_torch_npu_is_one_line_with_both_ways_out_whatever_was_requested(
     requested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +142,42 @@ def test_a_broken_torch_npu_is_one_line_with_both_ways_out_whatever_was_requeste
     assert "torch_npu is installed but cannot be loaded (libhccl.so: cannot open shared object file)" in text
     assert "set_env.sh" in text and "pip uninstall torch_npu" in text and "\n" not in text
     assert isinstance(caught.value.__cause__, ImportError)
+
+
+@pytest.mark.parametrize(("users_choice", "loaded"), [(None, "False"), ("1", "True")])
+def test_torch_loads_no_plug_in_by_itself_unless_the_user_says_so(
+    tmp_path: Path, users_choice: str | None, loaded: str
+) -> None:
+    (tmp_path / "plugged.py").write_text("def autoload(): ...")
+    (tmp_path / "plugged-1.0.dist-info").mkdir()
+    (tmp_path / "plugged-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
+    (tmp_path / "plugged-1.0.dist-info" / "entry_points.txt").write_text("[torch.backends]\nown = plugged:autoload\n")
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    environment |= {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"}
+    environment |= {} if users_choice is None else {"TORCH_DEVICE_BACKEND_AUTOLOAD": users_choice}
+    code = "import flow_grpo, sys, torch; print('plugged' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.strip() == loaded
+
+
+def test_the_models_ask_the_door_before_their_libraries_load_torch_npu(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text(
+        "import os\nprint(os.environ['HCCL_CONNECT_TIMEOUT'])\nraise ImportError('libhccl.so: cannot open')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "import flow_grpo.models.adapters"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert done.stdout.split() == ["1200"] and done.returncode == 1
+    assert last.startswith("RuntimeError: torch_npu is installed but cannot be loaded (libhccl.so: cannot open)")
+    assert "set_env.sh" in last and "pip uninstall torch_npu" in last
 
 
 def test_launch_environment_is_set_before_torch_npu_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +306,20 @@ def observe_npu() -> dict[str, Any]:
     door.empty_cache(device)
     door.reset_peak_memory(device)
     seen["calls"] = [call[0] for call in npu.calls]
+    seen["restored"] = npu.calls[0]
     seen["devices"] = {call[-1] for call in npu.calls if call[0] != "empty_cache"}
+    npu.calls.clear()
+    door.set_rng_state(device, {"cpu": state["cpu"], "cuda": state["npu"]})
+    seen["foreign"] = list(npu.calls)
+    os.environ["LOCAL_RANK"] = "4"
+    try:
+        door.resolve()
+    except ValueError as error:
+        seen["refused"] = str(error)
+    torch.cuda.is_available = lambda: True  # type: ignore[method-assign]
+    torch.backends.cuda.is_built = lambda: True
+    os.environ["LOCAL_RANK"] = "1"
+    seen["beside cuda"] = str(door.resolve())
     seen["memory"] = door.memory(device)
     seen["answers"] = (door.supports_bf16(device), door.attention_backends(device), door.accelerator_kwargs(device))
     seen["backend"] = door.process_group_backend(device)
@@ -272,6 +339,11 @@ def npu() -> dict[str, Any]:
 def test_npu_is_the_first_choice(npu: dict[str, Any]) -> None:
     assert npu["device"] == "npu:3"
     assert npu["line"] == "device npu:3 (Ascend910B)"
+    assert npu["beside cuda"] == "npu:1"
+
+
+def test_more_local_ranks_than_npus_are_refused(npu: dict[str, Any]) -> None:
+    assert npu["refused"] == "local rank 4 has no npu device: 4 visible; start at most 4 processes per node"
 
 
 def test_npu_setup_selects_the_device_before_anything_else(npu: dict[str, Any]) -> None:
@@ -282,6 +354,11 @@ def test_npu_setup_selects_the_device_before_anything_else(npu: dict[str, Any]) 
 
 def test_npu_random_state_is_that_of_this_ranks_device_and_the_cpu(npu: dict[str, Any]) -> None:
     assert npu["state"] == {"cpu": torch.uint8, "npu": torch.uint8}
+    assert npu["restored"] == ("set_rng_state", str(torch.full((16,), 7, dtype=torch.uint8)), "npu:3")
+
+
+def test_random_state_of_a_cuda_run_leaves_the_npus_alone(npu: dict[str, Any]) -> None:
+    assert npu["foreign"] == []
 
 
 def test_npu_is_asked_through_its_own_module_for_this_ranks_device(npu: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import types
 
 import accelerate
 import pytest
@@ -151,10 +152,17 @@ def test_accelerator_with_another_number_of_processes_is_refused() -> None:
     assert "accelerate sees 3 processes where 5 were started" in run_ranks(accelerator_that_disagrees, WORLD)[0]
 
 
+def test_an_accelerate_that_would_move_the_model_elsewhere_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(accelerate, "Accelerator", lambda: types.SimpleNamespace(num_processes=1, device=CPU))
+    with pytest.raises(RuntimeError, match="would move the model to cpu, this rank's device is cuda:0; unset ACCEL"):
+        distributed.accelerator(torch.device("cuda", 0), Ranks())
+
+
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch, kind) -> None:
     class Sharding:
         num_processes = 1
+        device = CPU
         distributed_type = DistributedType(kind)
 
         def __init__(self, **options: object) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,19 @@ def test_what_cannot_be_filmed_is_one_line(world, tmp_path, capsys, more, messag
 def test_without_a_recipe_videos_and_cameras_are_needed(tmp_path, capsys, given, message):
     assert evaluate.main([*given, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_scene_without_a_focal_length_needs_one_from_outside(world, tmp_path, capsys):
+    """The published held-out scene is such a one."""
+    root = tmp_path / "world"
+    shutil.copytree(world, root)
+    scene = next((root / "val").glob("*/*"))
+    scene.rename(root / "val" / "10basic_trajectories")
+    scene.parent.rmdir()
+    given = words(root, tmp_path / "out", data__tiny_world="")
+    assert evaluate.main(given) == 2
+    assert "10basic_trajectories has no known focal length: give that of the videos with --focal-px" in (
+        capsys.readouterr().err
+    )
+    assert evaluate.main([*given, "--focal-px", "28"]) == 0
+    assert {row["focal_px"] for row in json.loads((tmp_path / "out" / "metrics.json").read_text())["rows"]} == {28.0}

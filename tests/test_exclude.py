@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from flow_grpo.data.exclude import read_verdicts, write_verdicts
+from flow_grpo.config import load_config
+from flow_grpo.data.exclude import read_verdicts, settings_of, write_verdicts
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 
+DATA = load_config("config/grpo.py:tiny_recam", []).data
+SETTINGS = settings_of(DATA)
 SIZE = {"num_frames": 5, "height": 24, "width": 32, "prompt": "a room"}
 
 
@@ -20,21 +25,29 @@ def world(tmp_path_factory):
 
 def test_verdicts_come_back_as_they_were_written(tmp_path):
     verdicts = {"val/f18_aperture10/scene1": {"cam01": "", "cam02": "3 anchors – too few"}}
-    write_verdicts(verdicts, tmp_path / "usable.json")
-    assert read_verdicts(tmp_path / "usable.json") == verdicts
+    write_verdicts(verdicts, SETTINGS, tmp_path / "usable.json")
+    assert read_verdicts(tmp_path / "usable.json", SETTINGS) == verdicts
     assert [file.name for file in tmp_path.iterdir()] == ["usable.json"]
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"scene": []}', '{"scene": {"cam01": 3}}'])
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"scene": []}', '{"scene": {"cam01": 3}}'])
 def test_another_file_is_refused(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
+    table = f'{{"settings": {{}}, "verdicts": {text}}}' if "scene" in text else text
+    (tmp_path / "x.json").write_text(table)
     with pytest.raises(ValueError, match=r"x\.json"):
-        read_verdicts(tmp_path / "x.json")
+        read_verdicts(tmp_path / "x.json", SETTINGS)
+
+
+def test_verdicts_on_other_pictures_are_refused(tmp_path):
+    write_verdicts({}, SETTINGS, tmp_path / "x.json")
+    for change in ({"height": 480}, {"buckets": ("5x24x32",)}, {"reference": "target"}):
+        with pytest.raises(ValueError, match=rf"data\.{next(iter(change))} .* there and .* here"):
+            read_verdicts(tmp_path / "x.json", settings_of(dataclasses.replace(DATA, **change)))
 
 
 def test_a_missing_file_is_refused_with_the_way_to_it(tmp_path):
     with pytest.raises(ValueError, match=r"there is no file .*check_sources"):
-        read_verdicts(tmp_path / "x.json")
+        read_verdicts(tmp_path / "x.json", SETTINGS)
 
 
 def test_items_with_a_bad_verdict_are_left_out_and_the_others_stay_what_they_were(world):

@@ -5,17 +5,17 @@ r"""Find out, before anything is trained, which sources `pose_rot` and `pose_tra
 
 A source is usable when enough of it can be triangulated, its own held-out frames are found where they are, and at least
 half of the true view is found as well (docs/camera_rewards.md). Of an item that is not, samples would be rolled out and
-then have no value; excluded, it is never drawn. The file holds a verdict on every item of both splits, "" or what is
-wrong; it is written as it grows, and the same command goes on after an interruption. Items are known by their names:
-after videos or cameras were replaced, remove the file. Exit code: 0, 1 when an item could not be read or measured (it
-has no verdict then and is tried again next time), 2 for a setting that cannot work.
+then have no value; excluded, it is never drawn. The file holds a verdict on every item of the training split, "" or
+what is wrong; it is written as it grows, and the same command goes on after an interruption. Items are known by their
+names: after videos or cameras were replaced, remove the file. Exit code: 0, 1 when an item could not be read or
+measured (it has no verdict then and is tried again next time), 2 for a setting that cannot work.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from flow_grpo.algorithm.build import dataset
 from flow_grpo.config import load_config
-from flow_grpo.data.exclude import Verdicts, read_verdicts, write_verdicts
+from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of, write_verdicts
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.records import Condition
 from flow_grpo.rewards.camera_pose import PoseMeasurer
@@ -44,38 +44,37 @@ def main(words: Sequence[str] | None = None) -> int:
         if known.workers < 0:
             raise ValueError(f"--workers is {known.workers}, must be at least 0 (0: check in this process)")
         config = load_config(known.config, [*overrides, "--config.data.exclude="])
-        splits = dict.fromkeys((config.data.train_split, config.data.eval_split))
-        data = [dataset(config, split) for split in splits]
-        verdicts = read_verdicts(known.out) if known.out.exists() else {}
-        write_verdicts(verdicts, known.out)  # now, rather than after an hour
+        data, settings = dataset(config, config.data.train_split), settings_of(config.data)
+        verdicts = read_verdicts(known.out, settings) if known.out.exists() else {}
+        write_verdicts(verdicts, settings, known.out)  # now, rather than after an hour
     except (ValueError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
         return 2
-    problems = check(data, verdicts, known.out, known.workers)
+    problems = check(data, verdicts, lambda: write_verdicts(verdicts, settings, known.out), known.workers)
     report(data, verdicts, known.out)
     for problem in problems:
         print("error:", problem, file=sys.stderr, flush=True)
     return 1 if problems else 0
 
 
-def check(data: Sequence[MultiCamDataset], verdicts: Verdicts, out: Path, workers: int) -> list[str]:
+def check(data: MultiCamDataset, verdicts: Verdicts, keep: Callable[[], None], workers: int) -> list[str]:
     """Add the verdicts that are missing, and return why items are still without one.
 
     Args:
-        data: the splits.
-        verdicts: added to, and written to `out` again and again.
-        out: the file.
+        data: whose items are looked at.
+        verdicts: added to.
+        keep: called again and again, to write them down.
         workers: processes.
     """
     measurer, problems = PoseMeasurer(workers), []
-    left = [(part, number) for part in data for number in range(len(part)) if not known(part, number, verdicts)]
+    left = [number for number in range(len(data)) if not known(data, number, verdicts)]
     step = AT_ONCE * max(1, workers)
     with tqdm(total=len(left), unit="item") as bar:
         for start in range(0, len(left), step):
             conditions: list[Condition] = []
-            for part, number in left[start : start + step]:
+            for number in left[start : start + step]:
                 try:
-                    conditions.append(part.condition(number))
+                    conditions.append(data.condition(number))
                 except ValueError as error:
                     problems.append(str(error))
             for condition, found in zip(conditions, measurer.sources(conditions), strict=True):
@@ -83,21 +82,21 @@ def check(data: Sequence[MultiCamDataset], verdicts: Verdicts, out: Path, worker
                     problems.append(f"{condition.scene} {condition.target_camera}: {found.fault}")
                 else:
                     verdicts.setdefault(condition.scene, {})[condition.target_camera] = found.fault
-            write_verdicts(verdicts, out)
+            keep()
             bar.update(len(left[start : start + step]))
     measurer.pool.close()
     return problems
 
 
-def known(part: MultiCamDataset, number: int, verdicts: Verdicts) -> bool:
+def known(data: MultiCamDataset, number: int, verdicts: Verdicts) -> bool:
     """Tell whether an item has a verdict."""
-    scene, camera = part.name_of(number)
+    scene, camera = data.name_of(number)
     return camera in verdicts.get(scene, {})
 
 
-def report(data: Sequence[MultiCamDataset], verdicts: Verdicts, out: Path) -> None:
+def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> None:
     """Print how many items are usable, and what is wrong with the others."""
-    names = [part.name_of(number) for part in data for number in range(len(part))]
+    names = [data.name_of(number) for number in range(len(data))]
     found = {(scene, camera): verdicts[scene][camera] for scene, camera in names if camera in verdicts.get(scene, {})}
     wrong = {name: text for name, text in found.items() if text}
     for (scene, camera), text in wrong.items():

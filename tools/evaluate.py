@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--videos", type=Path, help="folder, searched to any depth")
     add("--cameras", type=Path, help="JSON of video -> matrices, or camera_extrinsics.json")
-    add("--focal-px", type=float, help="focal length in pixels of the videos; entries of --cameras may have their own")
+    add("--focal-px", type=float, help="focal length in pixels of videos whose own is not known")
     add("--config", metavar="FILE:RECIPE", help="film this recipe's held-out conditions instead of --videos")
     add("--adapter", type=Path, help="with --config: adapter folder of a run; without, the model as it is")
     add("--checkpoint", type=Path, help="with --config: in place of an adapter; written to --out as one, too")
@@ -161,7 +161,7 @@ def film(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path
     if args.checkpoint:
         adapter = args.out / "adapter"
         export(config, args.checkpoint, adapter)
-    return make_videos(config, adapter, args.out)
+    return make_videos(config, adapter, args.out, args.focal_px)
 
 
 def asked_key(task: Task) -> str:

@@ -30,7 +30,7 @@ from tools.generate import generate
 VIDEOS, CAMERAS, RECORD = "videos", "cameras.json", "recipe.json"
 
 
-def make_videos(config: Config, adapter: Path | None, out: Path) -> tuple[Path, Path]:
+def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float | None = None) -> tuple[Path, Path]:
     """Film the recipe's held-out conditions along their commands; return the folder of videos and the camera file.
 
     Conditions, noise and sampling are those of the evaluations in a run. What an earlier call made stays.
@@ -39,6 +39,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path) -> tuple[Path, 
         config: of the recipe; `eval` says how many conditions and steps.
         adapter: adapter folder of a run, or None for the model as it is.
         out: folder of the evaluation.
+        focal_px: of scenes whose folder names no focal length.
 
     Raises:
         ValueError: missing model, data or adapter, no focal length, or a folder with videos of something else.
@@ -52,7 +53,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path) -> tuple[Path, 
     for index in indices:  # not kept: at full size a condition's videos take most of a GB
         condition = dataset.condition(index, gid=index)
         names[index] = _name(condition)
-        cameras[names[index]] = _entry(condition)
+        cameras[names[index]] = _entry(condition, focal_px)
     write_whole(out / CAMERAS, json.dumps(cameras))
     missing = [index for index, name in names.items() if not (out / VIDEOS / name).is_file()]
     policy = _policy(config, adapter) if missing else None
@@ -87,15 +88,16 @@ def _name(condition: Condition) -> str:
     return f"{condition.index:05d}_{scene}_{condition.source_camera}_to_{condition.target_camera}.mp4"
 
 
-def _entry(condition: Condition) -> dict[str, Any]:
+def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
     """Return the camera file's entry of a condition; rewards use the estimator where a source has no poses."""
-    if condition.intrinsics is None:
-        raise ValueError(f"scene {condition.scene} has no known focal length, which the evaluation needs")
+    focal = focal_px if condition.intrinsics is None else float(condition.intrinsics[0])
+    if focal is None:
+        raise ValueError(f"scene {condition.scene} has no known focal length: give that of the videos with --focal-px")
     return {
         "poses": condition.target_poses.tolist(),
         "camera_type": condition.preset or OTHER_TYPE,
         "source": f"{condition.scene}/{condition.source_camera}",
-        "focal_px": float(condition.intrinsics[0]),
+        "focal_px": focal,
         "shares_estimator": condition.source_poses is None,
     }
 

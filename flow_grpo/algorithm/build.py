@@ -16,7 +16,7 @@ from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater, UpdateSettings
 from flow_grpo.config_checks import parse_bucket
 from flow_grpo.config_types import Config
-from flow_grpo.data.exclude import read_verdicts
+from flow_grpo.data.exclude import read_verdicts, settings_of
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
@@ -28,8 +28,9 @@ from flow_grpo.runtime.distributed import Ranks
 
 
 def dataset(config: Config, split: str) -> MultiCamDataset:
-    """Return a split of the configured data."""
+    """Return a split of the configured data; of the training split without the items that `data.exclude` names."""
     data = config.data
+    excludes = data.exclude and split == data.train_split
     return MultiCamDataset(
         data.root,
         split,
@@ -39,7 +40,7 @@ def dataset(config: Config, split: str) -> MultiCamDataset:
         prompt=data.prompt,
         reference=data.reference,
         buckets=[parse_bucket(text) for text in data.buckets],
-        exclude=read_verdicts(Path(data.exclude)) if data.exclude else None,
+        exclude=read_verdicts(Path(data.exclude), settings_of(data)) if excludes else None,
     )
 
 

@@ -79,13 +79,41 @@ def describe(device: torch.device, requested: str = "auto") -> str:
 def launch_env(device: torch.device | str) -> dict[str, str]:
     """Put the vendor's environment defaults in place where the user has not set them, and return what now holds.
 
-    Must run before the backend is loaded; `resolve` does so.
+    Must run before the backend is loaded; `load_plug_in` does so.
     """
     kind = device if isinstance(device, str) else device.type
     defaults = dict(_NPU_ENVIRONMENT) if kind == "npu" else {}
     if "PYTORCH_ALLOC_CONF" in os.environ:  # with both allocator variables set, torch_npu aborts the process
         defaults.pop("PYTORCH_NPU_ALLOC_CONF", None)
     return {variable: os.environ.setdefault(variable, value) for variable, value in defaults.items()}
+
+
+def load_plug_in() -> bool:
+    """Load torch_npu, with its environment defaults in place, and return whether it is installed.
+
+    Must come before the model libraries, which import it unguarded whenever it is installed.
+
+    Raises:
+        RuntimeError: it is installed but cannot be loaded.
+    """
+    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+        return False
+    launch_env("npu")
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RuntimeError(
+            f"torch_npu is installed but cannot be loaded ({reason}), and the model libraries import it whenever it is "
+            "installed; either make it loadable (source set_env.sh of the CANN toolkit; torch must be the CPU build of "
+            "the same version) or remove it (pip uninstall torch_npu)"
+        ) from error
+    return True
+
+
+def npu_environment() -> tuple[str, ...]:
+    """Return the names of the environment variables that may be set for an NPU."""
+    return (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"])
 
 
 def setup(device: torch.device, deterministic: bool = False, num_threads: int = 0) -> None:
@@ -258,18 +286,8 @@ def _why_not() -> dict[str, str]:
 
 
 def _why_not_npu() -> str:
-    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+    if not load_plug_in():
         return "torch_npu is not installed"
-    launch_env("npu")
-    try:
-        importlib.import_module("torch_npu")
-    except (ImportError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RuntimeError(
-            f"torch_npu is installed but cannot be loaded ({reason}), and the model libraries import it whenever it is "
-            "installed; either make it loadable (source set_env.sh of the CANN toolkit; torch must be the CPU build of "
-            "the same version) or remove it (pip uninstall torch_npu)"
-        ) from error
     if not _module("npu").is_available():
         return "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
     return ""

@@ -192,7 +192,8 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
     Precision is not its business (`device.autocast` is used), gradient accumulation neither.
 
     Raises:
-        RuntimeError: accelerate sees another number of processes, which would leave gradients unsynchronised.
+        RuntimeError: accelerate sees another number of processes, which would leave gradients unsynchronised, or
+            another kind of device, to which it would move the model.
         ValueError: accelerate was told to shard weights (FSDP, DeepSpeed): optimizer, average and checkpoints here hold
             whole weights, and would quietly hold stale ones.
     """
@@ -205,6 +206,11 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
         raise RuntimeError(
             f"accelerate sees {made.num_processes} processes where {ranks.world_size} were started on {device}; "
             "gradients would not be synchronised"
+        )
+    if made.device.type != device.type:
+        raise RuntimeError(
+            f"accelerate would move the model to {made.device}, this rank's device is {device}; "
+            "unset ACCELERATE_USE_CPU and look at `accelerate env`"
         )
     if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
         raise ValueError(
