@@ -33,6 +33,7 @@ def get_config() -> ConfigDict:
     config.train = _train()
     config.eval = _eval()
     config.checkpoint = _checkpoint()
+    config.distributed = _distributed()
     config.lock()
     for table in ("weights", "schedules", "gates", "remote"):
         config.reward[table].unlock()  # a recipe may add names
@@ -181,3 +182,14 @@ def _checkpoint() -> ConfigDict:
     checkpoint.every = 10  # epochs between checkpoints; the last epoch is always saved
     checkpoint.keep = 3  # newest checkpoints kept
     return checkpoint
+
+
+def _distributed() -> ConfigDict:
+    """How long ranks wait for each other, in seconds; README, "When a rank fails"."""
+    distributed = ConfigDict()
+    distributed.control_s = 1800.0  # in an exchange between CPUs: more than one rank may lag behind another
+    distributed.device_s = 7200.0  # in one between devices: more than the vendor's library allows, which tells more
+    distributed.collective_s = 0.0  # what that library allows (NPU: HCCL_EXEC_TIMEOUT); 0 leaves its own, about 1800
+    distributed.dead_s = 60.0  # without a sign of life before a rank counts as gone and all end; 0 never
+    distributed.silent_s = 1800.0  # without progress before it counts as hanging: more than the longest single step
+    return distributed

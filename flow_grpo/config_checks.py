@@ -63,6 +63,11 @@ BOUNDS: Mapping[str, str] = {
     "eval.videos": "[0, inf)",
     "checkpoint.every": "[1, inf)",
     "checkpoint.keep": "[1, inf)",
+    "distributed.control_s": "[1, inf)",
+    "distributed.device_s": "[1, inf)",
+    "distributed.collective_s": "[0, inf)",
+    "distributed.dead_s": "[0, inf)",
+    "distributed.silent_s": "[1, inf)",
 }
 
 CAMERA_REWARDS = ("pose_rot", "pose_trans", "view_disp", "smooth", "room_pose")

@@ -146,6 +146,17 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """How long ranks wait for each other, in seconds."""
+
+    control_s: float  # in exchanges between CPUs
+    device_s: float  # in exchanges between devices
+    collective_s: float  # what the vendor's library allows one of those; 0 leaves its own
+    dead_s: float  # without a sign of life
+    silent_s: float  # without progress
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """One run."""
 
@@ -170,3 +181,4 @@ class Config:
     train: TrainConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
+    distributed: DistributedConfig

@@ -174,7 +174,7 @@ def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch,
 
 def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    ranks = distributed.start(CPU)
+    ranks = distributed.start(CPU, distributed.Patience(1800.0))
     rows = torch.randn(2, 3)
     gathered = ranks.all_gather(rows)
     assert ranks == Ranks(0, 1, 0, None) and ranks.is_main and not dist.is_initialized()

@@ -35,6 +35,7 @@ from unittest import mock
 import torch
 
 from flow_grpo.runtime import distributed
+from flow_grpo.runtime.distributed import Patience
 
 START_LIMIT_S = 180.0  # importing torch in 8 processes on 2 busy cores
 GROUP_TIMEOUT_S = 30.0
@@ -180,7 +181,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> Non
     code = 1
     try:
         torch.set_num_threads(1)
-        ranks = distributed.start(torch.device("cpu"), GROUP_TIMEOUT_S, init_method=rendezvous)
+        ranks = distributed.start(torch.device("cpu"), Patience(GROUP_TIMEOUT_S), init_method=rendezvous)
         pipe.send_bytes(pickle.dumps((True, None)))
         while (call := pickle.loads(pipe.recv_bytes())) is not None:
             function, args = call

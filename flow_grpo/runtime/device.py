@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 KINDS = ("npu", "cuda", "cpu")  # in order of preference
 OVERRIDE = "FLOW_GRPO_DEVICE"  # environment variable, asked when the configuration says "auto"
+EVENT_AFTER_EXEC_S = 68  # by which the vendor's waiting for an event outlasts that for a collective, as its defaults do
 _GIB = 1024**3
 _log = logging.getLogger(__name__)
 
@@ -116,15 +117,21 @@ def npu_environment() -> tuple[str, ...]:
     return (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"])
 
 
-def setup(device: torch.device, deterministic: bool = False, num_threads: int = 0) -> None:
+def setup(
+    device: torch.device, deterministic: bool = False, num_threads: int = 0, collective_s: float = 0.0
+) -> None:
     """Prepare the process for its device; call before any operation on it.
 
     Args:
         device: from `resolve`.
         deterministic: ask for bitwise repeatable kernels and collectives, at a cost in speed.
         num_threads: CPU threads of this process; 0 leaves torch's choice.
+        collective_s: seconds the vendor's library allows a collective, where it can be told; 0 leaves its own.
     """
     select(device)
+    if collective_s and device.type == "npu":
+        os.environ.setdefault("HCCL_EXEC_TIMEOUT", f"{collective_s:.0f}")
+        os.environ.setdefault("HCCL_EVENT_TIMEOUT", f"{collective_s + EVENT_AFTER_EXEC_S:.0f}")
     if num_threads:
         torch.set_num_threads(num_threads)
     if deterministic:

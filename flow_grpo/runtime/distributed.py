@@ -12,6 +12,7 @@ import datetime
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-CONTROL_TIMEOUT_S = 1800.0  # must exceed the longest time one rank may lag behind another
-DEVICE_TIMEOUT_S = 7200.0  # must exceed the vendor library's own timeouts, which explain themselves better
 _SHOWN = 80  # characters of a differing text that an error quotes
 
 
@@ -37,12 +37,14 @@ class Ranks:
         world_size: number of processes, W.
         local_rank: 0.. on this node.
         control_group: gloo group of all ranks, or None for a single process.
+        heartbeat: tells the others of this rank and watches them, or None.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     control_group: dist.ProcessGroup | None = None
+    heartbeat: Heartbeat | None = None
 
     @property
     def is_main(self) -> bool:
@@ -69,7 +71,8 @@ class Ranks:
         # As bytes: gloo lacks some dtypes, and bytes also keep NaN payloads.
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(flat) for _ in range(self.world_size)]
-        dist.all_gather(parts, flat, group=self.control_group)
+        with self.waiting():
+            dist.all_gather(parts, flat, group=self.control_group)
         return torch.cat(parts).view(tensor.dtype).view(self.world_size * tensor.shape[0], *tensor.shape[1:])
 
     def gather_text(self, text: str) -> list[str]:
@@ -118,7 +121,8 @@ class Ranks:
         """
         failed = torch.tensor([0 if error is None else 1], dtype=torch.int32)
         if self.control_group is not None:
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control_group)
+            with self.waiting():
+                dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control_group)
         if not failed.item():
             return
         # Marked by length: an exception may have an empty message, a rank without one sends an empty text.
@@ -136,6 +140,8 @@ class Ranks:
         Raises:
             RuntimeError: on every rank, if the block raised on any.
         """
+        if self.heartbeat is not None:
+            self.heartbeat.enter(phase)
         try:
             yield
         except BaseException as error:
@@ -143,14 +149,41 @@ class Ranks:
             raise
         self.raise_together(None, phase)
 
+    def tick(self) -> None:
+        """Note progress within a phase, so that a long one is not taken for a rank that hangs."""
+        if self.heartbeat is not None:
+            self.heartbeat.tick()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return what notes that this rank waits for the others inside."""
+        return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting()
+
     def _gather_equal(self, tensor: Tensor) -> Tensor:
         """Gather tensors that are of one shape by construction."""
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor, group=self.control_group)
+        with self.waiting():
+            dist.all_gather(parts, tensor, group=self.control_group)
         return torch.cat(parts)
 
 
-def start(device: torch.device, timeout_s: float = CONTROL_TIMEOUT_S, *, init_method: str = "env://") -> Ranks:
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """How long ranks wait for each other, in seconds.
+
+    Attributes:
+        control_s: in an exchange between CPUs; more than one rank may lag behind another.
+        device_s: in one between devices; more than the vendor's own timeouts, which explain themselves better.
+        dead_s: without a sign of life before a rank counts as gone; 0 asks for none.
+        silent_s: without progress before it counts as hanging.
+    """
+
+    control_s: float
+    device_s: float = 7200.0
+    dead_s: float = 0.0
+    silent_s: float = 1800.0
+
+
+def start(device: torch.device, patience: Patience, *, init_method: str = "env://") -> Ranks:
     """Join the other ranks; call once, after `device.setup` and before anything else communicates.
 
     Order: select the device, make the process group, run one small collective on the device (the first one builds the
@@ -158,7 +191,7 @@ def start(device: torch.device, timeout_s: float = CONTROL_TIMEOUT_S, *, init_me
 
     Args:
         device: this rank's device, from `device.resolve`.
-        timeout_s: how long one rank may lag behind the others in an exchange, in seconds.
+        patience: how long the ranks wait for each other.
         init_method: rendezvous of `torch.distributed`; "env://" is the launcher's.
 
     Raises:
@@ -170,20 +203,28 @@ def start(device: torch.device, timeout_s: float = CONTROL_TIMEOUT_S, *, init_me
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
         _prefer_loopback()
     device_door.select(device)
-    device_timeout_s = timeout_s if device.type == "cpu" else max(DEVICE_TIMEOUT_S, timeout_s)
+    control_timeout = datetime.timedelta(seconds=patience.control_s)
+    device_s = patience.control_s if device.type == "cpu" else max(patience.device_s, patience.control_s)
+    # The store is ours, for the heartbeat has need of it beside the process group.
+    store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=control_timeout)))
+    store.set_timeout(control_timeout)
     dist.init_process_group(
         device_door.process_group_backend(device),
-        init_method=init_method,
+        store=dist.PrefixStore("process_group", store),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=device_timeout_s),
+        timeout=datetime.timedelta(seconds=device_s),
     )
     probe = torch.ones(1, device=device)
     dist.all_reduce(probe)
     if probe.item() != world_size:
         raise RuntimeError(f"the first all-reduce over {world_size} ranks on {device} summed ones to {probe.item()}")
-    control_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    return Ranks(rank, world_size, local_rank, control_group)
+    control_group = dist.new_group(backend="gloo", timeout=control_timeout)
+    heartbeat = None
+    if patience.dead_s and world_size > 1:
+        own = dist.PrefixStore("heartbeat", store.clone())  # a connection of its own: the group's may be waited on
+        heartbeat = Heartbeat(own, rank, world_size, dead_s=patience.dead_s, silent_s=patience.silent_s)
+    return Ranks(rank, world_size, local_rank, control_group, heartbeat)
 
 
 def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
@@ -227,7 +268,10 @@ def stop(ranks: Ranks) -> None:
     come, and the launcher ends them when the failed process exits.
     """
     if ranks.control_group is not None:
-        dist.barrier(group=ranks.control_group)
+        with ranks.waiting():
+            dist.barrier(group=ranks.control_group)
+        if ranks.heartbeat is not None:
+            ranks.heartbeat.stop()
         dist.destroy_process_group()
 
 
