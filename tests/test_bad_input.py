@@ -12,12 +12,7 @@ import train_grpo
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.runtime import checkpoint, plots
 from flow_grpo.runtime.distributed import InputError
-from tests.bad_input_cases import CASES, Case, Setup, make_valid
-
-
-@pytest.fixture(scope="module")
-def valid(tmp_path_factory) -> Path:
-    return make_valid(tmp_path_factory.mktemp("valid"))
+from tests.bad_input_cases import CASES, Case, Setup
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from flow_grpo.models.weight_files import read_checkpoint
 from flow_grpo.rewards import wire
 from flow_grpo.runtime import checkpoint, state_files
 from flow_grpo.runtime.tensor_store import TensorStore
-from tests.bad_input_cases import Setup, checkpoint_of, make_valid
+from tests.bad_input_cases import Setup, checkpoint_of
 from tests.test_architecture import _at, _dotted, _last, imports, refuse, sources
 from tools import convert_recammaster, generate
 
@@ -79,11 +79,6 @@ class Payload:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
         return open, (self.proof, "w")
-
-
-@pytest.fixture(scope="module")
-def valid(tmp_path_factory) -> Path:
-    return make_valid(tmp_path_factory.mktemp("valid"))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from flow_grpo.config_errors import ConfigError
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.http_call import TOKEN, Caller
 from flow_grpo.runtime import plots
-from tests.bad_input_cases import Setup, make_valid
+from tests.bad_input_cases import Setup
 from tests.scripted_server import HEALTH, ScriptedServer, answer
 from tests.toy import condition
 from tools.reward_desk import Desk, Local
@@ -25,11 +25,6 @@ from tools.reward_server import RewardServer
 
 KEY, SECRET, PASSWORD = "5e47ab1e" * 5, "token-that-nobody-may-see", "hunter2-of-the-judge"
 SERVED = {"reward.weights": "remote:motion_mag=1", "data.num_workers": 0}
-
-
-@pytest.fixture(scope="module")
-def valid(tmp_path_factory) -> Path:
-    return make_valid(tmp_path_factory.mktemp("valid"))
 
 
 @pytest.fixture
