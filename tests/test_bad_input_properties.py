@@ -112,7 +112,7 @@ def config_or_one_line(*words: str) -> None:
 
 @settings(max_examples=200)
 @given(PATHS_OF_KNOBS, VALUES)
-@example("data.height", "9" * 400)
+@example("data.height", "9" * 4300)
 @example("reward.schedules", "target_view=0:0," + "9" * 400 + ":1")
 @example("sample.num_steps", "9" * 12)
 @example("model.lora_targets", "a{99999999999999999999}")
