@@ -40,7 +40,7 @@ from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.distributed import InputError, Ranks
 from flow_grpo.runtime.parallel import parallelize, partition
 from flow_grpo.runtime.tracker import Tracker
 
@@ -65,8 +65,8 @@ def main(words: Sequence[str] | None = None) -> int:
             trainer.evaluate_before()
             for epoch in trainer.epochs():
                 train_epoch(trainer, epoch)
-    except (ShortageError, RewardFaultError) as error:
-        if isinstance(error, RewardFaultError):
+    except (ShortageError, RewardFaultError, InputError) as error:
+        if not isinstance(error, ShortageError):
             trainer.rewind()
         trainer.save()
         refuse(error, ranks)
@@ -169,8 +169,12 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     run_folder = Path(config.output_root) / run_name(config, recipe, ranks)
     with alike(ranks):
+        check_places(config, run_folder)
+    path = checkpoint_of(config, run_folder / "checkpoints", ranks)
+    with alike(ranks):
+        train, held_out = splits(config)
         policy = RecamPolicy.from_config(config.model, config.sample, device)
-        train, held_out = splits(config, policy)
+        check_sizes(policy, train, held_out)
         rewards = parts.build_rewards(config, config.reward.weights)
         cameras = pooled(train.cameras())
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
@@ -190,7 +194,8 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         device=device,
         identity=identity,
     )
-    resumed_step = resume(config, state, run_folder / "checkpoints", ranks)
+    if path is not None:
+        state.restore(path, ranks=ranks)
     progress = Progress(config.num_epochs, ranks, finished=state.finished)
     collector = parts.build_collector(config, policy, train, sampler, rewards, progress, is_main=ranks.is_main)
     return Trainer(
@@ -199,7 +204,9 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         updater=parts.build_updater(config, policy, state, progress, ranks),
         evaluator=evaluator,
         state=state,
-        tracker=Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=resumed_step),
+        tracker=Tracker(
+            run_folder, to_dict(config), config.trackers, ranks, resumed_step=None if path is None else state.finished
+        ),
         progress=progress,
         ranks=ranks,
         device=device,
@@ -220,27 +227,49 @@ def run_name(config: Config, recipe: str, ranks: Ranks) -> str:
     return config.run_name or ranks.broadcast_text(f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def splits(config: Config, policy: RecamPolicy) -> tuple[MultiCamDataset, MultiCamDataset]:
-    """Return the data to train on and the held-out data; ValueError for a size that the model cannot take."""
+def check_places(config: Config, run_folder: Path) -> None:
+    """Refuse folders to write to in whose place, or above which, there is a file, before anything is loaded.
+
+    Raises:
+        ValueError: for such a folder.
+    """
+    places = [("output_root", Path(config.output_root)), ("run_name", run_folder)]
+    places += [("model.encodings", Path(config.model.encodings))] if config.model.encodings else []
+    for knob, folder in places:
+        there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+        if not there.is_dir():
+            raise ValueError(f"config.{knob}: {there} is a file, must be a folder; pass another --config.{knob}")
+        if not os.access(there, os.W_OK):
+            raise ValueError(f"config.{knob}: {there} cannot be written to; pass another --config.{knob}")
+
+
+def splits(config: Config) -> tuple[MultiCamDataset, MultiCamDataset]:
+    """Return the data to train on and the held-out data; of both one condition is read, before a model is loaded.
+
+    Raises:
+        ValueError: a split that cannot be used.
+    """
     train, held_out = (parts.dataset(config, split) for split in (config.data.train_split, config.data.eval_split))
     for data in (train, held_out):
-        for index in {data.structure(index): index for index in range(len(data))}.values():
-            policy.latent_shape([data.condition(index)])
+        data.condition(len(data) - 1)
     return train, held_out
 
 
-def resume(config: Config, state: RunState, folder: Path, ranks: Ranks) -> int | None:
-    """Go on from a checkpoint when asked to, and return its step; every rank must call it.
+def check_sizes(policy: RecamPolicy, *data_sets: MultiCamDataset) -> None:
+    """Read one condition of every size in every data set; ValueError for one that the model cannot take."""
+    for data in data_sets:
+        for index in {data.structure(index): index for index in range(len(data))}.values():
+            policy.latent_shape([data.condition(index)])
+
+
+def checkpoint_of(config: Config, folder: Path, ranks: Ranks) -> Path | None:
+    """Return the checkpoint to go on from, or None to start afresh; every rank must call it.
 
     Raises:
         ValueError: on every rank alike, for a checkpoint that cannot be used.
     """
     checkpoint.remove_stale(folder, ranks=ranks)
-    path = checkpoint.resolve_resume(config.resume, folder, ranks=ranks)
-    if path is None:
-        return None
-    state.restore(path, ranks=ranks)
-    return state.finished
+    return checkpoint.resolve_resume(config.resume, folder, ranks=ranks)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import inspect
 import json
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -62,8 +65,8 @@ def _run_recipe(spec: str) -> ConfigDict:
         )
     try:
         settings = recipes[name]()
-    except (AttributeError, KeyError, TypeError) as error:  # how a ConfigDict refuses unknown names and wrong types
-        raise ConfigError(f"--config: recipe {spec} fails: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        raise _recipe_fails(f"recipe {spec}", Path(file), error) from error
     if not isinstance(settings, ConfigDict):
         raise ConfigError(
             f"--config: {spec} returns {type(settings).__name__}, must return the ConfigDict of get_config()"
@@ -79,9 +82,21 @@ def _recipes(path: Path) -> dict[str, Callable[[], object]]:
             f"--config: no Python file {path} in {Path.cwd()}; run from the project's folder or give the full path"
         )
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _recipe_fails(f"recipe file {path}", path, error) from error
     own = {n: f for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
     return {n: f for n, f in own.items() if not n.startswith("_") and not inspect.signature(f).parameters}
+
+
+def _recipe_fails(what: str, file: Path, error: Exception) -> ConfigError:
+    """Return the error to raise for a recipe's own, with the last line of its file that was on the way."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    place = f" in line {lines[-1]}" if lines else ""
+    # A ConfigDict lists all it holds, as objects with addresses.
+    text = re.sub(r" Other fields present: .*?(?=Did you mean|$)", " ", " ".join(str(error).split()))
+    return ConfigError(f"--config: {what} fails{place}: {type(error).__name__}: {text}; correct it or choose another")
 
 
 def _assignments(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -116,18 +131,23 @@ def _override(settings: ConfigDict, path: str, text: str | None) -> None:
             raise ValueError
         value = KINDS[kind].parse(text)
     except ValueError:
-        got, bound, example = "no value" if text is None else repr(text), KINDS[kind].meaning, KINDS[kind].example
+        got, bound, example = "no value" if text is None else f"{text!r:.200}", KINDS[kind].meaning, KINDS[kind].example
         raise ConfigError(f"config.{path}: got {got}, must be {bound}; for example {PREFIX}{path}={example}") from None
     for name in filter(None, section.split(".")):
         settings = settings[name]
-    settings[leaf] = value
+    try:
+        settings[leaf] = value
+    except ValueError as error:  # a ConfigDict takes no names with dots
+        raise ConfigError(f"config.{path}: got {text!r:.200}, must be names without dots; {error}") from None
 
 
+@functools.cache
 def _kinds(cls: Any, prefix: str = "") -> dict[str, Any]:
     """Return the type of every knob by its dotted path."""
     found: dict[str, Any] = {}
     for name, kind in get_type_hints(cls).items():
-        found |= _kinds(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {f"{prefix}{name}": kind}
+        section: Any = kind
+        found |= _kinds(section, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {f"{prefix}{name}": kind}
     return found
 
 
@@ -167,6 +187,8 @@ def _typed(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
         try:
             built[name] = KINDS[kind].convert(values[name])
         except ValueError:
-            bound = KINDS[kind].meaning
-            raise ConfigError(f"config.{path}: got {values[name]!r}, must be {bound}; correct the recipe") from None
+            bound, example = KINDS[kind].meaning, KINDS[kind].example
+            raise ConfigError(
+                f"config.{path}: got {values[name]!r:.200}, must be {bound}; for example {PREFIX}{path}={example}"
+            ) from None
     return cls(**built)

@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from flow_grpo.config_errors import refusal
@@ -17,7 +18,7 @@ from flow_grpo.maths.sde import coefficients
 # Intervals as mathematicians write them: [ and ] include the end, ( and ) leave it out.
 BOUNDS: Mapping[str, str] = {
     "seed": "[0, inf)",
-    "num_threads": "[0, inf)",
+    "num_threads": "[0, 1024]",
     "num_epochs": "[0, inf)",
     "max_minutes": "[0, inf)",
     "log_videos_every": "[0, inf)",
@@ -32,13 +33,13 @@ BOUNDS: Mapping[str, str] = {
     "sample.k": "[2, inf)",  # every normalisation subtracts the group's mean: one copy would always learn nothing
     "sample.train_batch_size": "[1, inf)",
     "sample.num_batches_per_epoch": "[1, inf)",
-    "sample.num_steps": "[2, inf)",
+    "sample.num_steps": "[2, 1000]",  # as many as the transformer's clock has ticks
     "sample.shift": "(0, inf)",
     "sample.noise_level": "(0, inf)",
     "sample.max_step_std": "(0, inf)",
     "sample.sde_window": "[0, inf)",
     "sample.guidance_scale": "[1, inf)",
-    "reward.remote_timeout": "(0, inf)",
+    "reward.remote_timeout": "(0, 86400]",
     "reward.adv_eps": "(0, inf)",
     "reward.adv_ddof": "[0, 1]",
     "reward.flat_eps": "[0, inf)",
@@ -59,7 +60,7 @@ BOUNDS: Mapping[str, str] = {
     "eval.every": "[0, inf)",
     "eval.num_conditions": "[1, inf)",
     "eval.batch_size": "[1, inf)",
-    "eval.num_steps": "[1, inf)",
+    "eval.num_steps": "[1, 1000]",
     "eval.videos": "[0, inf)",
     "checkpoint.every": "[1, inf)",
     "checkpoint.keep": "[1, inf)",
@@ -94,7 +95,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 NAMES = ("output_root", "data.root", "data.train_split", "data.eval_split", "model.path")  # must not be empty
 
 SIZE_UNIT = 8  # pixels: the finest codec (4x) and patch (2) in use; a coarser model asks for its own multiple
-RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # file systems take 255 bytes, and the metrics' names hold it as well
+SERVED_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}"
 
 
 def check(config: Config) -> None:
@@ -188,20 +190,40 @@ def _check_names(config: Config) -> None:
         if not value_of(config, path):
             raise refusal(path, value_of(config, path), "must not be empty", f"pass --config.{path}=NAME")
     if config.run_name and not re.fullmatch(RUN_NAME, config.run_name):
-        bound = "must be letters, digits, '.', '_' and '-', beginning with a letter or digit: it names one folder"
+        bound = (
+            "must be letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit: it names one "
+        )
+        bound += "folder"
         raise refusal("run_name", config.run_name, bound, "pass --config.output_root for another place")
-    if config.data.train_split == config.data.eval_split:
-        bound = "must differ from data.train_split, or the held-out scenes would be trained on"
-        raise refusal("data.eval_split", config.data.eval_split, bound, "pass --config.data.eval_split=val")
+    for name in config.reward.remote:
+        if not re.fullmatch(SERVED_NAME, name):
+            bound = (
+                "must be letters, digits, '_' and '-', at most 50, beginning with a letter or digit: files are named so"
+            )
+            raise refusal("reward.remote", name, bound, "pass another name and let the server score by it")
+    _check_splits(config)
     model = config.model
     try:
         re.compile(model.lora_targets)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         way_out = "correct it or leave the recipe's"
         raise refusal("model.lora_targets", model.lora_targets, f"is no regular expression: {error}", way_out) from None
     if model.trained == "lora" and not model.lora_targets:
         bound = "must match the modules to adapt while model.trained is 'lora'"
         raise refusal("model.lora_targets", model.lora_targets, bound, "or pass --config.model.trained=camera")
+
+
+def _check_splits(config: Config) -> None:
+    """Both splits are folders of the data, and no scene lies in both."""
+    train, held_out = (PurePath(split) for split in (config.data.train_split, config.data.eval_split))
+    for path, split in (("data.train_split", train), ("data.eval_split", held_out)):
+        if split.is_absolute() or ".." in split.parts:
+            way_out = "pass --config.data.root for another place"
+            raise refusal(path, str(split), "must lie below data.root", way_out)
+    if held_out.is_relative_to(train) or train.is_relative_to(held_out):
+        bound = f"must differ from data.train_split={str(train)!r} and lie beside it, or the held-out scenes would be "
+        bound += "trained on"
+        raise refusal("data.eval_split", str(held_out), bound, "pass --config.data.eval_split=val")
 
 
 def parse_bucket(text: str) -> tuple[int, int, int]:
@@ -233,7 +255,7 @@ def _check_video(config: Config) -> None:
     for path in ("data.height", "data.width"):
         pixels = value_of(config, path)
         if pixels % SIZE_UNIT:
-            near = SIZE_UNIT * round(pixels / SIZE_UNIT)
+            near = (pixels + SIZE_UNIT // 2) // SIZE_UNIT * SIZE_UNIT
             raise refusal(path, pixels, f"must be a multiple of {SIZE_UNIT}", f"pass --config.{path}={near}")
 
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 
 class ConfigError(ValueError):
-    """A setting that cannot work: field, value, bound and way out in one line."""
+    """A setting that cannot work: field, value, bound and way out in one line, secrets of addresses starred."""
+
+    def __init__(self, text: str) -> None:
+        # Before the host stand a name and a password, behind ? and # there may be tokens.
+        text = re.sub(r"\w+://[^\s'\"]*@|[^\s'\"=]*@", "***@", text)
+        text = " ".join(text.splitlines())
+        super().__init__(re.sub(r"(\w+://[^\s'\"?#]*)[?#][^\s'\"]*", r"\1?***", text))
 
 
 def refusal(path: str, value: object, bound: str, way_out: str) -> ConfigError:
@@ -16,4 +24,4 @@ def refusal(path: str, value: object, bound: str, way_out: str) -> ConfigError:
         bound: completes the sentence "got VALUE, ...".
         way_out: what to do instead.
     """
-    return ConfigError(f"config.{path}: got {value!r}, {bound}; {way_out}")
+    return ConfigError(f"config.{path}: got {value!r:.200}, {bound}; {way_out}")

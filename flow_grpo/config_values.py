@@ -36,6 +36,21 @@ def _exactly(kind: type) -> Callable[[Any], Any]:
     return convert
 
 
+def _to_int(value: Any) -> int:
+    number: int = _exactly(int)(value)
+    if abs(number) >= 10**18:  # more than any counter holds: arithmetic with floats and texts of it would fail
+        raise ValueError
+    return number
+
+
+def _to_text(value: Any) -> str:
+    text: str = _exactly(str)(value)
+    text.encode()  # a word of the command line that is not UTF-8 comes as half characters: a UnicodeEncodeError
+    if "\0" in text:
+        raise ValueError
+    return text
+
+
 def _to_float(value: Any) -> float:
     if type(value) not in (int, float):
         raise ValueError
@@ -81,7 +96,7 @@ def _parse_weights(text: str) -> dict[str, float]:
 def _to_addresses(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(_is_address(address) for address in value.values()):
         raise ValueError
-    return {_exactly(str)(name): address for name, address in value.items()}
+    return {_to_text(name): address for name, address in value.items()}
 
 
 def _is_address(value: Any) -> bool:
@@ -109,7 +124,7 @@ def _to_schedule(value: Any) -> Schedule:
     points = [_to_tuple(lambda item: item)(point) for point in _to_tuple(lambda item: item)(value)]
     if not points or any(len(point) != 2 for point in points):
         raise ValueError
-    return tuple((_exactly(int)(epoch), _to_float(weight)) for epoch, weight in points)
+    return tuple((_to_int(epoch), _to_float(weight)) for epoch, weight in points)
 
 
 def _parse_schedules(text: str) -> dict[str, Schedule]:
@@ -136,7 +151,7 @@ def _to_gate(value: Any) -> Gate:
     pair = _to_tuple(lambda item: item)(value)
     if len(pair) != 2:
         raise ValueError
-    return _exactly(str)(pair[0]), _to_float(pair[1])
+    return _to_text(pair[0]), _to_float(pair[1])
 
 
 def _parse_gates(text: str) -> dict[str, Gate]:
@@ -149,19 +164,19 @@ def _to_table(convert: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
     def convert_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError
-        return {_exactly(str)(name): convert(entry) for name, entry in value.items()}
+        return {_to_text(name): convert(entry) for name, entry in value.items()}
 
     return convert_all
 
 
 KINDS: dict[Any, Kind] = {
     bool: Kind("true or false", "true", _to_bool, _exactly(bool)),
-    int: Kind("a whole number", "8", int, _exactly(int)),
+    int: Kind("a whole number of at most 18 digits", "8", int, _to_int),
     float: Kind("a number", "0.3", float, _to_float),
     float | None: Kind("a number or none", "0.45", _or_none(float), _or_none(_to_float)),
-    str: Kind("a text", "name", str, _exactly(str)),
-    tuple[int, ...]: Kind("whole numbers separated by commas", "1,2,3", _split(int), _to_tuple(_exactly(int))),
-    tuple[str, ...]: Kind("names separated by commas", "first,second", _split(str), _to_tuple(_exactly(str))),
+    str: Kind("a text in UTF-8 without NUL characters", "name", _to_text, _to_text),
+    tuple[int, ...]: Kind("whole numbers separated by commas", "1,2,3", _split(int), _to_tuple(_to_int)),
+    tuple[str, ...]: Kind("names separated by commas", "first,second", _split(_to_text), _to_tuple(_to_text)),
     dict[str, str]: Kind(
         "names with addresses http://HOST:PORT, without a password",
         "hpsv3=http://127.0.0.1:8000",

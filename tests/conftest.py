@@ -6,6 +6,7 @@ import importlib.util
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 # Read when the libraries are imported, so set before any test file is.
@@ -49,6 +50,14 @@ def only_this_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", guarded)
         yield
+
+
+@pytest.fixture(scope="session")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data, model and checkpoint that work, to be copied and spoiled."""
+    from tests.bad_input_cases import make_valid  # here: most tests load faster without it
+
+    return make_valid(tmp_path_factory.mktemp("valid"))
 
 
 @pytest.fixture

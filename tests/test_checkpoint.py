@@ -75,6 +75,11 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def rewrite(path: Path, **fields: object) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | fields))
+
+
 DAMAGES = [
     ("state.safetensors has another sha256", lambda path: flip_a_bit(path / "state.safetensors")),
     ("rank_0.json has 0 bytes instead of", lambda path: (path / "rank_0.json").write_bytes(b"")),
@@ -82,6 +87,11 @@ DAMAGES = [
     ("manifest.json does not exist", lambda path: (path / "manifest.json").unlink()),
     ("manifest.json is not readable", lambda path: (path / "manifest.json").write_text('{"files"')),
     ("manifest.json is not readable", lambda path: (path / "manifest.json").write_text("[]")),
+    ("manifest.json is not readable", lambda path: (path / "manifest.json").write_text("[" * 100_000)),
+    ("manifest.json holds step='1', must be of type int", lambda path: rewrite(path, step="1")),
+    ("manifest.json holds identity=5, must be of type dict", lambda path: rewrite(path, identity=5)),
+    ("manifest.json lists 0 files, must be 4", lambda path: rewrite(path, files={})),
+    ("manifest.json lists 4 files, must be 2000000002", lambda path: rewrite(path, world_size=10**9)),
 ]
 
 

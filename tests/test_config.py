@@ -192,7 +192,10 @@ def test_an_override_that_cannot_be_read_is_refused_with_the_way_to_write_it(
         ("config.sample.k = 'many'", ["fails", "k"]),
         ("config.unlock(); config.extra = 3", ["config.extra: no such knob"]),
         ("config.unlock(); del config.seed", ["config.seed: missing", "get_config()"]),
-        ("config.sample.sde_steps = (1.5,)", ["config.sample.sde_steps: got (1.5,)", "correct the recipe"]),
+        (
+            "config.sample.sde_steps = (1.5,)",
+            ["config.sample.sde_steps: got (1.5,)", "for example --config.sample.sde_steps=1,2,3"],
+        ),
         ("config.reward.weights.target_view = 'high'", ["target_view"]),
         ("config = 3", ["returns int", "ConfigDict"]),
     ],

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from flow_grpo.runtime import distributed
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.distributed import InputError, Ranks
 from tests.workers import run_ranks
 
 WORLD = 3
@@ -117,6 +117,19 @@ def test_every_failing_rank_is_named() -> None:
     assert {text for text, _, _ in results} == {
         "rank 0 failed in score: KeyError: 'no video 0'; rank 1 failed in score: KeyError: 'no video 1'"
     }
+
+
+def input_or_bug(ranks: Ranks, errors: tuple[Exception | None, ...]) -> tuple[str, str]:
+    with pytest.raises((InputError, RuntimeError)) as caught:
+        ranks.raise_together(errors[ranks.rank], "phase")
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_input_that_is_not_fit_is_told_as_such_on_every_rank_unless_a_rank_fails_otherwise() -> None:
+    unfit = InputError("video a is short")
+    assert set(run_ranks(input_or_bug, WORLD, (unfit, None, unfit))) == {("InputError", "video a is short")}
+    both = "rank 0 failed in phase: InputError: video a is short; rank 1 failed in phase: KeyError: 'x'"
+    assert set(run_ranks(input_or_bug, WORLD, (unfit, KeyError("x"), None))) == {("RuntimeError", both)}
 
 
 def accelerator_gradients(ranks: Ranks) -> tuple[int, int, list[float]]:

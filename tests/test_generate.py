@@ -221,7 +221,7 @@ def test_a_path_outside_the_training_range_is_one_line_and_a_video(source, capsy
     ("given", "message"),
     [
         (["--camera", "pan"], "names 'pan', must be among pan_right"),
-        (["--camera", "nowhere.json"], "nowhere.json cannot be read as JSON"),
+        (["--camera", "nowhere.json"], "nowhere.json cannot be read"),
         (["--camera", "arc_left : 0.5"], "trajectories are ['arc_left:0.5', 'arc_left:0.5']"),
         (["--source", "nowhere.mp4"], "video nowhere.mp4 does not exist"),
         (["--source", str(MODEL)], "is no folder with videos"),

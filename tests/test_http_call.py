@@ -156,6 +156,17 @@ def test_the_token_travels_in_its_header_and_nowhere_else(monkeypatch):
         assert "Authorization" not in server.asked[0][1]
 
 
+def test_a_token_that_a_server_sends_back_is_starred(monkeypatch):
+    monkeypatch.setenv(TOKEN, "secret")
+    with ScriptedServer(answer({"error": "unknown: Bearer secret"}, 401)) as server:
+        assert refusal(server) == "refused, status 401: unknown: Bearer ***"
+    with ScriptedServer(answer({"model": "secret"})) as server:
+        assert ask(server) == b'{"model": "***"}'
+    assert str(ServiceError("the secret")) == "the ***"
+    monkeypatch.delenv(TOKEN)
+    assert str(ServiceError("the secret")) == "the secret"
+
+
 def test_a_token_that_no_header_holds_is_refused_without_quoting_it(monkeypatch):
     monkeypatch.setenv(TOKEN, "sec\nret")
     with ScriptedServer(FINE) as server:

@@ -194,7 +194,7 @@ def test_base_wan_and_missing_folders_are_refused(tmp_path):
     base_wan(tiny_transformer()).save_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match=r"checkpoint of another model: .* holds WanTransformer3DModel"):
         load_recam_transformer(tmp_path)
-    with pytest.raises(ValueError, match="no transformer at"):
+    with pytest.raises(ValueError, match="is missing; give a model folder"):
         load_recam_transformer(tmp_path / "nothing")
 
 

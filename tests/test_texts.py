@@ -39,8 +39,12 @@ def test_embeddings_are_those_of_the_tokens_and_no_padding(encoder):
     assert clean("  a \n room ") == "a room"
 
 
-def test_long_prompts_are_cut(encoder):
+def test_long_prompts_are_cut_and_it_is_said(encoder, caplog):
     assert encoder.embed("a room with the camera pan left", 4).shape == (4, 16)
+    assert "'a room with the camera pan left' has 8 tokens and is cut to 4" in caplog.text
+    caplog.clear()
+    encoder.embed("a room with the camera pan left", 8)
+    assert not caplog.text
 
 
 def test_the_identity_names_weights_and_precision(tmp_path, encoder):

@@ -174,7 +174,8 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
     folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
     with train_grpo.alike(ranks):
         policy = RecamPolicy.from_config(config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device)
-        data, measured = train_grpo.splits(config, policy)
+        data, measured = train_grpo.splits(config)
+        train_grpo.check_sizes(policy, data, measured)
         batches = Batches(args, data, policy, ranks)
         spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # over the scenes
         held_out = Batches(args, measured, policy, ranks, sorted(set(spread))) if spread else None

@@ -266,14 +266,13 @@ def side_by_side(condition: Condition, generated: Tensor) -> Tensor:
 
 def make_clip(condition: Condition, generated: Tensor, rewards: dict[str, float]) -> Clip:
     """Return a clip of one sample, named after its condition and rewards."""
-    scene = condition.scene.replace("/", "-")
     values = " ".join(f"{name} {value:.3f}" for name, value in rewards.items())
     path = f"{condition.source_camera} to {condition.target_camera}"
     if condition.preset:
         path += f" ({condition.preset})"
     return Clip(
         video=side_by_side(condition, generated),
-        name=f"{scene}_{condition.target_camera}_{values.replace(' ', '_')}",
+        name=f"{condition.scene}_{condition.target_camera}_{values.replace(' ', '_')}".replace("/", "-"),
         caption=f"{condition.scene}, {path}: {values} (source | generated | target)",
     )
 

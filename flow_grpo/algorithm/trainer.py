@@ -140,6 +140,7 @@ class Trainer:
         with self.clock.phase("update"):
             self.metrics |= self.updater.run(batch, epoch=epoch, probe=probe)
         self.state.finished = epoch + 1
+        self._begun = self.state.sampler.state_dict()
 
     def log(self, collected: Collected) -> None:
         """Record the epoch's metrics and videos, and evaluate when it is time."""
@@ -211,7 +212,7 @@ class Trainer:
         return compare.advantages(gathered, self.reward, k=self.config.sample.k, floors=floors)
 
     def rewind(self) -> None:
-        """Go back to the beginning of the epoch, before an update: saved now, a resumed run samples it again."""
+        """Go back to where the last update left: saved now, a resumed run samples an epoch without one again."""
         self.state.sampler.load_state_dict(self._begun)
 
     def save(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from flow_grpo.maths.poses import check_poses, multicam_to_opencv
+from flow_grpo.runtime import json_files
 
 MATRIX_TEXT = re.compile(r"(\s*\[[^\[\]]*\]){4}\s*")
 
@@ -70,18 +70,15 @@ def _check_rigid(poses: Tensor, places: Sequence[str]) -> None:
         raise
     # The conversion turns the proper rotations of the file into improper ones.
     for number in (torch.linalg.det(poses[:, :3, :3]) > 0).nonzero().flatten().tolist():
-        raise ValueError(f"{places[number]}: the rotation is a mirror image (determinant -1 in the file), must be +1")
+        raise ValueError(
+            f"{places[number]}: the rotation is a mirror image (determinant -1 in the file), must be +1; "
+            "export it again"
+        )
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; ValueError, naming the file, when it holds no object."""
-    try:
-        content = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"file {file} is not JSON ({error}); export it again or remove the scene") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"file {file} holds a {type(content).__name__}, must be a JSON object; export it again")
-    return content
+    return json_files.read_json_object(file, "export it again or remove the scene")
 
 
 def read_text(file: Path) -> str:

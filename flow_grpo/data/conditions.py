@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from flow_grpo.records import Condition
+from flow_grpo.runtime.distributed import InputError
 
 
 class Conditions(Dataset[tuple[int, Condition]], abc.ABC):
@@ -50,11 +51,14 @@ class Conditions(Dataset[tuple[int, Condition]], abc.ABC):
 
         Raises:
             IndexError: no such index.
-            ValueError: a file is missing, broken or too short; one line naming it.
+            InputError: a file is missing, broken or too short; one line naming it.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"dataset index is {index}, must be within 0..{len(self) - 1}")
-        return self.make(index, gid, slot)
+        try:
+            return self.make(index, gid, slot)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
     def source_id(self, index: int) -> str:
         """Return what names the content of a condition's source video, without decoding it."""

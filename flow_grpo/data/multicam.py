@@ -248,6 +248,8 @@ def _scene_folders(folder: Path) -> Iterator[Path]:
         return
     for child in sorted(folder.iterdir()):
         if child.is_dir():
+            if child.is_symlink() and folder.resolve().is_relative_to(child.resolve()):
+                raise ValueError(f"dataset folder {child} links to a folder that holds it, must not; remove the link")
             yield from _scene_folders(child)
 
 
@@ -284,15 +286,24 @@ def fitted_intrinsics(focal_mm: float, size: tuple[int, int], height: int, width
 
 
 def _read_presets(file: Path) -> dict[str, str]:
-    return {camera: str(name) for camera, name in read_json_object(file).items()} if file.is_file() else {}
+    presets = read_json_object(file) if file.is_file() else {}
+    for camera, name in presets.items():
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"presets {file}: {camera} is {name!r:.60}, must be a name; export it again")
+    return presets
 
 
 def _read_caption(file: Path, video: str) -> str:
     reader = csv.DictReader(io.StringIO(read_text(file), newline=""))
-    if not {"file_name", "text"} <= set(reader.fieldnames or ()):
-        raise ValueError(f"caption file {file} has columns {reader.fieldnames}, must have file_name and text")
-    captions = [row["text"] for row in reader if Path(row["file_name"] or "").name == video]
-    if len(captions) != 1 or not captions[0]:
+    try:
+        if not {"file_name", "text"} <= set(reader.fieldnames or ()):
+            raise ValueError(
+                f"caption file {file} has columns {reader.fieldnames}, must be file_name and text; add them"
+            )
+        captions = [row["text"] for row in reader if Path(row["file_name"] or "").name == video]
+    except csv.Error as error:
+        raise ValueError(f"caption file {file} is no table ({error}); repair it or remove it") from error
+    if len(captions) != 1 or not (captions[0] or "").strip():
         raise ValueError(
             f"caption file {file} has {len(captions)} rows for {video}, must have one with a text; "
             "complete the file or remove it"

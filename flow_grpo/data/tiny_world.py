@@ -23,6 +23,7 @@ from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path
 from flow_grpo.maths.room import Room, random_room, render_video, stack_rooms
+from flow_grpo.runtime.json_files import read_json
 
 SENSOR_MM = 23.76  # MultiCamVideo's square sensor; the focal length in millimetres is part of the folder name
 LENS_FOLDER = "f{focal:g}_aperture10"
@@ -184,9 +185,6 @@ def ensure_tiny_world(root: str | Path, name: str) -> None:
     if not root.exists():
         write_tiny_world(root, spec)
         return
-    record = root / "world.json"
-    if not record.is_file() or json.loads(record.read_text()) != json.loads(json.dumps(dataclasses.asdict(spec))):
-        raise ValueError(
-            f"data.root: {root} exists but is not the tiny world {name!r} of this version; "
-            "delete the folder or choose another --config.data.root"
-        )
+    record, way_out = root / "world.json", "delete the folder or choose another --config.data.root"
+    if not record.is_file() or read_json(record, way_out) != json.loads(json.dumps(dataclasses.asdict(spec))):
+        raise ValueError(f"data.root: {root} exists but is not the tiny world {name!r} of this version; {way_out}")

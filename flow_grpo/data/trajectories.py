@@ -34,6 +34,7 @@ from flow_grpo.maths.poses import (
     rotation_vector,
 )
 from flow_grpo.records import Condition
+from flow_grpo.runtime.json_files import read_json
 
 Trajectory: TypeAlias = str | Path
 """Text of presets, or the name of a JSON file, which ends in .json."""
@@ -114,10 +115,7 @@ def read_path(file: Path, num_frames: int) -> Tensor:
     Raises:
         ValueError: unreadable file, unknown entry, or a path that `fit_path` refuses; names the file.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"trajectory file {file} cannot be read as JSON ({error}); write it again") from error
+    content = read_json(file, "write the trajectory again")
     entries: dict[str, Any] = content if isinstance(content, dict) else {"poses": content}
     if not {"poses"} <= set(entries) <= {"poses", "fps", "relative"}:
         raise ValueError(f"trajectory file {file} has {sorted(entries)}, must have poses and may have fps, relative")

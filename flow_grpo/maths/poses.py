@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ORTHONORMAL_TOLERANCE = 1e-3  # camera files print few digits
+FARTHEST = 1e5  # metres from the origin, beyond any scene: what lies further is damaged or in another unit
 ZERO_BASELINE = 1e-6  # rms spread of camera centres, in their unit, below which a path does not move
 CENTIMETRES_PER_METRE = 100.0
 UNREAL_TO_OPENCV = (1, 2, 0, 3)  # columns: Unreal forward, right, up -> right, up, forward; up is then negated
@@ -124,8 +125,8 @@ def check_poses(poses: Tensor, name: str = "poses") -> None:
     """Refuse matrices that are no poses; determinants of -1 pass, since absolute MultiCamVideo poses have them.
 
     Raises:
-        ValueError: wrong shape, non-finite entries, a last row that is not 0 0 0 1, or a rotation part that is not
-            orthonormal to 1e-3 (a singular matrix included).
+        ValueError: wrong shape, non-finite entries, a last row that is not 0 0 0 1, a rotation part that is not
+            orthonormal to 1e-3 (a singular matrix included), or a centre more than 100 km from the origin.
     """
     if poses.ndim < 2 or poses.shape[-2:] != (4, 4):
         raise ValueError(f"{name} has shape {tuple(poses.shape)}, must be (..., 4, 4)")
@@ -140,6 +141,11 @@ def check_poses(poses: Tensor, name: str = "poses") -> None:
         raise ValueError(
             f"{name} has a rotation part that is off orthonormal by {error:.3g}, must be at most "
             f"{ORTHONORMAL_TOLERANCE:g}; the matrix is singular, scaled or sheared"
+        )
+    if (reach := poses[..., :3, 3].abs().max().item()) > FARTHEST:
+        raise ValueError(
+            f"{name} stands {reach:.3g} m from the origin, must be at most {FARTHEST:g}; is the file in metres where "
+            "centimetres are meant, or damaged?"
         )
 
 

@@ -16,6 +16,7 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor
 
+from flow_grpo.models.part_files import check_part
 from flow_grpo.runtime import device as devices
 from flow_grpo.runtime.tensor_store import files_key
 
@@ -70,7 +71,12 @@ class Codec:
 
     @classmethod
     def from_folder(cls, folder: Path, **settings: Any) -> Codec:
-        """Return the codec of a folder in diffusers layout; no weights are read yet. Takes the settings of `Codec`."""
+        """Return the codec of a folder in diffusers layout; no weights are read yet. Takes the settings of `Codec`.
+
+        Raises:
+            ValueError: the folder is not of one piece, see `check_part`, or as `Codec`.
+        """
+        check_part(folder)
         return cls(read_config(folder), lambda half: _load_half(folder, half), files_key(folder), **settings)
 
     @classmethod

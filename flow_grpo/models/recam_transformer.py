@@ -6,7 +6,6 @@ channels, height, width, F latent frames of one video, D model width, S = 2F * t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
+
+from flow_grpo.models.part_files import check_part
 
 CAMERA_MODULES = ("cam_encoder", "projector")
 
@@ -263,17 +264,26 @@ def load_recam_transformer(folder: str | Path, dtype: torch.dtype = torch.float3
     """Load a transformer folder in diffusers layout; what Wan keeps in fp32 stays fp32 under another `dtype`.
 
     Raises:
-        ValueError: when the folder has no config.json, or holds another model. diffusers itself would load base Wan
-            with the camera tensors left on the meta device, with only a warning.
+        ValueError: when the folder is not of one piece, see `check_part`, holds another model, or its weights are not
+            those of its configuration. diffusers itself would load base Wan with the camera tensors left on the meta
+            device, with only a warning.
     """
-    config_file = Path(folder) / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"no transformer at {folder}: {config_file} is missing; give a folder in diffusers layout")
-    found = json.loads(config_file.read_text()).get("_class_name")
+    found = check_part(Path(folder)).get("_class_name")
     if found != ReCamTransformer3DModel.__name__:
         raise ValueError(
             f"checkpoint of another model: {folder} holds {found}, expected {ReCamTransformer3DModel.__name__}; "
             "convert a ReCamMaster or base Wan checkpoint first"
         )
-    model: ReCamTransformer3DModel = ReCamTransformer3DModel.from_pretrained(str(folder), torch_dtype=dtype)
-    return model.eval()
+    model: ReCamTransformer3DModel | None = None
+    try:
+        model, told = ReCamTransformer3DModel.from_pretrained(
+            str(folder), torch_dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        wrong = sorted({*told["missing_keys"], *told["unexpected_keys"]})
+        problem = f"{len(wrong)} tensors too few or too many such as {wrong[0]}" if wrong else ""
+    except (ValueError, RuntimeError, TypeError, OSError) as error:
+        problem = str(error).partition(". If you want")[0]
+    if model is None or problem:
+        raise ValueError(f"{folder}: the weights are not those of config.json ({problem}); download it again")
+    model.eval()
+    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from flow_grpo.models.part_files import check_json, check_part
 from flow_grpo.runtime import device as devices
 from flow_grpo.runtime.tensor_store import files_key
+
+_log = logging.getLogger(__name__)
 
 
 class TextEncoder:
@@ -41,8 +45,14 @@ class TextEncoder:
     def from_folder(
         cls, folder: Path, dtype: torch.dtype, *, device: torch.device, offload: bool = False
     ) -> TextEncoder:
-        """Return the encoder of a model folder's text_encoder/ and tokenizer/; no weights are read yet."""
+        """Return the encoder of a model folder's text_encoder/ and tokenizer/; no weights are read yet.
+
+        Raises:
+            ValueError: one of them is not of one piece, see `check_part`.
+        """
         parts = folder / "text_encoder", folder / "tokenizer"
+        check_part(parts[0])
+        check_json(parts[1])
         identity = f"{files_key(parts[0])} {files_key(parts[1])} {dtype}"
         return cls(lambda: _load(*parts, dtype), identity, device=device, offload=offload)
 
@@ -60,6 +70,14 @@ class TextEncoder:
             self._parts = network, tokenizer
         network, tokenizer = self._parts
         tokens = tokenizer([clean(prompt)], truncation=True, max_length=max_tokens, return_tensors="pt")
+        whole = len(tokenizer(clean(prompt), verbose=False).input_ids)
+        if whole > max_tokens:
+            _log.warning(
+                "prompt %.60r has %d tokens and is cut to %d; shorten it or raise model.max_prompt_tokens",
+                prompt,
+                whole,
+                max_tokens,
+            )
         with devices.visiting(network, self._device, stays=not self._offload):
             tokens = tokens.to(self._device)
             states: Tensor = network(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
@@ -73,6 +91,8 @@ def clean(prompt: str) -> str:
 
 def _load(text_encoder: Path, tokenizer: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # drawn by every rank over the console
-    network: PreTrainedModel = AutoModelForTextEncoding.from_pretrained(str(text_encoder), dtype=dtype)
+    network: PreTrainedModel = AutoModelForTextEncoding.from_pretrained(
+        str(text_encoder), dtype=dtype, use_safetensors=True
+    )
     network.eval()  # type: ignore[no-untyped-call]
     return network, AutoTokenizer.from_pretrained(str(tokenizer))

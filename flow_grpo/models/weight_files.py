@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flow_grpo.models.part_files import listed_shards
 from flow_grpo.models.recam_transformer import stays_fp32
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"  # of a whole transformer, as diffusers names it
@@ -86,11 +86,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = {name: str(shard) for name, shard in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of shards ({type(error).__name__}); download it again") from None
+    shards = listed_shards(index)
     state: dict[str, Tensor] = {}
     for shard in sorted(set(shards.values())):
         if not (index.parent / shard).is_file():

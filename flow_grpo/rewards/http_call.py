@@ -23,11 +23,15 @@ TOKEN = "FLOW_GRPO_REWARD_TOKEN"
 CONNECT_S = 5.0
 LONGEST_DELAY_S = 10.0  # however long a server asks to wait
 MAX_REPLY = 16 * 2**20  # bytes
+STARS = "***"
 AGAIN = (408, 429)  # and all of 5xx
 
 
 class ServiceError(Exception):
-    """Why there is no answer: one line."""
+    """Why there is no answer: one line, without the token that a server may have sent back."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause.replace(_token() or STARS, STARS))
 
 
 class _AgainError(Exception):
@@ -92,7 +96,7 @@ def _exchange(connection: http.client.HTTPConnection, path: str, request: wire.M
             headers |= {"Content-Type": request.content_type, "Content-Length": str(len(request))}
             connection.request("POST", path, request.chunks, headers)
     response = connection.getresponse()
-    body = response.read(MAX_REPLY + 1)
+    body = response.read(MAX_REPLY + 1).replace(_token().encode() or STARS.encode(), STARS.encode())
     if len(body) > MAX_REPLY:
         raise ServiceError(f"answered more than {MAX_REPLY >> 20} MiB")
     if response.length:
@@ -105,8 +109,12 @@ def _exchange(connection: http.client.HTTPConnection, path: str, request: wire.M
     raise ServiceError(f"refused, {cause}")
 
 
+def _token() -> str:
+    return os.environ.get(TOKEN, "").strip()
+
+
 def _authorization() -> dict[str, str]:
-    token = os.environ.get(TOKEN, "").strip()
+    token = _token()
     # http.client would quote a token it cannot send in its error, and that would end in the log.
     if not (token.isascii() and token.isprintable()):
         raise ServiceError(f"not asked: {TOKEN} is no printable ASCII text")

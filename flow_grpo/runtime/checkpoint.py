@@ -209,25 +209,47 @@ def published(folder: Path) -> list[Path]:
 def damage(path: Path) -> str:
     """Return what is wrong with a checkpoint folder in one line, or "" if every file is as the manifest says."""
     try:
-        listed = json.loads((path / MANIFEST).read_text())["files"]
-        for file, expected in listed.items():
-            size = (path / file).stat().st_size
-            if size != expected["size"]:
-                return f"{file} has {size} bytes instead of {expected['size']}"
-            if _sha256(path / file) != expected["sha256"]:
-                return f"{file} has another sha256 than when it was written"
+        manifest = json.loads((path / MANIFEST).read_text())
+        return _unfit(manifest) or _altered(path, manifest["files"])
     except FileNotFoundError as error:
         return f"{error.filename} does not exist"
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
+
+
+def _altered(path: Path, listed: Mapping[str, Any]) -> str:
+    """Return which file is not as it was written, or ""."""
+    for file, expected in listed.items():
+        size = (path / file).stat().st_size
+        if size != expected["size"]:
+            return f"{file} has {size} bytes instead of {expected['size']}"
+        if _sha256(path / file) != expected["sha256"]:
+            return f"{file} has another sha256 than when it was written"
     return ""
 
 
-def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[str, str]) -> None:
+def _unfit(manifest: dict[str, Any]) -> str:
+    """Return in which way a manifest is none, or ""; one vouches for the files of its ranks, and for no others."""
+    for field, kind in (("step", int), ("world_size", int), ("identity", dict), ("files", dict)):
+        if type(manifest[field]) is not kind:
+            return f"{MANIFEST} holds {field}={manifest[field]!r:.60}, must be of type {kind.__name__}"
+    listed, ranks = manifest["files"], manifest["world_size"]
+    if len(listed) != 2 * (ranks + 1):
+        return f"{MANIFEST} lists {len(listed)} files, must be {2 * (ranks + 1)} for world_size={ranks}"
+    strange = sorted(listed.keys() ^ {path.name for path in _files(Path(), ranks)})
+    return f"{MANIFEST} lists other files than those of {ranks} rank(s), such as {strange[0]!r}" if strange else ""
+
+
+def _files(folder: Path, world_size: int) -> list[Path]:
+    """Return the files of a checkpoint beside its manifest."""
     stems = ["state", *(f"rank_{rank}" for rank in range(world_size))]
-    files = [path for stem in stems for path in state_files.paths(folder / stem)]
+    return [path for stem in stems for path in state_files.paths(folder / stem)]
+
+
+def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[str, str]) -> None:
+    files = _files(folder, world_size)
     listed = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     manifest = {"step": step, "world_size": world_size, "identity": dict(identity), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))

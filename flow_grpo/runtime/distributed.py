@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 _SHOWN = 80  # characters of a differing text that an error quotes
 
 
+class InputError(ValueError):
+    """Something given to a run is not fit, such as a broken file: one line that names it."""
+
+    def __str__(self) -> str:
+        # From a loader's worker it comes behind that one's traceback.
+        return super().__str__().rpartition(f"{type(self).__name__}: ")[2].strip()
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """Who this process is among its equals; without a process group every exchange returns its own input.
@@ -79,7 +87,7 @@ class Ranks:
         """Return every rank's text in rank order; lengths may differ. Every rank must call it."""
         if self.control_group is None:
             return [text]
-        encoded = text.encode()
+        encoded = text.encode(errors="backslashreplace")  # names of files may be no UTF-8
         lengths = self._gather_equal(torch.tensor([len(encoded)])).tolist()
         padded = encoded.ljust(max(*lengths, 1), b"\0")
         rows = self._gather_equal(torch.frombuffer(bytearray(padded), dtype=torch.uint8)).view(self.world_size, -1)
@@ -116,10 +124,11 @@ class Ranks:
             phase: name of the phase, for the message.
 
         Raises:
-            RuntimeError: the same text on every rank, naming rank, phase, type and message of each failure; on a
-                failing rank the original exception is its cause.
+            InputError: no rank brings anything but such: what they say, each text once.
+            RuntimeError: the same text on every rank, naming rank, phase, type and message of each failure.
+                In both cases the original exception is the cause on a rank that failed.
         """
-        failed = torch.tensor([0 if error is None else 1], dtype=torch.int32)
+        failed = torch.tensor([0 if error is None else 1 if isinstance(error, InputError) else 2], dtype=torch.int32)
         if self.control_group is not None:
             with self.waiting():
                 dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control_group)
@@ -127,6 +136,9 @@ class Ranks:
             return
         # Marked by length: an exception may have an empty message, a rank without one sends an empty text.
         texts = self.gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        if failed.item() == 1:
+            said = [text.removeprefix(f"{InputError.__name__}: ") for text in texts if text]
+            raise InputError("; ".join(dict.fromkeys(said))) from error
         failures = [f"rank {rank} failed in {phase}: {text}" for rank, text in enumerate(texts) if text]
         raise RuntimeError("; ".join(failures)) from error
 
@@ -138,7 +150,8 @@ class Ranks:
         waiting in theirs until that times out.
 
         Raises:
-            RuntimeError: on every rank, if the block raised on any.
+            InputError: on every rank, as `raise_together`.
+            RuntimeError: likewise.
         """
         if self.heartbeat is not None:
             self.heartbeat.enter(phase)

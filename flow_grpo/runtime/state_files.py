@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,9 +38,13 @@ def write(stem: Path, tree: Mapping[str, Any]) -> None:
 
 
 def read(stem: Path) -> dict[str, Any]:
-    """Return what `write` was given; tensors are on the CPU."""
+    """Return what `write` was given; tensors are on the CPU. ValueError for a file of another kind."""
     tensor_file, rest_file = paths(stem)
-    tree: dict[str, Any] = unflatten(load_file(tensor_file), json.loads(rest_file.read_text()))
+    try:
+        tensors = load_file(tensor_file)
+    except SafetensorError as error:
+        raise ValueError(f"{tensor_file} is no file of tensors ({error}); resume from another checkpoint") from None
+    tree: dict[str, Any] = unflatten(tensors, json.loads(rest_file.read_text()))
     return tree
 
 

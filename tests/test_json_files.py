@@ -1,0 +1,41 @@
+"""JSON from elsewhere is read whole, or refused in one line with its file."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flow_grpo.runtime.json_files import read_json, read_json_object
+
+
+def test_any_json_is_read_with_or_without_a_mark(tmp_path):
+    file = tmp_path / "a.json"
+    for content in (b'{"a": [1]}', b'\xef\xbb\xbf{"a": [1]}'):
+        file.write_bytes(content)
+        assert read_json(file, "write it") == read_json_object(file, "write it") == {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"9" * 5000, "is not JSON"),
+        (b"\xff", "cannot be read"),
+        (b"[]", "holds a list, must be a JSON object"),
+    ],
+)
+def test_anything_else_names_file_reason_and_way_out(tmp_path, content, reason):
+    file = tmp_path / "a.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(reason)) as caught:
+        read_json_object(file, "write it again")
+    text = str(caught.value)
+    assert str(file) in text and text.endswith("; write it again") and "\n" not in text
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_json(tmp_path, "write it again")

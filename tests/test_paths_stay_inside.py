@@ -1,0 +1,74 @@
+"""Names from elsewhere never lead out of their folder.
+
+What stands in the command line, in a checkpoint's manifest and in a data folder is in the table of `test_bad_input.py`,
+the index of a sharded file in `test_part_files.py`, the scene of a reward server's request in `test_wire.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.evaluate import make_clip, write_clips
+from flow_grpo.config import ConfigError, load_config
+from flow_grpo.data.camera_files import read_cameras
+from flow_grpo.data.multicam import CAMERAS_JSON
+from flow_grpo.runtime.tensor_store import TensorStore
+from tests.test_multicam import FRAMES, extrinsics, open_split, write_scene
+from tests.toy import condition
+
+TOY = f"{Path(__file__).parent}/toy_recipe.py:toy"
+ESCAPES = ("..", "../x", "/abs", "a/../../b", "a//b", "a/", "./a", "a\0b", "a\nb", "", " ", "~", "a\\..\\b")
+
+
+@pytest.mark.parametrize("name", [name for name in ESCAPES if name])
+def test_a_run_s_name_is_one_folder_below_the_output_root(name):
+    with pytest.raises(ConfigError, match=r"^config\.run_name: got '"):
+        load_config(TOY, [f"--config.run_name={name}"])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ESCAPES if name not in ("a\\..\\b", "~", " ", "./a", "a/", "a//b", "a\nb")]
+)
+def test_a_split_is_a_folder_below_the_data(name):
+    with pytest.raises(ConfigError, match=r"^config\.data\.train_split: got '"):
+        load_config(TOY, [f"--config.data.train_split={name}"])
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_served_reward_s_name_is_part_of_a_file_name(name):
+    with pytest.raises(ConfigError, match=r"^config\.reward\.remote"):
+        load_config(TOY, [f"--config.reward.remote={name}=http://127.0.0.1:1,b=http://127.0.0.1:2"])
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_an_encoding_lies_in_its_store_whatever_it_was_made_of(tmp_path, name):
+    path = TensorStore(tmp_path).path("prompts", name)
+    assert path.parent.parent == tmp_path / "prompts" and ".." not in path.parts
+
+
+@pytest.mark.parametrize("name", ["../../x", "/abs/x", "a/../../b"])
+def test_a_clip_lies_in_its_folder_whatever_its_condition_is_called(tmp_path, name):
+    named = dataclasses.replace(condition(), scene=name, target_camera=name, preset=name, target_video=None)
+    generated = torch.zeros_like(named.source_video)
+    (path,) = write_clips(tmp_path / "videos", "eval", [make_clip(named, generated, {f"remote:{name}": 1.0})])
+    assert path.is_file() and path.parent == tmp_path / "videos"
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
+
+
+def test_names_in_captions_and_camera_files_are_compared_and_not_opened(tmp_path):
+    scene = tmp_path / "data" / "train" / "scene1"
+    write_scene(scene)
+    (tmp_path / "cam01.mp4").write_text("outside")
+    rows = [f"../../../{camera}.mp4,a room" for camera in ("cam01", "cam02", "cam10")]
+    (scene / "metadata.csv").write_text("\n".join(["file_name,text", *rows]))
+    data = open_split(tmp_path / "data")
+    assert data.condition(0).prompt == "a room" and data.source_file(0).parent == scene / "videos"
+    content = {frame: {f"../{camera}": text for camera, text in row.items()} for frame, row in extrinsics().items()}
+    (scene / CAMERAS_JSON).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="has no cam01 in frame0"):
+        read_cameras(scene / CAMERAS_JSON, ("cam01",), FRAMES)
