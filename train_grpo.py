@@ -12,8 +12,10 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
@@ -40,7 +42,7 @@ from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
-from flow_grpo.runtime.distributed import InputError, Ranks
+from flow_grpo.runtime.distributed import InputError, Patience, Ranks
 from flow_grpo.runtime.parallel import parallelize, partition
 from flow_grpo.runtime.tracker import Tracker
 
@@ -55,25 +57,40 @@ def main(words: Sequence[str] | None = None) -> int:
         if config.dry_run:
             show_plan(config, int(os.environ.get("WORLD_SIZE", "1")))
             return 0
-        device, ranks = join(config)
-        trainer = build(config, recipe, device, ranks)
+        device, ranks = join(config, watched=True)
     except ValueError as error:
         refuse(error, ranks)
         return 2
-    try:
-        with trainer.progress:
-            trainer.evaluate_before()
-            for epoch in trainer.epochs():
-                train_epoch(trainer, epoch)
-    except (ShortageError, RewardFaultError, InputError) as error:
-        if not isinstance(error, ShortageError):
-            trainer.rewind()
-        trainer.save()
-        refuse(error, ranks)
-        return 2
-    trainer.finish()
-    distributed.stop(ranks)
+    with told(ranks):
+        try:
+            trainer = build(config, recipe, device, ranks)
+        except ValueError as error:
+            refuse(error, ranks)
+            return 2
+        try:
+            with trainer.progress, trainer.end:
+                trainer.evaluate_before()
+                for epoch in trainer.epochs():
+                    train_epoch(trainer, epoch)
+        except (ShortageError, RewardFaultError, InputError) as error:
+            if not isinstance(error, ShortageError):
+                trainer.rewind()
+            trainer.save()
+            refuse(error, ranks)
+            return 2
+        trainer.leave() if trainer.ended_by else trainer.finish()
+        distributed.stop(ranks)
     return 0
+
+
+@contextlib.contextmanager
+def told(ranks: Ranks) -> Iterator[None]:
+    """Let the other ranks know of an error inside, wherever they wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        ranks.fail(error)
+        raise
 
 
 def show_plan(config: Config, devices: int) -> None:
@@ -122,11 +139,19 @@ def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
     return config, known.config.rpartition(":")[2]
 
 
-def join(config: Config, timeout_s: float = distributed.CONTROL_TIMEOUT_S) -> tuple[torch.device, Ranks]:
-    """Prepare this process's device and meet the other ranks, each of which may lag behind by `timeout_s` seconds."""
+def join(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, Ranks]:
+    """Prepare this process's device and meet the other ranks.
+
+    Args:
+        config: of the run.
+        wait_s: how long a rank may lag behind another; 0 as the configuration says.
+        watched: end when another rank dies, fails or hangs; this one has to tell its progress then.
+    """
+    waits = config.distributed
     device = device_door.resolve(config.device)
-    device_door.setup(device, config.deterministic, config.num_threads)
-    ranks = distributed.start(device, timeout_s)
+    device_door.setup(device, config.deterministic, config.num_threads, waits.collective_s)
+    dead_s = waits.dead_s if watched else 0.0
+    ranks = distributed.start(device, Patience(wait_s or waits.control_s, waits.device_s, dead_s, waits.silent_s))
     if ranks.is_main:
         print(device_door.describe(device, config.device), f"x {ranks.world_size}", flush=True)
     return device, ranks
@@ -224,6 +249,8 @@ def run_name(config: Config, recipe: str, ranks: Ranks) -> str:
     """
     if config.resume == "auto" and not config.run_name:
         raise ValueError("resume='auto' needs the name of the run to go on with: pass --config.run_name=NAME")
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not config.run_name:
+        raise ValueError("torchrun --max-restarts needs the name of the run to go on with: pass --config.run_name=NAME")
     return config.run_name or ranks.broadcast_text(f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
@@ -265,12 +292,31 @@ def check_sizes(policy: RecamPolicy, *data_sets: MultiCamDataset) -> None:
 def checkpoint_of(config: Config, folder: Path, ranks: Ranks) -> Path | None:
     """Return the checkpoint to go on from, or None to start afresh; every rank must call it.
 
+    Started again by the launcher (`torchrun --max-restarts`), a run goes on by itself from what it saved.
+
     Raises:
         ValueError: on every rank alike, for a checkpoint that cannot be used.
     """
     checkpoint.remove_stale(folder, ranks=ranks)
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if again and (path := checkpoint.latest(folder, ranks=ranks)):
+        return path
     return checkpoint.resolve_resume(config.resume, folder, ranks=ranks)
 
 
+def launch() -> NoReturn:
+    """Run `main` as a process of its own.
+
+    After an error it ends without Python's shutdown, in which a process group that is still up may abort or wait.
+    """
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001 - shown, and told to the launcher by the exit code
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    launch()

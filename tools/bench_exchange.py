@@ -62,7 +62,9 @@ def _rank(
 ) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
-    ranks = distributed.start(torch.device("cpu"), distributed.Patience(300.0), init_method=f"file://{folder}/rendezvous")
+    ranks = distributed.start(
+        torch.device("cpu"), distributed.Patience(300.0), init_method=f"file://{folder}/rendezvous"
+    )
     rounds = [_round(ranks, number, local, mebibytes) for number in range(2)]
     dist.barrier(group=ranks.control_group)
     before, seconds, growth = resident_mib(), [], 0.0

@@ -28,6 +28,7 @@ from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress, print_before_after
 from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.tracker import Tracker
 
 
@@ -66,6 +67,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
         self.metrics: dict[str, float] = {}
+        self.end, self.ended_by = EndRequest(), ""
         self._saved = self.state.finished
         self._evaluated: tuple[int, dict[str, float]] | None = None
         self._begun: dict[str, Any] = self.state.sampler.state_dict()
@@ -78,7 +80,7 @@ class Trainer:
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left, until the configured time is used up; count the time between."""
         for epoch in range(self.state.finished, self.config.num_epochs):
-            if self._out_of_time():
+            if self._out_of_time() or self._asked_to_end():
                 break
             begun = time.perf_counter()
             self.clock, self.metrics = Clock(self.device), {}
@@ -193,6 +195,16 @@ class Trainer:
             self.tracker.close()
         print_before_after(self.state.before, after, self.run_folder, self.ranks)
 
+    def leave(self) -> None:
+        """Save and close what is open, on the way out before the last epoch."""
+        self.save()
+        with self.ranks.together("summary"):
+            self.tracker.close()
+        self.progress.say(
+            f"ended by {self.ended_by} after epoch {self.state.finished}, saved; go on with --config.resume=auto "
+            f"--config.run_name={self.run_folder.name}"
+        )
+
     def _collect(self, epoch: int, phase: str) -> Collected:
         return self.collector.collect(epoch, self.clock, lambda: self.ranks.together(phase))
 
@@ -228,6 +240,12 @@ class Trainer:
         """Tell whether the configured minutes are used up; rank 0's clock decides for all."""
         limit = 60 * self.config.max_minutes
         return limit > 0 and self.ranks.broadcast_text(str(self.state.train_seconds >= limit)) == "True"
+
+    def _asked_to_end(self) -> bool:
+        """Tell whether any rank got a signal to end; all of them then know which."""
+        signals = [name for name in self.ranks.gather_text(self.end.signal) if name]
+        self.ended_by = signals[0] if signals else ""
+        return bool(signals)
 
     def _weights(self) -> AbstractContextManager[Any]:
         """Return what puts the evaluated weights in place: the average when there is one."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from flow_grpo.runtime.signals import live_as_long_as_the_parent
+
 
 def make_loader(
     dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, *, persistent: bool = False
@@ -32,14 +34,15 @@ def make_loader(
         persistent_workers=persistent,
         prefetch_factor=2,
         multiprocessing_context="spawn",  # a forked child must not touch a device in use
-        worker_init_fn=_end_at_once,
+        worker_init_fn=_prepare_worker,
     )
 
 
-def _end_at_once(_: int) -> None:
-    """Make this worker end without Python's own shutdown.
+def _prepare_worker(_: int) -> None:
+    """Make this worker end without Python's own shutdown, and not by a signal to its whole group.
 
     A worker that is dropped with batches on their way would abort in it, nearly always: the thread that sends them is
     stopped inside torch's C++ code, and the loader's owner prints a traceback of a worker "killed by signal: Aborted".
     """
     atexit.register(os._exit, 0)
+    live_as_long_as_the_parent()

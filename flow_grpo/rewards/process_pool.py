@@ -20,6 +20,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from flow_grpo.runtime.signals import live_as_long_as_the_parent
+
 logger = logging.getLogger(__name__)
 
 ResultType = TypeVar("ResultType")
@@ -98,7 +100,7 @@ class CallPool:
         if self._executor is None:
             # Spawned: a forked child of a process that drives a device may hang.
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(self.workers, context, torch.set_num_threads, (1,))
+            self._executor = ProcessPoolExecutor(self.workers, context, _prepare_worker)
         return self._executor
 
     def _wait(self, futures: Sequence[Future[ResultType]], deadline: float, what: str) -> None:
@@ -115,6 +117,11 @@ class CallPool:
 def usable_cores() -> int:
     """Return how many cores this process may use, which in a container or under a batch system can be a few of many."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _prepare_worker() -> None:
+    torch.set_num_threads(1)
+    live_as_long_as_the_parent()
 
 
 def _guarded(deadline: float, function: Callable[..., ResultType], arguments: tuple[Any, ...]) -> ResultType:

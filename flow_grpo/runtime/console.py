@@ -46,6 +46,7 @@ class Progress:
             finished: epochs done before a resume.
             console: where to print; standard output by default.
         """
+        self._ranks = ranks
         self._console = (console or Console()) if ranks.is_main else Console(quiet=True)
         self._num_epochs, self._finished, self._finished_before = num_epochs, finished, finished
         self._begin = self._epoch_begin = time.monotonic()
@@ -91,10 +92,12 @@ class Progress:
 
     def rollout(self, count: int) -> None:
         """Count finished samples."""
+        self._ranks.tick()
         self._bars.advance(self._rollouts, count)
 
     def update(self, count: int = 1) -> None:
         """Count finished micro-batches of the update."""
+        self._ranks.tick()
         self._bars.advance(self._updates, count)
 
     def finish_epoch(self, metrics: Mapping[str, float], headline: Sequence[str] = HEADLINE) -> None:

@@ -117,9 +117,7 @@ def npu_environment() -> tuple[str, ...]:
     return (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"])
 
 
-def setup(
-    device: torch.device, deterministic: bool = False, num_threads: int = 0, collective_s: float = 0.0
-) -> None:
+def setup(device: torch.device, deterministic: bool = False, num_threads: int = 0, collective_s: float = 0.0) -> None:
     """Prepare the process for its device; call before any operation on it.
 
     Args:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.heartbeat import Heartbeat
@@ -167,6 +168,11 @@ class Ranks:
         if self.heartbeat is not None:
             self.heartbeat.tick()
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank leaves with an error, wherever they are."""
+        if self.heartbeat is not None:
+            self.heartbeat.fail(f"{type(error).__name__}: {error}")
+
     def waiting(self) -> AbstractContextManager[None]:
         """Return what notes that this rank waits for the others inside."""
         return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting()
@@ -219,11 +225,11 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
     control_timeout = datetime.timedelta(seconds=patience.control_s)
     device_s = patience.control_s if device.type == "cpu" else max(patience.device_s, patience.control_s)
     # The store is ours, for the heartbeat has need of it beside the process group.
-    store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=control_timeout)))
+    store, _, _ = next(iter(rendezvous(init_method, rank, world_size, timeout=control_timeout)))
     store.set_timeout(control_timeout)
     dist.init_process_group(
         device_door.process_group_backend(device),
-        store=dist.PrefixStore("process_group", store),
+        store=PrefixStore("process_group", store),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=device_s),
@@ -235,7 +241,7 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
     control_group = dist.new_group(backend="gloo", timeout=control_timeout)
     heartbeat = None
     if patience.dead_s and world_size > 1:
-        own = dist.PrefixStore("heartbeat", store.clone())  # a connection of its own: the group's may be waited on
+        own = PrefixStore("heartbeat", store.clone())  # a connection of its own: the group's may be waited on
         heartbeat = Heartbeat(own, rank, world_size, dead_s=patience.dead_s, silent_s=patience.silent_s)
     return Ranks(rank, world_size, local_rank, control_group, heartbeat)
 
