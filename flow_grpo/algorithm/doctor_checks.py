@@ -1,4 +1,4 @@
-"""The doctor's judgements: pure functions of what was measured. Bounds come from the pre-flight list named beside them.
+"""The doctor's judgements: pure functions of what was measured. Every bound has its reason beside it.
 
 Letters: S denoising steps, B rows, K stochastic steps, n latent elements looked at.
 """

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm import compare
 from flow_grpo.algorithm import doctor_checks as checks
 from flow_grpo.algorithm.doctor_fast import (
     Specimen,
@@ -120,8 +121,7 @@ def groups(trainer: Trainer) -> tuple[list[Finding], TrainingBatch]:
     """Sample, score and compare an epoch, and return what is found of its groups with what the update replays."""
     samples = trainer.sample(0)
     gathered = trainer.gather(samples)  # which raises where groups are no whole groups
-    trainer.dynamic_sampling = None  # further rounds would say nothing new
-    batch = trainer.compare(trainer.choose(samples, gathered, 0))
+    batch = trainer.compare(compare.everything(samples.batches, gathered, trainer.ranks))
     flat = float(trainer.metrics["train/zero_std_ratio"])
     said = f"{len(gathered.gids.unique())} groups of {trainer.config.sample.k} copies, {flat:.0%} of them flat"
     way_out = "copies score alike: raise sample.noise_level or sample.k, or look at the rewards' floors"

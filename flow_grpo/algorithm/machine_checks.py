@@ -79,7 +79,14 @@ def check_device(device: torch.device, config: Config, ranks: Ranks) -> list[Fin
     if not device_door.supports_bf16(device) and config.model.dtype == "bf16":
         fail = "it has no bf16: pass --config.model.dtype=fp32"
     fell_back = device.type == "cpu" and config.device == "auto" and config.model.dtype == "bf16"
-    return [finding("device", said, fail=fail, warn=_if(fell_back, "no accelerator was found: see the reasons"))]
+    return [
+        finding(
+            "device",
+            said,
+            fail=fail,
+            warn=_if(fell_back, "bf16 on a CPU is for tests: see why no accelerator was taken"),
+        )
+    ]
 
 
 def check_backends(device: torch.device, ranks: Ranks) -> list[Finding]:
