@@ -26,7 +26,7 @@ SMALL = {
     "sample.k": 2,
     "sample.train_batch_size": 2,
     "sample.num_batches_per_epoch": 1,
-    "sample.num_steps": 4,
+    "sample.num_steps": 6,
     "sample.sde_steps": "0,1,2",
     "train.batch_size": 2,
     "reward.weights": "target_view=1",

@@ -268,7 +268,7 @@ def check_clip(log_ratios: Tensor, clip_range: float, updates: int) -> list[Find
         updates: optimizer steps per epoch; the clip acts from the second on.
     """
     values = log_ratios.flatten().cpu().double()
-    share = float((values.abs() > clip_range).double().mean())
+    share = float((values.abs() > clip_range).float().mean())
     said = f"after one update log-ratio {float(values.mean()):+.2g} +- {float(values.std(correction=0)):.2g}, "
     said += f"{share:.0%} beyond train.clip_range={clip_range:g}"
     if not values.any():

@@ -60,7 +60,7 @@ def attempted(name: str, findings: list[Finding], way_out: str) -> Iterator[None
     """
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, AssertionError) as error:
         findings.append(finding(name, " ".join(str(error).split()), fail=way_out))
 
 
