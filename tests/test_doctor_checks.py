@@ -105,13 +105,21 @@ def test_residuals_of_another_distribution_fail(wrong):
 
 def test_the_ratio_must_be_one_exactly_where_calls_are_exact():
     tiny, large = torch.tensor([[1e-7, 0.0]]), torch.tensor([[0.0, -2e-4]])
-    assert status(checks.check_ratio(torch.zeros(2, 2), 1e-3, exact=True)) == "ok"
-    assert status(checks.check_ratio(tiny, 1e-3, exact=True)) == "fail"
-    assert status(checks.check_ratio(tiny, 1e-3, exact=False)) == "ok"
-    assert status(checks.check_ratio(large, 1e-3, exact=False)) == "fail"
-    assert status(checks.check_ratio(large * torch.nan, 1e-3, exact=False)) == "fail"
-    (found,) = checks.check_ratio(large, 1e-3, exact=False, layer="layer 3 differs first")
+    assert status(checks.check_ratio(torch.zeros(2, 2), 1e-3, "auto", exact=True)) == "ok"
+    assert status(checks.check_ratio(tiny, 1e-3, "auto", exact=True)) == "fail"
+    assert status(checks.check_ratio(tiny, 1e-3, "auto", exact=False)) == "ok"
+    assert status(checks.check_ratio(large, 1e-3, "auto", exact=False)) == "fail"
+    assert status(checks.check_ratio(large * torch.nan, 1e-3, "auto", exact=False)) == "fail"
+    (found,) = checks.check_ratio(large, 1e-3, "auto", exact=False, layer="layer 3 differs first")
     assert "layer 3 differs first" in found.measured
+
+
+def test_a_ratio_against_itself_may_hide_rounding_but_nothing_more():
+    rounding, more = torch.tensor([[5e-4]]), torch.tensor([[2e-3]])
+    assert status(checks.check_ratio(rounding, 1e-3, "detach", exact=False)) == "warn"
+    assert status(checks.check_ratio(more, 1e-3, "detach", exact=False)) == "fail"
+    assert status(checks.check_ratio(rounding, 1e-3, "detach", exact=True)) == "fail"
+    assert status(checks.check_ratio(rounding, 1e-3, "recompute", exact=False)) == "fail"
 
 
 @pytest.mark.parametrize(

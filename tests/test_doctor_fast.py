@@ -92,6 +92,19 @@ def test_layers_are_compared_only_when_calls_differ(trainer):
     assert found.name == "ratio" and "layer 3 differs first" in found.measured
 
 
+def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(trainer):
+    specimen, moving = doctor_fast.take(trainer), trainer.updater
+    trajectory = specimen.part.trajectory
+    later = dataclasses.replace(trajectory, log_probs=trajectory.log_probs - 1.0)
+    part = dataclasses.replace(specimen.part, trajectory=later)
+    assert doctor_fast.replay(moving, part, 2).log_ratios.tolist() == [[1.0, 1.0]] * 2
+    train = dataclasses.replace(moving.settings.train, guard=True)
+    guarded = dataclasses.replace(moving.settings, train=train)
+    stds = [float(moving.replay(part, column).std) for column in range(2)]
+    with mock.patch.object(moving, "settings", guarded):
+        torch.testing.assert_close(doctor_fast.replay(moving, part, 2).log_ratios, torch.tensor([stds, stds]))
+
+
 def test_bits_are_asked_for_on_the_cpu_in_fp32_without_compilation(trainer):
     model = trainer.config.model
     for changes, exact in (({}, True), ({"dtype": "bf16"}, False), ({"compile": True}, False)):

@@ -56,7 +56,8 @@ class Replayed:
     """A specimen replayed in calls of some rows.
 
     Attributes:
-        log_ratios: (B, K) log-probabilities minus those of the rollout.
+        log_ratios: (B, K) log-probabilities minus those of the rollout, in the unit of `train.clip_range`: under
+            GRPO-Guard times the step std, its bias left out, which is 0 before the first update.
         residuals: step -> (B, C, F, H, W): (next latents - mean) / std.
     """
 
@@ -185,7 +186,9 @@ def sampled(trainer: Trainer, specimen: Specimen, rows: Iterable[int]) -> list[F
         layer = parting(trainer, specimen)
     return [
         *checks.check_residuals(replayed[full].residuals),
-        *checks.check_ratio(replayed[full].log_ratios, trained.clip_range, exact=exact, layer=layer),
+        *checks.check_ratio(
+            replayed[full].log_ratios, trained.clip_range, trained.old_log_prob, exact=exact, layer=layer
+        ),
         *checks.check_geometry(gaps, trained.clip_range, trained.batch_size, trained.old_log_prob),
         *noise(trainer, specimen),
     ]
@@ -248,7 +251,8 @@ def replay(updater: Updater, part: TrainingPart, rows: int) -> Replayed:
             with averaging_gradients(updater.policy.module, now=False):
                 step = updater.replay(micro, column)
             after = next_latents(micro, column)
-            columns.append(log_prob(after, step).detach() - micro.trajectory.log_probs[:, column])
+            unit = step.std if updater.settings.train.guard else 1.0
+            columns.append(unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column]))
             drawn.append(((after - step.mean) / step.std).detach())
         ratios.append(torch.stack(columns, dim=1))
         residuals.append(drawn)

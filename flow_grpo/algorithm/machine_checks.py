@@ -64,9 +64,10 @@ def check_versions(ranks: Ranks) -> list[Finding]:
     wrong = device_door.unpaired(versions)
     versions |= {name: _version(name) for name in LIBRARIES}
     said = ", ".join(f"{name} {number}" for name, number in versions.items())
+    same = check_alike("versions", ranks.gather_text(said), said, "give every node the same environment")
     if wrong:
         return [finding("versions", said, fail=f"{wrong}: install the pair that requirements-npu.txt names")]
-    return check_alike("versions", ranks.gather_text(said), said, "give every node the same environment")
+    return same
 
 
 def check_device(device: torch.device, config: Config, ranks: Ranks) -> list[Finding]:
