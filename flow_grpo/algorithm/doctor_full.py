@@ -174,7 +174,7 @@ def kl(trainer: Trainer, specimen: Specimen) -> tuple[float, float]:
         current = trainer.updater.replay(part, 0)
         value = gaussian_kl(current.mean, reference, current.std).mean()
         if not is_partitioned(policy.module):
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
     norms = [local(p.grad).norm() for p in policy.trained_parameters() if p.grad is not None]
     trainer.state.optimizer.zero_grad(set_to_none=True)
     gradient = float(torch.stack(norms).norm()) if norms else float("inf")
