@@ -23,7 +23,7 @@ import flow_grpo  # noqa: F401 - before torch, which otherwise loads any acceler
 import torch
 
 from flow_grpo.algorithm import build as parts
-from flow_grpo.algorithm import dry_run
+from flow_grpo.algorithm import doctor_fast, dry_run
 from flow_grpo.algorithm.compare import RewardFaultError
 from flow_grpo.algorithm.group_choice import ShortageError
 from flow_grpo.algorithm.reward_log import pooled
@@ -64,6 +64,8 @@ def main(words: Sequence[str] | None = None) -> int:
     with told(ranks):
         try:
             trainer = build(config, recipe, device, ranks)
+            if config.doctor == "fast" and trainer.state.finished < config.num_epochs:
+                doctor_fast.before_training(trainer)
         except ValueError as error:
             refuse(error, ranks)
             return 2
@@ -173,14 +175,14 @@ def alike(ranks: Ranks) -> Iterator[None]:
     Raises:
         ValueError: with the message of every rank that raised one, each text once.
     """
-    problem = ""
+    problem = None
     try:
         yield
     except ValueError as error:
-        problem = str(error)
-    found = [text for text in ranks.gather_text(problem) if text]
+        problem = error
+    found = [text for text in ranks.gather_text("" if problem is None else str(problem)) if text]
     if found:
-        raise ValueError("; ".join(dict.fromkeys(found)))
+        raise ValueError("; ".join(dict.fromkeys(found))) from problem
 
 
 def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Trainer:
@@ -238,6 +240,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         run_folder=run_folder,
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, state, progress, ranks),
         cameras=cameras,
+        conditions=train,
     )
 
 

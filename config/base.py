@@ -22,6 +22,7 @@ def get_config() -> ConfigDict:
     config.max_minutes = 0.0  # minutes of training after which the run ends as if complete; 0 no limit
     config.debug = False  # print the group structure of every epoch
     config.resume = ""  # "" starts anew | auto goes on from the run folder's newest checkpoint | a checkpoint folder
+    config.doctor = "fast"  # fast | off: look for what would spoil the run before its first epoch, see tools/doctor.py
     config.dry_run = False  # walk the recipe in shapes without weights or memory, print its plan and stop
     config.trackers = ("tensorboard",)  # of wandb, tensorboard; files and console are always written
     config.log_videos_every = 10  # epochs between videos of training samples; 0 never

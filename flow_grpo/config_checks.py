@@ -77,6 +77,7 @@ REWARDS = ("target_view", "target_psnr", "source_match", "motion_mag", "exposure
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "npu", "cuda", "cpu"),
     "trackers": ("wandb", "tensorboard"),
+    "doctor": ("fast", "off"),
     "data.reference": ("source", "target"),
     "model.dtype": ("fp32", "bf16"),
     "model.trained": ("lora", "camera", "attention", "full"),

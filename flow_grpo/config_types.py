@@ -170,6 +170,7 @@ class Config:
     max_minutes: float  # stop training after this long; 0 means no limit
     debug: bool
     resume: str  # "" | "auto" | a checkpoint folder
+    doctor: str  # "fast" | "off": checks before the first epoch
     dry_run: bool
     trackers: tuple[str, ...]  # of "wandb", "tensorboard"
     log_videos_every: int  # epochs between training videos; 0 never

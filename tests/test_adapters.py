@@ -105,6 +105,13 @@ def test_names_that_match_nothing_are_refused(changes, message):
         trained_model(**changes)
 
 
+def test_what_adapters_are_attached_to_is_listed():
+    layers = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
+    wanted = {f"blocks.{block}.{layer}" for block in range(2) for layer in layers}
+    assert set(adapters.adapted_modules(trained_model())) == wanted
+    assert adapters.adapted_modules(trained_model(trained="camera")) == []
+
+
 def test_the_adapters_start_neutral_and_alike_whatever_the_seed():
     start = output(tiny_transformer())
     torch.manual_seed(1)

@@ -34,6 +34,26 @@ def clean_environment() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize(
+    ("versions", "fits"),
+    [
+        ({"torch": "2.13.0+cpu"}, True),
+        ({"torch": "2.13.0+cpu", "torch-npu": "2.13.0.post2"}, True),
+        ({"torch": "2.13.0", "torch-npu": "2.13.0rc1"}, True),
+        ({"torch": "2.13.0", "torch-npu": "2.13.1"}, False),
+        ({"torch": "2.13.0", "torch-npu": "2.9.0.post1"}, False),
+    ],
+)
+def test_torch_npu_is_made_for_one_torch(versions: dict[str, str], fits: bool) -> None:
+    said = door.unpaired(versions)
+    assert (said == "") is fits
+    assert fits or said == f"torch {versions['torch']} beside torch-npu {versions['torch-npu']}"
+
+
+def test_software_is_torch_and_what_is_installed_for_it() -> None:
+    assert door.software() == {"torch": torch.__version__}
+
+
 @pytest.fixture
 def two_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)

@@ -71,7 +71,7 @@ def test_after_it_an_epoch_and_an_evaluation_load_no_encoder(world, tmp_path, mo
     assert train_grpo.main(words(world, cache, *run)) == 0
     assert (tmp_path / "warm" / "metrics.jsonl").is_file()
     with pytest.raises(RuntimeError, match="an encoder was loaded"):  # the guard works
-        train_grpo.main(words(world, tmp_path / "empty", *run[:-2], "--config.run_name=cold"))
+        train_grpo.main(words(world, tmp_path / "empty", *run[:-2], "--config.run_name=cold", "--config.doctor=off"))
 
 
 def test_it_goes_on_where_it_was_stopped_and_mends_what_is_damaged(world, tmp_path, capsys):

@@ -23,6 +23,7 @@ import torch
 
 from config.grpo import my_recam_8npu
 from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
+from flow_grpo.maths.schedule import sde_window
 
 ROOT = Path(__file__).parents[1]
 WORLD_SIZE = 8
@@ -47,13 +48,13 @@ if "RANK" in os.environ and any(word.endswith("train_grpo.py") for word in sys.o
 
 def bear_witness() -> None:
     """Note the shapes that pass through the verbs of the loop, and write them down when the run is finished."""
-    from flow_grpo.algorithm import debug_print
+    from flow_grpo.algorithm import debug_print, doctor_fast
     from flow_grpo.algorithm.trainer import Trainer
     from flow_grpo.models.recam_policy import RecamPolicy
     from flow_grpo.rewards.base import RewardSet
 
     seen: dict[str, Any] = {"calls": Counter(), "videos": [], "repeated": []}
-    phase = ["evaluation"]
+    phase = ["evaluation"]  # what is no other verb's
 
     def spy(owner, name, note, during: str | None = None):
         original = getattr(owner, name)
@@ -97,6 +98,7 @@ def bear_witness() -> None:
     spy(RecamPolicy, "velocity", on_velocity)
     spy(RewardSet, "__call__", lambda _, rewards, videos, *__: seen["videos"].append([phase[0], *videos.shape]))
     spy(debug_print, "repeat_over_steps", lambda result, *_: seen["repeated"].append(list(result.shape)))
+    spy(doctor_fast, "examine", lambda *_: None, during="doctor")
     spy(Trainer, "sample", on_sample, during="sample")
     spy(Trainer, "gather", on_gather)
     spy(Trainer, "compare", on_compare)
@@ -324,7 +326,11 @@ def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
     recipe = my_recam_8npu()
     rows = recipe.eval.num_conditions // E.W
     assert rows <= recipe.eval.batch_size
+    sample = recipe.sample
+    window = sde_window(sample.sde_steps, sample.sde_window, seed=recipe.seed, round_index=0)
     expected = {
+        f"doctor sampled {[E.B, *E.latent]}": window[-1] + 2,  # one step past the stochastic ones
+        f"doctor trained {[E.B, *E.latent]}": E.K,
         f"sample sampled {[E.B, *E.latent]}": E.nb * E.S,
         f"update trained {[E.micro, *E.latent]}": E.K * E.local // E.micro,
         f"update sampled {[E.micro, *E.latent]}": 1,  # the probe that debug asks for; old log-probs are the rollout's

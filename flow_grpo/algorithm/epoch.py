@@ -130,6 +130,26 @@ class EncodeOnce:
         return Conditioning.concatenate([self._known[condition.index] for condition in conditions])
 
 
+def roll_out(
+    policy: Policy,
+    conditions: Sequence[Condition],
+    conditioning: Conditioning,
+    window: tuple[int, ...],
+    settings: SampleSettings,
+) -> Rollout:
+    """Return B conditions rolled out as the settings say, see `rollout`."""
+    return rollout(
+        policy,
+        conditions,
+        conditioning,
+        sigmas=settings.sigmas,
+        window=window,
+        sde=settings.sde,
+        seed=settings.seed,
+        same_initial_noise=settings.sample.same_initial_noise,
+    )
+
+
 class Collector:
     """Samples rounds on one rank.
 
@@ -219,19 +239,9 @@ class Collector:
         scoring: Round,
     ) -> _Sampled:
         """Return the samples of one batch."""
-        settings = self.settings
         with clock.phase("rollout"):
-            rolled = rollout(
-                self.policy,
-                own,
-                conditioning,
-                sigmas=settings.sigmas,
-                window=window,
-                sde=settings.sde,
-                seed=settings.seed,
-                same_initial_noise=settings.sample.same_initial_noise,
-            )
-            if settings.offload:
+            rolled = roll_out(self.policy, own, conditioning, window, self.settings)
+            if self.settings.offload:
                 conditioning = conditioning.to("cpu")
                 rolled = dataclasses.replace(rolled, trajectory=rolled.trajectory.to("cpu"))
         scoring.add(own, rolled.final_latents)

@@ -17,7 +17,7 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.compare import Chosen, Gathered
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.epoch import Collected, Collector
-from flow_grpo.algorithm.evaluate import Clip, Evaluation, Evaluator, make_clip, write_clips
+from flow_grpo.algorithm.evaluate import Clip, ConditionSource, Evaluation, Evaluator, make_clip, write_clips
 from flow_grpo.algorithm.reward_log import camera_metrics, server_metrics
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update import Updater
@@ -49,6 +49,7 @@ class Trainer:
         run_folder: where the run's files are.
         dynamic_sampling: draws further rounds when groups are flat, or None.
         cameras: the kind of camera of every training condition, for statistics; none keeps none.
+        conditions: what is trained on, by index, for the doctor; None where nobody asks it.
     """
 
     config: Config
@@ -63,6 +64,7 @@ class Trainer:
     run_folder: Path
     dynamic_sampling: DynamicSampling | None = None
     cameras: tuple[str, ...] = ()
+    conditions: ConditionSource | None = None
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)

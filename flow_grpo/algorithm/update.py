@@ -187,13 +187,13 @@ class Updater:
         if not replay:
             return OldPolicy(micro.trajectory.log_probs)
         columns = range(len(micro.trajectory.steps))
-        current = [self._transition(micro, column) for column in columns]
-        fresh = [log_prob(_next_latents(micro, column), current[column]) for column in columns]
+        current = [self.replay(micro, column) for column in columns]
+        fresh = [log_prob(next_latents(micro, column), current[column]) for column in columns]
         means = torch.stack([transition.mean for transition in current], dim=1) if self.settings.train.guard else None
         return OldPolicy(micro.trajectory.log_probs if keep else torch.stack(fresh, dim=1), means)
 
-    def _transition(self, micro: TrainingPart, column: int) -> Transition:
-        """Replay remembered step `column` with the current weights."""
+    def replay(self, micro: TrainingPart, column: int) -> Transition:
+        """Return the Gaussian of remembered step `column` with the current weights."""
         trajectory = micro.trajectory
         return step_transition(
             self.policy,
@@ -271,9 +271,9 @@ class Updater:
         """Return the loss of one stored step of a micro-batch, and its new log-probabilities (b,)."""
         settings, train = self.settings, self.settings.train
         # First the reference: it may exchange weights in place, which a graph that is already built would not survive.
-        reference = self._reference_mean(micro, column) if train.kl_coef > 0 else None
-        current = self._transition(micro, column)
-        new = log_prob(_next_latents(micro, column), current)
+        reference = self.reference_mean(micro, column) if train.kl_coef > 0 else None
+        current = self.replay(micro, column)
+        new = log_prob(next_latents(micro, column), current)
         before = new.detach() if old.log_probs is None else old.log_probs[:, column]
         step = micro.trajectory.steps[column]
         terms = grpo_loss(
@@ -290,9 +290,10 @@ class Updater:
         return terms, new
 
     @torch.no_grad()
-    def _reference_mean(self, micro: TrainingPart, column: int) -> Tensor:
+    def reference_mean(self, micro: TrainingPart, column: int) -> Tensor:
+        """Return the (b, C, F, H, W) mean of remembered step `column` under the policy training started from."""
         with self.policy.reference():
-            return self._transition(micro, column).mean
+            return self.replay(micro, column).mean
 
     def _not_finite(self, replayed: list[tuple[int, Tensor]], ratios: list[Tensor]) -> str:
         """Return which log-ratios are not finite on which rank, alike on every rank, or ""."""
@@ -311,7 +312,7 @@ class Updater:
     def _probe(self, batch: TrainingBatch, positions: Tensor, old: OldPolicy) -> dict[str, float]:
         """Score one micro-batch again: a ratio that is still exactly 1 after an update means nothing was learned."""
         micro = batch.take(positions, self._device)
-        new = log_prob(_next_latents(micro, 0), self._transition(micro, 0))
+        new = log_prob(next_latents(micro, 0), self.replay(micro, 0))
         before = micro.trajectory.log_probs if old.log_probs is None else old.log_probs
         gap = (new - before[:, 0]).abs().max().cpu()
         return {"policy/ratio_after_max_abs_log": float(self.ranks.all_gather(gap[None]).max())}
@@ -321,7 +322,8 @@ def _nothing() -> None:
     """Stand in for a callback that is not given."""
 
 
-def _next_latents(micro: TrainingPart, column: int) -> Tensor:
+def next_latents(micro: TrainingPart, column: int) -> Tensor:
+    """Return the (b, C, F, H, W) latents after remembered step `column`."""
     return micro.trajectory.states[:, micro.trajectory.positions[column] + 1]
 
 

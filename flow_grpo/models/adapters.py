@@ -29,6 +29,10 @@ _TRAINED = {
 }
 
 
+class AdapterError(ValueError):
+    """A pattern or name of `model.lora_*` that matches no module: nothing would be trained."""
+
+
 def apply_training_mode(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
     """Freeze everything but what `model.trained` names, and keep that in fp32.
 
@@ -37,7 +41,8 @@ def apply_training_mode(transformer: ReCamTransformer3DModel, model: ModelConfig
     recipe); "full" everything. The adapters' random start depends on nothing, so it is the same on every rank.
 
     Raises:
-        ValueError: unknown mode, or a pattern or module name that matches nothing.
+        AdapterError: a pattern or module name that matches nothing.
+        ValueError: unknown mode.
     """
     transformer.requires_grad_(False)
     if model.trained == "lora":
@@ -67,13 +72,13 @@ def _add_lora(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     matched = [name for name in linear if re.fullmatch(model.lora_targets, name)]
     if not matched:
-        raise ValueError(
+        raise AdapterError(
             f"model.lora_targets {model.lora_targets!r} matches no module in full; names look like {linear[-9:-1]}"
         )
     for wanted in model.lora_full_modules:
         if not any(name.split(".")[-1] == wanted for name in linear):
             last_parts = sorted({name.split(".")[-1] for name in linear})
-            raise ValueError(f"model.lora_full_modules names {wanted!r}, which is none of {last_parts}")
+            raise AdapterError(f"model.lora_full_modules names {wanted!r}, which is none of {last_parts}")
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
@@ -116,9 +121,14 @@ def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         parameter.copy_(state[name])
 
 
+def adapted_modules(module: nn.Module) -> list[str]:
+    """Return the names of the modules that low-rank adapters are attached to."""
+    return [name for name, part in unwrap(module).named_modules() if isinstance(part, BaseTunerLayer)]
+
+
 def has_lora(module: nn.Module) -> bool:
     """Tell whether low-rank adapters are attached."""
-    return any(isinstance(part, BaseTunerLayer) for part in module.modules())
+    return bool(adapted_modules(module))
 
 
 @contextlib.contextmanager

@@ -14,9 +14,11 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -241,6 +243,18 @@ def name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.machine()}, {os.cpu_count()} cores"
     return str(_module(device.type).get_device_name(device))
+
+
+def software() -> dict[str, str]:
+    """Return the installed versions of torch and of the vendor's package for it."""
+    return {name: version(name) for name in ("torch", "torch-npu") if importlib.util.find_spec(name.replace("-", "_"))}
+
+
+def unpaired(versions: dict[str, str]) -> str:
+    """Return what is wrong with the versions that `software` gives, or "": torch_npu is made for one torch each."""
+    numbers = {re.split(r"[^\d.]|\.(?=\D)", text)[0].rstrip(".") for text in versions.values()}
+    made_for = {".".join(number.split(".")[:3]) for number in numbers}
+    return "" if len(made_for) == 1 else f"torch {versions['torch']} beside torch-npu {versions['torch-npu']}"
 
 
 def supports_bf16(device: torch.device) -> bool:

@@ -1,0 +1,116 @@
+"""What the doctor looks at beside the numbers: disk, shared memory, versions, device, process group."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from flow_grpo.algorithm.doctor_checks import check_alike
+from flow_grpo.algorithm.findings import Finding, finding
+from flow_grpo.config_types import Config
+from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime.distributed import Ranks
+
+GIB = 1024**3
+SHARED_MEMORY = Path("/dev/shm")  # where loader processes hand over tensors
+PREFETCHED = 3  # batches of a loader process at once: two read ahead, one in use
+LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # whose versions change numbers
+
+
+def check_disk(folder: Path, checkpoint_bytes: int, keep: int) -> list[Finding]:
+    """Judge the room for a run's checkpoints: those kept and the one being written.
+
+    Args:
+        folder: the run's, which may not exist yet.
+        checkpoint_bytes: of one checkpoint.
+        keep: how many are kept.
+    """
+    place = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
+    free, needed = shutil.disk_usage(place).free, checkpoint_bytes * (keep + 1)
+    said = f"{free / GIB:.1f} GiB free at {place}, {needed / GIB:.2f} GiB for {keep} + 1 checkpoints"
+    way_out = "free some, lower checkpoint.keep, or set output_root to another disk"
+    # Twice as much, and a gibibyte for videos, metrics and other runs.
+    return [finding("disk", said, fail=way_out if free < needed else "", warn=_if(free < 2 * needed + GIB, way_out))]
+
+
+def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place: Path = SHARED_MEMORY) -> list[Finding]:
+    """Judge the room for batches on their way from loader processes to their rank; containers give 64 MiB by default.
+
+    Args:
+        batch_bytes: of one batch.
+        workers: loader processes per rank.
+        local_ranks: ranks of this machine.
+        place: the file system.
+    """
+    if not workers or not place.is_dir():
+        return [finding("shared_memory", "not used: no loader processes" if not workers else f"no {place} here")]
+    free, needed = shutil.disk_usage(place).free, PREFETCHED * batch_bytes * workers * local_ranks
+    said = (
+        f"{free / GIB:.2f} GiB free at {place}, {needed / GIB:.2f} GiB for {workers} loader(s) x {local_ranks} rank(s)"
+    )
+    way_out = "start the container with a larger --shm-size, or lower data.num_workers"
+    return [finding("shared_memory", said, fail=_if(free < needed, way_out))]
+
+
+def check_versions(ranks: Ranks) -> list[Finding]:
+    """Judge the software: torch and the vendor's package fit, and all ranks run the same; every rank must call it."""
+    versions = device_door.software()
+    wrong = device_door.unpaired(versions)
+    versions |= {name: _version(name) for name in LIBRARIES}
+    said = ", ".join(f"{name} {number}" for name, number in versions.items())
+    same = check_alike("versions", ranks.gather_text(said), said, "give every node the same environment")
+    if wrong:
+        return [finding("versions", said, fail=f"{wrong}: install the pair that requirements-npu.txt names")]
+    return same
+
+
+def check_device(device: torch.device, config: Config, ranks: Ranks) -> list[Finding]:
+    """Judge the device: it computes in the model's precision, and no two ranks share one; every rank must call it."""
+    here = f"{socket.gethostname()} {device}"
+    users = ranks.gather_text(here)
+    said = device_door.describe(device, config.device)
+    shared = device.type != "cpu" and users.count(here) > 1
+    fail = _if(shared, f"{users.count(here)} ranks share {here}: start as many as there are devices")
+    if not device_door.supports_bf16(device) and config.model.dtype == "bf16":
+        fail = "it has no bf16: pass --config.model.dtype=fp32"
+    fell_back = device.type == "cpu" and config.device == "auto" and config.model.dtype == "bf16"
+    return [
+        finding(
+            "device",
+            said,
+            fail=fail,
+            warn=_if(fell_back, "bf16 on a CPU is for tests: see why no accelerator was taken"),
+        )
+    ]
+
+
+def check_backends(device: torch.device, ranks: Ranks) -> list[Finding]:
+    """Judge the process group by an exchange over it; every rank must call it."""
+    if ranks.control_group is None:
+        return [finding("backends", "one process, no process group")]
+    heard: Sequence[int] = ranks.all_gather(torch.tensor([ranks.rank])).tolist()
+    said = f"{device_door.process_group_backend(device)} over {ranks.world_size} ranks, control over gloo"
+    wrong = list(heard) != list(range(ranks.world_size))
+    return [finding("backends", said, fail=_if(wrong, f"ranks answer as {heard}: look at RANK and MASTER_ADDR"))]
+
+
+def local_ranks() -> int:
+    """Return how many ranks the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _if(wrong: bool, way_out: str) -> str:
+    return way_out if wrong else ""

@@ -1,0 +1,118 @@
+"""A small recipe for the doctor's tests, and faults planted into the code that it examines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from flow_grpo.algorithm import epoch, rollout, update
+from flow_grpo.algorithm.epoch import SampleSettings
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.runtime.parallel import averaging_gradients
+from tests.tiny_models import make_tiny_folder
+
+ROOT = Path(__file__).parents[1]
+SMALL = {
+    "device": "cpu",
+    "trackers": "",
+    "data.tiny_world": "unit_test",
+    "data.num_frames": 5,
+    "sample.k": 2,
+    "sample.train_batch_size": 2,
+    "sample.num_batches_per_epoch": 1,
+    "sample.num_steps": 6,
+    "sample.sde_steps": "0,1,2",
+    "train.batch_size": 2,
+    "reward.weights": "target_view=1",
+    "eval.num_conditions": 4,
+    "eval.num_steps": 2,
+    "eval.gold": "",
+    "eval.videos": 1,
+    "log_videos_every": 0,
+}
+
+
+def make_places(folder: Path) -> dict[str, str]:
+    """Make a model folder and a data folder."""
+    ensure_tiny_world(folder / "world", "unit_test")
+    return {"model.path": make_tiny_folder(folder / "model"), "data.root": str(folder / "world")}
+
+
+def words(places: dict[str, str], **changes: object) -> list[str]:
+    """Return a command line of the small recipe."""
+    knobs = {**SMALL, **places} | {name.replace("__", "."): value for name, value in changes.items()}
+    return ["--config", f"{ROOT}/config/grpo.py:tiny_recam", *(f"--config.{n}={v}" for n, v in knobs.items())]
+
+
+@contextlib.contextmanager
+def another_gaussian() -> Iterator[None]:
+    """Noise is drawn with another std than it is scored under."""
+    draw = rollout.sample
+    with mock.patch.object(rollout, "sample", lambda step, noise: draw(step, 1.2 * noise)):
+        yield
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Gradients stay on the rank that made them."""
+    with mock.patch.object(update, "averaging_gradients", lambda module, now: averaging_gradients(module, now=False)):
+        yield
+
+
+@contextlib.contextmanager
+def guidance_in_the_rollout_only() -> Iterator[None]:
+    """With gradients, the velocity is the unguided one."""
+    guided = RecamPolicy.velocity
+
+    def velocity(self, latents, sigma, conditioning):
+        if torch.is_grad_enabled():
+            return self._forward(latents, sigma, conditioning, conditioning.prompt_embeds)
+        return guided(self, latents, sigma, conditioning)
+
+    with mock.patch.object(RecamPolicy, "velocity", velocity):
+        yield
+
+
+@contextlib.contextmanager
+def the_last_step_trained() -> Iterator[None]:
+    """The stochastic steps end with the schedule's last."""
+
+    def window(self, epoch):
+        return (self.sample.num_steps - 2, self.sample.num_steps - 1)
+
+    with mock.patch.object(SampleSettings, "window", window):
+        yield
+
+
+@contextlib.contextmanager
+def latents_stored_in_half_precision() -> Iterator[None]:
+    """What is remembered was rounded after it was scored."""
+    roll = epoch.rollout
+
+    def rounded(*given, **named):
+        made = roll(*given, **named)
+        states = made.trajectory.states.bfloat16().float()
+        return dataclasses.replace(made, trajectory=dataclasses.replace(made.trajectory, states=states))
+
+    with mock.patch.object(epoch, "rollout", rounded):
+        yield
+
+
+@contextlib.contextmanager
+def one_seed_for_every_rank() -> Iterator[None]:
+    """Noise depends on the position in a rank's batch only."""
+
+    def draw(conditions, shape, steps, seed, same_initial_noise):
+        generator = torch.Generator().manual_seed(seed)
+        rows = len(conditions)
+        initial = torch.randn((rows, *shape), generator=generator)
+        return initial, torch.randn((rows, steps, *shape), generator=generator)
+
+    with mock.patch.object(rollout, "_draw_noise", draw):
+        yield

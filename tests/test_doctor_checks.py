@@ -1,0 +1,211 @@
+"""Every judgement of the doctor: what passes, and the fault that it is there for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flow_grpo.algorithm import doctor_checks as checks
+from flow_grpo.algorithm.rollout import SdeSettings
+from flow_grpo.maths.schedule import flow_sigmas
+
+SIGMAS = flow_sigmas(10, 3.0)
+
+
+def status(found) -> str:
+    (only,) = found
+    assert bool(only.way_out) == (only.status != "ok")
+    return only.status
+
+
+# --- the table of steps
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "level", "std", "gain", "excess"),
+    [
+        (1, "flow", 0.7, 0.7384, 0.06948, 0.06),
+        (8, "flow", 0.7, 0.256, 0.868, 0.24),
+        (8, "constant", 0.3, 0.127, 1.49, 0.05),
+        (4, "cps", 0.8, 0.713, 0.228, 0.0),
+    ],
+)
+def test_the_table_holds_the_published_scalars(step, kind, level, std, gain, excess):
+    (row,) = checks.step_table(SIGMAS, [step], SdeSettings(kind, level), None)
+    assert (row.std, row.gain) == (pytest.approx(std, abs=6e-4), pytest.approx(gain, rel=6e-3))
+    assert row.excess == pytest.approx(excess, abs=6e-3)
+
+
+def test_a_sound_schedule_passes_and_prints_a_row_a_step():
+    (found,) = checks.check_steps(SIGMAS, [1, 2, 3], SdeSettings("flow", 0.7), torch.full((10,), 2.0))
+    assert found.status == "ok"
+    assert len(found.measured.splitlines()) == 5
+    assert found.measured.splitlines()[2].split() == ["1", "0.9643", "0.0412", "0.738", "0.640", "+6%", "0.069", "2.00"]
+
+
+def test_the_blow_up_beside_sigma_1_fails():
+    near_one = torch.cat([torch.tensor([0.9999990, 0.9999985]), SIGMAS[1:]])
+    assert status(checks.check_steps(near_one, [1], SdeSettings("flow", 0.7), None)) == "fail"
+
+
+def test_more_noise_than_the_latents_have_fails_and_grain_warns():
+    assert status(checks.check_steps(SIGMAS, [8], SdeSettings("flow", 1.0, 0.45), None)) == "warn"
+    assert status(checks.check_steps(SIGMAS, [1], SdeSettings("flow", 0.96), None)) == "fail"
+    assert status(checks.check_steps(SIGMAS, [9], SdeSettings("flow", 0.7), None)) == "fail"
+
+
+# --- which steps
+
+
+def test_the_window_must_lie_in_the_schedule_and_leave_the_last_step_out():
+    fine = checks.check_window([(1, 2), (2, 3)], (1, 2, 3), 10)
+    assert [(found.name, found.status) for found in fine] == [("window", "ok"), ("last_step", "ok")]
+    by_name = {found.name: found.status for found in checks.check_window([(8, 9)], (8, 9), 10)}
+    assert by_name == {"window": "ok", "last_step": "fail"}
+    outside = {found.name: found.status for found in checks.check_window([(5, 6)], (1, 2, 3), 10)}
+    assert outside == {"window": "fail", "last_step": "ok"}
+    assert checks.check_window([()], (1, 2), 10)[0].status == "fail"
+
+
+# --- residuals
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_kolmogorov_smirnov_distance_of_known_values():
+    # n = 1: the empirical distribution jumps from 0 to 1 at the value, the normal one stands at 0.5 there.
+    assert checks.kolmogorov_smirnov(torch.zeros(1)) == pytest.approx(0.5)
+    assert checks.kolmogorov_smirnov(torch.tensor([-10.0, 10.0])) == pytest.approx(0.5 * math.sqrt(2))
+
+
+def test_standard_normal_residuals_pass():
+    assert status(checks.check_residuals({1: normal(4, 1000), 2: normal(3, 7, 99)})) == "ok"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda z: 1.1 * z,  # drawn with another std
+        lambda z: z + 0.1,  # around another mean
+        lambda z: 0.0 * z,  # not drawn at all
+        lambda z: z.sign(),  # of mean 0 and std 1, but not normal
+        lambda z: z * torch.nan,
+    ],
+)
+def test_residuals_of_another_distribution_fail(wrong):
+    assert status(checks.check_residuals({1: normal(5000), 2: wrong(normal(5000))})) == "fail"
+
+
+# --- ratio, geometry
+
+
+def test_the_ratio_must_be_one_exactly_where_calls_are_exact():
+    tiny, large = torch.tensor([[1e-7, 0.0]]), torch.tensor([[0.0, -2e-4]])
+    assert status(checks.check_ratio(torch.zeros(2, 2), 1e-3, "auto", exact=True)) == "ok"
+    assert status(checks.check_ratio(tiny, 1e-3, "auto", exact=True)) == "fail"
+    assert status(checks.check_ratio(tiny, 1e-3, "auto", exact=False)) == "ok"
+    assert status(checks.check_ratio(large, 1e-3, "auto", exact=False)) == "fail"
+    assert status(checks.check_ratio(large * torch.nan, 1e-3, "auto", exact=False)) == "fail"
+    (found,) = checks.check_ratio(large, 1e-3, "auto", exact=False, layer="layer 3 differs first")
+    assert "layer 3 differs first" in found.measured
+
+
+def test_a_ratio_against_itself_may_hide_rounding_but_nothing_more():
+    rounding, more = torch.tensor([[5e-4]]), torch.tensor([[2e-3]])
+    assert status(checks.check_ratio(rounding, 1e-3, "detach", exact=False)) == "warn"
+    assert status(checks.check_ratio(more, 1e-3, "detach", exact=False)) == "fail"
+    assert status(checks.check_ratio(rounding, 1e-3, "detach", exact=True)) == "fail"
+    assert status(checks.check_ratio(rounding, 1e-3, "recompute", exact=False)) == "fail"
+
+
+@pytest.mark.parametrize(
+    ("gaps", "mode", "wanted"),
+    [
+        ({1: 1e-7, 4: 0.0}, "rollout", "ok"),
+        ({1: 5e-4, 4: 0.0}, "auto", "warn"),
+        ({1: 5e-4, 4: 0.0}, "rollout", "fail"),
+        ({1: math.nan, 4: 0.0}, "rollout", "fail"),
+        ({2: 5e-4, 4: 0.0}, "rollout", "warn"),  # not a shape of the update
+    ],
+)
+def test_what_another_batch_shape_changes_matters_where_nothing_makes_up_for_it(gaps, mode, wanted):
+    assert status(checks.check_geometry(gaps, 1e-3, 1, mode)) == wanted
+
+
+# --- noise, ranks
+
+
+def test_equal_noise_of_two_samples_fails():
+    gids, slots, own = [1, 1, 2, 2], [0, 1, 0, 1], [[1, 5], [2, 6], [3, 7], [4, 8]]
+    assert status(checks.check_noise(gids, slots, own, same_initial_noise=False)) == "ok"
+    for wrong in ([[1, 5], [1, 6], [3, 7], [4, 8]], [[1, 5], [2, 5], [3, 7], [4, 8]], [[1, 5], [2, 6], [1, 7], [4, 8]]):
+        assert status(checks.check_noise(gids, slots, wrong, same_initial_noise=False)) == "fail"
+
+
+def test_shared_first_noise_may_be_shared_within_a_group_only():
+    gids, slots = [1, 1, 2, 2], [0, 1, 0, 1]
+    within = [[1, 5], [1, 6], [2, 7], [2, 8]]
+    assert status(checks.check_noise(gids, slots, within, same_initial_noise=True)) == "ok"
+    across = [[1, 5], [1, 6], [1, 7], [1, 8]]
+    assert status(checks.check_noise(gids, slots, across, same_initial_noise=True)) == "fail"
+
+
+def test_ranks_that_hold_different_things_fail():
+    assert status(checks.check_alike("gradients", ["a", "a"], "gradients", "mend")) == "ok"
+    (found,) = checks.check_alike("gradients", ["a", "b", "a"], "gradients", "mend")
+    assert (found.status, found.measured) == ("fail", "gradients of 2 kinds on 3 ranks")
+
+
+# --- what is trained
+
+
+@pytest.mark.parametrize(
+    ("mode", "adapted", "trained", "wanted"),
+    [("lora", 8, 100, "ok"), ("lora", 0, 100, "fail"), ("full", 0, 100, "ok"), ("camera", 0, 0, "fail")],
+)
+def test_nothing_to_train_fails(mode, adapted, trained, wanted):
+    assert status(checks.check_adapters(mode, adapted, trained)) == wanted
+
+
+def test_each_factor_of_an_adapter_may_wait_for_the_other_but_not_for_ever():
+    first, second = {"a": 0.0, "b": 1.0}, {"a": 0.5, "b": 1.0}
+    assert status(checks.check_received("lora", [first, second])) == "ok"
+    assert status(checks.check_received("lora", [first, first])) == "fail"
+    assert status(checks.check_received("full", [first, first])) == "warn"
+    assert status(checks.check_received("full", [{"a": 0.0}, {"a": 0.0}])) == "fail"
+
+
+# --- clip range, KL
+
+
+@pytest.mark.parametrize(
+    ("spread", "clip_range", "updates", "wanted"),
+    [
+        (1e-3, 1e-3, 2, "ok"),
+        (1e-3, 0.2, 1, "warn"),  # as for a sum over elements
+        (1e-2, 1e-4, 1, "warn"),  # nearly everything clipped
+        (1e-6, 1e-3, 2, "warn"),  # nothing ever clipped
+        (1e-6, 1e-3, 1, "ok"),  # nor can it be
+        (0.0, 1e-3, 1, "fail"),  # nothing moved
+    ],
+)
+def test_the_clip_range_must_suit_a_mean_log_probability(spread, clip_range, updates, wanted):
+    assert status(checks.check_clip(spread * normal(40, 2), clip_range, updates)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gradient", "exact", "wanted"),
+    [
+        (0.0, 1e-6, 1.0, True, "ok"),
+        (1e-6, 2e-6, 1.0, False, "ok"),
+        (1e-6, 2e-6, 1.0, True, "fail"),  # the reference is another policy
+        (0.0, 0.0, 1.0, True, "fail"),  # the reference moves along
+        (0.0, 1e-6, 0.0, True, "fail"),  # the KL carries no gradient
+    ],
+)
+def test_the_kl_is_that_of_the_current_to_the_starting_policy(before, after, gradient, exact, wanted):
+    assert status(checks.check_kl(0.1, before, after, gradient, exact=exact)) == wanted

@@ -1,0 +1,104 @@
+"""Look for what would spoil a run, before days are spent on it: the pre-flight list, through the code of training.
+
+    python tools/doctor.py --config config/grpo.py:tiny_recam
+    torchrun --standalone --nproc_per_node=8 tools/doctor.py --config config/grpo.py:my_recam_8npu
+
+One batch is rolled out and replayed in several batch shapes, an epoch is sampled, scored and compared, two updates are
+taken, and the rewards are shown true views beside spoiled ones. Start it as the run will be started: what ranks must
+agree on is only seen with as many of them. Nothing of it is kept. Every knob may follow as --config.section.knob=value.
+Exit code: 0 when no check failed, 1 when one did, 2 for a setting that cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import torch
+
+import train_grpo
+from flow_grpo.algorithm.doctor_full import examine_fully
+from flow_grpo.algorithm.findings import Finding, as_table, failed, finding, in_one_line
+from flow_grpo.config import ConfigError
+from flow_grpo.config_checks import check, check_world
+from flow_grpo.config_types import Config
+from flow_grpo.models.adapters import AdapterError
+from flow_grpo.runtime import distributed
+from flow_grpo.runtime.distributed import Ranks
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Examine a recipe, print what was found on rank 0, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    known, overrides = parser.parse_known_args(words)
+    begun, ranks = time.perf_counter(), None
+    try:
+        fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
+        config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
+        device, ranks = train_grpo.join(config)
+        findings = examine(shortened(config, ranks.world_size), recipe, device, ranks)
+    except ValueError as error:
+        train_grpo.refuse(error, ranks)
+        return 2
+    if ranks.is_main:
+        show(findings, time.perf_counter() - begun, as_json=known.json)
+    distributed.stop(ranks)
+    return 1 if failed(findings) else 0
+
+
+def examine(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> list[Finding]:
+    """Build a run and return what is found of it, alike on every rank; every rank must call it.
+
+    Raises:
+        ValueError: on every rank alike, for anything missing or unfit that is no finding.
+    """
+    with tempfile.TemporaryDirectory(prefix="flow_grpo_doctor_") as folder:
+        try:
+            trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), recipe, device, ranks)
+        except ValueError as error:
+            if not isinstance(error.__cause__, AdapterError):
+                raise
+            return [finding("adapters", str(error), fail="set model.lora_targets to names like those")]
+        trainer.run_folder = Path(config.output_root) / "doctor"  # whose disk is looked at; nothing is written there
+        findings = examine_fully(trainer)
+        trainer.tracker.close()
+    return findings
+
+
+def shortened(config: Config, world_size: int) -> Config:
+    """Return the recipe with as few batches in an epoch as its checks allow, and one update."""
+    train = dataclasses.replace(config.train, updates_per_epoch=1)
+    for batches in range(1, config.sample.num_batches_per_epoch):
+        sample = dataclasses.replace(config.sample, num_batches_per_epoch=batches)
+        short = dataclasses.replace(config, sample=sample, train=train)
+        try:
+            check(short)
+            check_world(short, world_size)
+        except ConfigError:
+            continue
+        return short
+    return dataclasses.replace(config, train=train)
+
+
+def show(findings: Sequence[Finding], seconds: float, *, as_json: bool) -> None:
+    """Print the findings."""
+    if as_json:
+        rows = [dataclasses.asdict(found) for found in findings]
+        print(json.dumps({"failed": failed(findings), "seconds": seconds, "findings": rows}), flush=True)
+    else:
+        print(as_table(findings))
+        print(in_one_line(findings, seconds), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
