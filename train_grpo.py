@@ -44,6 +44,7 @@ from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import InputError, Patience, Ranks
 from flow_grpo.runtime.parallel import parallelize, partition
+from flow_grpo.runtime.run_lock import RunLock
 from flow_grpo.runtime.tracker import Tracker
 
 ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine that has none
@@ -78,9 +79,11 @@ def main(words: Sequence[str] | None = None) -> int:
             if not isinstance(error, ShortageError):
                 trainer.rewind()
             trainer.save()
+            trainer.lock.release()
             refuse(error, ranks)
             return 2
         trainer.leave() if trainer.ended_by else trainer.finish()
+        trainer.lock.release()
         distributed.stop(ranks)
     return 0
 
@@ -195,8 +198,11 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         if ranks.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     run_folder = Path(config.output_root) / run_name(config, recipe, ranks)
+    lock = RunLock(run_folder)
     with alike(ranks):
         check_places(config, run_folder)
+        if ranks.is_main and run_folder.exists():  # else nobody uses it, and it is not made before all else is well
+            lock.take()
     path = checkpoint_of(config, run_folder / "checkpoints", ranks)
     with alike(ranks):
         train, held_out = splits(config)
@@ -223,6 +229,9 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     )
     if path is not None:
         state.restore(path, ranks=ranks)
+    with alike(ranks):
+        if ranks.is_main:
+            lock.take()
     progress = Progress(config.num_epochs, ranks, finished=state.finished)
     collector = parts.build_collector(config, policy, train, sampler, rewards, progress, is_main=ranks.is_main)
     return Trainer(
@@ -238,6 +247,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         ranks=ranks,
         device=device,
         run_folder=run_folder,
+        lock=lock,
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, state, progress, ranks),
         cameras=cameras,
         conditions=train,

@@ -28,6 +28,7 @@ from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress, print_before_after
 from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.run_lock import RunLock
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.tracker import Tracker
 
@@ -47,6 +48,7 @@ class Trainer:
         ranks: who takes part.
         device: this rank's device.
         run_folder: where the run's files are.
+        lock: on that folder, held or not.
         dynamic_sampling: draws further rounds when groups are flat, or None.
         cameras: the kind of camera of every training condition, for statistics; none keeps none.
         conditions: what is trained on, by index, for the doctor; None where nobody asks it.
@@ -62,6 +64,7 @@ class Trainer:
     ranks: Ranks
     device: torch.device
     run_folder: Path
+    lock: RunLock
     dynamic_sampling: DynamicSampling | None = None
     cameras: tuple[str, ...] = ()
     conditions: ConditionSource | None = None
