@@ -19,6 +19,7 @@ from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import checkpoint, plots
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.run_lock import RunLock
 from flow_grpo.runtime.tracker import Tracker
 from tests.test_evaluate import ToyData
 from tests.toy import (
@@ -87,6 +88,7 @@ def a_trainer(tmp_path, monkeypatch):
             ranks=ranks,
             device=torch.device("cpu"),
             run_folder=tmp_path,
+            lock=RunLock(tmp_path),
             dynamic_sampling=dynamic,
         )
 
