@@ -31,6 +31,31 @@ def test_videos_are_fp32_on_the_cpu_without_gradient():
     assert (videos.dtype, videos.device.type, videos.requires_grad) == (torch.float32, "cpu", False)
 
 
+class Narrow(ToyPolicy):
+    """Has memory to decode so many videos at once."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.sizes = most, []
+
+    def decode(self, latents):
+        self.sizes.append(len(latents))
+        if len(latents) > self.most:
+            raise torch.OutOfMemoryError("3 GiB")
+        return super().decode(latents)
+
+
+def test_what_there_is_no_memory_for_is_decoded_in_halves(caplog):
+    narrow = Narrow(2)
+    latents = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0))
+    wanted = decode(ToyPolicy(), latents, batch_size=1)
+    torch.testing.assert_close(decode(narrow, latents, batch_size=5), wanted, rtol=0, atol=1e-6)
+    assert narrow.sizes == [5, 3, 2, 1, 2]
+    assert "decoding them in halves" in caplog.text
+    with pytest.raises(RuntimeError, match=r"decoding one video .*3 GiB; pass --config.model.vae_tiling=true"):
+        decode(Narrow(0), latents, batch_size=5)
+
+
 def test_a_failed_reward_is_masked_and_never_a_score():
     result = score(ToyPolicy(), group(3, 4), torch.zeros(4, *SHAPE), REWARDS, batch_size=4).rewards["brightness"]
     assert result.valid.tolist() == [True, False, True, True]

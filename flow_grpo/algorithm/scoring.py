@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,9 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime import device as device_door
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +39,31 @@ class Scores:
 
 @torch.no_grad()
 def decode(policy: Policy, latents: Tensor, *, batch_size: int) -> Tensor:
-    """Return videos (B, 3, T, h, w) CPU fp32 of latents (B, C, F, H, W), `batch_size` at a time."""
-    return torch.cat([policy.decode(part).float().cpu() for part in latents.split(batch_size)])
+    """Return videos (B, 3, T, h, w) CPU fp32 of latents (B, C, F, H, W), `batch_size` at a time.
+
+    What the device has no memory for is decoded in halves.
+
+    Raises:
+        RuntimeError: it has none for a single video.
+    """
+    return torch.cat([_decode_in_parts(policy, part) for part in latents.split(batch_size)])
+
+
+def _decode_in_parts(policy: Policy, latents: Tensor) -> Tensor:
+    try:
+        return policy.decode(latents).float().cpu()
+    except RuntimeError as error:
+        if not device_door.is_out_of_memory(error):
+            raise
+        if len(latents) == 1:
+            raise RuntimeError(
+                f"out of memory in decoding one video of latents {tuple(latents.shape[1:])}: {error}; pass "
+                "--config.model.vae_tiling=true, or --config.model.offload=true"
+            ) from error
+    # Only here is what the failed call held let go of: the error's traceback refers to it.
+    device_door.empty_cache(latents.device)
+    logger.warning("no memory to decode %d videos at once: decoding them in halves", len(latents))
+    return torch.cat([_decode_in_parts(policy, half) for half in latents.chunk(2)])
 
 
 def score(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.memory_hint import memory_named
 from flow_grpo.algorithm.rollout import SdeSettings, step_transition
 from flow_grpo.algorithm.update_stats import UpdateStats, gather_stats
 from flow_grpo.config_types import TrainConfig
@@ -125,7 +126,8 @@ class Updater:
                 stats.skip()
                 continue
             scale = self.ranks.world_size / mass[number]
-            self._optimizer_step(batch, micro_batches, old[number], scale=scale, stats=stats)
+            with memory_named(self.settings.train.batch_size):
+                self._optimizer_step(batch, micro_batches, old[number], scale=scale, stats=stats)
         metrics = gather_stats(stats, self.ranks)
         if probe:
             metrics |= self._probe(batch, plan[0][0], old[0][0])

@@ -197,6 +197,13 @@ def empty_cache(device: torch.device) -> None:
         _module(device.type).empty_cache()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a device had no memory left; not every vendor's library raises torch's own error for it."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    )
+
+
 def place(module: nn.Module, device: torch.device) -> None:
     """Move a module to the device unless it is there: moving has no effect then, but fake tensors cannot be moved."""
     if any(parameter.device != device for parameter in module.parameters()):
