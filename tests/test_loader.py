@@ -29,6 +29,14 @@ def test_workers_deliver_what_the_process_itself_reads():
     assert (helped.num_workers, helped.prefetch_factor, helped.persistent_workers) == (2, 2, False)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_new_iterator_draws_nothing_from_the_process_s_generator(workers):
+    """A resumed run makes one more than an uninterrupted one, and their random states are to be equal."""
+    before = torch.get_rng_state()
+    assert firsts(make_loader(Numbers(), [[1]], workers)) == [[1.0]]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_worker_that_is_dropped_with_batches_on_their_way_ends_without_a_word(persistent, capfd):
     for taken in (1, 2):

@@ -6,6 +6,7 @@ import atexit
 import os
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flow_grpo.runtime.signals import live_as_long_as_the_parent
@@ -24,12 +25,15 @@ def make_loader(
         num_workers: processes that read two batches ahead each; 0 reads in this one.
         persistent: keep the processes from one epoch of the sampler to the next.
     """
+    # Of its own, or every new iterator would draw from the process's: a resumed run makes one more than another.
+    seeds = torch.Generator()
     if not num_workers:
-        return DataLoader(dataset, batch_sampler=sampler, collate_fn=list)
+        return DataLoader(dataset, batch_sampler=sampler, collate_fn=list, generator=seeds)
     return DataLoader(
         dataset,
         batch_sampler=sampler,
         collate_fn=list,
+        generator=seeds,
         num_workers=num_workers,
         persistent_workers=persistent,
         prefetch_factor=2,
