@@ -197,6 +197,8 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     with alike(ranks):
         if ranks.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
+    # Nothing of a run draws from this generator; whatever else may do so, does it alike in every run.
+    torch.manual_seed(config.seed)
     run_folder = Path(config.output_root) / run_name(config, recipe, ranks)
     lock = RunLock(run_folder)
     with alike(ranks):

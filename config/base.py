@@ -182,6 +182,9 @@ def _checkpoint() -> ConfigDict:
     checkpoint = ConfigDict()
     checkpoint.every = 10  # epochs between checkpoints; the last epoch is always saved
     checkpoint.keep = 3  # newest checkpoints kept
+    # Held-out metric such as eval/target_view, whose best checkpoint is kept too: of those saved in an epoch that was
+    # evaluated. A "-" before one where less is better, such as -eval/rot_err_deg
+    checkpoint.best = ""
     return checkpoint
 
 

@@ -143,6 +143,7 @@ class CheckpointConfig:
 
     every: int  # epochs
     keep: int
+    best: str  # held-out metric whose best checkpoint is kept as well, "-" before one where less is better; "" none
 
 
 @dataclasses.dataclass(frozen=True)

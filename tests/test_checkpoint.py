@@ -59,6 +59,20 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         save(tmp_path, 11, keep=0)
 
 
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    def kept(step: int, score: float | None) -> list[str]:
+        identity = {"model": "m"}
+        checkpoint.save(tmp_path, step, state={}, per_rank={}, identity=identity, ranks=ALONE, keep=1, score=score)
+        return [path.name[-1] for path in checkpoint.published(tmp_path)]
+
+    assert kept(1, 0.5) == ["1"]
+    assert kept(2, 0.7) == ["2"]
+    assert kept(3, None) == ["2", "3"]
+    assert kept(4, 0.6) == ["2", "4"]
+    assert kept(5, float("nan")) == ["2", "5"]
+    assert kept(6, 0.7) == ["6"]  # of equals the newest
+
+
 def test_saving_after_going_back_replaces_the_steps_that_were_given_up(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from flow_grpo.algorithm import trainer as trainer_module
 from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
+from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.config_types import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
@@ -20,6 +23,7 @@ from flow_grpo.runtime import checkpoint, plots
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.run_lock import RunLock
+from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.tracker import Tracker
 from tests.test_evaluate import ToyData
 from tests.toy import (
@@ -33,6 +37,7 @@ from tests.toy import (
     updater,
     weights_of,
 )
+from tests.workers import run_ranks
 from train_grpo import train_epoch
 
 DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
@@ -49,7 +54,7 @@ def a_config(**changes) -> Config:
         "reward": reward_config(),
         "train": train_config(),
         "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1),
-        "checkpoint": CheckpointConfig(every=2, keep=5),
+        "checkpoint": CheckpointConfig(every=2, keep=5, best=""),
     }
     return Config(**(values | changes))
 
@@ -339,3 +344,53 @@ def test_what_fails_in_a_resample_is_told_too(a_trainer, capsys):
     trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(later[0], 2)])], {"brightness": 1.0})
     run(trainer)
     assert "reward brightness: 1 samples of rank 0 have no value" in capsys.readouterr().out
+
+
+def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tmp_path, capsys):
+    trainer = a_trainer()
+    trainer.evaluate_before()
+    with trainer.end:
+        for epoch in trainer.epochs():
+            os.kill(os.getpid(), signal.SIGTERM)
+            train_epoch(trainer, epoch)
+    assert trainer.ended_by == "SIGTERM" and trainer.state.finished == 1
+    trainer.leave()
+    assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == ["checkpoint_000001"]
+    assert not (tmp_path / "summary.json").exists()
+    assert "ended by SIGTERM after epoch 1, saved; go on with --config.resume=auto" in capsys.readouterr().out
+
+
+def _signalled(ranks: Ranks, folder: Path) -> tuple[str, bool]:
+    end = EndRequest()
+    end.signal = "SIGTERM" if ranks.rank == 1 else ""
+    trainer = Trainer.__new__(Trainer)
+    trainer.ranks, trainer.end = ranks, end
+    return trainer._asked_to_end(), trainer.ended_by
+
+
+def test_a_signal_to_one_rank_ends_all(tmp_path):
+    assert run_ranks(_signalled, 2, tmp_path) == [(True, "SIGTERM")] * 2
+
+
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(a_trainer, tmp_path, monkeypatch):
+    values = iter([0.0, 3.0, 5.0, 4.0])
+    trainer = a_trainer(
+        checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/brightness"),
+        eval=EvalConfig(every=1, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=0),
+    )
+    measure = trainer.evaluator.run
+
+    def measured(weights: object) -> Evaluation:
+        found = measure(weights)
+        return dataclasses.replace(found, metrics=found.metrics | {"eval/brightness": next(values)})
+
+    monkeypatch.setattr(trainer.evaluator, "run", measured)
+    run(trainer)
+    kept = [path.name[-1] for path in checkpoint.published(tmp_path / "checkpoints")]
+    assert kept == ["1", "3"]  # less is better; the first epoch's 3 is the least that was saved
+
+
+def test_a_best_that_is_not_measured_is_refused_with_what_there_is(a_trainer):
+    trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="eval/beauty"))
+    with pytest.raises(ValueError, match=r"checkpoint\.best: got 'eval/beauty', must be .*eval/brightness"):
+        trainer.evaluate_before()

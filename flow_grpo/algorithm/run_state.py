@@ -72,8 +72,8 @@ class RunState:
     shortages: list[int] = dataclasses.field(default_factory=list)
     bad_steps: list[str] = dataclasses.field(default_factory=list)
 
-    def save(self, folder: Path, *, keep: int, ranks: Ranks) -> Path:
-        """Publish a checkpoint of the finished epochs; every rank must call it.
+    def save(self, folder: Path, *, keep: int, ranks: Ranks, score: float | None = None) -> Path:
+        """Publish a checkpoint of the finished epochs; every rank must call it. `score` as for `checkpoint.save`.
 
         Raises:
             RuntimeError: on every rank, if any failed to write.
@@ -99,7 +99,14 @@ class RunState:
         else:
             state["learned"] = learned
         return checkpoint.save(
-            folder, self.finished, state=state, per_rank=per_rank, identity=self.identity, ranks=ranks, keep=keep
+            folder,
+            self.finished,
+            state=state,
+            per_rank=per_rank,
+            identity=self.identity,
+            ranks=ranks,
+            keep=keep,
+            score=score,
         )
 
     def restore(self, path: Path, *, ranks: Ranks) -> None:

@@ -27,7 +27,7 @@ from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress, print_before_after
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.distributed import InputError, Ranks
 from flow_grpo.runtime.run_lock import RunLock
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.tracker import Tracker
@@ -183,10 +183,20 @@ class Trainer:
         return self._evaluated[1]
 
     def evaluate_before(self) -> None:
-        """Evaluate the policy training starts from; a resumed run remembers it."""
+        """Evaluate the policy training starts from; a resumed run remembers it.
+
+        Raises:
+            InputError: `checkpoint.best` is none of what is measured.
+        """
         if self.state.before is None:
             self.state.before = self.evaluate()
             self.progress.say(f"before training: {_in_words(self.state.before)}")
+        best = self.config.checkpoint.best
+        if best and best.removeprefix("-") not in self.state.before:
+            raise InputError(
+                f"config.checkpoint.best: got {best!r}, must be a held-out metric of this run, or '-' and one where "
+                f"less is better: {', '.join(self.state.before)}"
+            )
 
     def finish(self) -> None:
         """Save, evaluate once more, and leave the summary, the adapter and the before/after table."""
@@ -235,8 +245,17 @@ class Trainer:
     def save(self) -> None:
         """Publish a checkpoint of the finished epochs, unless there is one."""
         if self._saved != self.state.finished:
-            self.state.save(self.run_folder / "checkpoints", keep=self.config.checkpoint.keep, ranks=self.ranks)
+            folder, keep = self.run_folder / "checkpoints", self.config.checkpoint.keep
+            self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
             self._saved = self.state.finished
+
+    def _score(self) -> float | None:
+        """Return how good the weights are by `checkpoint.best`, if they were evaluated."""
+        best = self.config.checkpoint.best
+        if not best or self._evaluated is None or self._evaluated[0] != self.state.finished:
+            return None
+        value = self._evaluated[1][best.removeprefix("-")]
+        return -value if best.startswith("-") else value
 
     def _evaluation_is_due(self, step: int) -> bool:
         return self.config.eval.every > 0 and step % self.config.eval.every == 0

@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -61,11 +62,12 @@ def save(
     identity: Mapping[str, str],
     ranks: Ranks,
     keep: int,
+    score: float | None = None,
 ) -> Path:
     """Publish a checkpoint of `step` and return its folder; every rank must call it.
 
-    After publishing, only the `keep` newest stay. Checkpoints of later steps are removed too: they belong to a course
-    of the run that was given up when it was resumed from an earlier step.
+    After publishing, only the `keep` newest stay, and the one of the highest score. Checkpoints of later steps are
+    removed too: they belong to a course of the run that was given up when it was resumed from an earlier step.
 
     Args:
         folder: the run's checkpoints folder.
@@ -75,6 +77,7 @@ def save(
         identity: names the model, data and configuration that the checkpoint belongs to; compared by `load`.
         ranks: who takes part.
         keep: how many checkpoints to keep, at least 1.
+        score: how good this one is, if that was measured; the better, the higher.
 
     Raises:
         RuntimeError: on every rank, if any failed; nothing is published then.
@@ -94,7 +97,7 @@ def save(
             state_files.write(partial / f"rank_{ranks.rank}", per_rank)
         with ranks.together("saving a checkpoint (publishing)"):
             if ranks.is_main:
-                _write_manifest(partial, step, ranks.world_size, identity)
+                _write_manifest(partial, step, ranks.world_size, identity, score)
                 _publish(partial, final)
                 _prune(folder, step, keep)
     except BaseException:
@@ -248,10 +251,10 @@ def _files(folder: Path, world_size: int) -> list[Path]:
     return [path for stem in stems for path in state_files.paths(folder / stem)]
 
 
-def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[str, str]) -> None:
+def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[str, str], score: float | None) -> None:
     files = _files(folder, world_size)
     listed = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-    manifest = {"step": step, "world_size": world_size, "identity": dict(identity), "files": listed}
+    manifest = {"step": step, "world_size": world_size, "identity": dict(identity), "score": score, "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     state_files.to_disk(folder / MANIFEST)
     state_files.to_disk(folder)
@@ -267,9 +270,20 @@ def _publish(partial: Path, final: Path) -> None:
 def _prune(folder: Path, step: int, keep: int) -> None:
     existing = published(folder)
     current = [path for path in existing if _step(path) <= step]
+    scores = {path: score for path in current if (score := _score(path)) is not None}
+    best = max(scores, key=lambda path: (scores[path], _step(path)), default=None)
     for path in existing:
-        if path not in current[-keep:]:
+        if path not in current[-keep:] and path != best:
             _discard(path)
+
+
+def _score(path: Path) -> float | None:
+    """Return the score of a published checkpoint; a manifest that cannot be read has none."""
+    try:
+        score = json.loads((path / MANIFEST).read_text())["score"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def _discard(path: Path) -> None:
