@@ -98,7 +98,7 @@ def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world,
     config = settings(world)
     held_out = build.dataset(config, "val")
     assert build.build_evaluator(config, None, held_out, Ranks()).gold.name == "room_pose"
-    monkeypatch.setattr(build, "ROOM_FILE", "nothing.json")
+    monkeypatch.setattr(build, "SCENE_FILES", {"room_pose": "nothing.json"})
     with pytest.raises(ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no scene of split"):
         build.build_evaluator(config, None, held_out, Ranks())
     without = settings(world, "--config.eval.gold=")

@@ -19,7 +19,7 @@ from flow_grpo.rewards.camera_pose import PoseRot, PoseTrans
 from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.remote import Patience, RemoteReward
-from flow_grpo.rewards.room_pose import RoomPose
+from flow_grpo.rewards.room_pose import ROOM_FILE, RoomPose
 from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.rewards.smooth import Smooth
 from flow_grpo.rewards.source_match import SourceMatch
@@ -73,6 +73,7 @@ REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "exposure": lambda _: Exposure(),
     "room_pose": RoomPose,
 }
+SCENE_FILES: Mapping[str, str] = {"room_pose": ROOM_FILE}  # what a reward reads of the scene's folder beside its videos
 
 
 class RewardSet:
