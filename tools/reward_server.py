@@ -166,7 +166,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--reward", required=True, choices=[*REWARDS, *ADAPTERS], help="what to host")
-    add("--host", default="127.0.0.1", help="any other than %(default)s needs a token: other machines reach it")
+    add("--host", default="127.0.0.1", help="one that other machines reach needs a token (%(default)s)")
     add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
     add("--token-env", default="", metavar="NAME", help="environment variable that holds the token (no token)")
     add("--max-mb", type=int, default=2048, help="MiB of a request, at most (%(default)s)")
