@@ -172,7 +172,7 @@ def _eval() -> ConfigDict:
     evaluation.num_conditions = 10  # over all ranks; MultiCamVideo's own held-out scene has 10
     evaluation.batch_size = 2  # samples per rank and call
     evaluation.num_steps = 50  # denoising steps
-    evaluation.gold = ""  # "" | room_pose: an estimator of the camera that no reward uses
+    evaluation.gold = ""  # "" | room_pose: an estimator of the camera that no reward uses; tiny world only
     evaluation.videos = 4  # videos written per evaluation, at most as many as rank 0 samples
     return evaluation
 

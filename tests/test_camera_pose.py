@@ -22,6 +22,7 @@ from flow_grpo.rewards.camera_pose import (
     translation_value,
 )
 from flow_grpo.rewards.pnp import locate_video
+from flow_grpo.rewards.process_pool import CallPool
 from tools.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
 
 FRAMES = 3  # the fewest that leave one to check the anchors with
@@ -287,6 +288,18 @@ def test_a_measurement_that_takes_too_long_masks_its_rows():
     result = PoseTrans(measurer)(shot("arc_right")[None], [asked("arc_right")])
     assert not result.valid.any() and result.values.isnan().all() and "0 s" in result.causes[0]
     assert result.faulty.all()
+
+
+def test_anchors_that_take_their_time_leave_the_poses_theirs(monkeypatch):
+    measurer, given = PoseMeasurer(seconds=100.0), {}
+
+    def run(function, arguments, *, seconds, what):
+        given[what] = seconds
+        return CallPool.run(measurer.pool, function, arguments, seconds=seconds, what=what)
+
+    monkeypatch.setattr(measurer.pool, "run", run)
+    assert PoseRot(measurer)(shot("arc_right")[None], [asked("arc_right")]).valid.all()
+    assert given == {"anchors": 100.0, "camera poses": 100.0}
 
 
 def test_a_measurer_keeps_only_so_many_sources(monkeypatch):

@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_one_line(run, tmp_path, capsys):
     assert error.startswith("error: --out") and error.count("\n") == 1
 
 
-def test_a_checkpoint_is_filmed_for_the_evaluation(run, tmp_path):
+def test_a_checkpoint_is_filmed_for_the_evaluation_and_leaves_other_videos_alone(run, tmp_path, capsys):
     pytest.importorskip("pycolmap")
     checkpoint = Path(run["output_root"]) / "run" / "checkpoints" / "checkpoint_000002"
     adapter = Path(run["output_root"]) / "run" / "adapter"
@@ -81,3 +81,11 @@ def test_a_checkpoint_is_filmed_for_the_evaluation(run, tmp_path):
     assert len(films) == 2
     for film in films:
         assert film.read_bytes() == (tmp_path / "c" / evaluation_videos.VIDEOS / film.name).read_bytes()
+    before = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
+    again = words(run, "--checkpoint", str(checkpoint), "--out", str(tmp_path / "c"), "--workers", "0")
+    assert evaluate.main(again) == 0
+    earlier = checkpoint.with_name("checkpoint_000001")
+    capsys.readouterr()
+    assert evaluate.main(words(run, "--checkpoint", str(earlier), "--out", str(tmp_path / "a"), "--workers", "0")) == 2
+    assert "holds videos of another recipe, adapter or origin" in capsys.readouterr().err
+    assert before == {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}

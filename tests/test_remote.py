@@ -113,6 +113,13 @@ def test_what_the_server_calls_not_valid_is_masked_with_its_cause():
     assert result.faulty.tolist() == [False, True, False]
 
 
+def test_what_the_server_has_nothing_to_measure_by_is_no_fault():
+    said = scores(1.0, None, None, causes=["", "no true view", "timeout"], faulty=[False, False, True])
+    with ScriptedServer(answer(said)) as server:
+        result = reward(server)(VIDEOS, CONDITIONS)
+    assert result.valid.tolist() == [True, False, False] and result.faulty.tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize("bad", [answer({}, 500), answer({}, 429, {"Retry-After": "0"}), cut, reset, silent])
 def test_a_passing_failure_costs_no_sample(bad):
     with ScriptedServer(bad, FINE) as server:

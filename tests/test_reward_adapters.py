@@ -47,12 +47,16 @@ def test_missing_weights_are_named_with_what_is_expected(name, tmp_path):
     if ADAPTERS[name].need.files:
         with pytest.raises(ValueError, match=r"without .*config\.json"):
             build_adapter(name, Settings(tmp_path, None, CPU))
+    else:
+        with pytest.raises(ValueError, match=r"^--weights is .*, must be the file"):
+            build_adapter(name, Settings(tmp_path, None, CPU))
 
 
 @pytest.mark.parametrize("name", ["videoalign", "hpsv3", "mapanything"])
 def test_a_missing_package_is_named_with_the_way_to_get_it(name, weights):
+    place = weights if ADAPTERS[name].need.files else weights / "model.safetensors"
     with pytest.raises(ValueError, match=r"^package '\w+.*' cannot be imported .*: (git clone|pip install)[^\n]*$"):
-        build_adapter(name, Settings(weights, None, CPU))
+        build_adapter(name, Settings(place, None, CPU))
 
 
 def test_videoalign_gets_a_file_and_gives_two_scores(monkeypatch, weights):

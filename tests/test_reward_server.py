@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from flow_grpo import rewards
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards import wire
 from flow_grpo.rewards.base import build_reward
@@ -30,7 +31,7 @@ from flow_grpo.rewards.http_call import TOKEN
 from flow_grpo.rewards.remote import Patience, RemoteReward
 from tests.room_films import conditions, film, like_a_codec
 from tools import reward_server
-from tools.reward_desk import Desk
+from tools.reward_desk import NEEDS, Desk, Local
 from tools.reward_server import RewardServer, build, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +120,49 @@ def test_what_the_reward_cannot_score_arrives_as_not_valid_with_its_cause():
     with running(build(parse(["--reward", "target_view", "--port", "0"]))) as server:
         far = RemoteReward("target_view", server.url, PATIENCE)(VIDEOS, asked)
     assert far.valid.tolist() == [False, True] and "has no target video" in far.causes[0]
+    assert not far.faulty.any()  # nothing failed: there is nothing to measure by
+
+
+class Unable(Fake):
+    """Fails at its first score of the first video, and has nothing to measure the second one by."""
+
+    def __call__(self, videos, conditions):
+        neither, faulty = torch.tensor([False, False]), torch.tensor([True, False])
+        first = RewardResult(torch.ones(2), neither, ("timeout", "no true view"), faulty=faulty)
+        return super().__call__(videos, conditions) | {"first": first}
+
+
+def test_what_the_judge_failed_at_arrives_as_a_fault():
+    with hosting(Unable()) as server:
+        for name in ("first", "second"):
+            far = ask(server, name)
+            assert far.causes == ("timeout", "no true view") and far.faulty.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_local_reward_needs_no_video_that_it_does_not_ask_for(name, tmp_path):
+    asked, needs = judged_conditions(tmp_path), Local(build_reward(name, data_root=tmp_path)).needs
+    bare = [
+        dataclasses.replace(
+            condition,
+            source_video=condition.source_video if "source" in needs else condition.source_video[:, :0],
+            target_video=condition.target_video if "target" in needs else None,
+        )
+        for condition in asked
+    ]
+    whole, less = (build_reward(name, data_root=tmp_path)(VIDEOS, given) for given in (asked, bare))
+    assert whole.causes == less.causes
+    assert torch.equal(whole.values.nan_to_num(7.0), less.values.nan_to_num(7.0))
+
+
+def test_the_version_of_a_local_reward_changes_with_the_code_beside_it(tmp_path, monkeypatch):
+    for file in Path(rewards.__file__).parent.glob("*.py"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = Local(build_reward("pose_rot", data_root=".")).version
+    monkeypatch.setattr(rewards, "__file__", str(tmp_path / "__init__.py"))
+    assert Local(build_reward("pose_rot", data_root=".")).version == before
+    (tmp_path / "pnp.py").write_text("# other\n")
+    assert Local(build_reward("pose_rot", data_root=".")).version != before
 
 
 def test_the_program_says_where_it_listens_and_serves():
@@ -141,6 +185,7 @@ def test_the_program_says_where_it_listens_and_serves():
         (["--reward", "target_view", "--host", "0.0.0.0"], "error: --host is 0.0.0.0, which other machines reach"),
         (["--reward", "target_view", "--token-env", "NO_SUCH_NAME"], "error: --token-env names NO_SUCH_NAME"),
         (["--reward", "hpsv3"], "error: --weights is None, must be the file HPSv3.safetensors"),
+        (["--reward", "hpsv3", "--weights", "tests"], "error: --weights is tests, must be the file HPSv3.safetensors"),
     ],
 )
 def test_the_program_refuses_to_start_in_one_line(words, error, monkeypatch):

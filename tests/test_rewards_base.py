@@ -56,6 +56,26 @@ def test_what_a_reward_says_is_handed_on():
     assert said.info["extra"].tolist() == [10, 20, 30]
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("name", None, "reward Fake has name None, must be a text"),
+        ("name", "", "reward Fake has name ''"),
+        ("floor", None, r"reward odd has floor None, must be a number in \[0, inf\)"),
+        ("floor", math.nan, "reward odd has floor nan"),
+        ("floor", -0.1, "reward odd has floor -0.1"),
+        ("measures", None, "reward odd has measures None, must be a tuple of the names in its info; \\(\\) for none"),
+        ("measures", "extra", "reward odd has measures 'extra'"),
+        ("measures", (1,), r"reward odd has measures \(1,\)"),
+    ],
+)
+def test_a_reward_that_lacks_a_part_is_refused_at_the_door(part, value, message):
+    reward = Fake("odd", result)
+    setattr(reward, part, value)
+    with pytest.raises(ValueError, match=message):
+        RewardSet([reward], {"odd": 1.0})
+
+
 def test_an_exception_is_a_mask_with_its_cause_and_takes_no_other_reward_along(caplog):
     with caplog.at_level(logging.ERROR):
         results = run(Fake("broken", explode), Fake("fine", result))

@@ -198,6 +198,12 @@ def test_a_reply_is_read_with_every_digit():
     assert read(scores(1, None)).causes == ("", "server calls it not valid")
 
 
+def test_what_is_not_valid_is_a_fault_unless_the_reply_says_that_it_is_none():
+    assert read(scores(1, None)).faulty.tolist() == [False, True]
+    assert read(scores(1, None, faulty=[False, False])).faulty.tolist() == [False, False]
+    assert read(scores(math.nan, None, valid=[True, False], faulty=[False, False])).faulty.tolist() == [True, False]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300, 10**400, None])
 def test_a_number_that_is_not_finite_is_no_score_but_takes_no_other_row_along(value):
     reply = read(scores(value, 2.0, valid=[True, True]))
@@ -224,6 +230,9 @@ def test_a_number_that_is_not_finite_is_no_score_but_takes_no_other_row_along(va
         (scores(1.0, 2.0, scores=[1.0, 2.0]), "no score"),
         (scores(1.0, 2.0, valid=[1, 1]), "true and false only"),
         (scores(1.0, 2.0, causes=["x"]), "causes is 1 entries"),
+        (scores(1.0, None, faulty=[False]), "faulty is 1 entries"),
+        (scores(1.0, None, faulty=[False, "no"]), "faulty must hold true and false only"),
+        (scores(1.0, None, faulty=[True, False]), "both valid and faulty"),
         (scores(1.0, 2.0, model=None), "no 'model'"),
     ],
 )

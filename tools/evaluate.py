@@ -1,14 +1,15 @@
-r"""Judge videos by how well their camera followed its command, with an estimator that no reward uses.
+r"""Judge videos by how well their camera followed its command, by structure from motion on each video alone.
 
-    python tools/evaluate.py --videos results --cameras camera_extrinsics.json --focal-px 840.4 --out evaluation
+    python tools/evaluate.py --videos results --cameras camera_extrinsics.json --focal-px 630.3 --out evaluation
 
 `--cameras` is JSON of video name -> T OpenCV camera-to-world 4x4 matrices in metres, or a MultiCamVideo camera file;
 ReCamMaster's result folders (cam_type1/video0.mp4 ...) are read as they are. See `tools/evaluation_inputs.py` for both
-and docs/evaluation.md for what is measured. Or film a recipe's held-out conditions first, with what a run trained:
+and docs/evaluation.md for what is measured. No reward uses this estimator, unless a source came without poses. Or film
+a recipe's held-out conditions first, with what a run trained:
 
     python tools/evaluate.py --config config/grpo.py:my_recam_1gpu --adapter outputs/first/adapter --out evaluation
 
-(of a run that goes on: `--checkpoint outputs/first/checkpoints/checkpoint_000010`). Any knob can follow as
+(of a run still training: `--checkpoint outputs/first/checkpoints/checkpoint_000010`). Any knob can follow as
 --config.section.knob=value. In --out appear
 
     metrics.json                 settings, one row a video, and the summary: means, intervals, failure rate
@@ -28,6 +29,7 @@ import hashlib
 import json
 import math
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -54,7 +56,7 @@ from flow_grpo.runtime.whole_text import write_whole
 from tools.evaluation_inputs import Task, find_tasks
 from tools.evaluation_tables import compare, read_baseline, summarise, write_tables
 
-MOST_SECONDS = 900.0  # for a video: 40 times what one of 480x832 takes
+MOST_SECONDS = 900.0  # for a video: about 18 times what one of 480x832 takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--focal-px", type=float, help="focal length in pixels of videos whose own is not known")
     add("--config", metavar="FILE:RECIPE", help="film this recipe's held-out conditions instead of --videos")
     add("--adapter", type=Path, help="with --config: adapter folder of a run; without, the model as it is")
-    add("--checkpoint", type=Path, help="with --config: in place of an adapter; written to --out as one, too")
-    add("--out", type=Path, required=True, help="folder of the results; one that has some is gone on with")
+    add("--checkpoint", type=Path, help="with --config: in place of an adapter")
+    add("--out", type=Path, required=True, help="folder of the results; an existing one is continued")
     add("--baseline", type=Path, help="metrics.json of other videos of the same names: differences, video by video")
     add(
         "--workers", type=int, default=usable_cores(), help="processes of one thread; 0: this one, without a time limit"
@@ -143,7 +145,7 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         word = overrides[0] if overrides else "--adapter" if args.adapter else "--checkpoint"
         raise ValueError(f"{word} is no option without --config FILE:RECIPE; see --help")
     if args.focal_px is not None and not 0 < args.focal_px < math.inf:
-        raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 840.4")
+        raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 630.3")
     if args.workers < 0 or not 0 < args.seconds < math.inf:
         raise ValueError(f"--workers is {args.workers} and --seconds {args.seconds:g}, must be at least 0 and above 0")
     if args.out.exists() and not args.out.is_dir():
@@ -157,11 +159,12 @@ def film(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path
     from tools.evaluation_videos import make_videos
     from tools.export_adapter import export
 
-    config, adapter = load_config(args.config, overrides), args.adapter
-    if args.checkpoint:
-        adapter = args.out / "adapter"
-        export(config, args.checkpoint, adapter)
-    return make_videos(config, adapter, args.out, args.focal_px)
+    config = load_config(args.config, overrides)
+    if not args.checkpoint:
+        return make_videos(config, args.adapter, args.out, args.focal_px)
+    with tempfile.TemporaryDirectory() as place:  # not --out, which may be refused for belonging to other videos
+        export(config, args.checkpoint, Path(place))
+        return make_videos(config, Path(place), args.out, args.focal_px)
 
 
 def asked_key(task: Task) -> str:

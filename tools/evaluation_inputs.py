@@ -131,7 +131,7 @@ def _from_poses(file: Path, folder: Path, cameras: Path, content: dict[str, Any]
 def _focal(value: object, name: str) -> float:
     """Return a focal length; a wrong one would bend every path, so there is no default."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r}, must be the focal length in pixels, above 0, such as 840.4")
+        raise ValueError(f"{name} is {value!r}, must be the focal length in pixels, above 0, such as 630.3")
     return float(value)
 
 

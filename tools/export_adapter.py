@@ -3,9 +3,9 @@
     python tools/export_adapter.py --config config/grpo.py:my_recam_8npu \
         --checkpoint outputs/first/checkpoints/checkpoint_000010 --out adapter_10
 
-For `tools/generate.py`, plain diffusers and whatever else takes an adapter, while the run goes on. The averaged weights
-are taken where the run has an average. Give the recipe and the knobs of the run. Exit code: 0, or 2 for what cannot
-work.
+For `tools/generate.py`, plain diffusers and whatever else takes an adapter, while the run is still training. The
+averaged weights are taken where the run has an average. Give the recipe and the knobs of the run. Exit code: 0, or 2
+for what cannot work.
 """
 
 from __future__ import annotations

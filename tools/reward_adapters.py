@@ -272,7 +272,7 @@ def checksum(path: Path) -> str:
 
 def _weights(need: Need, path: Path | None) -> Path:
     missing = [name for name in need.files if path is not None and not (path / name).is_file()]
-    if path is None or not path.exists() or missing:
+    if path is None or missing or not (path.is_dir() if need.files else path.is_file()):
         got = f"{path}{' without ' + ', '.join(missing) if missing else ''}"
         raise ValueError(f"--weights is {got}, must be {need.weights}; nothing is downloaded here")
     return path.resolve()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-import math
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flow_grpo import rewards
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards import wire
 from flow_grpo.rewards.base import Reward
@@ -22,7 +21,9 @@ from flow_grpo.rewards.base import Reward
 NEEDS: Mapping[str, tuple[str, ...]] = {  # of rewards that look at less than both
     "target_view": ("target",),
     "target_psnr": ("target",),
+    "view_disp": ("target",),
     "room_pose": (),
+    "sharpness": (),
 }
 ADMITTED = 4  # requests whose bodies are in memory at a time: one is scored, the others are on their way
 REMEMBERED = 64  # replies kept, for a client that gave up waiting and asks again, or asks for a judge's second score
@@ -48,14 +49,21 @@ class Judge(Protocol):
         ...
 
 
+def code_version() -> str:
+    """Return a checksum of all rewards' code: a reward's value depends on more files than its own."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(rewards.__file__).parent.glob("*.py")):
+        digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class Local:
     """A reward of this project as a judge."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
-        code = Path(str(sys.modules[type(reward).__module__].__file__))
         self.model = reward.name
-        self.version = hashlib.sha256(code.read_bytes()).hexdigest()[:16]
+        self.version = code_version()
         self.scores: tuple[str, ...] = (reward.name,)
         self.needs = NEEDS.get(reward.name, ("source", "target"))
 
@@ -120,25 +128,32 @@ class Desk:
     def _judged(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, Any]:
         try:
             results = self.judge(videos, conditions)
-            shapes = {tuple(part.shape) for r in results.values() for part in (r.values, r.valid)}
+            shapes = {tuple(part.shape) for r in results.values() for part in (r.values, r.valid, r.faults)}
             shapes |= {(len(r.causes),) for r in results.values()}
             if set(results) != set(self.judge.scores) or shapes != {(len(conditions),)}:
                 raise ValueError(f"{self.judge.model} gave {sorted(results)} of shapes {sorted(shapes)}")
         except Exception as error:
             # Whatever it is, it is the judge's failure and no score.
             raise RefusedError(500, f"{type(error).__name__}: {error}") from error
-        valid, causes = [True] * len(conditions), [""] * len(conditions)
-        for name, result in results.items():
-            for row, (value, fine) in enumerate(zip(result.values.tolist(), result.valid.tolist(), strict=True)):
-                if not fine or not math.isfinite(value):
-                    valid[row] = False
-                    causes[row] = causes[row] or result.causes[row] or f"{name} is {value}"
-        scores = {
-            name: [value if fine else None for value, fine in zip(result.values.tolist(), valid, strict=True)]
-            for name, result in results.items()
-        }
         about = {"model": self.judge.model, "version": self.judge.version}
-        return {"scores": scores, "valid": valid, "causes": causes} | about
+        return _reply(results, len(conditions)) | about
+
+
+def _reply(results: Mapping[str, RewardResult], count: int) -> dict[str, Any]:
+    """Return scores, "valid", "causes" and "faulty" of `count` videos; without one of its scores a video has none."""
+    causes, faulty, lost = [""] * count, torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
+    for name, result in results.items():
+        finite = result.values.isfinite()
+        faulty |= result.faults | (result.valid & ~finite)
+        missing = ~(result.valid & finite)
+        for row in missing.nonzero().flatten().tolist():
+            causes[row] = causes[row] or result.causes[row] or f"{name} is {float(result.values[row])}"
+        lost |= missing
+    scores = {
+        name: [None if gone else value for value, gone in zip(result.values.tolist(), lost.tolist(), strict=True)]
+        for name, result in results.items()
+    }
+    return {"scores": scores, "valid": (~lost).tolist(), "causes": causes, "faulty": faulty.tolist()}
 
 
 def _unpack(meta: Mapping[str, Any], arrays: Mapping[str, wire.Pixels]) -> tuple[Tensor, list[Condition]]:

@@ -1,7 +1,7 @@
 """Host a reward over HTTP, for the weight `remote:<name>` of a run: docs/remote_rewards.md.
 
 python tools/reward_server.py --reward target_view --port 8000
-python tools/reward_server.py --reward hpsv3 --weights models/HPSv3 --port 8001 --token-env FLOW_GRPO_REWARD_TOKEN
+python tools/reward_server.py --reward hpsv3 --weights models/HPSv3/HPSv3.safetensors --port 8001
 
 One request is scored at a time. Nothing that arrives is unpickled, and nothing too large is read.
 """
@@ -164,17 +164,24 @@ def _is_loopback(host: str) -> bool:
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reward", required=True, choices=[*REWARDS, *ADAPTERS], help="what to host")
-    parser.add_argument("--host", default="127.0.0.1", help="other machines reach any other address: needs a token")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable that holds the token")
-    parser.add_argument("--max-mb", type=int, default=2048, help="MiB of a request, at most")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for a sender, and for a turn")
-    parser.add_argument("--data-root", default=".", help="dataset folder, for rewards that read what lies there")
-    parser.add_argument("--weights", type=Path, help="of an adapter: folder or file, see docs/remote_rewards.md")
-    parser.add_argument("--code", type=Path, help="of an adapter without a package: the clone of its repository")
-    parser.add_argument("--device", default="auto", help="of an adapter; local rewards run on the CPU")
-    parser.add_argument("--frames", type=int, default=5, help="frames of a video that a judge of pictures looks at")
+    add = parser.add_argument
+    add("--reward", required=True, choices=[*REWARDS, *ADAPTERS], help="what to host")
+    add("--host", default="127.0.0.1", help="one that other machines reach needs a token (%(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    add("--token-env", default="", metavar="NAME", help="environment variable that holds the token (no token)")
+    add("--max-mb", type=int, default=2048, help="MiB of a request, at most (%(default)s)")
+    add(
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds for a sender to send, and for a request to wait for its turn (%(default)g); scoring has no limit "
+        "here, how long a trainer waits for a score is its reward.remote_timeout",
+    )
+    add("--data-root", default=".", help="dataset folder, for rewards that read what lies there (%(default)s)")
+    add("--weights", type=Path, help="of an adapter: folder or file, see docs/remote_rewards.md")
+    add("--code", type=Path, help="of an adapter without a package: the clone of its repository")
+    add("--device", default="auto", help="of an adapter (%(default)s); local rewards run on the CPU")
+    add("--frames", type=int, default=5, help="of a video that a judge of pictures looks at (%(default)s)")
     return parser.parse_args(words)
 
 

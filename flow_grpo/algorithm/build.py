@@ -22,7 +22,7 @@ from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.models.policy import Policy
-from flow_grpo.rewards.base import RewardSet, build_reward, build_reward_set
+from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import Ranks
 
@@ -161,8 +161,19 @@ def build_rewards(config: Config, weights: Mapping[str, float]) -> RewardSet:
 
 
 def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
-    """Return what measures held-out conditions: rewards, agreement with the true view, gold metric."""
+    """Return what measures held-out conditions: rewards, agreement with the true view, gold metric.
+
+    Raises:
+        ValueError: a gold metric on data that has nothing to measure it by.
+    """
     evaluation = config.eval
+    needed = SCENE_FILES.get(evaluation.gold)
+    if needed and not any((scene.folder / needed).is_file() for scene in held_out.scenes):
+        raise ValueError(
+            f"eval.gold is {evaluation.gold!r}, which needs the tiny world: no scene of split "
+            f"{config.data.eval_split!r} in {config.data.root} has a {needed}; pass --config.eval.gold= and judge "
+            "checkpoints with tools/evaluate.py --checkpoint"
+        )
     settings = EvalSettings(
         sigmas=flow_sigmas(evaluation.num_steps, config.sample.shift),
         num_conditions=evaluation.num_conditions,

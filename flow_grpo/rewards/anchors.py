@@ -36,7 +36,7 @@ class Film:
 
     Attributes:
         pictures: (F, h, w) uint8 grey.
-        poses: (F, 4, 4) float64 camera-to-world in metres.
+        poses: (F, 4, 4) float64 camera-to-world in metres; NaN where the source came without, see `unposed.py`.
         frames: the number of each frame in its video.
     """
 

@@ -6,6 +6,7 @@ A new reward is one file with a class like `Reward`, one line in `REWARDS`, and 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -18,7 +19,7 @@ from flow_grpo.rewards.camera_pose import PoseRot, PoseTrans
 from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.remote import Patience, RemoteReward
-from flow_grpo.rewards.room_pose import RoomPose
+from flow_grpo.rewards.room_pose import ROOM_FILE, RoomPose
 from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.rewards.smooth import Smooth
 from flow_grpo.rewards.source_match import SourceMatch
@@ -72,6 +73,7 @@ REWARDS: Mapping[str, Callable[[Path], Reward]] = {
     "exposure": lambda _: Exposure(),
     "room_pose": RoomPose,
 }
+SCENE_FILES: Mapping[str, str] = {"room_pose": ROOM_FILE}  # what a reward reads of the scene's folder beside its videos
 
 
 class RewardSet:
@@ -82,10 +84,12 @@ class RewardSet:
         weights: name -> weight, for exactly these rewards.
 
     Raises:
-        ValueError: names do not match.
+        ValueError: names do not match, or a reward lacks a part of `Reward`.
     """
 
     def __init__(self, rewards: Sequence[Reward], weights: Mapping[str, float]) -> None:
+        for reward in rewards:
+            _check_parts(reward)
         names = [reward.name for reward in rewards]
         if len(set(names)) != len(names) or set(names) != set(weights):
             raise ValueError(f"rewards {names} and weights {sorted(weights)} must name the same rewards, each once")
@@ -104,6 +108,19 @@ class RewardSet:
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1]."""
         return {reward.name: _measure(reward, videos, conditions) for reward in self.rewards}
+
+
+def _check_parts(reward: Reward) -> None:
+    """Refuse a reward that would fail at the first thing asked of it, hours into a run."""
+    name, floor, measures = (getattr(reward, part, None) for part in ("name", "floor", "measures"))
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"reward {type(reward).__name__} has name {name!r}, must be a text: its weight is called so")
+    if isinstance(floor, bool) or not isinstance(floor, float | int) or not 0 <= floor < math.inf:
+        raise ValueError(f"reward {name} has floor {floor!r}, must be a number in [0, inf); 0 where noise is unknown")
+    if not isinstance(measures, tuple) or not all(isinstance(each, str) for each in measures):
+        raise ValueError(
+            f"reward {name} has measures {measures!r}, must be a tuple of the names in its info; () for none"
+        )
 
 
 def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -40,7 +39,7 @@ ROT_CAP_DEG = 45.0
 LEAST_REACH_M = 0.3
 CAP_REACHES = 2.0
 LEAST_LOCATED = 0.5  # share of the frames judged
-MOST_SECONDS = 600.0  # for a batch
+MOST_SECONDS = 600.0  # for one kind of call on a batch: anchors, poses, displacements
 MOST_WORKERS = 16
 SOURCES_KEPT, BATCHES_KEPT = 32, 2
 
@@ -156,7 +155,7 @@ class PoseMeasurer:
 
     Args:
         workers: processes; 0 measures in this one, without a time limit.
-        seconds: time limit of a batch.
+        seconds: time limit for the anchors of a batch's sources, and again for the poses of its frames.
     """
 
     def __init__(self, workers: int = 0, seconds: float = MOST_SECONDS) -> None:
@@ -188,7 +187,6 @@ class PoseMeasurer:
         conditions: Sequence[Condition],
         keys: Sequence[SourceKey],
     ) -> list[Outcome[PoseErrors]]:
-        start = time.monotonic()
         sources = self._find(conditions, keys)
         rows = [row for row, source in enumerate(sources) if source.value is not None]
         frames = frame_numbers(conditions[0].source_video.shape[1])
@@ -197,8 +195,8 @@ class PoseMeasurer:
             source = sources[row].value
             assert source is not None
             jobs.append((pictures[row], frames, source.views, source.camera))
-        left = max(0.0, self.seconds - (time.monotonic() - start))
-        located = self.pool.run(locate_video, jobs, seconds=left, what="camera poses")
+        # Limited on their own: sources that took all of their time must not take that of the poses along.
+        located = self.pool.run(locate_video, jobs, seconds=self.seconds, what="camera poses")
         outcomes = [Outcome[PoseErrors](None, source.fault, source.lacking) for source in sources]
         for row, found in zip(rows, located, strict=True):
             outcomes[row] = _errors(found, sources[row], conditions[row], frames)
@@ -258,7 +256,7 @@ class PathReward:
     """
 
     measures: tuple[str, ...]
-    metric = True  # a source without a known unit is nothing to measure by
+    needs_metres = True  # a source without a known unit is nothing to measure by
 
     def __init__(self, measurer: PoseMeasurer | None = None) -> None:
         self.measurer = shared_measurer() if measurer is None else measurer
@@ -282,7 +280,7 @@ class PathReward:
         return RewardResult(values, valid, causes, dict(zip(self.measures, measured, strict=True)), faulty)
 
     def _in_metres(self, outcome: Outcome[PoseErrors]) -> Outcome[PoseErrors]:
-        if self.metric and outcome.value is not None and not outcome.value.metric:
+        if self.needs_metres and outcome.value is not None and not outcome.value.metric:
             text = "the source came without poses, so nothing tells the size of its scene in metres"
             return Outcome(None, text, lacking=True)
         return outcome
@@ -298,7 +296,7 @@ class PoseRot(PathReward):
     name = "pose_rot"
     floor = 0.1 / ROT_CAP_DEG  # a tenth of a degree: blur and JPEG move the estimate so far
     measures = ("rot_deg", "valid_frames", "unregistered")
-    metric = False
+    needs_metres = False
 
     def read(self, errors: PoseErrors) -> tuple[float, float]:
         """Return the value and the mean rotation error in degrees."""

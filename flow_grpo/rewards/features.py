@@ -1,6 +1,6 @@
 """Points of a picture that are found again in another one: SIFT corners and their mutual matches.
 
-The only file beside `pnp.py` that knows OpenCV.
+Only this file, `pnp.py` and `structure_from_motion.py` know OpenCV.
 """
 
 from __future__ import annotations

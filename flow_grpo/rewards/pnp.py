@@ -50,7 +50,8 @@ class Located:
 
     Attributes:
         poses: (F, 4, 4) float64 OpenCV camera-to-world in metres; NaN where the picture was not recognised.
-        inliers: (F,) int64 different features that agree with the pose, also where they were too few.
+        inliers: (F,) int64 different features that agree with the best pose, also where they were too few to believe
+            it; 0 where there was none.
     """
 
     poses: Floats

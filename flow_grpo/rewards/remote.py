@@ -139,13 +139,14 @@ class RemoteReward:
         values = torch.full((len(conditions),), torch.nan)
         causes = ["" if fine else "video holds values outside [0, 1], not sent" for fine in inside]
         left = [row for row, fine in enumerate(inside) if fine]
+        faulty = torch.tensor(inside)  # what is to be sent, until the server has said what became of it
         if left and (rest := self._breaker.rest_s()):
             for row in left:
                 causes[row] = f"{self.name} not asked: it failed {self.patience.failures} calls, next in {rest:.0f} s"
             left = []
         elif left:
             try:
-                self._score_all(videos, conditions, left, values, causes)
+                self._score_all(videos, conditions, left, values, causes, faulty)
                 self._breaker.note(failed=False)
             except ServiceError as error:
                 # Once one request of a call has failed, the rest of the call is not sent: its time stays bounded.
@@ -153,7 +154,7 @@ class RemoteReward:
                 for row in left:
                     causes[row] = f"{self.name} {error}"
         valid = torch.tensor([not cause for cause in causes])
-        return RewardResult(values, valid, tuple(causes), faulty=~valid & torch.tensor(inside))
+        return RewardResult(values, valid, tuple(causes), faulty=faulty)
 
     def stats(self) -> dict[str, float]:
         """Return requests and failures since the last call, and within which seconds 50 % and 95 % of them ended."""
@@ -175,8 +176,9 @@ class RemoteReward:
         left: list[int],
         values: Tensor,
         causes: list[str],
+        faulty: Tensor,
     ) -> None:
-        """Fill in `values` and `causes` request by request, taking the rows that are done from `left`."""
+        """Fill in `values`, `causes`, `faulty` request by request, taking the rows that are done from `left`."""
         health = self._greet()
         size = max(_bytes(videos[row], conditions[row], health) for row in left)
         share = max(1, (health.max_bytes - MARGIN) // size)
@@ -188,7 +190,7 @@ class RemoteReward:
                 with _believing():
                     reply = wire.read_reply(body, self._score, len(rows))
                 self._recognise(reply.identity)
-            values[rows] = reply.values
+            values[rows], faulty[rows] = reply.values, reply.faulty
             for row, cause in zip(rows, reply.causes, strict=True):
                 causes[row] = cause
             del left[: len(rows)]

@@ -39,6 +39,7 @@ from flow_grpo.maths.room import Room, render, stack_rooms
 from flow_grpo.maths.soft_room import Raster, draw, draw_slopes
 from flow_grpo.records import Condition, RewardResult
 
+ROOM_FILE = "room.json"  # of a scene folder: the room that it was filmed in
 COLUMNS = (8, 16, 32)  # of the coarse, middle and fine pictures, at most
 STARTS = 4  # guesses of a frame that are refined
 GUESS_YAW, GUESS_PITCH = (-30.0, -15.0, 0.0, 15.0, 30.0), (-12.0, 0.0, 12.0)  # degrees
@@ -305,7 +306,7 @@ class RoomPose:
                 causes[row] = f"{condition.scene} has no reference pose or no intrinsics"
                 continue
             try:
-                rooms[row] = load_room(self.data_root / condition.scene / "room.json")
+                rooms[row] = load_room(self.data_root / condition.scene / ROOM_FILE)
             except (OSError, ValueError) as error:
                 causes[row] = f"no room to compare with: {error}"
         info = {name: torch.full((len(conditions),), torch.nan) for name in self.measures}

@@ -24,7 +24,8 @@ def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> So
     Args:
         source: the source video; its poses are not read.
         target: the ground-truth view of the same times, poses in metres relative to the source's first camera, or None.
-        camera: (3, 3) from `pnp.camera_matrix`, of both.
+        camera: (3, 3) from `pnp.camera_matrix`, of both. The reconstruction takes fx alone, for square pixels and a
+            principal point in the middle; anchors and checks take all of it.
     """
     # Here, in a scoring process: hardly any run needs it, and it is not for every machine.
     from flow_grpo.rewards import structure_from_motion

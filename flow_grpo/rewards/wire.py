@@ -66,11 +66,13 @@ class Reply:
     Attributes:
         values: (B,) fp32, NaN where not valid.
         causes: B texts, "" where valid.
+        faulty: (B,) bool, not valid because measuring failed, see `RewardResult`.
         identity: the model and its version.
     """
 
     values: Tensor
     causes: tuple[str, ...]
+    faulty: Tensor
     identity: tuple[str, str]
 
 
@@ -311,17 +313,24 @@ def read_reply(body: bytes, name: str, count: int) -> Reply:
     if not isinstance(scores, dict) or name not in scores:
         raise ValueError(f"reply holds no score {name!r}")
     found = _list(scores[name], f"scores.{name}", count)
-    if not all(type(row) is bool for row in valid):
-        raise ValueError("reply's valid must hold true and false only")
+    # A server that does not say so may have failed: what is not valid then counts as a fault.
+    failed = _list(said.get("faulty", [not fine for fine in valid]), "faulty", count)
+    for key, rows in (("valid", valid), ("faulty", failed)):
+        if not all(type(row) is bool for row in rows):
+            raise ValueError(f"reply's {key} must hold true and false only")
+    if any(fine and fault for fine, fault in zip(valid, failed, strict=True)):
+        raise ValueError("reply calls a sample both valid and faulty")
     if not all(row is None or type(row) in (int, float) for row in found):
         raise ValueError(f"reply's scores.{name} must hold numbers and null only")
     told = _list(said.get("causes", [""] * count), "causes", count)
     values = torch.tensor([_number(row) if fine else math.nan for row, fine in zip(found, valid, strict=True)])
+    finite = values.isfinite()
     causes = [
-        (one_line(cause) or "server calls it not valid") if not fine else "" if finite else f"value is {one_line(row)}"
-        for cause, fine, finite, row in zip(told, valid, values.isfinite().tolist(), found, strict=True)
+        (one_line(cause) or "server calls it not valid") if not fine else "" if number else f"value is {one_line(row)}"
+        for cause, fine, number, row in zip(told, valid, finite.tolist(), found, strict=True)
     ]
-    return Reply(values.masked_fill(~values.isfinite(), math.nan), tuple(causes), _identity(said))
+    faulty = torch.tensor(failed) | (torch.tensor(valid) & ~finite)
+    return Reply(values.masked_fill(~finite, math.nan), tuple(causes), faulty, _identity(said))
 
 
 def _list(value: object, what: str, count: int) -> Sequence[Any]:
