@@ -1,0 +1,121 @@
+"""A rank of `train_grpo.py` with one fault: torchrun starts this file in its place, see `test_faults.py`.
+
+The environment variable FAULT names it, FAULTY_RANK the rank that has it. It strikes in the second epoch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import flow_grpo  # noqa: F401, I001 - sets the guard of device plug-ins before torch is imported
+
+import torch
+
+import train_grpo
+from flow_grpo.algorithm import evaluate, update
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime import state_files
+from flow_grpo.runtime.metric_files import MetricFiles
+
+EPOCH = {"begun": -1}
+HERE = os.environ.get("RANK") == os.environ.get("FAULTY_RANK")
+
+
+def due() -> bool:
+    """Tell whether the fault strikes now, here."""
+    return HERE and EPOCH["begun"] == 1
+
+
+def before(owner: Any, name: str, strike: Callable[[], None]) -> None:
+    """Let a fault strike before every call of a function, when it is due."""
+    original = getattr(owner, name)
+
+    def replaced(*args: Any, **named: Any) -> Any:
+        if due():
+            strike()
+        return original(*args, **named)
+
+    setattr(owner, name, replaced)
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    """Return what raises an error."""
+
+    def strike() -> None:
+        raise error
+
+    return strike
+
+
+def broken_gradient() -> None:
+    """Turn the gradients of every trained tensor that is alive into NaN."""
+    update.take_step = lambda *_: torch.tensor(torch.nan)
+
+
+def die() -> None:
+    """End without a word."""
+    os.kill(os.getpid(), 9)
+
+
+def started_again() -> bool:
+    """Tell whether the launcher did so."""
+    return os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+
+
+def freeze() -> None:
+    """Stop as a machine does that hangs: threads included."""
+    os.kill(os.getpid(), 19)
+
+
+BROKEN = RuntimeError("the fault that was planted")
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FAULTS: dict[str, Callable[[], None]] = {
+    "fetch": lambda: before(MultiCamDataset, "condition", raising(BROKEN)),
+    "encode": lambda: before(RecamPolicy, "encode", raising(BROKEN)),
+    "rollout": lambda: before(RecamPolicy, "velocity", raising(BROKEN)),
+    "decode": lambda: before(RecamPolicy, "decode", raising(BROKEN)),
+    "decode memory": lambda: before(RecamPolicy, "decode", raising(torch.OutOfMemoryError("3 GiB"))),
+    "update": lambda: before(update, "grpo_loss", raising(BROKEN)),
+    "update memory": lambda: before(update, "grpo_loss", raising(torch.OutOfMemoryError("3 GiB"))),
+    "gradient": lambda: before(update, "take_step", broken_gradient),
+    "evaluate": lambda: before(evaluate, "score", raising(BROKEN)),
+    "log": lambda: before(MetricFiles, "append", raising(OSError(errno.EROFS, "Read-only file system"))),
+    "save": lambda: before(state_files, "save_file", raising(FULL)),
+    "die": lambda: before(RecamPolicy, "velocity", die),
+    "freeze": lambda: before(RecamPolicy, "velocity", freeze),
+    "hang": lambda: before(RewardSet, "__call__", lambda: time.sleep(3600)),
+    "hang in update": lambda: before(update, "grpo_loss", lambda: time.sleep(3600)),
+    "die once": lambda: before(
+        RecamPolicy, "velocity", die if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else int
+    ),
+    "slow": lambda: before(RewardSet, "__call__", lambda: time.sleep(3)),
+    "": lambda: None,
+}
+
+
+def main() -> None:
+    """Plant the fault and train."""
+    train_epoch = train_grpo.train_epoch
+
+    def counted(trainer: Any, epoch: int) -> None:
+        EPOCH["begun"] = epoch
+        (trainer.run_folder / "begun").write_text(str(epoch))
+        train_epoch(trainer, epoch)
+
+    train_grpo.train_epoch = counted
+    FAULTS[os.environ["FAULT"]]()
+    train_grpo.launch()
+
+
+if __name__ == "__main__":
+    main()
