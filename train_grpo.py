@@ -213,29 +213,14 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         rewards = parts.build_rewards(config, config.reward.weights)
         cameras = pooled(train.cameras())
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
-    identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
-    ranks.all_equal(str(identity), "model and data")
-    policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
-    if config.train.kl_coef > 0:
-        policy.keep_reference(offload=config.model.offload)
-    optimizer = parts.build_optimizer(config, policy)
-    policy.module = partition(policy.module, optimizer, config.train, device, ranks)
-    sampler = parts.build_sampler(config, train, ranks)
-    state = RunState(
-        module=policy.module,
-        optimizer=optimizer,
-        sampler=sampler,
-        ema=Ema(policy.trained_parameters(), config.train.ema_decay) if config.train.ema_decay else None,
-        device=device,
-        identity=identity,
-    )
+    state = spread(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
     with alike(ranks):
         if ranks.is_main:
             lock.take()
     progress = Progress(config.num_epochs, ranks, finished=state.finished)
-    collector = parts.build_collector(config, policy, train, sampler, rewards, progress, is_main=ranks.is_main)
+    collector = parts.build_collector(config, policy, train, state.sampler, rewards, progress, is_main=ranks.is_main)
     return Trainer(
         config=config,
         collector=collector,
@@ -253,6 +238,30 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, state, progress, ranks),
         cameras=cameras,
         conditions=train,
+    )
+
+
+def spread(config: Config, policy: RecamPolicy, train: MultiCamDataset, device: torch.device, ranks: Ranks) -> RunState:
+    """Put the policy's network and its optimizer on the ranks, and return what a checkpoint of it holds.
+
+    Raises:
+        ValueError: on every rank alike, when they hold different models or data, or cannot be sharded so.
+    """
+    identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
+    ranks.all_equal(str(identity), "model and data")
+    policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
+    if config.train.kl_coef > 0:
+        policy.keep_reference(offload=config.model.offload)
+    optimizer = parts.build_optimizer(config, policy)
+    policy.module = partition(policy.module, optimizer, config.train, device, ranks)
+    sampler = parts.build_sampler(config, train, ranks)
+    return RunState(
+        module=policy.module,
+        optimizer=optimizer,
+        sampler=sampler,
+        ema=Ema(policy.trained_parameters(), config.train.ema_decay) if config.train.ema_decay else None,
+        device=device,
+        identity=identity,
     )
 
 
