@@ -449,7 +449,7 @@ DATA = [
     Case(
         "verdicts of another form",
         lambda s: knob("data.exclude", s.file("v.json", '{"a": 1}'))(s),
-        ("v.json", "no table scene -> camera -> verdict", "make it"),
+        ("v.json", "no settings and table scene -> camera -> verdict", "make it"),
     ),
     Case(
         "verdicts too deep to read",

@@ -24,7 +24,7 @@ from tools import convert_recammaster, generate
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
 RUNNERS = {"eval", "exec", "compile", "__import__"}
-ARCHIVES = {"tarfile", "zipfile", "unpack_archive"}  # their names may leave the folder they are unpacked to
+ARCHIVES = {"tarfile", "unpack_archive", "extract", "extractall"}  # names in them may leave the folder
 RECIPES = "flow_grpo/config.py"  # a recipe is a program, which its user names
 
 

@@ -20,7 +20,8 @@ def test_without_a_folder_everything_is_wan_s():
     with without_memory():
         policy = outline(config)
         assert all(isinstance(parameter, FakeTensor) for parameter in policy.module.parameters())
-        assert sum(p.numel() for p in policy.module.parameters()) == 1_490_420_800
+        block, two = (sum(p.numel() for p in part.parameters()) for part in (policy.module.blocks[0], policy.module))
+        assert two + 28 * block == 1_490_420_800
 
 
 def test_a_folder_s_configurations_count_and_what_they_leave_out_is_wan_s(tmp_path):

@@ -33,7 +33,8 @@ def figures(**records: dict) -> dict:
     return {"hardware": "a card", "memory_gib": 64.0, "sizes": {"rows": 1}, "records": records}
 
 
-@pytest.mark.timeout(300)  # six processes, most of it imports: 50 s of one idle core
+@pytest.mark.slow  # six processes, most of it imports: 50 s of one idle core
+@pytest.mark.timeout(300)
 def test_the_self_test_measures_every_part_and_keeps_it(tmp_path) -> None:
     file = tmp_path / "kept.json"
     command = [sys.executable, str(ROOT / "benchmarks/real_size.py"), "--device", "cpu", "--out", str(file)]

@@ -309,6 +309,7 @@ def test_8_ranks_of_the_dapo_twin_resample_and_fall_back(tmp_path):
         "eval.num_conditions": 8,
         "eval.gold": "",
         "eval.videos": 1,
+        "doctor": "off",
         "data.root": str(tmp_path / "world"),
     }
     given = ["--config", f"{ROOT}/config/grpo.py:my_recam_8npu_dapo_tiny"]
@@ -418,7 +419,7 @@ def test_under_shards_a_video_that_breaks_on_one_rank_stops_all_at_once(places, 
 
 
 @pytest.mark.timeout(300)
-def test_torchrun_stops_at_the_door_without_the_weights(tmp_path):
+def test_torchrun_stops_at_the_door_without_the_data(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_grpo.py"]
     command += ["--config", "config/grpo.py:my_recam_8npu", "--config.device=cpu", f"--config.output_root={tmp_path}"]
     done = subprocess.run(
@@ -426,6 +427,5 @@ def test_torchrun_stops_at_the_door_without_the_weights(tmp_path):
     )
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert "model.path 'models/recammaster-wan2.1-1.3b' does not exist" in line
-    assert "--config.model.path" in line
+    assert "dataset folder data/MultiCamVideo-Dataset does not exist; set data.root" in line
     assert "exitcode  : 2" in done.stderr
