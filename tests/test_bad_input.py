@@ -12,6 +12,7 @@ import train_grpo
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.runtime import checkpoint, plots
 from flow_grpo.runtime.distributed import InputError
+from flow_grpo.runtime.run_lock import LOCK
 from tests.bad_input_cases import CASES, Case, Setup
 
 
@@ -22,7 +23,7 @@ def setup(valid, tmp_path, monkeypatch) -> Setup:
 
 
 def contents(folder: Path) -> list[str]:
-    return sorted(str(path) for path in folder.rglob("*"))
+    return sorted(str(path) for path in folder.rglob("*") if path.name != LOCK)
 
 
 def said(capsys) -> str:
