@@ -95,11 +95,11 @@ def test_dynamic_sampling_is_there_when_asked_for(world):
 
 
 def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world, monkeypatch):
-    config = settings(world, "--config.eval.num_conditions=4")
+    config = settings(world, "--config.eval.num_conditions=8")
     held_out = build.dataset(config, "val")
     assert build.build_evaluator(config, None, held_out, Ranks()).gold.name == "room_pose"
     monkeypatch.setattr(build, "SCENE_FILES", {"room_pose": "nothing.json"})
     with pytest.raises(ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no scene of split"):
         build.build_evaluator(config, None, held_out, Ranks())
-    without = settings(world, "--config.eval.num_conditions=4", "--config.eval.gold=")
+    without = settings(world, "--config.eval.num_conditions=8", "--config.eval.gold=")
     assert build.build_evaluator(without, None, held_out, Ranks()).gold is None
