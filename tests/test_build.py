@@ -72,7 +72,7 @@ def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, 
 
 
 def test_step_weights_follow_guard_and_choice():
-    state = types.SimpleNamespace(optimizer=None, ema=None)
+    state = types.SimpleNamespace(optimizer=None, ema=None, bad_steps=[])
     made = {
         name: build.build_updater(load_config(TINY, change), None, state, types.SimpleNamespace(update=None), Ranks())
         for name, change in {

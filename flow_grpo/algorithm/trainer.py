@@ -143,6 +143,7 @@ class Trainer:
     def update(self, batch: TrainingBatch, epoch: int) -> None:
         """Take the epoch's gradient steps."""
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
+        self.ranks.enter("update")
         self.progress.start_update(self.updater.replays(batch, epoch))
         with self.clock.phase("update"):
             self.metrics |= self.updater.run(batch, epoch=epoch, probe=probe)

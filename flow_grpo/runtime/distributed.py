@@ -154,14 +154,18 @@ class Ranks:
             InputError: on every rank, as `raise_together`.
             RuntimeError: likewise.
         """
-        if self.heartbeat is not None:
-            self.heartbeat.enter(phase)
+        self.enter(phase)
         try:
             yield
         except BaseException as error:
             self.raise_together(error, phase)
             raise
         self.raise_together(None, phase)
+
+    def enter(self, phase: str) -> None:
+        """Note that a phase begins: the others are told its name when this rank fails, dies or hangs in it."""
+        if self.heartbeat is not None:
+            self.heartbeat.enter(phase)
 
     def tick(self) -> None:
         """Note progress within a phase, so that a long one is not taken for a rank that hangs."""
