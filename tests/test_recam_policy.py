@@ -399,7 +399,8 @@ def test_nothing_is_compiled_where_the_compiler_is_experimental():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inside torch
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # inside torch
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # likewise
 def test_compiled_blocks_compute_the_same_forward_and_backward():
     plain, compiled = policy(mode="lora"), policy(mode="lora")
     recam_policy._switch(compiled.module, dataclasses.replace(LORA, compile=True), CPU)
