@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         refuse(error, ranks)
         return 2
-    with told(ranks):
+    with ranks.told():
         try:
             trainer = build(config, recipe, device, ranks)
             if config.doctor == "fast" and trainer.state.finished < config.num_epochs:
@@ -86,16 +86,6 @@ def main(words: Sequence[str] | None = None) -> int:
         trainer.lock.release()
         distributed.stop(ranks)
     return 0
-
-
-@contextlib.contextmanager
-def told(ranks: Ranks) -> Iterator[None]:
-    """Let the other ranks know of an error inside, wherever they wait for this one."""
-    try:
-        yield
-    except Exception as error:
-        ranks.fail(error)
-        raise
 
 
 def show_plan(config: Config, devices: int) -> None:

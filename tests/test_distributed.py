@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import types
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from flow_grpo.runtime import distributed
-from flow_grpo.runtime.distributed import InputError, Ranks
+from flow_grpo.runtime.distributed import InputError, RankError, Ranks
 from tests.workers import run_ranks
 
 WORLD = 3
@@ -129,7 +130,74 @@ def test_input_that_is_not_fit_is_told_as_such_on_every_rank_unless_a_rank_fails
     unfit = InputError("video a is short")
     assert set(run_ranks(input_or_bug, WORLD, (unfit, None, unfit))) == {("InputError", "video a is short")}
     both = "rank 0 failed in phase: InputError: video a is short; rank 1 failed in phase: KeyError: 'x'"
-    assert set(run_ranks(input_or_bug, WORLD, (unfit, KeyError("x"), None))) == {("RuntimeError", both)}
+    assert set(run_ranks(input_or_bug, WORLD, (unfit, KeyError("x"), None))) == {("RankError", both)}
+
+
+class Heart:
+    """Remembers what it was asked to tell."""
+
+    phase = "sampling"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def announce(self, text: str) -> None:
+        self.asked.append(text)
+
+    def withdraw(self) -> None:
+        self.asked.append("withdrawn")
+
+    def leave(self, text: str) -> None:
+        self.asked.append(f"left: {text}")
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+
+    def waiting(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+
+def others(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, *, come: bool) -> Ranks:
+    """Return ranks of which the other one comes to an exchange, or ends."""
+
+    def exchange(*_: object, **__: object) -> None:
+        if not come:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_reduce", exchange)
+    monkeypatch.setattr(Ranks, "gather_text", lambda _, text: ["", text])
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("error", "asked", "raised"),
+    [
+        (KeyError("x"), ["KeyError: 'x'", "withdrawn"], "rank 1 failed in phase: KeyError: 'x'"),
+        (InputError("video a is short"), [], "video a is short"),
+    ],
+)
+def test_an_error_is_announced_while_the_others_are_waited_for(error, asked, raised, monkeypatch) -> None:
+    ranks = others(Ranks(1, 2, 1, object(), Heart()), monkeypatch, come=True)
+    with pytest.raises((InputError, RankError), match=raised), ranks.together("phase"):
+        raise error
+    assert ranks.heartbeat.asked == asked
+
+
+def test_an_error_is_named_even_if_the_others_do_not_come(monkeypatch) -> None:
+    ranks = others(Ranks(1, 2, 1, object(), Heart()), monkeypatch, come=False)
+    with pytest.raises(RankError, match=r"^rank 1 failed in sampling: KeyError: 'x'$"), ranks.together("sampling"):
+        raise KeyError("x")
+
+
+def test_an_error_outside_of_exchanges_is_told_and_named_and_one_that_all_have_is_not() -> None:
+    ranks = Ranks(1, 2, 1, None, Heart())
+    with pytest.raises(RankError, match=r"^rank 1 failed in sampling: KeyError: 'x'$"), ranks.told():
+        raise KeyError("x")
+    with pytest.raises(RankError, match="rank 0 failed"), ranks.told():
+        raise RankError("rank 0 failed in update: KeyError: 'y'")
+    assert ranks.heartbeat.asked == ["left: KeyError: 'x'"]
+    with pytest.raises(KeyError), Ranks().told():
+        raise KeyError("x")
 
 
 def accelerator_gradients(ranks: Ranks) -> tuple[int, int, list[float]]:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.runtime import checkpoint
 from tests.tiny_models import make_tiny_folder
+from tools.soak import Family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -90,7 +90,7 @@ def launch(places, tmp_path) -> Iterator[Callable[..., Ended]]:
         fault: str,
         *,
         ranks: int = 2,
-        strike: Callable[[subprocess.Popen[bytes], list[psutil.Process]], None] | None = None,
+        strike: Callable[[Family], None] | None = None,
         torchrun: tuple[str, ...] = (),
         **knobs: object,
     ) -> Ended:
@@ -123,45 +123,25 @@ def launch(places, tmp_path) -> Iterator[Callable[..., Ended]]:
 def follow(
     process: subprocess.Popen[bytes],
     begun: Path,
-    strike: Callable[[subprocess.Popen[bytes], list[psutil.Process]], None] | None,
+    strike: Callable[[Family], None] | None,
 ) -> tuple[float, list[str]]:
     """Wait until a launcher and all it started are gone; return the seconds since the second epoch and who was left."""
-    family = {process.pid: psutil.Process(process.pid)}
+    family = Family(process)
     start, second = time.monotonic(), 0.0
     while time.monotonic() - start < 240 and (not second or time.monotonic() - second < BOUND_S + 30):
-        for member in list(family.values()):
-            try:
-                family |= {child.pid: child for child in member.children(recursive=True) if child.pid not in family}
-            except psutil.NoSuchProcess:
-                continue
-        alive = [member for member in family.values() if runs(member)]
-        if process.poll() is not None and not alive:
+        family.look()
+        if process.poll() is not None and not family.alive():
             break
         if not second and begun.exists() and begun.read_text() not in ("", "0"):
             second = time.monotonic()
             if strike is not None:
-                strike(process, [member for member in alive if member.pid != process.pid])
+                strike(family)
         time.sleep(0.05)
-    seconds = time.monotonic() - (second or start)
-    left = [" ".join(member.cmdline())[-80:] for member in family.values() if runs(member)]
-    for member in family.values():
-        if runs(member):
-            member.kill()
-    return seconds, left
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def parent(process: psutil.Process) -> int:
-    try:
-        return process.ppid()
-    except psutil.NoSuchProcess:
-        return -1
+    seconds, left = time.monotonic() - (second or start), family.alive()
+    said = [" ".join(member.cmdline())[-80:] for member in left]
+    for member in left:
+        member.kill()
+    return seconds, said
 
 
 # Fault -> what is said. Rank 1 of 2 has it.
@@ -172,7 +152,7 @@ SAID = {
     "rollout": [f"rank 1 failed in sampling: {PLANTED}"],
     "decode": [f"rank 1 failed in sampling: {PLANTED}"],
     "decode memory": ["rank 1 failed in sampling: RuntimeError: out of memory in decoding", "model.vae_tiling=true"],
-    "update": [f"rank 1 failed in update: {PLANTED}"],
+    "update": [f"RankError: rank 1 failed in update: {PLANTED}", "rank 0 ends in update: rank 1 failed in update:"],
     "update memory": ["rank 1 failed in update: RuntimeError: out of memory in the update of 4", "train.batch_size=2"],
     "evaluate": [f"rank 1 failed in evaluation: {PLANTED}"],
     "save": ["rank 1 failed in saving a checkpoint (files): OSError: [Errno 28] No space left on device"],
@@ -197,7 +177,14 @@ def test_a_fault_of_one_rank_ends_all_by_name(launch, fault):
 def test_a_fault_of_one_of_four_ranks_is_told_alike_by_all(launch):
     ended = launch("fetch", ranks=4)
     assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
-    assert ended.said.count(f"RuntimeError: rank 3 failed in sampling: {PLANTED}") == 4
+    assert ended.said.count(f"RankError: rank 3 failed in sampling: {PLANTED}") == 4
+
+
+def test_a_fault_while_the_others_wait_inside_a_sharded_forward_ends_all_by_name(launch):
+    ended = launch("rollout", train__sharding="fsdp2")
+    assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
+    assert f"RankError: rank 1 failed in sampling: {PLANTED}" in ended.said
+    assert f"rank 0 ends in sampling: rank 1 failed in sampling: {PLANTED}" in ended.said
 
 
 def test_a_gradient_that_is_not_finite_ends_all_by_name(launch):
@@ -223,35 +210,26 @@ def test_a_killed_rank_is_started_again_by_the_launcher_and_goes_on_by_itself(la
 
 
 def test_a_killed_loader_process_ends_all_by_name(launch):
-    def strike(launcher: subprocess.Popen[bytes], others: list[psutil.Process]) -> None:
-        ranks = {process.pid for process in others if parent(process) == launcher.pid}
-        workers = [process for process in others if parent(process) in ranks]
-        victim = next(process for process in workers if any("spawn_main" in word for word in process.cmdline()))
-        victim.kill()
-
-    ended = launch("slow", strike=strike, data__num_workers=1, num_epochs=6)
+    ended = launch("slow", strike=lambda family: family.workers()[0].kill(), data__num_workers=1, num_epochs=6)
     assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
     assert "failed in sampling" in ended.said and "DataLoader worker" in ended.said
 
 
 def test_a_killed_launcher_leaves_no_rank_behind(launch):
-    ended = launch("slow", strike=lambda launcher, _: launcher.kill(), num_epochs=40)
+    ended = launch("slow", strike=lambda family: family.launcher.kill(), num_epochs=40)
     assert not ended.left and ended.seconds < BOUND_S
     assert "the ranks' store has not answered" in ended.said
 
 
 def test_sigterm_to_one_rank_ends_all_after_the_epoch_with_code_0(launch):
-    def strike(launcher: subprocess.Popen[bytes], others: list[psutil.Process]) -> None:
-        next(process for process in others if parent(process) == launcher.pid).send_signal(signal.SIGTERM)
-
-    ended = launch("slow", strike=strike, num_epochs=6)
+    ended = launch("slow", strike=lambda family: family.ranks()[0].send_signal(signal.SIGTERM), num_epochs=6)
     assert ended.code == 0 and not ended.left
     assert "ended by SIGTERM after epoch 2, saved" in ended.said and ended.saved == 2
     assert launch("", num_epochs=3).saved == 3
 
 
 def test_sigint_to_the_launcher_saves_as_well(launch):
-    ended = launch("slow", strike=lambda launcher, _: launcher.send_signal(signal.SIGINT), num_epochs=6)
+    ended = launch("slow", strike=lambda family: family.launcher.send_signal(signal.SIGINT), num_epochs=6)
     assert not ended.left and ended.seconds < BOUND_S
     assert "after epoch 2, saved" in ended.said and ended.saved == 2
 

@@ -16,9 +16,9 @@ from flow_grpo.runtime.heartbeat import Heartbeat
 class Watched:
     """A rank of two or three that share a store in memory."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, silent_s: float = 60.0) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, silent_s: float = 60.0, dead_s: float = 0.6):
         self.problem, self.ended = "", threading.Event()
-        self.heart = Heartbeat(store, rank, world_size, dead_s=0.6, silent_s=silent_s, end=self.end)
+        self.heart = Heartbeat(store, rank, world_size, dead_s=dead_s, silent_s=silent_s, end=self.end)
 
     def end(self, problem: str) -> None:
         self.problem = problem
@@ -81,12 +81,51 @@ def test_progress_keeps_a_long_phase_alive(ranks):
 def test_an_error_is_left_to_the_exchange_first_and_told_then(ranks, monkeypatch):
     monkeypatch.setattr(heartbeat, "FAULT_GRACE_S", 0.5)
     first, second = ranks(2)
-    second.heart.enter("update")
+    second.heart.enter("sampling")
     begun = time.monotonic()
-    second.heart.fail("OutOfMemoryError: 3 GiB")
+    second.heart.announce("OutOfMemoryError: 3 GiB")
     assert first.ended.wait(5)
     assert time.monotonic() - begun > 0.4
+    assert first.problem == "rank 1 failed in sampling: OutOfMemoryError: 3 GiB"
+
+
+def test_an_error_that_an_exchange_has_told_is_no_longer_one(ranks, monkeypatch):
+    monkeypatch.setattr(heartbeat, "FAULT_GRACE_S", 0.5)
+    first, second = ranks(2)
+    for _ in range(3):
+        second.heart.announce("ValueError: a broken file")
+        time.sleep(0.3)
+        second.heart.withdraw()
+        time.sleep(0.3)
+    assert not first.problem and not second.problem
+
+
+def test_a_rank_that_leaves_with_an_error_waits_until_the_others_know(ranks):
+    first, second = ranks(2)
+    second.heart.enter("update")
+    second.heart.leave("OutOfMemoryError: 3 GiB")
+    assert first.ended.is_set()
     assert first.problem == "rank 1 failed in update: OutOfMemoryError: 3 GiB"
+
+
+def test_ranks_that_all_leave_with_errors_wait_for_nobody_and_tell_their_own(ranks):
+    all_ranks = ranks(3, dead_s=30.0)
+    leaving = [threading.Thread(target=watched.heart.leave, args=("ValueError",)) for watched in all_ranks]
+    begun = time.monotonic()
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join()
+    assert time.monotonic() - begun < 5.0  # a third of what they would wait for one that is gone
+    assert not any(watched.problem for watched in all_ranks)
+
+
+def test_a_rank_that_leaves_does_not_wait_long_for_one_that_is_gone(ranks):
+    first, second = ranks(2)
+    first.dies()
+    begun = time.monotonic()
+    second.heart.leave("RuntimeError: Connection closed by peer")
+    assert time.monotonic() - begun < 1.0
 
 
 class Unreachable(dist.Store):
@@ -101,3 +140,4 @@ def test_a_store_that_is_gone_ends_the_rank():
     watched = Watched(Unreachable(), 0, 2)
     assert watched.ended.wait(5)
     assert "store has not answered" in watched.problem and "connection refused" in watched.problem
+    watched.heart.leave("ValueError")

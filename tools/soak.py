@@ -62,7 +62,6 @@ KNOBS = {
     "distributed.dead_s": 15,
 }
 START_BOUND_S = 300.0  # a start under a fault, to the last process gone
-GONE_BOUND_S = 60.0  # from its first failure
 
 
 @dataclasses.dataclass

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import os
 import socket
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -35,6 +36,10 @@ class InputError(ValueError):
     def __str__(self) -> str:
         # From a loader's worker it comes behind that one's traceback.
         return super().__str__().rpartition(f"{type(self).__name__}: ")[2].strip()
+
+
+class RankError(RuntimeError):
+    """What went wrong on some ranks, by rank, phase and cause."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,22 +131,38 @@ class Ranks:
 
         Raises:
             InputError: no rank brings anything but such: what they say, each text once.
-            RuntimeError: the same text on every rank, naming rank, phase, type and message of each failure.
+            RankError: the same text on every rank, naming rank, phase, type and message of each failure.
                 In both cases the original exception is the cause on a rank that failed.
         """
         failed = torch.tensor([0 if error is None else 1 if isinstance(error, InputError) else 2], dtype=torch.int32)
         if self.control_group is not None:
-            with self.waiting():
+            with self._announced(error), self.waiting():
                 dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control_group)
         if not failed.item():
             return
         # Marked by length: an exception may have an empty message, a rank without one sends an empty text.
-        texts = self.gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        texts = self.gather_text("" if error is None else _in_words(error))
         if failed.item() == 1:
             said = [text.removeprefix(f"{InputError.__name__}: ") for text in texts if text]
             raise InputError("; ".join(dict.fromkeys(said))) from error
         failures = [f"rank {rank} failed in {phase}: {text}" for rank, text in enumerate(texts) if text]
-        raise RuntimeError("; ".join(failures)) from error
+        raise RankError("; ".join(failures)) from error
+
+    @contextlib.contextmanager
+    def _announced(self, error: BaseException | None) -> Iterator[None]:
+        """Inside, the others are asked to end should they not come: they may wait for this rank somewhere else.
+
+        Bad input is not worth that: who is busy may finish, and the run be saved.
+        """
+        if self.heartbeat is None or error is None or isinstance(error, InputError):
+            yield
+            return
+        self.heartbeat.announce(_in_words(error))
+        try:
+            yield
+        except RuntimeError:  # they did end
+            raise self._own_error(error) from error
+        self.heartbeat.withdraw()
 
     @contextlib.contextmanager
     def together(self, phase: str) -> Iterator[None]:
@@ -152,7 +173,7 @@ class Ranks:
 
         Raises:
             InputError: on every rank, as `raise_together`.
-            RuntimeError: likewise.
+            RankError: likewise.
         """
         self.enter(phase)
         try:
@@ -172,10 +193,27 @@ class Ranks:
         if self.heartbeat is not None:
             self.heartbeat.tick()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank leaves with an error, wherever they are."""
-        if self.heartbeat is not None:
-            self.heartbeat.fail(f"{type(error).__name__}: {error}")
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Let the others know of an error inside, wherever they wait for this rank; they end.
+
+        Raises:
+            RankError: for an error of this rank alone; others are raised as they are.
+        """
+        try:
+            yield
+        except RankError:  # which all have
+            raise
+        except Exception as error:
+            if self.heartbeat is None:
+                raise
+            traceback.print_exc()  # before the others end, whose launcher then ends this rank
+            self.heartbeat.leave(_in_words(error))
+            raise self._own_error(error) from None
+
+    def _own_error(self, error: BaseException) -> RankError:
+        phase = "" if self.heartbeat is None else f" in {self.heartbeat.phase}"
+        return RankError(f"rank {self.rank} failed{phase}: {_in_words(error)}")
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return what notes that this rank waits for the others inside."""
@@ -231,9 +269,11 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
     # The store is ours, for the heartbeat has need of it beside the process group.
     store, _, _ = next(iter(rendezvous(init_method, rank, world_size, timeout=control_timeout)))
     store.set_timeout(control_timeout)
+    # The launcher keeps its store when it starts all ranks again; a rank that is late has left its old address there.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         device_door.process_group_backend(device),
-        store=PrefixStore("process_group", store),
+        store=PrefixStore(f"process_group/{attempt}", store),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=device_s),
@@ -245,7 +285,7 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
     control_group = dist.new_group(backend="gloo", timeout=control_timeout)
     heartbeat = None
     if patience.dead_s and world_size > 1:
-        own = PrefixStore("heartbeat", store.clone())  # a connection of its own: the group's may be waited on
+        own = PrefixStore(f"heartbeat/{attempt}", store.clone())  # on a connection that nobody waits on
         heartbeat = Heartbeat(own, rank, world_size, dead_s=patience.dead_s, silent_s=patience.silent_s)
     return Ranks(rank, world_size, local_rank, control_group, heartbeat)
 
@@ -296,6 +336,10 @@ def stop(ranks: Ranks) -> None:
         if ranks.heartbeat is not None:
             ranks.heartbeat.stop()
         dist.destroy_process_group()
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _by_rank(values: list[str]) -> str:

@@ -7,11 +7,12 @@ silent says which one, where and why, shows where it stands itself, and ends its
 each other.
 
 What a thread can tell apart: a process that is gone writes no lines; one that hangs still writes them, but its count of
-progress stands still; one that raised has left its error.
+progress stands still; one that raised has announced its error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import faulthandler
@@ -20,11 +21,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-FAULT_GRACE_S = 15.0  # a rank that raised is usually heard of in the exchange that ends the phase, with all its causes
+FAULT_GRACE_S = 15.0  # a rank that raised usually tells so in the exchange that ends the phase, beside other causes
 EXIT_CODE = 1
 _DONE = "done"
 
@@ -84,7 +84,7 @@ class Heartbeat:
         """Note progress within the phase."""
         self._progress += 1
 
-    @contextmanager
+    @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, this rank waits for others: it is not the one that hangs."""
         self._waiting = True
@@ -94,9 +94,33 @@ class Heartbeat:
             self._waiting = False
             self.tick()
 
-    def fail(self, text: str) -> None:
-        """Tell the others that this rank leaves with an error; they end themselves if no exchange tells them sooner."""
-        self._store.set(f"fault/{self._rank}", f"in {self._phase}: {text}")
+    @property
+    def phase(self) -> str:
+        """Where this rank is."""
+        return self._phase
+
+    def announce(self, text: str) -> None:
+        """Tell the others of an error of this rank; they end themselves if no exchange tells them soon."""
+        self._store.set(self._fault_key(self._rank), f"in {self._phase}: {text}")
+
+    def withdraw(self) -> None:
+        """Take the announcement back: an exchange has told all."""
+        self._store.set(self._fault_key(self._rank), "")
+
+    def leave(self, text: str) -> None:
+        """Announce an error that no exchange will tell of, and wait until the others end, a few beats at most.
+
+        A connection that closes earlier would tell them first, and without the cause.
+        """
+        self._stopped.set()
+        last = time.monotonic() + 3 * self._every
+        others = [self._left_key(rank) for rank in self._heard]
+        # A store that is gone has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._left_key(self._rank), "")
+            self.announce(text)
+            while time.monotonic() < last and not self._store.check(others):
+                time.sleep(0.1)
 
     def stop(self) -> None:
         """Leave in peace: the others expect no more of this rank."""
@@ -106,6 +130,16 @@ class Heartbeat:
 
     def _key(self, rank: int) -> str:
         return f"beat/{rank}"
+
+    def _fault_key(self, rank: int) -> str:
+        return f"fault/{rank}"
+
+    def _left_key(self, rank: int) -> str:
+        return f"left/{rank}"
+
+    def _read(self, key: str) -> str:
+        """Return what is kept under a key, or "": asking for one that is not there would wait for it."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._every):
@@ -119,6 +153,8 @@ class Heartbeat:
                 if silent > self._dead_s:
                     problem = f"the ranks' store has not answered for {silent:.0f} s ({error}); its node is gone"
             if problem and not self._stopped.is_set():
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(self._left_key(self._rank), "")
                 self._end(problem)
                 return
 
@@ -130,8 +166,13 @@ class Heartbeat:
     def _look(self) -> str:
         """Return what is wrong with another rank or with this one, or ""."""
         now = time.monotonic()
-        if fault := self._fault(now):
-            return fault
+        if failed := {rank: text for rank in self._heard if (text := self._read(self._fault_key(rank)))}:
+            self._failed_since = self._failed_since or now
+            left = any(self._store.check([self._left_key(rank)]) for rank in failed)
+            if not left and now - self._failed_since < FAULT_GRACE_S:
+                return ""
+            return "; ".join(f"rank {rank} failed {text}" for rank, text in failed.items())
+        self._failed_since = 0.0
         for rank, heard in self._heard.items():
             self._hear(rank, heard, now)
             if heard.line != _DONE and now - heard.changed > self._dead_s:
@@ -140,19 +181,8 @@ class Heartbeat:
                 return f"rank {rank} {silent}, it was in {where}: its process or its machine is gone"
         return self._hanging(now)
 
-    def _fault(self, now: float) -> str:
-        """Return which rank left with an error, once there was time to hear of it in an exchange."""
-        failed = [rank for rank in self._heard if self._store.check([f"fault/{rank}"])]
-        if not failed:
-            return ""
-        self._failed_since = self._failed_since or now
-        if now - self._failed_since < FAULT_GRACE_S:
-            return ""
-        return "; ".join(f"rank {rank} failed {self._store.get(f'fault/{rank}').decode()}" for rank in failed)
-
     def _hear(self, rank: int, heard: _Heard, now: float) -> None:
-        key = self._key(rank)
-        line = self._store.get(key).decode() if self._store.check([key]) else ""
+        line = self._read(self._key(rank))
         if line != heard.line:
             heard.line, heard.changed = line, now
         progress = line.partition("|")[2]
