@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import types
 
-import accelerate
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
 
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import InputError, RankError, Ranks
@@ -198,59 +195,6 @@ def test_an_error_outside_of_exchanges_is_told_and_named_and_one_that_all_have_i
     assert ranks.heartbeat.asked == ["left: KeyError: 'x'"]
     with pytest.raises(KeyError), Ranks().told():
         raise KeyError("x")
-
-
-def accelerator_gradients(ranks: Ranks) -> tuple[int, int, list[float]]:
-    made = distributed.accelerator(CPU, ranks)
-    model = made.prepare(torch.nn.Linear(1, 1, bias=False))
-    model(torch.full((1, 1), float(ranks.rank))).sum().backward()
-    return made.num_processes, made.process_index, [p.grad.item() for p in model.parameters()]
-
-
-def test_accelerator_takes_part_on_cpu_and_averages_gradients_over_all_ranks() -> None:
-    results = run_ranks(accelerator_gradients, WORLD)
-    assert results == [(WORLD, rank, [1.0]) for rank in range(WORLD)]
-
-
-def accelerator_threads(ranks: Ranks) -> int:
-    del os.environ["OMP_NUM_THREADS"]  # accelerate then divides the cores itself
-    torch.set_num_threads(3)
-    distributed.accelerator(CPU, ranks)
-    return torch.get_num_threads()
-
-
-def test_accelerator_leaves_the_number_of_threads_alone() -> None:
-    assert run_ranks(accelerator_threads, 2, fresh=True) == [3, 3]
-
-
-def accelerator_that_disagrees(ranks: Ranks) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        distributed.accelerator(CPU, Ranks(ranks.rank, 5, ranks.local_rank, ranks.control_group))
-    return str(caught.value)
-
-
-def test_accelerator_with_another_number_of_processes_is_refused() -> None:
-    assert "accelerate sees 3 processes where 5 were started" in run_ranks(accelerator_that_disagrees, WORLD)[0]
-
-
-def test_an_accelerate_that_would_move_the_model_elsewhere_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(accelerate, "Accelerator", lambda: types.SimpleNamespace(num_processes=1, device=CPU))
-    with pytest.raises(RuntimeError, match="would move the model to cpu, this rank's device is cuda:0; unset ACCEL"):
-        distributed.accelerator(torch.device("cuda", 0), Ranks())
-
-
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch, kind) -> None:
-    class Sharding:
-        num_processes = 1
-        device = CPU
-        distributed_type = DistributedType(kind)
-
-        def __init__(self, **options: object) -> None: ...
-
-    monkeypatch.setattr(accelerate, "Accelerator", Sharding)
-    with pytest.raises(ValueError, match=f"configured for {kind}.*start with torchrun"):
-        distributed.accelerator(CPU, Ranks())
 
 
 def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:

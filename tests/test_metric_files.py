@@ -80,6 +80,20 @@ def test_a_resumed_run_appends_and_has_nothing_past_the_resumed_step(
     ]
 
 
+def test_what_was_recorded_after_the_checkpoint_of_its_step_is_recorded_once(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path)
+    assert files.append({"a": 1.0}, 2) and files.append({"held_out": 2.0}, 2)
+    files = MetricFiles(tmp_path, resumed_step=2)
+    assert not files.append({"held_out": 2.5}, 2)
+    assert files.append({"other": 3.0}, 2) and files.append({"held_out": 4.0}, 3)
+    assert lines(tmp_path) == [
+        {"step": 2, "a": 1.0},
+        {"step": 2, "held_out": 2.0},
+        {"step": 2, "other": 3.0},
+        {"step": 3, "held_out": 4.0},
+    ]
+
+
 def test_a_fresh_run_starts_empty_files(tmp_path: Path) -> None:
     MetricFiles(tmp_path).append({"a": 1.0}, 1)
     files = MetricFiles(tmp_path)

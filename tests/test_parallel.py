@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import types
 
+import accelerate
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from flow_grpo.models.adapters import Ema, apply_training_mode
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.models.recam_transformer import stays_fp32
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.parallel import (
+    accelerator,
     averaging_gradients,
     is_sharded,
     local,
@@ -180,3 +185,56 @@ def gradients_between_passes(ranks: Ranks) -> list[bool]:
 def test_under_shards_gradients_are_shards_between_micro_batches_too():
     for found in run_ranks(gradients_between_passes, 2):
         assert found and all(found)
+
+
+def accelerator_gradients(ranks: Ranks) -> tuple[int, int, list[float]]:
+    made = accelerator(CPU, ranks)
+    model = made.prepare(torch.nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), float(ranks.rank))).sum().backward()
+    return made.num_processes, made.process_index, [p.grad.item() for p in model.parameters()]
+
+
+def test_accelerator_takes_part_on_cpu_and_averages_gradients_over_all_ranks() -> None:
+    results = run_ranks(accelerator_gradients, 3)
+    assert results == [(3, rank, [1.0]) for rank in range(3)]
+
+
+def accelerator_threads(ranks: Ranks) -> int:
+    del os.environ["OMP_NUM_THREADS"]  # accelerate then divides the cores itself
+    torch.set_num_threads(3)
+    accelerator(CPU, ranks)
+    return torch.get_num_threads()
+
+
+def test_accelerator_leaves_the_number_of_threads_alone() -> None:
+    assert run_ranks(accelerator_threads, 2, fresh=True) == [3, 3]
+
+
+def accelerator_that_disagrees(ranks: Ranks) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        accelerator(CPU, Ranks(ranks.rank, 5, ranks.local_rank, ranks.control_group))
+    return str(caught.value)
+
+
+def test_accelerator_with_another_number_of_processes_is_refused() -> None:
+    assert "accelerate sees 3 processes where 5 were started" in run_ranks(accelerator_that_disagrees, 3)[0]
+
+
+def test_an_accelerate_that_would_move_the_model_elsewhere_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(accelerate, "Accelerator", lambda: types.SimpleNamespace(num_processes=1, device=CPU))
+    with pytest.raises(RuntimeError, match="would move the model to cpu, this rank's device is cuda:0; unset ACCEL"):
+        accelerator(torch.device("cuda", 0), Ranks())
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch, kind) -> None:
+    class Sharding:
+        num_processes = 1
+        device = CPU
+        distributed_type = DistributedType(kind)
+
+        def __init__(self, **options: object) -> None: ...
+
+    monkeypatch.setattr(accelerate, "Accelerator", Sharding)
+    with pytest.raises(ValueError, match=f"configured for {kind}.*start with torchrun"):
+        accelerator(CPU, Ranks())

@@ -27,12 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
+import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 import av
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes
@@ -186,7 +186,7 @@ def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: i
     report.problems.extend((name, text) for text in texts)
 
 
-def _motion(poses: Tensor) -> tuple[float, float, float, float]:
+def _motion(poses: torch.Tensor) -> tuple[float, float, float, float]:
     """Return path length (m), largest angle to the first frame, largest step (m) and (degrees) of (T, 4, 4) poses."""
     before = torch.cat([poses[:1], poses[:-1]])
     steps = torch.linalg.vector_norm(poses[:, :3, 3] - before[:, :3, 3], dim=-1)

@@ -14,7 +14,6 @@ import socket
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,6 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 _SHOWN = 80  # characters of a differing text that an error quotes
 
@@ -288,40 +284,6 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
         own = PrefixStore(f"heartbeat/{attempt}", store.clone())  # on a connection that nobody waits on
         heartbeat = Heartbeat(own, rank, world_size, dead_s=patience.dead_s, silent_s=patience.silent_s)
     return Ranks(rank, world_size, local_rank, control_group, heartbeat)
-
-
-def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
-    """Return an Accelerator that agrees with `ranks` on who takes part; call after `start`.
-
-    Precision is not its business (`device.autocast` is used), gradient accumulation neither.
-
-    Raises:
-        RuntimeError: accelerate sees another number of processes, which would leave gradients unsynchronised, or
-            another kind of device, to which it would move the model.
-        ValueError: accelerate was told to shard weights (FSDP, DeepSpeed): optimizer, average and checkpoints here hold
-            whole weights, and would quietly hold stale ones.
-    """
-    from accelerate import Accelerator
-
-    threads = torch.get_num_threads()
-    made = Accelerator(**device_door.accelerator_kwargs(device))
-    torch.set_num_threads(threads)  # on CPU ranks, accelerate replaces the number when OMP_NUM_THREADS is not set
-    if made.num_processes != ranks.world_size:
-        raise RuntimeError(
-            f"accelerate sees {made.num_processes} processes where {ranks.world_size} were started on {device}; "
-            "gradients would not be synchronised"
-        )
-    if made.device.type != device.type:
-        raise RuntimeError(
-            f"accelerate would move the model to {made.device}, this rank's device is {device}; "
-            "unset ACCELERATE_USE_CPU and look at `accelerate env`"
-        )
-    if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
-        raise ValueError(
-            f"accelerate is configured for {made.distributed_type.value}, but sharding is not left to it here: start "
-            "with torchrun, and pass --config.train.sharding=fsdp2 to shard, or =zero2 for DeepSpeed's ZeRO-2"
-        )
-    return made
 
 
 def stop(ranks: Ranks) -> None:

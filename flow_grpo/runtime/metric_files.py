@@ -28,7 +28,10 @@ class MetricFiles:
     """
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
-        """Start the files afresh, or keep what they hold up to and including `resumed_step` and drop the rest."""
+        """Start the files afresh, or keep what they hold up to and including `resumed_step` and drop the rest.
+
+        A run that was killed after it recorded something of that step records it again; the first record stays.
+        """
         self.rows: dict[int, Row] = {}
         self._lines = folder / "metrics.jsonl"
         self._table = folder / "metrics.csv"
@@ -36,11 +39,14 @@ class MetricFiles:
         kept = [] if resumed_step is None else self._lines_up_to(resumed_step)
         for step, metrics in kept:
             self._remember(step, metrics)
+        self._again = None if resumed_step is None else (resumed_step, set(self.rows.get(resumed_step, ())))
         write_whole(self._lines, "".join(_line(step, metrics) for step, metrics in kept))
         self._write_table()
 
-    def append(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a call's metrics to both files."""
+    def append(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Add a call's metrics to both files, unless a resumed run has them on record; return whether they are new."""
+        if self._again is not None and step == self._again[0] and metrics.keys() <= self._again[1]:
+            return False
         with self._lines.open("a") as file:
             file.write(_line(step, metrics))
         is_new_row = step not in self.rows
@@ -49,6 +55,7 @@ class MetricFiles:
         else:
             with self._table.open("a", newline="") as file:
                 csv.writer(file).writerow(self._cells(step))
+        return True
 
     def _remember(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Merge into the step's row; return whether columns were added."""

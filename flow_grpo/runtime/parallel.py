@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.config_types import TrainConfig
-from flow_grpo.runtime import distributed
+from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.zero2 import Zero2
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 KINDS = ("ddp", "zero2", "fsdp2")
 
@@ -47,7 +51,7 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
     if kind == "zero2":
         return module
     if kind == "ddp" or ranks.world_size == 1:
-        prepared: nn.Module = distributed.accelerator(device, ranks).prepare_model(module)
+        prepared: nn.Module = accelerator(device, ranks).prepare_model(module)
         return prepared
     mesh = init_device_mesh(device.type, (ranks.world_size,))
     blocks = getattr(module, "_no_split_modules", None) or ()
@@ -56,6 +60,40 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
     for part in [part for part in module.modules() if type(part).__name__ in blocks] + [module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     return module
+
+
+def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
+    """Return an Accelerator that agrees with `ranks` on who takes part; call after `start`.
+
+    Precision is not its business (`device.autocast` is used), gradient accumulation neither.
+
+    Raises:
+        RuntimeError: accelerate sees another number of processes, which would leave gradients unsynchronised, or
+            another kind of device, to which it would move the model.
+        ValueError: accelerate was told to shard weights (FSDP, DeepSpeed): optimizer, average and checkpoints here hold
+            whole weights, and would quietly hold stale ones.
+    """
+    from accelerate import Accelerator
+
+    threads = torch.get_num_threads()
+    made = Accelerator(**device_door.accelerator_kwargs(device))
+    torch.set_num_threads(threads)  # on CPU ranks, accelerate replaces the number when OMP_NUM_THREADS is not set
+    if made.num_processes != ranks.world_size:
+        raise RuntimeError(
+            f"accelerate sees {made.num_processes} processes where {ranks.world_size} were started on {device}; "
+            "gradients would not be synchronised"
+        )
+    if made.device.type != device.type:
+        raise RuntimeError(
+            f"accelerate would move the model to {made.device}, this rank's device is {device}; "
+            "unset ACCELERATE_USE_CPU and look at `accelerate env`"
+        )
+    if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
+        raise ValueError(
+            f"accelerate is configured for {made.distributed_type.value}, but sharding is not left to it here: start "
+            "with torchrun, and pass --config.train.sharding=fsdp2 to shard, or =zero2 for DeepSpeed's ZeRO-2"
+        )
+    return made
 
 
 def partition(

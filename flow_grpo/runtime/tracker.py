@@ -96,9 +96,9 @@ class Tracker:
         if not self._is_main:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
-        self._files.append(numbers, step)
-        for sink in self._sinks:
-            sink.scalars(numbers, step)
+        if self._files.append(numbers, step):
+            for sink in self._sinks:
+                sink.scalars(numbers, step)
         if any(name.startswith("eval/") for name in numbers):
             self._draw_curves(step)
 
