@@ -238,12 +238,14 @@ def spread(config: Config, policy: RecamPolicy, train: MultiCamDataset, device: 
         ValueError: on every rank alike, when they hold different models or data, or cannot be sharded so.
     """
     identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
+    identity[checkpoint.FILES] = train.contents()
     ranks.all_equal(str(identity), "model and data")
     policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
     if config.train.kl_coef > 0:
         policy.keep_reference(offload=config.model.offload)
     optimizer = parts.build_optimizer(config, policy)
     policy.module = partition(policy.module, optimizer, config.train, device, ranks)
+    policy.module.register_forward_hook(lambda *_: ranks.tick())  # no batch is so large that it looks like a hang
     sampler = parts.build_sampler(config, train, ranks)
     return RunState(
         module=policy.module,

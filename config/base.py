@@ -189,11 +189,11 @@ def _checkpoint() -> ConfigDict:
 
 
 def _distributed() -> ConfigDict:
-    """How long ranks wait for each other, in seconds; README, "When a rank fails"."""
+    """How long ranks wait for each other, in seconds; docs/overnight.md."""
     distributed = ConfigDict()
-    distributed.control_s = 1800.0  # in an exchange between CPUs: more than one rank may lag behind another
+    distributed.control_s = 3600.0  # in an exchange between CPUs: 1.5 silent_s or more, which tells who is late
     distributed.device_s = 7200.0  # in one between devices: more than the vendor's library allows, which tells more
     distributed.collective_s = 0.0  # what that library allows (NPU: HCCL_EXEC_TIMEOUT); 0 leaves its own, about 1800
     distributed.dead_s = 60.0  # without a sign of life before a rank counts as gone and all end; 0 never
-    distributed.silent_s = 1800.0  # without progress before it counts as hanging: more than the longest single step
+    distributed.silent_s = 1800.0  # without progress before it counts as hanging: more than a call of the network takes
     return distributed

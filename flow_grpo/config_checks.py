@@ -117,6 +117,7 @@ def check(config: Config) -> None:
     check_dynamic_sampling(config)
     _check_update(config)
     _check_sharding(config)
+    _check_waits(config)
 
 
 def check_world(config: Config, world_size: int) -> None:
@@ -339,3 +340,10 @@ def _check_sharding(config: Config) -> None:
     if dynamic.enabled and dynamic.policy == "rebalance":
         bound = f"leaves ranks with different numbers of samples, must be another while train.sharding is {kind!r}"
         raise refusal("dynamic_sampling.policy", dynamic.policy, bound, "pass --config.dynamic_sampling.policy=pad")
+
+
+def _check_waits(config: Config) -> None:
+    waits, least = config.distributed, 1.5 * config.distributed.silent_s
+    if waits.dead_s and waits.control_s < least:
+        bound = "must be at least 1.5 x distributed.silent_s, or who waits gives up before the one that hangs is named"
+        raise refusal("distributed.control_s", waits.control_s, bound, f"pass --config.distributed.control_s={least:g}")

@@ -135,6 +135,17 @@ def test_a_checkpoint_of_another_model_is_refused_field_by_field(tmp_path: Path)
     assert "k is" not in text and "another run_name" in text and "\n" not in text
 
 
+def test_files_that_were_mended_are_said_and_do_not_keep_a_run_from_going_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, identity=IDENTITY | {checkpoint.FILES: "one"})
+    with caplog.at_level(logging.WARNING):
+        assert load_latest(tmp_path, IDENTITY | {checkpoint.FILES: "one"}) is not None
+        assert not caplog.text
+        assert load_latest(tmp_path, IDENTITY | {checkpoint.FILES: "other"}) is not None
+    assert "checkpoint_000001 was saved with files of other sizes" in caplog.text
+
+
 def test_resume_means_fresh_latest_or_a_path(tmp_path: Path) -> None:
     assert checkpoint.resolve_resume("", tmp_path, ranks=ALONE) is None
     assert checkpoint.resolve_resume("auto", tmp_path / "missing", ranks=ALONE) is None

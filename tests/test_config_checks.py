@@ -102,6 +102,7 @@ BAD = [
     ("train.guard=true train.step_weight=inverse_gain", ["config.train.guard: got True", "'inverse_gain'"]),
     ("eval.gold=camera", ["config.eval.gold: got 'camera'", "'room_pose'"]),
     ("eval.num_conditions=3", ["config.eval.videos: got 4", "eval.num_conditions=3"]),
+    ("distributed.silent_s=5400", ["config.distributed.control_s: got 3600", "1.5 x", "control_s=8100"]),
     ("train.sharding=zero3", ["config.train.sharding: got 'zero3'", "did you mean 'zero2'?"]),
     ("train.sharding=zero2 data.buckets=5x32x32,5x32x64", ["config.data.buckets: got", "'zero2'", "sharding=ddp"]),
     (

@@ -281,13 +281,15 @@ def test_a_loader_delivers_labelled_copies_of_what_the_sampler_drew(original, wo
     assert sampler.state_dict()["fingerprint"] == dataset.fingerprint()
 
 
-def test_the_fingerprint_knows_names_and_sizes_but_not_the_place(original, root):
-    expected = open_split(original).fingerprint()
-    assert open_split(root).fingerprint() == expected
-    assert open_split(original, "val").fingerprint() != expected
+def test_the_fingerprint_knows_names_and_the_contents_sizes_but_neither_the_place(original, root):
+    here, there = open_split(original), open_split(root)
+    expected, files = here.fingerprint(), here.contents()
+    assert (there.fingerprint(), there.contents()) == (expected, files)
+    assert open_split(original, "val").fingerprint() != expected != files != open_split(original, "val").contents()
     video = root / "train" / "f35_aperture2.4" / "scene1" / "videos" / "cam02.mp4"
     video.write_bytes(video.read_bytes() + b"0")
-    assert open_split(root).fingerprint() != expected
+    mended = open_split(root)
+    assert mended.fingerprint() == expected and mended.contents() != files
     video.unlink()
     assert open_split(root).fingerprint() != expected
 

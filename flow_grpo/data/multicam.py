@@ -111,7 +111,6 @@ class MultiCamDataset(Conditions):
         self.scenes = find_scenes(self.root, split)
         everything = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
         self._items = [(s, camera) for s, camera in everything if not (exclude or {}).get(s.name, {}).get(camera)]
-        self._excluded = len(everything) - len(self._items)
         if not self._items:
             raise ValueError(
                 f"all {len(everything)} items of {self.root / split} are excluded; give data that can be measured, or "
@@ -119,7 +118,7 @@ class MultiCamDataset(Conditions):
             )
         self._buckets = {s.name: bucket_of_file(s.video(s.cameras[0]), buckets) for s in self.scenes if buckets}
         self._cache = VideoCache(cache_bytes)
-        self._fingerprint = ""
+        self._contents = ""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -190,8 +189,14 @@ class MultiCamDataset(Conditions):
         return video_tokens(*self.structure(index))
 
     def fingerprint(self) -> str:
-        """Return a hash of the names and sizes of all files of the split and of what is left out; the same anywhere."""
-        if not self._fingerprint:
+        """Return a hash of the names of all cameras and conditions: what a drawn number means; alike anywhere."""
+        names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in scene.cameras]
+        text = "\n".join([*names, "", *("/".join(self.name_of(index)) for index in range(len(self)))])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def contents(self) -> str:
+        """Return a hash of the names and sizes of all files of the split; alike anywhere."""
+        if not self._contents:
             names = {}
             for scene in self.scenes:
                 videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
@@ -199,10 +204,8 @@ class MultiCamDataset(Conditions):
                     if (scene.folder / part).is_file():
                         names[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
             text = "\n".join(f"{name}\t{size}" for name, size in sorted(names.items()))
-            if self._excluded:
-                text += f"\n{[self.name_of(index) for index in range(len(self))]}"
-            self._fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        return self._fingerprint
+            self._contents = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._contents
 
     def _source_camera(self, scene: Scene, target: str) -> str:
         others = [camera for camera in scene.cameras if camera != target]

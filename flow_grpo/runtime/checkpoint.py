@@ -29,6 +29,7 @@ from flow_grpo.runtime import state_files
 from flow_grpo.runtime.distributed import Ranks
 
 MANIFEST = "manifest.json"
+FILES = "files"  # the one part of an identity that may change: a broken file is mended, and the run goes on
 _TEMPORARY = ".tmp-"
 _PUBLISHED = re.compile(r"checkpoint_(\d{6,})")
 _log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint
     if problem:
         raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint or use resume='auto'")
     manifest = json.loads((path / MANIFEST).read_text())
-    _compare_identity(path, manifest["identity"], identity)
+    _compare_identity(path, manifest["identity"], identity, ranks)
     own = path / f"rank_{ranks.rank}"
     return Checkpoint(
         path=path,
@@ -305,8 +306,10 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("checkpoint_"))
 
 
-def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    differences = list(_differences(saved, current))
+def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str], ranks: Ranks) -> None:
+    differences = [text for field, text in _differences(saved, current) if field != FILES]
+    if saved.get(FILES) != current.get(FILES) and ranks.is_main:
+        _log.warning("%s was saved with files of other sizes: the run goes on, as after a broken one was mended", path)
     if differences:
         raise ValueError(
             f"{path} belongs to another run: {'; '.join(differences)}; resume with the configuration it was saved "
@@ -314,8 +317,8 @@ def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str
         )
 
 
-def _differences(saved: Mapping[str, str], current: Mapping[str, str]) -> Iterator[str]:
+def _differences(saved: Mapping[str, str], current: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for field in sorted({*saved, *current}):
         if saved.get(field) != current.get(field):
             there, here = (repr(values[field]) if field in values else "absent" for values in (saved, current))
-            yield f"{field} is {there} there and {here} here"
+            yield field, f"{field} is {there} there and {here} here"
