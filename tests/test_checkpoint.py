@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from flow_grpo.runtime import checkpoint, state_files
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.distributed import InputError, Ranks
 from tests import workers
 from tests.workers import run_ranks
 
@@ -30,8 +31,11 @@ def save(folder: Path, step: int, ranks: Ranks = ALONE, keep: int = 3, identity:
     return checkpoint.save(folder, step, state=state, per_rank=mine, identity=identity, ranks=ranks, keep=keep)
 
 
-def load_latest(folder: Path, identity: dict[str, str] = IDENTITY) -> checkpoint.Checkpoint | None:
-    return checkpoint.load_latest(folder, identity=identity, ranks=ALONE)
+def load_latest(
+    folder: Path, identity: dict[str, str] = IDENTITY, ranks: Ranks = ALONE
+) -> checkpoint.Checkpoint | None:
+    path = checkpoint.latest(folder, ranks=ranks)
+    return None if path is None else checkpoint.load(path, identity=identity, ranks=ranks)
 
 
 def names(folder: Path) -> list[str]:
@@ -151,9 +155,9 @@ def test_resume_means_fresh_latest_or_a_path(tmp_path: Path) -> None:
     assert checkpoint.resolve_resume("auto", tmp_path / "missing", ranks=ALONE) is None
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     assert checkpoint.resolve_resume("auto", tmp_path, ranks=ALONE) == second
-    assert checkpoint.resolve_resume(str(first), tmp_path, ranks=ALONE) == first
     with pytest.raises(ValueError, match=r"already holds checkpoint_000001, checkpoint_000002; use resume='auto'"):
         checkpoint.resolve_resume("", tmp_path, ranks=ALONE)
+    assert checkpoint.resolve_resume(str(first), tmp_path, ranks=ALONE) == first
     with pytest.raises(ValueError, match=r"nowhere.* is not a usable checkpoint: .*does not exist"):
         checkpoint.resolve_resume(str(tmp_path / "nowhere"), tmp_path, ranks=ALONE)
 
@@ -164,6 +168,68 @@ def test_stale_temporary_folders_are_removed_and_nothing_else(tmp_path: Path) ->
     (tmp_path / "notes").mkdir()
     checkpoint.remove_stale(tmp_path, ranks=ALONE)
     assert names(tmp_path) == ["checkpoint_000001", "notes"]
+
+
+def test_one_that_was_complete_when_its_process_was_killed_is_put_in_its_empty_place(tmp_path: Path) -> None:
+    whole, taken = save(tmp_path, 1), save(tmp_path, 2)
+    shutil.copytree(taken, tmp_path / "checkpoint_000002.tmp-abc")
+    whole.rename(tmp_path / "checkpoint_000001.tmp-abc")
+    shutil.copytree(taken, tmp_path / "checkpoint_000003.old-abc")
+    torn = tmp_path / "checkpoint_000004.tmp-abc"
+    shutil.copytree(taken, torn)
+    flip_a_bit(torn / "state.safetensors")
+    checkpoint.remove_stale(tmp_path, ranks=ALONE)
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
+
+
+def test_a_replaced_checkpoint_goes_only_when_the_new_one_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    rename, killed = os.rename, ConnectionAbortedError("killed")
+
+    def until_killed(source: Path, target: Path) -> None:
+        if target.name == "checkpoint_000001":
+            raise killed
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", until_killed)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # what a killed process does not come to
+    with pytest.raises(RuntimeError, match="killed"):
+        checkpoint.save(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+    monkeypatch.undo()
+    checkpoint.remove_stale(tmp_path, ranks=ALONE)
+    loaded = load_latest(tmp_path)
+    assert loaded is not None and loaded.state == {"new": 1} and names(tmp_path) == ["checkpoint_000001"]
+
+
+def test_checkpoints_of_which_none_is_whole_are_no_reason_to_start_afresh(tmp_path: Path) -> None:
+    for step in (1, 2):
+        flip_a_bit(save(tmp_path, step) / "state.safetensors")
+    with pytest.raises(InputError, match=r"no checkpoint that is whole \(checkpoint_000002: .*checkpoint_000001: "):
+        checkpoint.resolve_resume("auto", tmp_path, ranks=ALONE)
+
+
+def test_one_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def broken(_path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint, "_sha256", broken)
+    with pytest.raises(RuntimeError, match=r"looking for a checkpoint: OSError.*Input/output error"):
+        checkpoint.resolve_resume("auto", tmp_path, ranks=ALONE)
+
+
+def test_going_on_from_an_earlier_one_lays_the_later_ones_aside(tmp_path: Path) -> None:
+    first, second = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
+    elsewhere = save(tmp_path / "other", 1)
+    checkpoint.resolve_resume(str(elsewhere), tmp_path / "run", ranks=ALONE)
+    assert names(tmp_path / "run") == [first.name, second.name]
+    checkpoint.resolve_resume(str(first), tmp_path / "run", ranks=ALONE)
+    assert names(tmp_path / "run") == [first.name, f"given_up_{second.name}"]
+    assert checkpoint.latest(tmp_path / "run", ranks=ALONE) == first
 
 
 def test_a_full_disk_publishes_nothing_and_leaves_the_previous_one_valid(
@@ -207,7 +273,7 @@ def test_the_manifest_is_last_and_everything_is_on_the_disk_before_the_rename(
 def save_on_all(ranks: Ranks, folder: Path, unpicklable_rank: int | None) -> str:
     save(folder, 1, ranks)
     if unpicklable_rank is None:
-        loaded = checkpoint.load_latest(folder, identity=IDENTITY, ranks=ranks)
+        loaded = load_latest(folder, ranks=ranks)
         assert loaded is not None and loaded.per_rank is not None
         return f"{loaded.path.name} {loaded.world_size} {loaded.per_rank['rng'].tolist()}"
     mine = {"rng": object() if ranks.rank == unpicklable_rank else 0}

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.runtime import state_files
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.distributed import InputError, Ranks
 
 MANIFEST = "manifest.json"
 FILES = "files"  # the one part of an identity that may change: a broken file is mended, and the run goes on
-_TEMPORARY = ".tmp-"
+_TEMPORARY, _REMOVED, _GIVEN_UP = ".tmp-", ".old-", "given_up_"
 _PUBLISHED = re.compile(r"checkpoint_(\d{6,})")
 _log = logging.getLogger(__name__)
 
@@ -145,23 +145,25 @@ def latest(folder: Path, *, ranks: Ranks) -> Path | None:
     """Return the checkpoint of the highest step that verifies, or None; each damaged one met is warned about.
 
     Every rank must call it; rank 0 looks.
+
+    Raises:
+        InputError: on every rank: there are some, and none verifies; a run that starts afresh would remove them.
     """
-    found = ""
-    if ranks.is_main:
-        for path in reversed(published(folder)):
-            problem = damage(path)
-            if not problem:
+    found, problems = "", []
+    with ranks.together("looking for a checkpoint"):
+        for path in reversed(published(folder)) if ranks.is_main else ():
+            if not (problem := damage(path)):
                 found = path.name
                 break
+            problems.append(f"{path.name}: {problem}")
             _log.warning("checkpoint %s is passed over: %s", path, problem)
+        if problems and not found:
+            raise InputError(
+                f"{folder} holds no checkpoint that is whole ({'; '.join(problems)}); mend what is named, or start "
+                "afresh under another run_name"
+            )
     found = ranks.broadcast_text(found)
     return folder / found if found else None
-
-
-def load_latest(folder: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint | None:
-    """Load what `latest` returns, or None when there is no valid checkpoint."""
-    path = latest(folder, ranks=ranks)
-    return None if path is None else load(path, identity=identity, ranks=ranks)
 
 
 def resolve_resume(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
@@ -189,19 +191,30 @@ def resolve_resume(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
             f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as "
             f"{folder / 'checkpoint_000010'} or 'auto'"
         )
+    with ranks.together("giving up later checkpoints"):  # started again before a save, the run would take one
+        for path in published(folder) if ranks.is_main else ():
+            if Path(resume).resolve().parent == folder.resolve() and _step(path) > _step(Path(resume)):
+                os.rename(path, path.with_name(f"{_GIVEN_UP}{path.name}"))
     return Path(resume)
 
 
 def remove_stale(folder: Path, *, ranks: Ranks) -> None:
     """Remove temporary folders of processes that were killed; call once at start, on every rank.
 
+    One that was complete and whose place is empty is put there: it may be the only one left.
+
     Raises:
         RuntimeError: on every rank, if a folder cannot be removed.
     """
     with ranks.together("removing stale checkpoints"):
-        if ranks.is_main:
-            for path in folder.glob(f"checkpoint_*{_TEMPORARY}*"):
+        for path in sorted(folder.glob(f"checkpoint_*{_TEMPORARY}*")) if ranks.is_main else ():
+            final = path.with_name(path.name.partition(_TEMPORARY)[0])
+            if final.exists() or damage(path):
                 shutil.rmtree(path)
+            else:
+                os.rename(path, final)
+        for path in folder.glob(f"checkpoint_*{_REMOVED}*") if ranks.is_main else ():
+            shutil.rmtree(path)
 
 
 def published(folder: Path) -> list[Path]:
@@ -211,14 +224,16 @@ def published(folder: Path) -> list[Path]:
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with a checkpoint folder in one line, or "" if every file is as the manifest says."""
+    """Return what is wrong with a checkpoint folder in one line, or "" if every file is as the manifest says.
+
+    Raises:
+        OSError: it cannot be read, which says nothing of what it holds.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         return _unfit(manifest) or _altered(path, manifest["files"])
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         return f"{error.filename} does not exist"
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
 
@@ -262,10 +277,11 @@ def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[
 
 
 def _publish(partial: Path, final: Path) -> None:
-    if final.exists():  # of a course of the run that was given up; a folder is not replaced by a rename
-        _discard(final)
+    replaced = _set_aside(final) if final.exists() else None  # a folder is not replaced by a rename
     os.rename(partial, final)
     state_files.to_disk(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
@@ -289,9 +305,13 @@ def _score(path: Path) -> float | None:
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint; renamed first, so that being killed half-way leaves no damaged one behind."""
-    doomed = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:8]}")
+    shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    doomed = path.with_name(f"{path.name}{_REMOVED}{uuid.uuid4().hex[:8]}")
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    return doomed
 
 
 def _sha256(path: Path) -> str:
