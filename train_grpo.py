@@ -70,20 +70,21 @@ def main(words: Sequence[str] | None = None) -> int:
         except ValueError as error:
             refuse(error, ranks)
             return 2
-        try:
-            with trainer.progress, trainer.end:
-                trainer.evaluate_before()
-                for epoch in trainer.epochs():
-                    train_epoch(trainer, epoch)
-        except (ShortageError, RewardFaultError, InputError) as error:
-            if not isinstance(error, ShortageError):
-                trainer.rewind()
-            trainer.save()
+        with trainer.end:
+            try:
+                with trainer.progress:
+                    trainer.evaluate_before()
+                    for epoch in trainer.epochs():
+                        train_epoch(trainer, epoch)
+            except (ShortageError, RewardFaultError, InputError) as error:
+                if not isinstance(error, ShortageError):
+                    trainer.rewind()
+                trainer.save()
+                trainer.lock.release()
+                refuse(error, ranks)
+                return 2
+            trainer.leave() if trainer.ended_by else trainer.finish()
             trainer.lock.release()
-            refuse(error, ranks)
-            return 2
-        trainer.leave() if trainer.ended_by else trainer.finish()
-        trainer.lock.release()
         distributed.stop(ranks)
     return 0
 
@@ -209,6 +210,8 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     with alike(ranks):
         if ranks.is_main:
             lock.take()
+        resumed_step = None if path is None else state.finished
+        tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=resumed_step)
     progress = Progress(config.num_epochs, ranks, finished=state.finished)
     collector = parts.build_collector(config, policy, train, state.sampler, rewards, progress, is_main=ranks.is_main)
     return Trainer(
@@ -217,9 +220,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         updater=parts.build_updater(config, policy, state, progress, ranks),
         evaluator=evaluator,
         state=state,
-        tracker=Tracker(
-            run_folder, to_dict(config), config.trackers, ranks, resumed_step=None if path is None else state.finished
-        ),
+        tracker=tracker,
         progress=progress,
         ranks=ranks,
         device=device,
@@ -314,8 +315,7 @@ def checkpoint_of(config: Config, folder: Path, ranks: Ranks) -> Path | None:
         ValueError: on every rank alike, for a checkpoint that cannot be used.
     """
     checkpoint.remove_stale(folder, ranks=ranks)
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if again and (path := checkpoint.latest(folder, ranks=ranks)):
+    if ranks.again and (path := checkpoint.latest(folder, ranks=ranks)):
         return path
     return checkpoint.resolve_resume(config.resume, folder, ranks=ranks)
 
@@ -327,10 +327,12 @@ def launch() -> NoReturn:
     """
     try:
         code = main()
-    except Exception:  # noqa: BLE001 - shown, and told to the launcher by the exit code
-        traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(1)
+    except (Exception, KeyboardInterrupt):  # noqa: BLE001 - shown, and told to the launcher by the exit code
+        try:
+            traceback.print_exc()
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
     sys.exit(code)
 
 

@@ -197,6 +197,17 @@ def test_an_error_outside_of_exchanges_is_told_and_named_and_one_that_all_have_i
         raise KeyError("x")
 
 
+def test_a_launcher_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "LAUNCHER_S", 0.5)
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 finds no store to meet the others by: its launcher is gone"):
+        distributed.start(CPU, distributed.Patience(1800.0))
+    assert time.monotonic() - begun < 10
+
+
 def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     ranks = distributed.start(CPU, distributed.Patience(1800.0))

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.algorithm.evaluate import Clip, EvalSettings, Evaluation, Evaluator, side_by_side, write_clips
+from flow_grpo.algorithm.evaluate import Clip, EvalSettings, Evaluation, Evaluator, make_clip, side_by_side, write_clips
 from flow_grpo.data.video_io import read_video
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
@@ -159,6 +159,11 @@ def test_videos_show_source_generated_and_target_side_by_side_enlarged():
     assert video.shape == (3, FRAMES, 240, 720)
     assert torch.equal(video[:, :, ::120, ::120], torch.cat([shown.source_video, generated, shown.target_video], -1))
     assert side_by_side(dataclasses.replace(shown, target_video=None), generated).shape == (3, FRAMES, 240, 480)
+
+
+def test_a_sample_that_is_not_finite_is_shown_as_well():
+    shown = condition(3)
+    assert make_clip(shown, torch.full_like(shown.source_video, float("nan")), {}).video.isfinite().all()
 
 
 def test_clips_are_written_with_their_rewards_in_the_name(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -67,6 +69,34 @@ def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(ranks):
             assert watched.ended.wait(5)
     for watched in (first, second, third):
         assert "rank 2 has made no progress" in watched.problem and "in scoring" in watched.problem
+
+
+def test_of_ranks_that_stand_still_together_the_one_that_came_least_far_is_named(ranks):
+    """As in an exchange of gradients, of which nobody says that he waits in it."""
+    first, second, third = ranks(3, silent_s=0.5)
+    for watched in (first, second, third):
+        watched.heart.enter("update")
+    first.heart.tick()
+    third.heart.tick()
+    for watched in (first, second, third):
+        assert watched.ended.wait(5)
+        assert watched.problem.startswith("rank 1 has made no progress") and "rank 0" not in watched.problem
+
+
+def test_a_process_ends_though_nobody_reads_what_it_says():
+    done = subprocess.run([sys.executable, "-c", UNREAD], capture_output=True, timeout=100, check=False)
+    assert done.returncode == heartbeat.EXIT_CODE
+
+
+UNREAD = """
+import os, time
+import flow_grpo
+import torch.distributed as dist
+from flow_grpo.runtime.heartbeat import Heartbeat
+heart = Heartbeat(dist.HashStore(), 0, 2, dead_s=0.3, silent_s=60)
+os.close(2)
+time.sleep(60)
+"""
 
 
 def test_progress_keeps_a_long_phase_alive(ranks):

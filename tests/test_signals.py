@@ -27,18 +27,36 @@ def test_the_first_signal_is_remembered_and_the_handlers_put_back(number, capfd)
 
 TWICE = """
 import os, signal, time
-from flow_grpo.runtime.signals import EndRequest
-with EndRequest():
+from flow_grpo.runtime import signals
+with signals.EndRequest():
+    os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     print("still here", flush=True)
+    signals.REPEAT_S = 0.0
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
 """
 
 
-def test_the_second_signal_is_obeyed_at_once():
+def test_a_second_signal_is_obeyed_at_once_unless_it_is_the_first_one_once_more():
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGTERM and done.stdout == "still here\n"
+
+
+def test_a_signal_whose_message_nobody_reads_is_remembered_as_well():
+    told = subprocess.run([sys.executable, "-c", UNREAD], timeout=60, check=False)
+    assert told.returncode == 0
+
+
+UNREAD = """
+import os, signal
+from flow_grpo.runtime.signals import EndRequest
+with EndRequest() as end:
+    os.close(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert end.signal == "SIGTERM"
+os._exit(0)
+"""
 
 
 HELPERS = """

@@ -156,6 +156,39 @@ def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
     assert trainer.collector.policy.calls == []
 
 
+def test_a_resumed_run_makes_up_for_an_evaluation_that_was_due_and_failed(a_trainer):
+    trainer = a_trainer(num_epochs=2)
+    trainer.state.before, trainer.state.finished = {"eval/brightness": 0.5}, 2
+    trainer.evaluate_before()
+    assert trainer.tracker.recorded(2) >= {"eval/brightness"}
+    calls = len(trainer.collector.policy.calls)
+    trainer._evaluated = None
+    trainer.evaluate_before()
+    assert calls == len(trainer.collector.policy.calls) > 0
+
+
+def test_what_was_drawn_since_the_last_save_is_saved_too(a_trainer, tmp_path):
+    """As when an epoch ends in a shortage: a resumed run should draw other conditions."""
+    trainer = a_trainer(num_epochs=2)
+    trainer.save()
+    assert (tmp_path / "checkpoints" / "checkpoint_000000").is_dir()  # before the first epoch as well
+    steps = []
+    trainer.state.save = lambda *_, **__: steps.append(trainer.state.sampler.next_step)
+    trainer.save()
+    trainer.sample(0)
+    trainer.save()
+    trainer.save()
+    assert len(steps) == 1 and steps[0] > 0
+
+
+def test_an_evaluation_without_the_best_metric_has_no_score(a_trainer):
+    trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/rot_err_deg"))
+    trainer._evaluated = 0, {"eval/brightness": 0.5}
+    assert trainer._score() is None
+    trainer._evaluated = 0, {"eval/rot_err_deg": 0.5}
+    assert trainer._score() == -0.5
+
+
 def test_the_time_limit_counts_what_earlier_runs_used(a_trainer):
     trainer = a_trainer(max_minutes=1.0)
     trainer.state.train_seconds = 61.0

@@ -271,7 +271,7 @@ def make_clip(condition: Condition, generated: Tensor, rewards: dict[str, float]
     if condition.preset:
         path += f" ({condition.preset})"
     return Clip(
-        video=side_by_side(condition, generated),
+        video=side_by_side(condition, generated.nan_to_num(0.0, 1.0, 0.0)),  # a broken sample is shown, too
         name=f"{condition.scene}_{condition.target_camera}_{values.replace(' ', '_')}".replace("/", "-"),
         caption=f"{condition.scene}, {path}: {values} (source | generated | target)",
     )

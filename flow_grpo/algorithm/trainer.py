@@ -73,7 +73,8 @@ class Trainer:
         self.clock = Clock(self.device)
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
-        self._saved = self.state.finished
+        fresh = not self.state.finished and self.state.before is None
+        self._saved = None if fresh else self._position()
         self._evaluated: tuple[int, dict[str, float]] | None = None
         self._begun: dict[str, Any] = self.state.sampler.state_dict()
 
@@ -192,6 +193,8 @@ class Trainer:
         if self.state.before is None:
             self.state.before = self.evaluate()
             self.progress.say(f"before training: {_in_words(self.state.before)}")
+        elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
+            self.evaluate()  # a held-out file was broken, and is mended
         best = self.config.checkpoint.best
         if best and best.removeprefix("-") not in self.state.before:
             raise InputError(
@@ -244,22 +247,30 @@ class Trainer:
         self.state.sampler.load_state_dict(self._begun)
 
     def save(self) -> None:
-        """Publish a checkpoint of the finished epochs, unless there is one."""
-        if self._saved != self.state.finished:
+        """Publish a checkpoint of the finished epochs and of what was drawn since, unless there is one."""
+        if self._saved != self._position():
             folder, keep = self.run_folder / "checkpoints", self.config.checkpoint.keep
             self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
-            self._saved = self.state.finished
+            self._saved = self._position()
+
+    def _position(self) -> tuple[int, dict[str, Any]]:
+        return self.state.finished, self.state.sampler.state_dict()
 
     def _score(self) -> float | None:
         """Return how good the weights are by `checkpoint.best`, if they were evaluated."""
         best = self.config.checkpoint.best
         if not best or self._evaluated is None or self._evaluated[0] != self.state.finished:
             return None
-        value = self._evaluated[1][best.removeprefix("-")]
-        return -value if best.startswith("-") else value
+        value = self._evaluated[1].get(best.removeprefix("-"))  # no condition may have had a value
+        return -value if value is not None and best.startswith("-") else value
 
     def _evaluation_is_due(self, step: int) -> bool:
         return self.config.eval.every > 0 and step % self.config.eval.every == 0
+
+    def _has_evaluated(self) -> bool:
+        """Tell whether held-out metrics of the newest state are on record."""
+        names = self.tracker.recorded(self.state.finished)
+        return self.ranks.broadcast_text(str(any(name.startswith("eval/") for name in names))) == "True"
 
     def _out_of_time(self) -> bool:
         """Tell whether the configured minutes are used up; rank 0's clock decides for all."""

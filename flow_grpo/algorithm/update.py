@@ -118,19 +118,19 @@ class Updater:
             RuntimeError: on every rank, after more than `train.max_bad_steps` such steps in a row.
         """
         plan = self.plan(batch, epoch)
-        old = self.old_policy(batch, plan)
         mass = self._global_mass(batch, plan)
         stats = UpdateStats()
-        for number, micro_batches in enumerate(plan):
-            if mass[number] == 0:
-                stats.skip()
-                continue
-            scale = self.ranks.world_size / mass[number]
-            with memory_named(self.settings.train.batch_size):
+        with memory_named(self.settings.train.batch_size):
+            old = self.old_policy(batch, plan)
+            for number, micro_batches in enumerate(plan):
+                if mass[number] == 0:
+                    stats.skip()
+                    continue
+                scale = self.ranks.world_size / mass[number]
                 self._optimizer_step(batch, micro_batches, old[number], scale=scale, stats=stats)
-        metrics = gather_stats(stats, self.ranks)
-        if probe:
-            metrics |= self._probe(batch, plan[0][0], old[0][0])
+            metrics = gather_stats(stats, self.ranks)
+            if probe:
+                metrics |= self._probe(batch, plan[0][0], old[0][0])
         return metrics
 
     def deal(self, rows: int, epoch: int) -> list[Tensor]:

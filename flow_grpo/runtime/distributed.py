@@ -22,7 +22,9 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.heartbeat import Heartbeat
+from flow_grpo.runtime.meeting import MEET_S, meet
 
+LAUNCHER_S = 30.0  # to answer
 _SHOWN = 80  # characters of a differing text that an error quotes
 
 
@@ -48,6 +50,7 @@ class Ranks:
         local_rank: 0.. on this node.
         control_group: gloo group of all ranks, or None for a single process.
         heartbeat: tells the others of this rank and watches them, or None.
+        again: whether the launcher has started the ranks before, as after one was killed.
     """
 
     rank: int = 0
@@ -55,6 +58,7 @@ class Ranks:
     local_rank: int = 0
     control_group: dist.ProcessGroup | None = None
     heartbeat: Heartbeat | None = None
+    again: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -203,7 +207,8 @@ class Ranks:
         except Exception as error:
             if self.heartbeat is None:
                 raise
-            traceback.print_exc()  # before the others end, whose launcher then ends this rank
+            with contextlib.suppress(OSError):  # nobody reads it
+                traceback.print_exc()  # before the others end, whose launcher then ends this rank
             self.heartbeat.leave(_in_words(error))
             raise self._own_error(error) from None
 
@@ -252,7 +257,7 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
         init_method: rendezvous of `torch.distributed`; "env://" is the launcher's.
 
     Raises:
-        RuntimeError: the first collective gives a wrong answer.
+        RuntimeError: the launcher is gone, a rank does not come, or the first collective gives a wrong answer.
     """
     if "RANK" not in os.environ:
         return Ranks()
@@ -262,11 +267,18 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
     device_door.select(device)
     control_timeout = datetime.timedelta(seconds=patience.control_s)
     device_s = patience.control_s if device.type == "cpu" else max(patience.device_s, patience.control_s)
-    # The store is ours, for the heartbeat has need of it beside the process group.
-    store, _, _ = next(iter(rendezvous(init_method, rank, world_size, timeout=control_timeout)))
+    # The store is ours, for the heartbeat has need of it beside the process group. A launcher's own is there before us:
+    # where nobody answers it was killed.
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    found_s = datetime.timedelta(seconds=LAUNCHER_S if of_launcher else MEET_S)
+    try:
+        store, _, _ = next(iter(rendezvous(init_method, rank, world_size, timeout=found_s)))
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            f"rank {rank} finds no store to meet the others by: its launcher is gone ({error})"
+        ) from None
+    attempt, again = meet(store, rank, world_size)
     store.set_timeout(control_timeout)
-    # The launcher keeps its store when it starts all ranks again; a rank that is late has left its old address there.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         device_door.process_group_backend(device),
         store=PrefixStore(f"process_group/{attempt}", store),
@@ -283,7 +295,7 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
     if patience.dead_s and world_size > 1:
         own = PrefixStore(f"heartbeat/{attempt}", store.clone())  # on a connection that nobody waits on
         heartbeat = Heartbeat(own, rank, world_size, dead_s=patience.dead_s, silent_s=patience.silent_s)
-    return Ranks(rank, world_size, local_rank, control_group, heartbeat)
+    return Ranks(rank, world_size, local_rank, control_group, heartbeat, again)
 
 
 def stop(ranks: Ranks) -> None:

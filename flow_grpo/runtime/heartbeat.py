@@ -190,23 +190,32 @@ class Heartbeat:
             heard.progress, heard.moved = progress, now
 
     def _hanging(self, now: float) -> str:
-        """Return which rank hangs, or "": it is not one that waits for others, unless all wait for each other."""
+        """Return which rank hangs, or "".
+
+        It is not one that waits for others, unless all wait for each other; and of those that stand still within an
+        exchange of a device, or of gradients, it is the one that came least far.
+        """
         own = f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self._phase}"
         if own != self._own.progress:
             self._own.progress, self._own.moved = own, now
-        all_ranks = {self._rank: self._own, **self._heard}
-        for rank, heard in all_ranks.items():
-            silent = now - heard.moved
-            patience = 1.5 if "|waiting|" in heard.progress else 1.0
-            if heard.line != _DONE and silent > patience * self._silent_s:
-                where = heard.progress.split("|")[-1]
-                why = "it hangs, or distributed.silent_s is less than a step takes"
-                return f"rank {rank} has made no progress for {silent:.0f} s in {where}: {why}"
-        return ""
+        silent: dict[tuple[bool, int], list[str]] = {}
+        over = []
+        for rank, heard in sorted({self._rank: self._own, **self._heard}.items()):
+            count, _, state = heard.progress.partition("|")
+            waits, seconds = state.startswith("waiting"), now - heard.moved
+            late = seconds - (1.5 if waits else 1.0) * self._silent_s
+            if heard.line != _DONE and late > -3 * self._every:  # of the others one hears with a delay
+                said = f"rank {rank} has made no progress for {seconds:.0f} s in {state.partition('|')[2]}"
+                silent.setdefault((waits, int(count or 0)), []).append(said)
+                over.append(late > 0)
+        why = "it hangs, or distributed.silent_s is less than a call of the network takes"
+        return f"{'; '.join(silent[min(silent)])}: {why}" if any(over) else ""
 
     def _end_process(self, problem: str) -> None:
-        sys.stderr.write(f"error: rank {self._rank} ends in {self._phase}: {problem}\n")
-        sys.stderr.flush()
-        faulthandler.dump_traceback(file=sys.stderr)
-        sys.stdout.flush()
-        os._exit(EXIT_CODE)
+        try:  # whoever read the output may be gone
+            sys.stderr.write(f"error: rank {self._rank} ends in {self._phase}: {problem}\n")
+            sys.stderr.flush()
+            faulthandler.dump_traceback(file=sys.stderr)
+            sys.stdout.flush()
+        finally:
+            os._exit(EXIT_CODE)

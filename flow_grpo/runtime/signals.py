@@ -5,14 +5,17 @@ And the helper processes of a run, which such signals should not reach.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+REPEAT_S = 5.0  # within which a second signal is the first one once more: batch systems and torchrun both send it
 
 
 class EndRequest:
@@ -23,7 +26,7 @@ class EndRequest:
     """
 
     def __init__(self) -> None:
-        self.signal = ""
+        self.signal, self._asked_at = "", 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> EndRequest:
@@ -40,12 +43,16 @@ class EndRequest:
 
     def _asked(self, number: int, _: FrameType | None) -> None:
         if self.signal:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            if time.monotonic() - self._asked_at > REPEAT_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
-        self.signal = signal.Signals(number).name
-        text = f"{self.signal}: the run ends after this epoch, saved; once more ends it at once\n"
-        os.write(2, text.encode())  # a handler may have interrupted a print
+        self.signal, self._asked_at = signal.Signals(number).name, time.monotonic()
+        text = (
+            f"{self.signal}: the run ends after this epoch, saved; after {REPEAT_S:.0f} s once more ends it at once\n"
+        )
+        with contextlib.suppress(OSError):  # nobody may read it
+            os.write(2, text.encode())  # a handler may have interrupted a print
 
 
 def live_as_long_as_the_parent() -> None:

@@ -24,6 +24,7 @@ from PIL import Image
 from flow_grpo.runtime import plots
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.metric_files import MetricFiles
+from flow_grpo.runtime.whole_text import write_whole
 
 GROUPS = ("reward", "policy", "dyn", "eval", "train", "time", "system", "reward_by_camera", "eval_by_camera", "server")
 CURVES = "curves.png"
@@ -78,7 +79,7 @@ class Tracker:
         self._sinks: list[_Sink] = []
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
-            (run_folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
+            write_whole(run_folder / "config.json", json.dumps(config, indent=1, default=str))
             self._files = MetricFiles(run_folder, resumed_step)
             self._sinks = [_SINKS[name](run_folder, config, resumed_step) for name in libraries]
 
@@ -102,6 +103,10 @@ class Tracker:
         if any(name.startswith("eval/") for name in numbers):
             self._draw_curves(step)
 
+    def recorded(self, step: int) -> set[str]:
+        """Return the names of what is on record of a step; on rank 0, else none."""
+        return set(self._files.rows.get(step, ())) if self._is_main else set()
+
     def log_video(self, name: str, path: Path, caption: str, step: int) -> None:
         """Show an mp4 file in the trackers; the file stays where it is."""
         _check_names([name])
@@ -124,7 +129,7 @@ class Tracker:
         """Write `summary.json`: held-out metrics before and after training, and the seconds between."""
         if self._is_main:
             summary = {"before": dict(before), "after": dict(after), "train_seconds": train_seconds}
-            (self._folder / "summary.json").write_text(json.dumps(summary, indent=1))
+            write_whole(self._folder / "summary.json", json.dumps(summary, indent=1))
 
     def close(self) -> None:
         """Draw the curves a last time and close the trackers."""
@@ -146,7 +151,7 @@ class _Wandb:
         self._library: Any = importlib.import_module("wandb")
         id_file = folder / "wandb_run_id.txt"
         if resumed_step is None or not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
+            write_whole(id_file, uuid.uuid4().hex[:8])
         offline = "WANDB_MODE" not in os.environ and not _wandb_key_is_set()
         self._run = self._library.init(
             project=os.environ.get("WANDB_PROJECT", "flow_grpo"),
