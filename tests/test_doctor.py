@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 from unittest import mock
 
 import pytest
 import torch
 
 import train_grpo
+from flow_grpo.algorithm.findings import Finding
 from flow_grpo.config import load_config
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import Ranks
@@ -29,8 +31,7 @@ def examined(given: list[str], fault=contextlib.nullcontext) -> tuple[int, dict[
     """Return the doctor's exit code and its findings by name."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, fault():
         code = doctor.main([*given, "--json"])
-    lines = [line for line in printed.getvalue().splitlines() if line.startswith("{")]
-    told = json.loads(lines[0]) if lines else {"findings": []}
+    told = json.loads(printed.getvalue() or '{"findings": []}')  # other ranks than the first print nothing
     return code, {row["name"]: row for row in told["findings"]}
 
 
@@ -98,6 +99,20 @@ def test_what_cannot_be_built_is_one_line_and_exit_code_2(places, capsys):
         assert doctor.main(words(places, **changes)) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
         assert message in line
+
+
+def test_with_json_stdout_holds_one_object_whoever_talks_on_the_way(places, capfd):
+    def talkative(*_: object) -> list[Finding]:
+        print("a check talks")
+        os.write(1, b"so does a library\n")
+        return [doctor.finding("a", "1")]
+
+    with mock.patch.object(doctor, "examine", talkative):
+        assert doctor.main([*words(places), "--json"]) == 0
+    printed = capfd.readouterr()
+    assert [found["name"] for found in json.loads(printed.out)["findings"]] == ["a"]
+    for said in ("device cpu", "a check talks", "so does a library"):
+        assert said in printed.err
 
 
 def test_an_epoch_is_shortened_as_far_as_its_groups_and_micro_batches_allow():

@@ -6,18 +6,21 @@
 One batch is rolled out and replayed in several batch shapes, an epoch is sampled, scored and compared, two updates are
 taken, and the rewards are shown true views beside spoiled ones. Start it as the run will be started: what ranks must
 agree on is only seen with as many of them. Nothing of it is kept. Every knob may follow as --config.section.knob=value.
+With --json stdout holds one JSON object and nothing else; all that is said on the way goes to stderr.
 Exit code: 0 when no check failed, 1 when one did, 2 for a setting that cannot work.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
@@ -41,14 +44,17 @@ def main(words: Sequence[str] | None = None) -> int:
     """Examine a recipe, print what was found on rank 0, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table, all else on stderr"
+    )
     known, overrides = parser.parse_known_args(words)
     begun, ranks = time.perf_counter(), None
     try:
-        fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
-        config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
-        device, ranks = train_grpo.join(config)
-        findings = examine(shortened(config, ranks.world_size), recipe, device, ranks)
+        with stdout_left_alone() if known.json else contextlib.nullcontext():
+            fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
+            config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
+            device, ranks = train_grpo.join(config)
+            findings = examine(shortened(config, ranks.world_size), recipe, device, ranks)
     except ValueError as error:
         train_grpo.refuse(error, ranks)
         return 2
@@ -56,6 +62,20 @@ def main(words: Sequence[str] | None = None) -> int:
         show(findings, time.perf_counter() - begun, as_json=known.json)
     distributed.stop(ranks)
     return 1 if failed(findings) else 0
+
+
+@contextlib.contextmanager
+def stdout_left_alone() -> Iterator[None]:
+    """Inside, whatever is printed goes to stderr, by libraries and helper processes too: their stdout is this one."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def examine(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> list[Finding]:

@@ -13,8 +13,8 @@ left over, and no start may take longer than its bound. The faults:
     term        SIGTERM to a rank: it finishes its epoch, saves and exits with code 0
     nan, reward, slow   inside a rank, see `tools/soak_rank.py`
 
-A line for every start goes to OUT/soak.jsonl, the summary to OUT/summary.json. Exit code: 0, or 1 when anything was
-lost.
+A line for every start goes to OUT/soak.jsonl, the summary to OUT/summary.json. Exit code: 0, 1 when anything was lost,
+2 for options that cannot work, or when the run in peace used up `--minutes` and nothing was tested.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSIDE = ("nan", "reward", "slow")
 OUTSIDE = ("kill", "kill_all", "kill_save", "launcher", "worker", "term")
 KNOBS = {
+    "device": "cpu",  # an accelerator adds in an order of its own: nothing would be the same bit for bit
     "max_minutes": 0,
     "log_videos_every": 0,
     "trackers": "",
@@ -330,12 +331,15 @@ def main(words: Sequence[str] | None = None) -> int:
         "starts": sum(result["starts"] for result in results),
         "faults": sum(struck.values()),
         "by_fault": dict(struck),
-        "slowest_end_s": max(result["slowest_end_s"] for result in results),
+        "slowest_end_s": max((result["slowest_end_s"] for result in results), default=0.0),
         "lost": lost,
         "minutes": round((time.monotonic() - soak.begun) / 60, 1),
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     soak.note(summary)
+    if not results:
+        print("error: the run in peace used up --minutes, no fault was tried; allow more", file=sys.stderr, flush=True)
+        return 2
     return 1 if lost else 0
 
 
