@@ -52,3 +52,4 @@ def test_where_there_are_no_locks_the_run_goes_on_with_a_warning(tmp_path, monke
     monkeypatch.setattr(fcntl, "flock", none)
     RunLock(tmp_path).take()
     assert "cannot be locked" in caplog.text
+    assert str(os.getpid()) in (tmp_path / LOCK).read_text()  # by which a user finds it

@@ -41,16 +41,15 @@ class RunLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                # Some network file systems know no locks: the run goes on without.
-                _log.warning("%s cannot be locked (%s): see that no other run uses it", self._folder, error)
-                return
-            holder = os.read(self._descriptor, 200).decode(errors="replace")
-            self.release()
-            raise ValueError(
-                f"run folder {self._folder} is in use by {holder or 'another process'}; wait until that has ended, or "
-                "pass another --config.run_name"
-            ) from None
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                holder = os.read(self._descriptor, 200).decode(errors="replace")
+                self.release()
+                raise ValueError(
+                    f"run folder {self._folder} is in use by {holder or 'another process'}; wait until that has ended, "
+                    "or pass another --config.run_name"
+                ) from None
+            # Some network file systems know no locks: the run goes on without.
+            _log.warning("%s cannot be locked (%s): see that no other run uses it", self._folder, error)
         os.truncate(self._descriptor, 0)
         os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
