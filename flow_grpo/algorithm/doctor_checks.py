@@ -181,14 +181,14 @@ def check_geometry(gaps: Mapping[int, float], clip_range: float, micro_batch: in
     """Judge what other batch shapes do to log-probabilities.
 
     Args:
-        gaps: rows of a call -> largest log-ratio to the rollout's own.
+        gaps: rows of a call -> largest log-ratio to the rollout's own; the update's own must be among them.
         clip_range: half width of the unclipped ratio.
         micro_batch: rows of the update's calls.
         old_log_prob: `train.old_log_prob`.
     """
     bound = SHARE_OF_CLIP * clip_range
     said = ", ".join(f"{rows} rows {gap:.2g}" for rows, gap in gaps.items())
-    kept = old_log_prob == "rollout" and not gaps.get(micro_batch, 0.0) <= bound
+    kept = old_log_prob == "rollout" and not gaps[micro_batch] <= bound
     way_out = "pass --config.train.old_log_prob=auto: it scores the rollout again in the update's own batches"
     shaky = not all(gap <= bound for gap in gaps.values())
     compared = "train.old_log_prob makes up for it; a smaller effect needs fp32 or the rollout's batch size"
