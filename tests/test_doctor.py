@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import train_grpo
+from flow_grpo.algorithm import doctor_fast, doctor_full
 from flow_grpo.config import load_config
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import Ranks
@@ -41,7 +42,7 @@ def statuses(findings: dict[str, dict[str, str]], status: str) -> set[str]:
 def test_a_sound_recipe_passes_every_check(places):
     code, findings = examined(words(places, model__trained="lora", train__kl_coef=0.1))
     assert (code, statuses(findings, "fail")) == (0, set()), findings
-    sampled = {"residuals", "ratio", "geometry", "noise", "rewards", "reward_order"}
+    sampled = {"residuals", "stored", "ratio", "geometry", "noise", "rewards", "reward_order"}
     learned = {"groups", "clip", "kl", "received", "gradients", "parameters", "update"}
     seen = {"disk", "shared_memory", "versions", "device", "backends", "adapters", "weights"}
     assert set(findings) == sampled | learned | seen | {"steps", "window", "windows", "last_step"}
@@ -55,12 +56,25 @@ def test_a_sound_recipe_passes_every_check(places):
         (doctor_cases.guidance_in_the_rollout_only, {"sample__guidance_scale": 3}, "ratio", "gave (4, "),
         (doctor_cases.the_last_step_trained, {}, "last_step", "step 5 is trained"),
         (doctor_cases.latents_stored_in_half_precision, {}, "ratio", "input 0 differs first"),
+        (doctor_cases.latents_stored_in_half_precision, {}, "stored", "were rounded to torch.bfloat16"),
     ],
 )
 def test_a_fault_planted_into_rollout_or_update_is_found(places, fault, changes, name, said):
     code, findings = examined(words(places, **changes), fault)
     assert code == 1
     assert findings[name]["status"] == "fail" and said in findings[name]["measured"]
+
+
+def test_rounded_latents_are_found_where_calls_need_not_agree_to_the_last_bit(places):
+    def as_on_an_accelerator():
+        stack = contextlib.ExitStack()
+        for module in (doctor_fast, doctor_full):
+            stack.enter_context(mock.patch.object(module, "calls_are_exact", return_value=False))
+        stack.enter_context(doctor_cases.latents_stored_in_half_precision())
+        return stack
+
+    _, findings = examined(words(places), as_on_an_accelerator)
+    assert findings["stored"]["status"] == "fail"
 
 
 def test_lora_names_that_match_nothing_are_a_failed_check(places):

@@ -100,6 +100,16 @@ def test_residuals_of_another_distribution_fail(wrong):
     assert status(checks.check_residuals({1: normal(5000), 2: wrong(normal(5000))})) == "fail"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_that_were_rounded_fail_wherever_they_stand(dtype):
+    states = normal(2, 3, 50)
+    assert status(checks.check_stored(states)) == "ok"
+    short = states.to(dtype)
+    assert status(checks.check_stored(short)) == status(checks.check_stored(short.float())) == "fail"
+    (found,) = checks.check_stored(torch.cat([states[:, :2], short[:, 2:].float()], dim=1))
+    assert (found.status, found.measured) == ("fail", f"1 of 3 remembered states were rounded to {dtype}")
+
+
 # --- ratio, geometry
 
 

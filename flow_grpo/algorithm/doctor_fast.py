@@ -190,6 +190,7 @@ def sampled(trainer: Trainer, specimen: Specimen, rows: Iterable[int]) -> list[F
     log_ratios = torch.cat([replayed[full].log_ratios, between])
     return [
         *checks.check_residuals(replayed[full].residuals),
+        *checks.check_stored(specimen.part.trajectory.states),
         *checks.check_ratio(log_ratios, trained.clip_range, trained.old_log_prob, exact=exact, layer=layer),
         *checks.check_geometry(gaps, trained.clip_range, trained.batch_size, trained.old_log_prob),
         *noise(trainer, specimen),
