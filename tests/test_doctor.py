@@ -44,7 +44,7 @@ def test_a_sound_recipe_passes_every_check(places):
     assert (code, statuses(findings, "fail")) == (0, set()), findings
     sampled = {"residuals", "stored", "ratio", "geometry", "noise", "rewards", "reward_order"}
     learned = {"groups", "clip", "kl", "received", "gradients", "parameters", "update"}
-    seen = {"disk", "shared_memory", "versions", "device", "backends", "adapters", "weights"}
+    seen = {"disk", "shared_memory", "versions", "device", "backends", "run_folder", "adapters", "weights"}
     assert set(findings) == sampled | learned | seen | {"steps", "window", "windows", "last_step"}
     assert findings["ratio"]["measured"] == "largest log-ratio 0, at most 0"
 

@@ -123,6 +123,7 @@ def machine(trainer: Trainer) -> list[Finding]:
         *machine_checks.check_versions(ranks),
         *machine_checks.check_device(device, config, ranks),
         *machine_checks.check_backends(device, ranks),
+        *machine_checks.check_run_folder(trainer.run_folder, ranks),
     ]
 
 
