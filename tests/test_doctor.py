@@ -83,6 +83,13 @@ def test_lora_names_that_match_nothing_are_a_failed_check(places):
     assert "matches no module" in findings["adapters"]["measured"]
 
 
+def test_one_adapter_without_gradient_is_found_and_named(places):
+    given = words(places, model__trained="lora")
+    code, findings = examined(given, doctor_cases.an_adapter_without_gradient)
+    assert (code, statuses(findings, "fail")) == (1, {"received"})
+    assert findings["received"]["measured"].count("blocks.0.attn1.to_q.lora_") == 2
+
+
 def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Examine on ranks that have met already and stay together afterwards."""
     with (
@@ -98,6 +105,8 @@ def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str
         ("", set()),
         ("no_synchronisation", {"gradients", "parameters"}),
         ("one_seed_for_every_rank", {"noise", "epoch"}),
+        ("other_steps_on_every_rank", {"windows"}),
+        ("other_weights_on_every_rank", {"weights", "parameters"}),
     ],
 )
 def test_what_goes_wrong_between_ranks_is_found(places, fault, names):
