@@ -72,10 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return 2
         with trainer.end:
             try:
-                with trainer.progress:
-                    trainer.evaluate_before()
-                    for epoch in trainer.epochs():
-                        train_epoch(trainer, epoch)
+                train(trainer)
             except (ShortageError, RewardFaultError, InputError) as error:
                 if not isinstance(error, ShortageError):
                     trainer.rewind()
@@ -109,6 +106,14 @@ def show_plan(config: Config, devices: int) -> None:
     limit = ASSUMED_GIB if device.type == "cpu" else device_door.memory(device)["total"]
     print(f"plan at {ASSUMED_RATE / 1e12:.0f} TFLOP/s and {limit:.0f} GiB a device (tools/plan.py takes others):")
     print(as_text(make_plan(config, devices, ASSUMED_RATE), limit, config, devices), flush=True)
+
+
+def train(trainer: Trainer) -> None:
+    """Train for the epochs that are left."""
+    with trainer.progress:
+        trainer.evaluate_before()
+        for epoch in trainer.epochs():
+            train_epoch(trainer, epoch)
 
 
 def train_epoch(trainer: Trainer, epoch: int) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
 
+import train_grpo
 from flow_grpo.algorithm import epoch, rollout, update
 from flow_grpo.algorithm.epoch import SampleSettings
 from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.runtime.parallel import averaging_gradients
 from tests.tiny_models import make_tiny_folder
@@ -115,4 +118,48 @@ def one_seed_for_every_rank() -> Iterator[None]:
         return initial, torch.randn((rows, steps, *shape), generator=generator)
 
     with mock.patch.object(rollout, "_draw_noise", draw):
+        yield
+
+
+@contextlib.contextmanager
+def other_steps_on_every_rank() -> Iterator[None]:
+    """The stochastic steps are drawn by rank, too."""
+    window = SampleSettings.window
+
+    def by_rank(self, epoch):
+        return window(self, epoch + int(os.environ["RANK"]))
+
+    with mock.patch.object(SampleSettings, "window", by_rank):
+        yield
+
+
+@contextlib.contextmanager
+def other_weights_on_every_rank() -> Iterator[None]:
+    """Training starts from weights that differ over ranks."""
+    spread = train_grpo.spread
+
+    def moved(*given):
+        state = spread(*given)
+        with torch.no_grad():
+            for weight in trained_parameters(state.module).values():
+                weight += 0.01 * int(os.environ["RANK"])
+        return state
+
+    with mock.patch.object(train_grpo, "spread", moved):
+        yield
+
+
+@contextlib.contextmanager
+def an_adapter_without_gradient() -> Iterator[None]:
+    """What one adapter adds is cut off from the graph."""
+    spread = train_grpo.spread
+
+    def cut(*given):
+        state = spread(*given)
+        name, second = next((n, m) for n, m in state.module.named_modules() if n.endswith(".lora_B.default"))
+        second.register_forward_hook(lambda module, inputs, output: output.detach())
+        assert "blocks.0" in name
+        return state
+
+    with mock.patch.object(train_grpo, "spread", cut):
         yield

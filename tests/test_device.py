@@ -29,29 +29,19 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
     with mock.patch.dict(os.environ):
-        for variable in (door.OVERRIDE, "LOCAL_RANK", "PYTORCH_ALLOC_CONF", *door._NPU_ENVIRONMENT):
+        for variable in (
+            door.OVERRIDE,
+            "LOCAL_RANK",
+            "PYTORCH_ALLOC_CONF",
+            *door._VISIBLE.values(),
+            *door.npu_environment(),
+        ):
             os.environ.pop(variable, None)
         yield
 
 
-@pytest.mark.parametrize(
-    ("versions", "fits"),
-    [
-        ({"torch": "2.13.0+cpu"}, True),
-        ({"torch": "2.13.0+cpu", "torch-npu": "2.13.0.post2"}, True),
-        ({"torch": "2.13.0", "torch-npu": "2.13.0rc1"}, True),
-        ({"torch": "2.13.0", "torch-npu": "2.13.1"}, False),
-        ({"torch": "2.13.0", "torch-npu": "2.9.0.post1"}, False),
-    ],
-)
-def test_torch_npu_is_made_for_one_torch(versions: dict[str, str], fits: bool) -> None:
-    said = door.unpaired(versions)
-    assert (said == "") is fits
-    assert fits or said == f"torch {versions['torch']} beside torch-npu {versions['torch-npu']}"
-
-
-def test_software_is_torch_and_what_is_installed_for_it() -> None:
-    assert door.software() == {"torch": torch.__version__}
+def test_packages_are_torch_and_what_is_installed_for_it() -> None:
+    assert door.packages() == ("torch",)
 
 
 @pytest.fixture
@@ -88,8 +78,37 @@ def test_cuda_is_preferred_to_cpu_and_its_index_is_the_local_rank() -> None:
 @pytest.mark.usefixtures("two_cuda_devices")
 def test_more_local_ranks_than_devices_are_refused() -> None:
     os.environ["LOCAL_RANK"] = "2"
-    with pytest.raises(ValueError, match="local rank 2 has no cuda device: 2 visible; start at most 2 processes"):
+    with pytest.raises(
+        ValueError, match=r"rank 2 has no cuda device: 2 visible \(.* unset\); start at most 2 processes per node$"
+    ):
         door.resolve()
+
+
+@pytest.mark.usefixtures("two_cuda_devices")
+def test_a_rank_that_is_shown_one_device_but_given_an_index_is_told_both_ways_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    os.environ |= {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}
+    wanted = (
+        r"1 visible \(CUDA_VISIBLE_DEVICES 3\);.* or unset CUDA_VISIBLE_DEVICES, or let the launcher set LOCAL_RANK=0"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        door.resolve()
+    os.environ["LOCAL_RANK"] = "0"
+    assert door.resolve() == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "wanted"),
+    [(None, 2, "cuda:2"), ("5", 0, "cuda:5"), ("4, 7", 1, "cuda:7"), ("", 1, "cuda:1"), ("GPU-8a1", 0, "cuda:GPU-8a1")],
+)
+def test_a_device_is_named_as_its_machine_counts(visible: str | None, index: int, wanted: str) -> None:
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    assert door.physical(torch.device("cuda", index)) == wanted
+    assert door.shown("cuda") == f"CUDA_VISIBLE_DEVICES {'unset' if visible is None else visible}"
+    assert door.physical(CPU) == "cpu:0"
 
 
 @pytest.mark.usefixtures("two_cuda_devices")
@@ -303,6 +322,10 @@ class RecordingNpu:
         return record
 
 
+def bounds() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(f"HCCL_{name}_TIMEOUT") for name in ("EXEC", "EVENT"))
+
+
 def observe_npu() -> dict[str, Any]:
     """Ask everything of a fake NPU with local rank 3; the process is of no other use afterwards."""
     npu, library = RecordingNpu(), types.ModuleType("torch_npu")
@@ -316,8 +339,15 @@ def observe_npu() -> dict[str, Any]:
     seen: dict[str, Any] = {"device": str(device), "line": door.describe(device)}
     npu.calls.clear()
     door.setup(device, deterministic=True)
+    seen["no bounds"] = bounds()
     seen["setup"], seen["hccl"] = list(npu.calls), os.environ["HCCL_DETERMINISTIC"]
     seen["formats"] = (npu.config.allow_internal_format, npu.conv.allow_hf32)
+    for asked, exec_s, event_s in ((600.0, None, None), (600.0, "3600", None), (600.0, "0", None), (600.0, None, "9")):
+        for variable, given in (("HCCL_EXEC_TIMEOUT", exec_s), ("HCCL_EVENT_TIMEOUT", event_s)):
+            os.environ.pop(variable, None)
+            os.environ |= {variable: given} if given is not None else {}
+        door.setup(device, collective_s=asked)
+        seen[f"bounds {exec_s} {event_s}"] = bounds()
     state = door.rng_state(device)
     seen["state"] = {key: value.dtype for key, value in state.items()}
     npu.calls.clear()
@@ -363,13 +393,29 @@ def test_npu_is_the_first_choice(npu: dict[str, Any]) -> None:
 
 
 def test_more_local_ranks_than_npus_are_refused(npu: dict[str, Any]) -> None:
-    assert npu["refused"] == "local rank 4 has no npu device: 4 visible; start at most 4 processes per node"
+    text = "local rank 4 has no npu device: 4 visible (ASCEND_RT_VISIBLE_DEVICES unset)"
+    assert npu["refused"] == f"{text}; start at most 4 processes per node"
 
 
 def test_npu_setup_selects_the_device_before_anything_else(npu: dict[str, Any]) -> None:
     assert npu["setup"] == [("set_device", "npu:3"), ("set_compile_mode", ("jit_compile", False))]
     assert npu["formats"] == (False, False)
     assert npu["hccl"] == "true"
+
+
+def test_what_a_collective_may_take_is_told_to_the_library_and_events_are_waited_for_longer(
+    npu: dict[str, Any],
+) -> None:
+    assert npu["no bounds"] == (None, None)
+    assert npu["bounds None None"] == ("600", "668")
+    assert npu["bounds 3600 None"] == ("3600", "3668")
+    assert npu["bounds 0 None"] == ("0", "0")  # for ever
+    assert npu["bounds None 9"] == ("600", "9")  # the user's own
+
+
+def test_the_audit_is_told_of_every_variable_that_may_be_set() -> None:
+    named = {"HCCL_CONNECT_TIMEOUT", "HCCL_DETERMINISTIC", "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"}
+    assert named <= set(door.npu_environment())
 
 
 def test_npu_random_state_is_that_of_this_ranks_device_and_the_cpu(npu: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train_grpo
+from flow_grpo.algorithm import doctor_fast, doctor_full
 from flow_grpo.algorithm.findings import Finding
 from flow_grpo.config import load_config
 from flow_grpo.runtime import distributed
@@ -42,9 +43,9 @@ def statuses(findings: dict[str, dict[str, str]], status: str) -> set[str]:
 def test_a_sound_recipe_passes_every_check(places):
     code, findings = examined(words(places, model__trained="lora", train__kl_coef=0.1))
     assert (code, statuses(findings, "fail")) == (0, set()), findings
-    sampled = {"residuals", "ratio", "geometry", "noise", "rewards", "reward_order"}
+    sampled = {"residuals", "stored", "ratio", "geometry", "noise", "rewards", "reward_order"}
     learned = {"groups", "clip", "kl", "received", "gradients", "parameters", "update"}
-    seen = {"disk", "shared_memory", "versions", "device", "backends", "adapters", "weights"}
+    seen = {"disk", "shared_memory", "versions", "device", "backends", "run_folder", "adapters", "weights"}
     assert set(findings) == sampled | learned | seen | {"steps", "window", "windows", "last_step"}
     assert findings["ratio"]["measured"] == "largest log-ratio 0, at most 0"
 
@@ -56,6 +57,7 @@ def test_a_sound_recipe_passes_every_check(places):
         (doctor_cases.guidance_in_the_rollout_only, {"sample__guidance_scale": 3}, "ratio", "gave (4, "),
         (doctor_cases.the_last_step_trained, {}, "last_step", "step 5 is trained"),
         (doctor_cases.latents_stored_in_half_precision, {}, "ratio", "input 0 differs first"),
+        (doctor_cases.latents_stored_in_half_precision, {}, "stored", "were rounded to torch.bfloat16"),
     ],
 )
 def test_a_fault_planted_into_rollout_or_update_is_found(places, fault, changes, name, said):
@@ -64,10 +66,29 @@ def test_a_fault_planted_into_rollout_or_update_is_found(places, fault, changes,
     assert findings[name]["status"] == "fail" and said in findings[name]["measured"]
 
 
+def test_rounded_latents_are_found_where_calls_need_not_agree_to_the_last_bit(places):
+    def as_on_an_accelerator():
+        stack = contextlib.ExitStack()
+        for module in (doctor_fast, doctor_full):
+            stack.enter_context(mock.patch.object(module, "calls_are_exact", return_value=False))
+        stack.enter_context(doctor_cases.latents_stored_in_half_precision())
+        return stack
+
+    _, findings = examined(words(places), as_on_an_accelerator)
+    assert findings["stored"]["status"] == "fail"
+
+
 def test_lora_names_that_match_nothing_are_a_failed_check(places):
     code, findings = examined(words(places, model__trained="lora", model__lora_targets=r"blocks\.\d+\.attn1\.q_proj"))
     assert (code, statuses(findings, "fail")) == (1, {"adapters"})
     assert "matches no module" in findings["adapters"]["measured"]
+
+
+def test_one_adapter_without_gradient_is_found_and_named(places):
+    given = words(places, model__trained="lora")
+    code, findings = examined(given, doctor_cases.an_adapter_without_gradient)
+    assert (code, statuses(findings, "fail")) == (1, {"received"})
+    assert findings["received"]["measured"].count("blocks.0.attn1.to_q.lora_") == 2
 
 
 def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -85,6 +106,8 @@ def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str
         ("", set()),
         ("no_synchronisation", {"gradients", "parameters"}),
         ("one_seed_for_every_rank", {"noise", "epoch"}),
+        ("other_steps_on_every_rank", {"windows"}),
+        ("other_weights_on_every_rank", {"weights", "parameters"}),
     ],
 )
 def test_what_goes_wrong_between_ranks_is_found(places, fault, names):

@@ -100,6 +100,16 @@ def test_residuals_of_another_distribution_fail(wrong):
     assert status(checks.check_residuals({1: normal(5000), 2: wrong(normal(5000))})) == "fail"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_that_were_rounded_fail_wherever_they_stand(dtype):
+    states = normal(2, 3, 50)
+    assert status(checks.check_stored(states)) == "ok"
+    short = states.to(dtype)
+    assert status(checks.check_stored(short)) == status(checks.check_stored(short.float())) == "fail"
+    (found,) = checks.check_stored(torch.cat([states[:, :2], short[:, 2:].float()], dim=1))
+    assert (found.status, found.measured) == ("fail", f"1 of 3 remembered states were rounded to {dtype}")
+
+
 # --- ratio, geometry
 
 
@@ -129,11 +139,16 @@ def test_a_ratio_against_itself_may_hide_rounding_but_nothing_more():
         ({1: 5e-4, 4: 0.0}, "auto", "warn"),
         ({1: 5e-4, 4: 0.0}, "rollout", "fail"),
         ({1: math.nan, 4: 0.0}, "rollout", "fail"),
-        ({2: 5e-4, 4: 0.0}, "rollout", "warn"),  # not a shape of the update
+        ({1: 0.0, 2: 5e-4, 4: 0.0}, "rollout", "warn"),  # not a shape of the update
     ],
 )
 def test_what_another_batch_shape_changes_matters_where_nothing_makes_up_for_it(gaps, mode, wanted):
     assert status(checks.check_geometry(gaps, 1e-3, 1, mode)) == wanted
+
+
+def test_the_update_s_own_batch_shape_cannot_be_left_out():
+    with pytest.raises(KeyError):
+        checks.check_geometry({4: 0.0}, 1e-3, 8, "rollout")
 
 
 # --- noise, ranks

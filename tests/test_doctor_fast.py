@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from unittest import mock
 
 import pytest
@@ -88,8 +89,8 @@ def test_layers_are_compared_only_when_calls_differ(trainer):
         doctor_fast.examine(trainer)
         parting.assert_not_called()
         with doctor_cases.latents_stored_in_half_precision():
-            (found,) = [found for found in doctor_fast.examine(trainer) if found.status == "fail"]
-    assert found.name == "ratio" and "layer 3 differs first" in found.measured
+            found = {found.name: found for found in doctor_fast.examine(trainer) if found.status == "fail"}
+    assert set(found) == {"stored", "ratio"} and "layer 3 differs first" in found["ratio"].measured
 
 
 def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(trainer):
@@ -103,6 +104,94 @@ def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(trainer):
     stds = [float(moving.replay(part, column).std) for column in range(2)]
     with mock.patch.object(moving, "settings", guarded):
         torch.testing.assert_close(doctor_fast.replay(moving, part, 2).log_ratios, torch.tensor([stds, stds]))
+
+
+def test_a_replay_in_larger_calls_than_the_rollout_s_repeats_rows(trainer):
+    """An update whose calls have more rows than the rollout's is examined in calls of as many."""
+    specimen, seen = doctor_fast.take(trainer), []
+    velocity = RecamPolicy.velocity
+
+    def counted(self, latents, sigma, conditioning):
+        seen.append(len(latents))
+        return velocity(self, latents, sigma, conditioning) * (1.1 if len(latents) == 5 else 1.0)
+
+    with mock.patch.object(RecamPolicy, "velocity", counted):
+        found = doctor_fast.replay(trainer.updater, specimen.part, 5)
+    assert seen == [5, 5] and found.log_ratios.shape == (2, 2)
+    assert all(len(values) == 2 for values in found.residuals.values())
+    assert found.log_ratios.abs().min() > 0
+
+
+def larger_updates(places, folder, old_log_prob: str):
+    given = {"sample__num_batches_per_epoch": 2, "train__batch_size": 4, "train__old_log_prob": old_log_prob}
+    config, recipe = train_grpo.read_command_line(words(places, output_root=folder, **given))
+    return train_grpo.build(config, recipe, CPU, Ranks())
+
+
+@pytest.mark.parametrize(("old_log_prob", "status"), [("rollout", "fail"), ("auto", "warn")])
+def test_an_update_s_batch_shape_is_examined_where_it_is_larger_than_the_rollout_s(
+    places, tmp_path, old_log_prob, status
+):
+    trainer = larger_updates(places, tmp_path, old_log_prob)
+    velocity = RecamPolicy.velocity
+
+    def by_rows(self, latents, sigma, conditioning):
+        return velocity(self, latents, sigma, conditioning) * (1.5 if len(latents) == 4 else 1.0)
+
+    assert by_status(doctor_fast.examine(trainer)) == {}
+    with mock.patch.object(RecamPolicy, "velocity", by_rows):
+        assert by_status(doctor_fast.examine(trainer)) == {"geometry": status}
+
+
+# --- gradients: a device has room for those of an update's call, not for more
+
+
+def with_small_updates(places, folder, **changes):
+    given = words(places, output_root=folder, **({"train__batch_size": 1} | changes))
+    config, recipe = train_grpo.read_command_line(given)
+    return train_grpo.build(config, recipe, CPU, Ranks())
+
+
+def by_status(findings) -> dict[str, str]:
+    return {found.name: found.status for found in findings if found.status != "ok"}
+
+
+class Saved:
+    """A tensor that a graph keeps for its backward pass."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()  # itself, it would hold the graph that holds it
+
+
+def test_gradients_are_kept_for_an_update_s_rows_and_one_call_only(places, tmp_path):
+    trainer = with_small_updates(places, tmp_path)
+    alive, calls = weakref.WeakSet(), []
+    velocity = RecamPolicy.velocity
+
+    def pack(tensor):
+        saved = Saved(tensor)
+        alive.add(saved)
+        return saved
+
+    def noted(self, latents, sigma, conditioning):
+        calls.append((len(latents), torch.is_grad_enabled(), len(alive)))
+        return velocity(self, latents, sigma, conditioning)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor)
+    with hooks, mock.patch.object(RecamPolicy, "velocity", noted):
+        assert by_status(doctor_fast.examine(trainer)) == {}
+        doctor_fast.parting(trainer, doctor_fast.take(trainer))
+    assert {rows for rows, kept, _ in calls if kept} == {1}
+    assert {rows for rows, kept, _ in calls if not kept} == {1, 2}
+    assert {graphs for *_, graphs in calls} == {0}, "a graph outlived its call"
+
+
+def test_what_only_calls_with_gradients_do_is_found_where_they_have_fewer_rows(places, tmp_path):
+    trainer = with_small_updates(places, tmp_path, sample__guidance_scale=3)
+    with doctor_cases.guidance_in_the_rollout_only():
+        (found,) = [found for found in doctor_fast.examine(trainer) if found.name == "ratio"]
+    assert found.status == "fail"
+    assert "the same call without gradients and with: input 0 gave (2, " in found.measured
 
 
 def test_bits_are_asked_for_on_the_cpu_in_fp32_without_compilation(trainer):

@@ -56,6 +56,20 @@ def test_weights_moments_and_average_are_afterwards_as_they_were(trainer):
     assert all(parameter.grad is None for parameter in trainer.state.module.parameters())
 
 
+def test_no_call_with_gradients_has_more_rows_than_an_update_s(places, tmp_path):
+    trainer = build(words(places, output_root=tmp_path, train__kl_coef=0.1, train__batch_size=1), Ranks())
+    calls, velocity = [], RecamPolicy.velocity
+
+    def noted(self, latents, sigma, conditioning):
+        calls.append((len(latents), torch.is_grad_enabled()))
+        return velocity(self, latents, sigma, conditioning)
+
+    with mock.patch.object(RecamPolicy, "velocity", noted):
+        assert "fail" not in by_name(examine_fully(trainer)).values()
+    assert {rows for rows, kept in calls if kept} == {1}
+    assert {rows for rows, kept in calls if not kept} == {1, 2}
+
+
 def test_a_part_of_the_network_without_gradient_is_named(trainer):
     replay = Updater.replay
 

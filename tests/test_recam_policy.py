@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import types
+from unittest import mock
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.transformers import transformer_wan
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from flow_grpo.config_types import SampleConfig
@@ -374,6 +376,23 @@ def test_the_attention_backend_is_the_configured_one_and_changes_rounding_only(f
     with torch.no_grad():
         one, two = (made.velocity(*arguments, encoded) for made in (plain, other))
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_attention_is_given_no_mask_that_a_backend_may_read_inverted(guidance):
+    """The NPU's own one inverts masks of floats; it is offered because there are none here, long or short prompts."""
+    made = policy(guidance_scale=guidance)
+    conditions = [condition(0, prompt="a"), condition(1, prompt="a room with two windows")]
+    masks, dispatch = [], transformer_wan.dispatch_attention_fn
+
+    def noted(*given, attn_mask=None, **named):
+        assert len(given) == 3  # query, key, value: a mask is named
+        masks.append(attn_mask)
+        return dispatch(*given, attn_mask=attn_mask, **named)
+
+    with mock.patch.object(transformer_wan, "dispatch_attention_fn", noted):
+        made.velocity(*noisy(made, conditions), made.encode(conditions))
+    assert masks and all(mask is None or mask.dtype is torch.bool for mask in masks)
 
 
 def test_an_attention_backend_that_the_device_has_not_is_refused(folder):

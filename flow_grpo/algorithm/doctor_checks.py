@@ -148,6 +148,24 @@ def check_residuals(residuals: Mapping[int, Tensor]) -> list[Finding]:
     return [finding("residuals", "; ".join(said), fail=way_out if wrong else "")]
 
 
+def check_stored(states: Tensor) -> list[Finding]:
+    """Judge by its values whether what is remembered is fp32: none of it may survive rounding unchanged.
+
+    Where calls need not agree to the last bit, the ratio may not show it.
+
+    Args:
+        states: (B, M, C, F, H, W) of the trajectory.
+    """
+    count = states.shape[1]
+    said, short = f"{count} remembered states in fp32", False
+    for dtype in (torch.float16, torch.bfloat16):  # the shorter last: most of its values survive the other as well
+        rounded = sum(torch.equal(own, own.to(dtype).to(own.dtype)) for own in states.unbind(1))
+        if rounded:
+            said, short = f"{rounded} of {count} remembered states were rounded to {dtype}", True
+    way_out = "keep the latents of stochastic steps in fp32: see Trajectory.states in flow_grpo/records.py"
+    return [finding("stored", said, fail=way_out if short else "")]
+
+
 def ratio_bound(clip_range: float, *, exact: bool) -> float:
     """Return how far the log-ratio may be from 0 before the first update."""
     return 0.0 if exact else SHARE_OF_CLIP * clip_range
@@ -181,14 +199,14 @@ def check_geometry(gaps: Mapping[int, float], clip_range: float, micro_batch: in
     """Judge what other batch shapes do to log-probabilities.
 
     Args:
-        gaps: rows of a call -> largest log-ratio to the rollout's own.
+        gaps: rows of a call -> largest log-ratio to the rollout's own; the update's own must be among them.
         clip_range: half width of the unclipped ratio.
         micro_batch: rows of the update's calls.
         old_log_prob: `train.old_log_prob`.
     """
     bound = SHARE_OF_CLIP * clip_range
     said = ", ".join(f"{rows} rows {gap:.2g}" for rows, gap in gaps.items())
-    kept = old_log_prob == "rollout" and not gaps.get(micro_batch, 0.0) <= bound
+    kept = old_log_prob == "rollout" and not gaps[micro_batch] <= bound
     way_out = "pass --config.train.old_log_prob=auto: it scores the rollout again in the update's own batches"
     shaky = not all(gap <= bound for gap in gaps.values())
     compared = "train.old_log_prob makes up for it; a smaller effect needs fp32 or the rollout's batch size"

@@ -7,11 +7,12 @@ resumed run is examined as well, since it may have come to another machine.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import torch
@@ -122,6 +123,7 @@ def machine(trainer: Trainer) -> list[Finding]:
         *machine_checks.check_versions(ranks),
         *machine_checks.check_device(device, config, ranks),
         *machine_checks.check_backends(device, ranks),
+        *machine_checks.check_run_folder(trainer.run_folder, ranks),
     ]
 
 
@@ -175,20 +177,23 @@ def sampled(trainer: Trainer, specimen: Specimen, rows: Iterable[int]) -> list[F
         RuntimeError: on every rank, if it cannot be replayed on any.
     """
     trained, full = trainer.config.train, len(specimen.part)
-    shapes = sorted(n for n in {trained.batch_size, full, *rows} if n <= full)
+    shapes = sorted({trained.batch_size, full, *(n for n in rows if n <= full)})
     with trainer.ranks.together("the replay"):
         replayed = {n: replay(trainer.updater, specimen.part, n) for n in shapes}
-    gaps = {n: float(found.log_ratios.abs().max()) for n, found in replayed.items()}
+        between = by_gradients(trainer.updater, specimen.part)
+    gaps = {n: _largest(found.log_ratios) for n, found in replayed.items()}
     exact, layer = calls_are_exact(trainer), ""
-    worst = float(trainer.ranks.all_gather(torch.tensor([gaps[full]])).max())
+    worst = trainer.ranks.all_gather(torch.tensor([[gaps[full], _largest(between)]])).amax(dim=0)
+    bound = checks.ratio_bound(trained.clip_range, exact=exact)
     # Alike on every rank: where weights lie in shards, what follows is an exchange.
-    if not worst <= checks.ratio_bound(trained.clip_range, exact=exact):
-        layer = parting(trainer, specimen)
+    if not (worst <= bound).all():
+        with trainer.ranks.together("the comparison of calls"):
+            layer = parting(trainer, specimen) if not worst[0] <= bound else parting_by_gradients(trainer, specimen)
+    log_ratios = torch.cat([replayed[full].log_ratios, between])
     return [
         *checks.check_residuals(replayed[full].residuals),
-        *checks.check_ratio(
-            replayed[full].log_ratios, trained.clip_range, trained.old_log_prob, exact=exact, layer=layer
-        ),
+        *checks.check_stored(specimen.part.trajectory.states),
+        *checks.check_ratio(log_ratios, trained.clip_range, trained.old_log_prob, exact=exact, layer=layer),
         *checks.check_geometry(gaps, trained.clip_range, trained.batch_size, trained.old_log_prob),
         *noise(trainer, specimen),
     ]
@@ -241,23 +246,59 @@ def as_far_as_needed(trainer: Trainer) -> SampleSettings:
     return dataclasses.replace(settings, sigmas=settings.sigmas[: last + 3])
 
 
-def replay(updater: Updater, part: TrainingPart, rows: int) -> Replayed:
-    """Replay all steps of B samples in calls of `rows`, as the update does."""
+def replay(updater: Updater, part: TrainingPart, rows: int, *, gradients: bool | None = None) -> Replayed:
+    """Replay all steps of B samples in calls of `rows`, as the update does; with more rows than B, some stand twice.
+
+    Args:
+        updater: of the run.
+        part: the samples.
+        rows: of a call.
+        gradients: whether to keep them, as the update does; unless given, where an update's call has as many rows: a
+            device need not have room for more.
+    """
     ratios, residuals = [], []
-    for positions in torch.arange(len(part)).split(rows):
+    for positions in (torch.arange(max(rows, len(part))) % len(part)).split(rows):
         micro = part.rows(positions)
-        columns, drawn = [], []
-        for column in range(len(micro.trajectory.steps)):
-            with averaging_gradients(updater.policy.module, now=False):
-                step = updater.replay(micro, column)
-            after = next_latents(micro, column)
-            unit = step.std if updater.settings.train.guard else 1.0
-            columns.append(unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column]))
-            drawn.append(((after - step.mean) / step.std).detach())
-        ratios.append(torch.stack(columns, dim=1))
-        residuals.append(drawn)
-    by_step = zip(part.trajectory.steps, map(torch.cat, zip(*residuals, strict=True)), strict=True)
-    return Replayed(torch.cat(ratios), dict(by_step))
+        scored = [_scored(updater, micro, column, gradients) for column in range(len(micro.trajectory.steps))]
+        ratios.append(torch.stack([ratio for ratio, _ in scored], dim=1))
+        residuals.append([drawn for _, drawn in scored])
+    by_step = [torch.cat(drawn)[: len(part)] for drawn in zip(*residuals, strict=True)]
+    return Replayed(torch.cat(ratios)[: len(part)], dict(zip(part.trajectory.steps, by_step, strict=True)))
+
+
+def by_gradients(updater: Updater, part: TrainingPart) -> Tensor:
+    """Return (b, K) log-ratios of the update's call to the same one without gradients, as old ones are scored again.
+
+    With b = 0 where the rollout's own batch is replayed with gradients: that shows the same.
+    """
+    rows = updater.settings.train.batch_size
+    if len(part) <= rows:
+        return part.trajectory.log_probs[:0]
+    few = part.rows(slice(0, rows))
+    with_gradients, without = (replay(updater, few, rows, gradients=kept).log_ratios for kept in (True, False))
+    return with_gradients - without
+
+
+@contextlib.contextmanager
+def as_in_update(updater: Updater, rows: int, gradients: bool | None = None) -> Iterator[None]:
+    """Inside, a call of `rows` keeps gradients if told to, or unless told, if an update's calls have as many rows."""
+    kept = rows <= updater.settings.train.batch_size if gradients is None else gradients
+    with torch.set_grad_enabled(kept), averaging_gradients(updater.policy.module, now=False):
+        yield
+
+
+def _scored(updater: Updater, micro: TrainingPart, column: int, gradients: bool | None) -> tuple[Tensor, Tensor]:
+    """Return the log-ratios and residuals of one step; a function, so that no graph outlives its call."""
+    with as_in_update(updater, len(micro), gradients):
+        step = updater.replay(micro, column)
+    after = next_latents(micro, column)
+    unit = step.std if updater.settings.train.guard else 1.0
+    ratio = unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column])
+    return ratio, ((after - step.mean) / step.std).detach()
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def parting(trainer: Trainer, specimen: Specimen) -> str:
@@ -267,9 +308,19 @@ def parting(trainer: Trainer, specimen: Specimen) -> str:
     network = unwrap(policy.module)
     with recording(network) as rollout_calls:
         roll_out(policy, specimen.conditions, specimen.part.conditioning, window, settings)
-    with recording(network) as replay_calls, averaging_gradients(policy.module, now=False):
+    with recording(network) as replay_calls, as_in_update(trainer.updater, len(specimen.part)):
         trainer.updater.replay(specimen.part, 0)
     return first_difference(rollout_calls[window[0]], replay_calls[0])
+
+
+def parting_by_gradients(trainer: Trainer, specimen: Specimen) -> str:
+    """Return the layer where an update's call of the first stochastic step and the same without gradients part."""
+    few = specimen.part.rows(slice(0, trainer.config.train.batch_size))
+    with recording(unwrap(trainer.updater.policy.module)) as calls:
+        for kept in (False, True):
+            with as_in_update(trainer.updater, len(few), kept):
+                trainer.updater.replay(few, 0)
+    return f"the same call without gradients and with: {first_difference(*calls)}"
 
 
 def noise(trainer: Trainer, specimen: Specimen) -> list[Finding]:

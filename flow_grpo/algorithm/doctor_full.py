@@ -164,11 +164,13 @@ def penalty(trainer: Trainer, specimen: Specimen, before: float) -> list[Finding
 def kl(trainer: Trainer, specimen: Specimen) -> tuple[float, float]:
     """Return the KL of the first remembered step to the starting policy, and the norm of its gradient on this rank.
 
-    An infinite norm under ZeRO-2, whose engine takes gradients away; zeros where no reference is kept.
+    Of as many samples as an update's call has: a device need not have room for more. An infinite norm under ZeRO-2,
+    whose engine takes gradients away; zeros where no reference is kept.
     """
-    policy, part = trainer.updater.policy, specimen.part
-    if trainer.config.train.kl_coef == 0:
+    policy, train = trainer.updater.policy, trainer.config.train
+    if train.kl_coef == 0:
         return 0.0, 0.0
+    part = specimen.part.rows(slice(0, train.batch_size))
     reference = trainer.updater.reference_mean(part, 0)
     with averaging_gradients(policy.module, now=False):
         current = trainer.updater.replay(part, 0)

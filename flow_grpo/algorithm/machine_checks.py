@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from flow_grpo.algorithm.doctor_checks import check_alike
 from flow_grpo.algorithm.findings import Finding, finding
@@ -20,6 +23,9 @@ from flow_grpo.runtime.distributed import Ranks
 GIB = 1024**3
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes hand over tensors
 PREFETCHED = 3  # batches of a loader process at once: two read ahead, one in use
+RUN_FILE = "config.json"  # which rank 0 writes when a run starts
+SHOWN_AFTER_S = 60.0  # how long network file systems remember by default that a file was missing
+ABSENT = "absent"  # said of a package that is not installed, or not by an installer
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # whose versions change numbers
 
 
@@ -60,8 +66,8 @@ def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place:
 
 def check_versions(ranks: Ranks) -> list[Finding]:
     """Judge the software: torch and the vendor's package fit, and all ranks run the same; every rank must call it."""
-    versions = device_door.software()
-    wrong = device_door.unpaired(versions)
+    versions = {name: _version(name) for name in device_door.packages()}
+    wrong = unpaired(versions)
     versions |= {name: _version(name) for name in LIBRARIES}
     said = ", ".join(f"{name} {number}" for name, number in versions.items())
     same = check_alike("versions", ranks.gather_text(said), said, "give every node the same environment")
@@ -70,13 +76,21 @@ def check_versions(ranks: Ranks) -> list[Finding]:
     return same
 
 
+def unpaired(versions: Mapping[str, str]) -> str:
+    """Return what is wrong with the versions of packages that are made for one another, or "": their numbers differ."""
+    numbers = {re.split(r"[^\d.]|\.(?=\D)", text)[0].rstrip(".") for text in versions.values() if text != ABSENT}
+    made_for = {".".join(number.split(".")[:3]) for number in numbers}
+    return "" if len(made_for) == 1 else " beside ".join(f"{name} {number}" for name, number in versions.items())
+
+
 def check_device(device: torch.device, config: Config, ranks: Ranks) -> list[Finding]:
     """Judge the device: it computes in the model's precision, and no two ranks share one; every rank must call it."""
-    here = f"{socket.gethostname()} {device}"
+    here = f"{device_door.physical(device)} of {socket.gethostname()}"
     users = ranks.gather_text(here)
     said = device_door.describe(device, config.device)
     shared = device.type != "cpu" and users.count(here) > 1
-    fail = _if(shared, f"{users.count(here)} ranks share {here}: start as many as there are devices")
+    way_out = "start as many as there are devices, or look at what the launcher shows each rank"
+    fail = _if(shared, f"{users.count(here)} ranks share {here}, {device_door.shown(device.type)}: {way_out}")
     if not device_door.supports_bf16(device) and config.model.dtype == "bf16":
         fail = "it has no bf16: pass --config.model.dtype=fp32"
     fell_back = device.type == "cpu" and config.device == "auto" and config.model.dtype == "bf16"
@@ -91,13 +105,48 @@ def check_device(device: torch.device, config: Config, ranks: Ranks) -> list[Fin
 
 
 def check_backends(device: torch.device, ranks: Ranks) -> list[Finding]:
-    """Judge the process group by an exchange over it; every rank must call it."""
+    """Judge both process groups by an exchange over each; every rank must call it."""
     if ranks.control_group is None:
         return [finding("backends", "one process, no process group")]
     heard: Sequence[int] = ranks.all_gather(torch.tensor([ranks.rank])).tolist()
-    said = f"{device_door.process_group_backend(device)} over {ranks.world_size} ranks, control over gloo"
-    wrong = list(heard) != list(range(ranks.world_size))
-    return [finding("backends", said, fail=_if(wrong, f"ranks answer as {heard}: look at RANK and MASTER_ADDR"))]
+    said = f"{ranks.world_size} ranks, control over gloo"
+    wrong = [] if list(heard) == list(range(ranks.world_size)) else [f"ranks answer as {heard}"]
+    if dist.is_initialized():
+        said = f"{dist.get_backend_config()} over {said}"
+        places = dict.fromkeys((torch.device("cpu"), device))
+        wrong += [fault for place in places if (fault := _unfit_sum(place, ranks))]
+    return [finding("backends", said, fail=_if(bool(wrong), f"{'; '.join(wrong)}: look at RANK and MASTER_ADDR"))]
+
+
+def _unfit_sum(place: torch.device, ranks: Ranks) -> str:
+    """Return what is wrong with an all-reduce over the default group, where gradients are averaged, or ""."""
+    total = torch.full((1,), ranks.rank + 1.0, device=place)
+    wanted = ranks.world_size * (ranks.world_size + 1) / 2
+    try:
+        with ranks.waiting():
+            dist.all_reduce(total)
+    except RuntimeError as error:
+        return f"no all-reduce of {place}: {' '.join(str(error).split())}"
+    return "" if total.item() == wanted else f"an all-reduce on {place} gives {total.item():g} instead of {wanted:g}"
+
+
+def check_run_folder(folder: Path, ranks: Ranks, patience_s: float = SHOWN_AFTER_S) -> list[Finding]:
+    """Judge whether all ranks see the files that rank 0 writes; every rank must call it.
+
+    Args:
+        folder: of the run.
+        ranks: who takes part.
+        patience_s: how long a file system of several machines may take to show a new file.
+    """
+    wanted = ranks.broadcast_text(_text(folder / RUN_FILE))
+    if not wanted:
+        return [finding("run_folder", f"not looked at: rank 0 has no {RUN_FILE} in {folder}")]
+    deadline = time.monotonic() + patience_s
+    while not (seen := _text(folder / RUN_FILE) == wanted) and time.monotonic() < deadline:
+        time.sleep(min(1.0, patience_s))
+    said = f"rank 0's {RUN_FILE} in {folder} is {'seen' if seen else 'not seen'} by {ranks.world_size} rank(s)"
+    way_out = "the ranks' folders are not one: put output_root on a file system that all nodes share"
+    return [finding("run_folder", said, fail=_if(not seen, way_out))]
 
 
 def local_ranks() -> int:
@@ -109,7 +158,14 @@ def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return "absent"
+        return ABSENT
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _if(wrong: bool, way_out: str) -> str:

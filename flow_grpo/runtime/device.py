@@ -9,16 +9,13 @@ because it lacks random states and names, and before torch 2.9 also memory.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import logging
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +25,8 @@ from torch import Tensor, nn
 KINDS = ("npu", "cuda", "cpu")  # in order of preference
 OVERRIDE = "FLOW_GRPO_DEVICE"  # environment variable, asked when the configuration says "auto"
 EVENT_AFTER_EXEC_S = 68  # by which the vendor's waiting for an event outlasts that for a collective, as its defaults do
+_EXEC, _EVENT = "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"  # seconds each, 0 for ever
+_VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}  # what a launcher may show a rank
 _GIB = 1024**3
 _log = logging.getLogger(__name__)
 
@@ -63,10 +62,22 @@ def resolve(requested: str = "auto") -> torch.device:
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), _module(kind).device_count()
     if local_rank >= count:
-        raise ValueError(
-            f"local rank {local_rank} has no {kind} device: {count} visible; start at most {count} processes per node"
-        )
+        way_out = f"start at most {count} processes per node"
+        if count == 1 and _VISIBLE[kind] in os.environ:  # maybe a device of its own for each rank, which needs no index
+            way_out += f", or unset {_VISIBLE[kind]}, or let the launcher set LOCAL_RANK=0 for every rank"
+        raise ValueError(f"local rank {local_rank} has no {kind} device: {count} visible ({shown(kind)}); {way_out}")
     return torch.device(kind, local_rank)
+
+
+def shown(kind: str) -> str:
+    """Return the variable that says which devices this process sees, with its value."""
+    return f"{_VISIBLE.get(kind)} {os.environ.get(_VISIBLE.get(kind, ''), 'unset')}"
+
+
+def physical(device: torch.device) -> str:
+    """Return the device as its machine counts: each rank may be shown another one as its first."""
+    names, index = os.environ.get(_VISIBLE.get(device.type, ""), "").split(","), device.index or 0
+    return f"{device.type}:{(names[index].strip() if index < len(names) else '') or index}"
 
 
 def describe(device: torch.device, requested: str = "auto") -> str:
@@ -116,7 +127,7 @@ def load_plug_in() -> bool:
 
 def npu_environment() -> tuple[str, ...]:
     """Return the names of the environment variables that may be set for an NPU."""
-    return (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"])
+    return (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"], _EXEC, _EVENT)
 
 
 def setup(device: torch.device, deterministic: bool = False, num_threads: int = 0, collective_s: float = 0.0) -> None:
@@ -129,9 +140,6 @@ def setup(device: torch.device, deterministic: bool = False, num_threads: int = 
         collective_s: seconds the vendor's library allows a collective, where it can be told; 0 leaves its own.
     """
     select(device)
-    if collective_s and device.type == "npu":
-        os.environ.setdefault("HCCL_EXEC_TIMEOUT", f"{collective_s:.0f}")
-        os.environ.setdefault("HCCL_EVENT_TIMEOUT", f"{collective_s + EVENT_AFTER_EXEC_S:.0f}")
     if num_threads:
         torch.set_num_threads(num_threads)
     if deterministic:
@@ -139,6 +147,7 @@ def setup(device: torch.device, deterministic: bool = False, num_threads: int = 
             os.environ.setdefault(variable, value)
         torch.use_deterministic_algorithms(True)
     if device.type == "npu":
+        _bound_collectives(collective_s)
         module = _module("npu")
         module.set_compile_mode(jit_compile=False)
         module.config.allow_internal_format = False  # private tensor formats cost precision in the video codec
@@ -252,16 +261,9 @@ def name(device: torch.device) -> str:
     return str(_module(device.type).get_device_name(device))
 
 
-def software() -> dict[str, str]:
-    """Return the installed versions of torch and of the vendor's package for it."""
-    return {name: version(name) for name in ("torch", "torch-npu") if importlib.util.find_spec(name.replace("-", "_"))}
-
-
-def unpaired(versions: dict[str, str]) -> str:
-    """Return what is wrong with the versions that `software` gives, or "": torch_npu is made for one torch each."""
-    numbers = {re.split(r"[^\d.]|\.(?=\D)", text)[0].rstrip(".") for text in versions.values()}
-    made_for = {".".join(number.split(".")[:3]) for number in numbers}
-    return "" if len(made_for) == 1 else f"torch {versions['torch']} beside torch-npu {versions['torch-npu']}"
+def packages() -> tuple[str, ...]:
+    """Return the installed packages that must be of one version: torch, and the vendor's own for it."""
+    return tuple(name for name in ("torch", "torch-npu") if importlib.util.find_spec(name.replace("-", "_")))
 
 
 def supports_bf16(device: torch.device) -> bool:
@@ -295,6 +297,15 @@ def profiler(device: torch.device, folder: Path | str) -> AbstractContextManager
         activities.append(getattr(library.ProfilerActivity, device.type.upper()))
     handler = library.tensorboard_trace_handler(str(folder))
     return cast(AbstractContextManager[Any], library.profile(activities=activities, on_trace_ready=handler))
+
+
+def _bound_collectives(seconds: float) -> None:
+    """Tell the vendor's library how long a collective may take; its waiting for an event must outlast what holds."""
+    if seconds:
+        os.environ.setdefault(_EXEC, f"{seconds:.0f}")
+    if _EXEC in os.environ:
+        bound = float(os.environ[_EXEC])
+        os.environ.setdefault(_EVENT, f"{bound + EVENT_AFTER_EXEC_S:.0f}" if bound else "0")
 
 
 def _requested_kind(requested: str) -> str:
