@@ -24,7 +24,7 @@ from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.heartbeat import Heartbeat
 from flow_grpo.runtime.meeting import MEET_S, meet
 
-LAUNCHER_S = 30.0  # to answer
+LAUNCHER_S = 10.0  # to answer, where it lives
 _SHOWN = 80  # characters of a differing text that an error quotes
 
 
