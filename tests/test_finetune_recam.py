@@ -345,7 +345,7 @@ def _refused(ranks: Ranks, given: list[str], which: str) -> str:
         ("plan", "batch plan must be the same on all ranks"),
         ("item", "ItemError item "),
         ("gradient", "RuntimeError gradient norm is inf in step 1: weights were left as they are"),
-        ("loss", "RuntimeError rank 1 failed in step 1: RuntimeError: loss of items [0, 6, 26, 25] is not finite"),
+        ("loss", "RankError rank 1 failed in step 1: RuntimeError: loss of items [0, 6, 26, 25] is not finite"),
     ],
 )
 def test_what_is_wrong_on_one_rank_ends_both(places, tmp_path, which, message) -> None:

@@ -233,7 +233,7 @@ def damage(path: Path) -> str:
         manifest = json.loads((path / MANIFEST).read_text())
         return _unfit(manifest) or _altered(path, manifest["files"])
     except (FileNotFoundError, NotADirectoryError) as error:
-        return f"{error.filename} does not exist"
+        return f"{error.filename} does not exist ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
 
