@@ -310,7 +310,7 @@ def _random_patterns(ranks: Ranks, count: int, local: int) -> list[tuple]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("world", "count"), [(2, 80), (4, 80), (8, 50)])
+@pytest.mark.parametrize(("world", "count"), [(2, 60), (4, 40), (8, 36)])
 def test_002_1_no_pattern_of_validity_makes_two_ranks_disagree(world, count):
     results = run_ranks(_random_patterns, world, count, 4, timeout=280)
     outcomes = Counter()

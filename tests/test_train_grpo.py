@@ -307,6 +307,7 @@ def test_8_ranks_of_the_dapo_twin_resample_and_fall_back(tmp_path):
         "run_name": "run",
         "trackers": "",
         "eval.num_conditions": 8,
+        "eval.num_steps": 2,
         "eval.gold": "",
         "eval.videos": 1,
         "doctor": "off",
