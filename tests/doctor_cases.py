@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
+from torch import nn
 
 import train_grpo
 from flow_grpo.algorithm import epoch, rollout, update
@@ -134,32 +135,36 @@ def other_steps_on_every_rank() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def other_weights_on_every_rank() -> Iterator[None]:
-    """Training starts from weights that differ over ranks."""
+def after_spread(change: Callable[[nn.Module], None]) -> Iterator[None]:
+    """The network is changed once it lies on the ranks."""
     spread = train_grpo.spread
 
-    def moved(*given):
+    def changed(*given):
         state = spread(*given)
-        with torch.no_grad():
-            for weight in trained_parameters(state.module).values():
-                weight += 0.01 * int(os.environ["RANK"])
+        change(state.module)
         return state
 
-    with mock.patch.object(train_grpo, "spread", moved):
+    with mock.patch.object(train_grpo, "spread", changed):
         yield
 
 
-@contextlib.contextmanager
-def an_adapter_without_gradient() -> Iterator[None]:
-    """What one adapter adds is cut off from the graph."""
-    spread = train_grpo.spread
+def other_weights_on_every_rank() -> contextlib.AbstractContextManager[None]:
+    """Training starts from weights that differ over ranks."""
 
-    def cut(*given):
-        state = spread(*given)
-        name, second = next((n, m) for n, m in state.module.named_modules() if n.endswith(".lora_B.default"))
+    @torch.no_grad()
+    def move(module):
+        for weight in trained_parameters(module).values():
+            weight += 0.01 * int(os.environ["RANK"])
+
+    return after_spread(move)
+
+
+def an_adapter_without_gradient() -> contextlib.AbstractContextManager[None]:
+    """What one adapter adds is cut off from the graph."""
+
+    def cut(network):
+        name, second = next((n, m) for n, m in network.named_modules() if n.endswith(".lora_B.default"))
         second.register_forward_hook(lambda module, inputs, output: output.detach())
         assert "blocks.0" in name
-        return state
 
-    with mock.patch.object(train_grpo, "spread", cut):
-        yield
+    return after_spread(cut)

@@ -95,9 +95,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "freeze": lambda: before(RecamPolicy, "velocity", freeze),
     "hang": lambda: before(RewardSet, "__call__", lambda: time.sleep(3600)),
     "hang in update": lambda: before(update, "grpo_loss", lambda: time.sleep(3600)),
-    "die once": lambda: before(
-        RecamPolicy, "velocity", die if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else int
-    ),
+    "die once": lambda: before(RecamPolicy, "velocity", int if started_again() else die),
     "slow": lambda: before(RewardSet, "__call__", lambda: time.sleep(3)),
     "": lambda: None,
 }

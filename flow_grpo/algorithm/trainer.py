@@ -253,8 +253,8 @@ class Trainer:
             self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
             self._saved = self._position()
 
-    def _position(self) -> tuple[int, dict[str, Any]]:
-        return self.state.finished, self.state.sampler.state_dict()
+    def _position(self) -> tuple[int, int]:
+        return self.state.finished, self.state.sampler.next_step
 
     def _score(self) -> float | None:
         """Return how good the weights are by `checkpoint.best`, if they were evaluated."""

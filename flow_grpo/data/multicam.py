@@ -118,7 +118,7 @@ class MultiCamDataset(Conditions):
             )
         self._buckets = {s.name: bucket_of_file(s.video(s.cameras[0]), buckets) for s in self.scenes if buckets}
         self._cache = VideoCache(cache_bytes)
-        self._contents = ""
+        self._fingerprint = ""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -190,22 +190,22 @@ class MultiCamDataset(Conditions):
 
     def fingerprint(self) -> str:
         """Return a hash of the names of all cameras and conditions: what a drawn number means; alike anywhere."""
-        names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in scene.cameras]
-        text = "\n".join([*names, "", *("/".join(self.name_of(index)) for index in range(len(self)))])
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        if not self._fingerprint:  # asked for several times an epoch, with the sampler's state
+            names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in scene.cameras]
+            text = "\n".join([*names, "", *("/".join(self.name_of(index)) for index in range(len(self)))])
+            self._fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._fingerprint
 
     def contents(self) -> str:
         """Return a hash of the names and sizes of all files of the split; alike anywhere."""
-        if not self._contents:
-            names = {}
-            for scene in self.scenes:
-                videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
-                for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES):
-                    if (scene.folder / part).is_file():
-                        names[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
-            text = "\n".join(f"{name}\t{size}" for name, size in sorted(names.items()))
-            self._contents = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        return self._contents
+        names = {}
+        for scene in self.scenes:
+            videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
+            for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES):
+                if (scene.folder / part).is_file():
+                    names[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
+        text = "\n".join(f"{name}\t{size}" for name, size in sorted(names.items()))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _source_camera(self, scene: Scene, target: str) -> str:
         others = [camera for camera in scene.cameras if camera != target]

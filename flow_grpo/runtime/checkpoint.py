@@ -327,18 +327,18 @@ def _step(path: Path) -> int:
 
 
 def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str], ranks: Ranks) -> None:
-    differences = [text for field, text in _differences(saved, current) if field != FILES]
-    if saved.get(FILES) != current.get(FILES) and ranks.is_main:
+    saved, current = dict(saved), dict(current)
+    if saved.pop(FILES, None) != current.pop(FILES, None) and ranks.is_main:
         _log.warning("%s was saved with files of other sizes: the run goes on, as after a broken one was mended", path)
-    if differences:
+    if differences := list(_differences(saved, current)):
         raise ValueError(
             f"{path} belongs to another run: {'; '.join(differences)}; resume with the configuration it was saved "
             "with, or start afresh under another run_name"
         )
 
 
-def _differences(saved: Mapping[str, str], current: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _differences(saved: Mapping[str, str], current: Mapping[str, str]) -> Iterator[str]:
     for field in sorted({*saved, *current}):
         if saved.get(field) != current.get(field):
             there, here = (repr(values[field]) if field in values else "absent" for values in (saved, current))
-            yield field, f"{field} is {there} there and {here} here"
+            yield f"{field} is {there} there and {here} here"

@@ -145,7 +145,7 @@ class Ranks:
         if failed.item() == 1:
             said = [text.removeprefix(f"{InputError.__name__}: ") for text in texts if text]
             raise InputError("; ".join(dict.fromkeys(said))) from error
-        failures = [f"rank {rank} failed in {phase}: {text}" for rank, text in enumerate(texts) if text]
+        failures = [_failure(rank, phase, text) for rank, text in enumerate(texts) if text]
         raise RankError("; ".join(failures)) from error
 
     @contextlib.contextmanager
@@ -161,7 +161,7 @@ class Ranks:
         try:
             yield
         except RuntimeError:  # they did end
-            raise self._own_error(error) from error
+            raise RankError(_failure(self.rank, self.heartbeat.phase, _in_words(error))) from error
         self.heartbeat.withdraw()
 
     @contextlib.contextmanager
@@ -210,11 +210,7 @@ class Ranks:
             with contextlib.suppress(OSError):  # nobody reads it
                 traceback.print_exc()  # before the others end, whose launcher then ends this rank
             self.heartbeat.leave(_in_words(error))
-            raise self._own_error(error) from None
-
-    def _own_error(self, error: BaseException) -> RankError:
-        phase = "" if self.heartbeat is None else f" in {self.heartbeat.phase}"
-        return RankError(f"rank {self.rank} failed{phase}: {_in_words(error)}")
+            raise RankError(_failure(self.rank, self.heartbeat.phase, _in_words(error))) from None
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return what notes that this rank waits for the others inside."""
@@ -310,6 +306,10 @@ def stop(ranks: Ranks) -> None:
         if ranks.heartbeat is not None:
             ranks.heartbeat.stop()
         dist.destroy_process_group()
+
+
+def _failure(rank: int, phase: str, text: str) -> str:
+    return f"rank {rank} failed in {phase}: {text}"
 
 
 def _in_words(error: BaseException) -> str:
