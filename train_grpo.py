@@ -27,7 +27,7 @@ from flow_grpo.algorithm import doctor_fast, dry_run
 from flow_grpo.algorithm.compare import RewardFaultError
 from flow_grpo.algorithm.group_choice import ShortageError
 from flow_grpo.algorithm.reward_log import pooled
-from flow_grpo.algorithm.run_state import RunState, fingerprint
+from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.config import ConfigError, load_config, to_dict
 from flow_grpo.config_checks import check_world
@@ -243,9 +243,7 @@ def spread(config: Config, policy: RecamPolicy, train: MultiCamDataset, device: 
     Raises:
         ValueError: on every rank alike, when they hold different models or data, or cannot be sharded so.
     """
-    identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": train.fingerprint()}
-    identity[checkpoint.FILES] = train.contents()
-    ranks.all_equal(str(identity), "model and data")
+    identity = common_identity(policy.module, config.model.trained, train, ranks)
     policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
     if config.train.kl_coef > 0:
         policy.keep_reference(offload=config.model.offload)

@@ -34,7 +34,7 @@ from torch.utils.data import Dataset
 
 import train_grpo
 from flow_grpo.algorithm.build import build_optimizer
-from flow_grpo.algorithm.run_state import fingerprint
+from flow_grpo.algorithm.run_state import common_identity
 from flow_grpo.config import ConfigError, load_config
 from flow_grpo.config_types import Config
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
@@ -181,8 +181,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
         batches = Batches(args, data, policy, ranks)
         spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # over the scenes
         held_out = Batches(args, measured, policy, ranks, sorted(set(spread))) if spread else None
-    identity = {"model": fingerprint(policy.module), "trained": config.model.trained, "data": data.fingerprint()}
-    ranks.all_equal(str(identity), "model and data")
+    identity = common_identity(policy.module, config.model.trained, data, ranks)
     ranks.all_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
     policy.module = parallelize(policy.module, "ddp", device, ranks)
     optimizer = build_optimizer(config, policy)

@@ -180,7 +180,7 @@ def sampled(trainer: Trainer, specimen: Specimen, rows: Iterable[int]) -> list[F
     shapes = sorted({trained.batch_size, full, *(n for n in rows if n <= full)})
     with trainer.ranks.together("the replay"):
         replayed = {n: replay(trainer.updater, specimen.part, n) for n in shapes}
-        between = by_gradients(trainer.updater, specimen.part)
+        between = by_gradients(trainer.updater, specimen.part, replayed[trained.batch_size].log_ratios)
     gaps = {n: _largest(found.log_ratios) for n, found in replayed.items()}
     exact, layer = calls_are_exact(trainer), ""
     worst = trainer.ranks.all_gather(torch.tensor([[gaps[full], _largest(between)]])).amax(dim=0)
@@ -266,17 +266,20 @@ def replay(updater: Updater, part: TrainingPart, rows: int, *, gradients: bool |
     return Replayed(torch.cat(ratios)[: len(part)], dict(zip(part.trajectory.steps, by_step, strict=True)))
 
 
-def by_gradients(updater: Updater, part: TrainingPart) -> Tensor:
+def by_gradients(updater: Updater, part: TrainingPart, log_ratios: Tensor) -> Tensor:
     """Return (b, K) log-ratios of the update's call to the same one without gradients, as old ones are scored again.
 
     With b = 0 where the rollout's own batch is replayed with gradients: that shows the same.
+
+    Args:
+        updater: of the run.
+        part: B samples.
+        log_ratios: (B, K), replayed in the update's calls, to the rollout's own.
     """
     rows = updater.settings.train.batch_size
     if len(part) <= rows:
         return part.trajectory.log_probs[:0]
-    few = part.rows(slice(0, rows))
-    with_gradients, without = (replay(updater, few, rows, gradients=kept).log_ratios for kept in (True, False))
-    return with_gradients - without
+    return log_ratios[:rows] - replay(updater, part.rows(slice(0, rows)), rows, gradients=False).log_ratios
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.runtime import checkpoint
 from flow_grpo.runtime import device as device_door
@@ -183,6 +184,18 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
     if learned["ema"] is not None:
         for place, parameter in enumerate(trained_parameters(module).values()):
             parameter.copy_(learned["ema"][str(place)])
+
+
+def common_identity(module: nn.Module, trained: str, data: MultiCamDataset, ranks: Ranks) -> dict[str, str]:
+    """Return what names the model and data that a checkpoint belongs to; every rank must call it.
+
+    Raises:
+        ValueError: on every rank alike, when they hold different models or data.
+    """
+    identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
+    identity[checkpoint.FILES] = data.contents()
+    ranks.all_equal(str(identity), "model and data")
+    return identity
 
 
 def fingerprint(module: nn.Module) -> str:
