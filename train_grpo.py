@@ -43,7 +43,7 @@ from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import InputError, Patience, Ranks
-from flow_grpo.runtime.parallel import parallelize, partition
+from flow_grpo.runtime.parallel import on_every_call, parallelize, partition
 from flow_grpo.runtime.run_lock import RunLock
 from flow_grpo.runtime.tracker import Tracker
 
@@ -206,7 +206,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         train, held_out = splits(config)
         policy = RecamPolicy.from_config(config.model, config.sample, device)
         check_sizes(policy, train, held_out)
-        rewards = parts.build_rewards(config, config.reward.weights)
+        rewards = parts.build_rewards(config, config.reward.weights, ranks)
         cameras = pooled(train.cameras())
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
     state = spread(config, policy, train, device, ranks)
@@ -249,7 +249,7 @@ def spread(config: Config, policy: RecamPolicy, train: MultiCamDataset, device: 
         policy.keep_reference(offload=config.model.offload)
     optimizer = parts.build_optimizer(config, policy)
     policy.module = partition(policy.module, optimizer, config.train, device, ranks)
-    policy.module.register_forward_hook(lambda *_: ranks.tick())  # no batch is so large that it looks like a hang
+    on_every_call(policy.module, ranks.tick)  # no batch is so large that it looks like a hang
     sampler = parts.build_sampler(config, train, ranks)
     return RunState(
         module=policy.module,

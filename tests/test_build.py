@@ -37,7 +37,7 @@ def test_servers_and_their_patience_reach_the_rewards(world):
     address = "--config.reward.remote.judge=http://127.0.0.1:9"
     changes = "--config.reward.weights.remote:judge=1", "--config.reward.remote_timeout=7"
     config = settings(world, address, *changes)
-    rewards = {reward.name: reward for reward in build.build_rewards(config, config.reward.weights).rewards}
+    rewards = {reward.name: reward for reward in build.build_rewards(config, config.reward.weights, Ranks()).rewards}
     assert rewards["remote:judge"].patience.timeout_s == 7
 
 

@@ -20,6 +20,7 @@ from flow_grpo.runtime.parallel import (
     averaging_gradients,
     is_sharded,
     local,
+    on_every_call,
     parallelize,
     part_like,
     partition,
@@ -153,6 +154,24 @@ def test_a_part_of_whole_values_lies_as_the_parameter_does():
         assert all(found)
     plain = torch.nn.Parameter(torch.zeros(3))
     assert torch.equal(part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
+
+
+def calls_told(ranks: Ranks, kind: str) -> list[int]:
+    policy, told = made("lora"), []
+    policy.module = parallelize(policy.module, kind, CPU, ranks)
+    on_every_call(policy.module, lambda: told.append(torch.is_grad_enabled()))
+    conditions = [condition(0)]
+    encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)
+    with torch.no_grad():
+        for _ in range(2):
+            policy.velocity(latents, sigma, encoded)
+    policy.velocity(latents, sigma, encoded).square().sum().backward()
+    return [told.count(False), told.count(True)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_calls_of_a_rollout_are_told_as_those_of_an_update_are(kind):
+    assert run_ranks(calls_told, 2, kind) == [[2, 1], [2, 1]]
 
 
 def test_a_single_process_keeps_its_module():

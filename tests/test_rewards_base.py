@@ -148,6 +148,14 @@ class Asking(Fake):
         return {"calls": self.calls, "failures": self.calls / 2, "p50_s": 1.0, "p95_s": 2.0}
 
 
+def test_a_set_tells_when_each_reward_is_measured_one_that_fails_too():
+    told: list[int] = []
+    both = RewardSet([Fake("fine", result), Fake("broken", explode)], {"fine": 1.0, "broken": 1.0})
+    both.on_measured = lambda: told.append(1)
+    both(FILM.videos, CONDITIONS)
+    assert len(told) == 2
+
+
 def test_only_rewards_with_a_server_tell_how_it_fared():
     chosen = RewardSet([Fake("fine", result), Asking("asked", result)], {"fine": 1.0, "asked": 0.0})
     assert chosen.stats() == {"asked": {"calls": 2.0, "failures": 1.0, "p50_s": 1.0, "p95_s": 2.0}}

@@ -27,6 +27,16 @@ def test_time_used_up_before_any_fault_is_no_success(tmp_path, capsys):
     assert (summary["runs"], summary["slowest_end_s"], summary["lost"]) == (0, 0.0, [])
 
 
+def test_a_run_killed_after_its_last_epoch_is_only_ended(tmp_path):
+    tried = soak.Soak(options(tmp_path, "--epochs", "8"))
+    (tmp_path / "soak").mkdir()
+    (tried.folder("trouble_0") / "checkpoint_000008").mkdir(parents=True)
+    with mock.patch.object(tried, "words", return_value=["true"]):
+        for fault in soak.INSIDE:
+            started = tried.start("trouble_0", fault)
+            assert (started.struck, started.saved, started.done) == (False, 8, True)
+
+
 def test_what_was_lost_is_exit_code_1(tmp_path):
     result = {"run": "trouble_0", "starts": 2, "complete": True, "difference": "", "struck": {"kill": 1}, "left": 0}
     result["slowest_end_s"] = 3.0

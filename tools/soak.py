@@ -170,12 +170,12 @@ class Soak:
     def start(self, name: str, fault: str) -> Started:
         """Start the run, let the fault happen, and wait until everybody is gone."""
         left = self.args.epochs - self.saved(name)
-        inside = fault in INSIDE
+        inside = fault in INSIDE and left > 0  # of a run killed after its last epoch only the end is left
         plan = {"fault": fault if inside else "none", "epoch": 0, "rank": self.draw.randrange(self.args.ranks)}
         if inside:
             plan["epoch"] = self.draw.randrange(min(left, 3))
         started = Started(fault, float(plan["epoch"]))
-        if not inside and fault != "none":
+        if fault in OUTSIDE:
             started.at = round(self.draw.uniform(0.3 * self.startup_s, self.startup_s + min(left, 4) * self.epoch_s), 2)
         environment = os.environ | {"FLOW_GRPO_SOAK": json.dumps(plan), "OMP_NUM_THREADS": "1"}
         begun = time.monotonic()
@@ -184,7 +184,7 @@ class Soak:
                 self.words(name), stdout=output, stderr=output, env=environment, start_new_session=True
             )
             self.watch(Family(launcher), started, name, begun)
-        started.struck = started.struck or (inside and started.code != 0) or fault == "slow"
+        started.struck = started.struck or (inside and (started.code != 0 or fault == "slow"))
         started.saved, started.seconds = self.saved(name), round(time.monotonic() - begun, 1)
         started.done = started.code == 0 and started.saved == self.args.epochs
         return started

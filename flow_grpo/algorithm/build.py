@@ -154,10 +154,12 @@ def build_updater(config: Config, policy: Policy, state: RunState, progress: Pro
     )
 
 
-def build_rewards(config: Config, weights: Mapping[str, float]) -> RewardSet:
+def build_rewards(config: Config, weights: Mapping[str, float], ranks: Ranks) -> RewardSet:
     """Return the rewards that `weights` names, measured here or by the servers of the recipe."""
     servers, timeout_s = config.reward.remote, config.reward.remote_timeout
-    return build_reward_set(weights, data_root=config.data.root, servers=servers, timeout_s=timeout_s)
+    rewards = build_reward_set(weights, data_root=config.data.root, servers=servers, timeout_s=timeout_s)
+    rewards.on_measured = ranks.tick
+    return rewards
 
 
 def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
@@ -180,6 +182,6 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
         batch_size=evaluation.batch_size,
         videos=evaluation.videos,
     )
-    measured = build_rewards(config, {"target_view": 0.0} | config.reward.weights)
+    measured = build_rewards(config, {"target_view": 0.0} | config.reward.weights, ranks)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
     return Evaluator(policy, held_out, measured, gold, settings, ranks)

@@ -95,6 +95,7 @@ class RewardSet:
             raise ValueError(f"rewards {names} and weights {sorted(weights)} must name the same rewards, each once")
         self.rewards = tuple(rewards)
         self.weights = dict(weights)
+        self.on_measured: Callable[[], object] | None = None  # called after each reward of a batch
 
     @property
     def floors(self) -> dict[str, float]:
@@ -107,7 +108,12 @@ class RewardSet:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1]."""
-        return {reward.name: _measure(reward, videos, conditions) for reward in self.rewards}
+        results = {}
+        for reward in self.rewards:
+            results[reward.name] = _measure(reward, videos, conditions)
+            if self.on_measured is not None:
+                self.on_measured()
+        return results
 
 
 def _check_parts(reward: Reward) -> None:

@@ -158,10 +158,12 @@ class Heartbeat:
                 self._end(problem)
                 return
 
+    def _stand(self) -> str:
+        return f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self._phase}"
+
     def _beat(self) -> None:
         self._count += 1
-        state = "waiting" if self._waiting else "working"
-        self._store.set(self._key(self._rank), f"{self._count}|{self._progress}|{state}|{self._phase}")
+        self._store.set(self._key(self._rank), f"{self._count}|{self._stand()}")
 
     def _look(self) -> str:
         """Return what is wrong with another rank or with this one, or ""."""
@@ -195,7 +197,7 @@ class Heartbeat:
         It is not one that waits for others, unless all wait for each other; and of those that stand still within an
         exchange of a device, or of gradients, it is the one that came least far.
         """
-        own = f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self._phase}"
+        own = self._stand()
         if own != self._own.progress:
             self._own.progress, self._own.moved = own, now
         silent: dict[tuple[bool, int], list[str]] = {}

@@ -134,6 +134,11 @@ def unwrap(module: nn.Module) -> nn.Module:
     return inner
 
 
+def on_every_call(module: nn.Module, tell: Callable[[], object]) -> None:
+    """Have `tell` called after every call of the network: in rollouts, which go past the wrapper, and in updates."""
+    unwrap(module).register_forward_hook(lambda *_: tell())
+
+
 @contextlib.contextmanager
 def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[Tensor], object]]:
     """Make one forward and backward pass inside; the last before a step averages gradients over ranks.
