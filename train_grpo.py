@@ -39,8 +39,8 @@ from flow_grpo.models.adapters import Ema
 from flow_grpo.models.outline import outline, without_memory
 from flow_grpo.models.plan import as_text, largest_size, make_plan
 from flow_grpo.models.recam_policy import RecamPolicy
-from flow_grpo.runtime import checkpoint, distributed
 from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import distributed, resume
 from flow_grpo.runtime.console import Progress
 from flow_grpo.runtime.distributed import InputError, Patience, Ranks
 from flow_grpo.runtime.parallel import on_every_call, parallelize, partition
@@ -73,6 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with trainer.end:
             try:
                 train(trainer)
+                trainer.leave() if trainer.ended_by else trainer.finish()
             except (ShortageError, RewardFaultError, InputError) as error:
                 if not isinstance(error, ShortageError):
                     trainer.rewind()
@@ -80,7 +81,6 @@ def main(words: Sequence[str] | None = None) -> int:
                 trainer.lock.release()
                 refuse(error, ranks)
                 return 2
-            trainer.leave() if trainer.ended_by else trainer.finish()
             trainer.lock.release()
         distributed.stop(ranks)
     return 0
@@ -201,7 +201,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         check_places(config, run_folder)
         if ranks.is_main and run_folder.exists():  # else nobody uses it, and it is not made before all else is well
             lock.take()
-    path = checkpoint_of(config, run_folder / "checkpoints", ranks)
+    path = resume.find(config.resume, run_folder / "checkpoints", ranks=ranks)
     with alike(ranks):
         train, held_out = splits(config)
         policy = RecamPolicy.from_config(config.model, config.sample, device)
@@ -307,20 +307,6 @@ def check_sizes(policy: RecamPolicy, *data_sets: MultiCamDataset) -> None:
     for data in data_sets:
         for index in {data.structure(index): index for index in range(len(data))}.values():
             policy.latent_shape([data.condition(index)])
-
-
-def checkpoint_of(config: Config, folder: Path, ranks: Ranks) -> Path | None:
-    """Return the checkpoint to go on from, or None to start afresh; every rank must call it.
-
-    Started again by the launcher (`torchrun --max-restarts`), a run goes on by itself from what it saved.
-
-    Raises:
-        ValueError: on every rank alike, for a checkpoint that cannot be used.
-    """
-    checkpoint.remove_stale(folder, ranks=ranks)
-    if ranks.again and (path := checkpoint.latest(folder, ranks=ranks)):
-        return path
-    return checkpoint.resolve_resume(config.resume, folder, ranks=ranks)
 
 
 def launch() -> NoReturn:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from flow_grpo.runtime import checkpoint, state_files
-from flow_grpo.runtime.distributed import InputError, Ranks
+from flow_grpo.runtime import checkpoint, resume, state_files
+from flow_grpo.runtime.distributed import Ranks
 from tests import workers
 from tests.workers import run_ranks
 
@@ -34,7 +34,7 @@ def save(folder: Path, step: int, ranks: Ranks = ALONE, keep: int = 3, identity:
 def load_latest(
     folder: Path, identity: dict[str, str] = IDENTITY, ranks: Ranks = ALONE
 ) -> checkpoint.Checkpoint | None:
-    path = checkpoint.latest(folder, ranks=ranks)
+    path = resume.latest(folder, ranks=ranks)
     return None if path is None else checkpoint.load(path, identity=identity, ranks=ranks)
 
 
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(
     with pytest.raises(ValueError, match=text):
         checkpoint.load(damaged, identity=IDENTITY, ranks=ALONE)
     with pytest.raises(ValueError, match=text):
-        checkpoint.resolve_resume(str(damaged), tmp_path, ranks=ALONE)
+        resume.resolve(str(damaged), tmp_path, ranks=ALONE)
 
 
 def test_a_checkpoint_of_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
@@ -150,38 +150,6 @@ def test_files_that_were_mended_are_said_and_do_not_keep_a_run_from_going_on(
     assert "checkpoint_000001 was saved with files of other sizes" in caplog.text
 
 
-def test_resume_means_fresh_latest_or_a_path(tmp_path: Path) -> None:
-    assert checkpoint.resolve_resume("", tmp_path, ranks=ALONE) is None
-    assert checkpoint.resolve_resume("auto", tmp_path / "missing", ranks=ALONE) is None
-    first, second = save(tmp_path, 1), save(tmp_path, 2)
-    assert checkpoint.resolve_resume("auto", tmp_path, ranks=ALONE) == second
-    with pytest.raises(ValueError, match=r"already holds checkpoint_000001, checkpoint_000002; use resume='auto'"):
-        checkpoint.resolve_resume("", tmp_path, ranks=ALONE)
-    assert checkpoint.resolve_resume(str(first), tmp_path, ranks=ALONE) == first
-    with pytest.raises(ValueError, match=r"nowhere.* is not a usable checkpoint: .*does not exist"):
-        checkpoint.resolve_resume(str(tmp_path / "nowhere"), tmp_path, ranks=ALONE)
-
-
-def test_stale_temporary_folders_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "checkpoint_000002.tmp-abc").mkdir()
-    (tmp_path / "notes").mkdir()
-    checkpoint.remove_stale(tmp_path, ranks=ALONE)
-    assert names(tmp_path) == ["checkpoint_000001", "notes"]
-
-
-def test_one_that_was_complete_when_its_process_was_killed_is_put_in_its_empty_place(tmp_path: Path) -> None:
-    whole, taken = save(tmp_path, 1), save(tmp_path, 2)
-    shutil.copytree(taken, tmp_path / "checkpoint_000002.tmp-abc")
-    whole.rename(tmp_path / "checkpoint_000001.tmp-abc")
-    shutil.copytree(taken, tmp_path / "checkpoint_000003.old-abc")
-    torn = tmp_path / "checkpoint_000004.tmp-abc"
-    shutil.copytree(taken, torn)
-    flip_a_bit(torn / "state.safetensors")
-    checkpoint.remove_stale(tmp_path, ranks=ALONE)
-    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
-
-
 def test_a_replaced_checkpoint_goes_only_when_the_new_one_is_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,38 +166,41 @@ def test_a_replaced_checkpoint_goes_only_when_the_new_one_is_in_place(
     with pytest.raises(RuntimeError, match="killed"):
         checkpoint.save(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
     monkeypatch.undo()
-    checkpoint.remove_stale(tmp_path, ranks=ALONE)
+    resume.remove_stale(tmp_path, ranks=ALONE)
     loaded = load_latest(tmp_path)
     assert loaded is not None and loaded.state == {"new": 1} and names(tmp_path) == ["checkpoint_000001"]
 
 
-def test_checkpoints_of_which_none_is_whole_are_no_reason_to_start_afresh(tmp_path: Path) -> None:
-    for step in (1, 2):
-        flip_a_bit(save(tmp_path, step) / "state.safetensors")
-    with pytest.raises(InputError, match=r"no checkpoint that is whole \(checkpoint_000002: .*checkpoint_000001: "):
-        checkpoint.resolve_resume("auto", tmp_path, ranks=ALONE)
-
-
-def test_one_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_checkpoint_comes_back_where_the_new_one_cannot_be_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
-    save(tmp_path, 2)
+    rename = os.rename
 
-    def broken(_path: Path) -> str:
-        raise OSError(errno.EIO, "Input/output error")
+    def stale(source: Path, target: Path) -> None:
+        if ".tmp-" in source.name:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        rename(source, target)
 
-    monkeypatch.setattr(checkpoint, "_sha256", broken)
-    with pytest.raises(RuntimeError, match=r"looking for a checkpoint: OSError.*Input/output error"):
-        checkpoint.resolve_resume("auto", tmp_path, ranks=ALONE)
+    monkeypatch.setattr(os, "rename", stale)
+    with pytest.raises(RuntimeError, match="Stale file handle"):
+        checkpoint.save(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+    assert names(tmp_path) == ["checkpoint_000001"]
+    assert "weights" in load_latest(tmp_path).state
 
 
-def test_going_on_from_an_earlier_one_lays_the_later_ones_aside(tmp_path: Path) -> None:
-    first, second = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
-    elsewhere = save(tmp_path / "other", 1)
-    checkpoint.resolve_resume(str(elsewhere), tmp_path / "run", ranks=ALONE)
-    assert names(tmp_path / "run") == [first.name, second.name]
-    checkpoint.resolve_resume(str(first), tmp_path / "run", ranks=ALONE)
-    assert names(tmp_path / "run") == [first.name, f"given_up_{second.name}"]
-    assert checkpoint.latest(tmp_path / "run", ranks=ALONE) == first
+def test_an_old_checkpoint_that_cannot_be_removed_is_only_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(path: Path, **_: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    for step in (1, 2):
+        save(tmp_path, step, keep=1)
+    assert [path.name for path in checkpoint.published(tmp_path)] == ["checkpoint_000002"]
+    resume.remove_stale(tmp_path, ranks=ALONE)
+    assert caplog.text.count("cannot be removed") == 2
 
 
 def test_a_full_disk_publishes_nothing_and_leaves_the_previous_one_valid(
@@ -325,5 +296,5 @@ def test_killing_a_process_while_it_saves_leaves_a_checkpoint_that_loads(seed: i
         loaded = load_latest(tmp_path)
         assert loaded is not None and loaded.step == newest(tmp_path) > before
         assert torch.equal(loaded.state["weights"], torch.full((20000,), float(loaded.step)))
-        checkpoint.remove_stale(tmp_path, ranks=ALONE)
+        resume.remove_stale(tmp_path, ranks=ALONE)
         assert names(tmp_path) == [path.name for path in checkpoint.published(tmp_path)]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from tests.workers import run_ranks
 
 WORLD = 3
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
 
 
 def gather_of_each_dtype(ranks: Ranks) -> list[torch.Tensor]:
@@ -206,6 +211,30 @@ def test_a_launcher_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="rank 1 finds no store to meet the others by: its launcher is gone"):
         distributed.start(CPU, distributed.Patience(1800.0))
     assert time.monotonic() - begun < 10
+
+
+FAILS_TO_MEET = """
+import os, torch
+from flow_grpo.runtime import distributed
+if os.environ["RANK"] == "1":
+    def broken(*_): raise RuntimeError("no room for a communicator")
+    distributed.dist.all_reduce = broken
+distributed.start(torch.device("cpu"), distributed.Patience(600.0, dead_s=6.0))
+"""
+
+
+def test_a_rank_that_fails_while_all_meet_ends_the_others_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in ("0", "1"):
+        environment = os.environ | given | {"RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, "-c", FAILS_TO_MEET]
+        ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "rank 1 failed in start-up: RuntimeError: no room for a communicator" in said[0]
 
 
 def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:

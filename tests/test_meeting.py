@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from flow_grpo.runtime.meeting import meet
+from flow_grpo.runtime.meeting import admit, meet
 
 
 def attempt(store: dist.Store, world_size: int) -> list[tuple[str, bool]]:
@@ -26,17 +26,16 @@ def attempt(store: dist.Store, world_size: int) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_attempt_has_another_name_and_all_know_whether_it_is_the_first(world_size):
-    store = dist.HashStore()
-    first, second = attempt(store, world_size), attempt(store, world_size)
-    assert len(set(first)) == len(set(second)) == 1
-    assert first[0] != second[0]
-    assert [again for _, again in (first[0], second[0])] == [False, True]
-
-
-def test_a_launcher_that_keeps_no_store_says_that_it_starts_again(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert attempt(dist.HashStore(), 2)[1][1]
+def test_every_attempt_has_another_name_and_all_know_whether_one_before_was_admitted(world_size):
+    store, attempts = dist.HashStore(), []
+    for _ in range(3):
+        ranks = attempt(store, world_size)
+        assert len(set(ranks)) == 1
+        attempts.append(ranks[0])
+        if len(attempts) == 2:
+            admit(store)
+    assert len({name for name, _ in attempts}) == 3
+    assert [again for _, again in attempts] == [False, False, True]
 
 
 def test_who_left_a_greeting_is_not_taken_for_who_comes():

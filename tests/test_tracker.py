@@ -97,6 +97,14 @@ def test_the_summary_holds_before_after_and_seconds(tmp_path: Path) -> None:
     assert summary == {"before": {"eval/a": 1.0}, "after": {"eval/a": 0.5}, "train_seconds": 12.5}
 
 
+def test_a_run_that_goes_beyond_its_end_is_complete_no_more(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, CONFIG, (), ALONE)
+    tracker.begin()
+    tracker.write_summary({"eval/a": 1.0}, {"eval/a": 0.5}, 12.5)
+    tracker.begin()
+    assert not (tmp_path / "summary.json").exists()
+
+
 def events(folder: Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0})
     accumulator.Reload()

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 import train_grpo
+from flow_grpo.algorithm.evaluate import Evaluator
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video, write_video
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.rewards import target_view
 from flow_grpo.runtime import checkpoint, distributed, plots, state_files
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.distributed import InputError, Ranks
 from flow_grpo.runtime.sharded_state import join
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks
@@ -217,6 +218,19 @@ def test_a_checkpoint_of_another_model_is_refused(places, tmp_path, capsys):
     other = make_tiny_folder(tmp_path / "other", seed=1)
     assert train_grpo.main(words(places, tmp_path, resume="auto", model__path=other)) == 2
     assert "belongs to another run: model is" in capsys.readouterr().err
+
+
+def test_a_last_evaluation_that_cannot_be_made_leaves_a_run_to_go_on_with(places, tmp_path, capsys):
+    given = {"eval__every": 0, "data__num_workers": 0}
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1, **given)) == 0
+    summary, broken = tmp_path / "run" / "summary.json", InputError("video x.mp4 cannot be read")
+    assert summary.is_file()
+    with mock.patch.object(Evaluator, "run", side_effect=broken):
+        assert train_grpo.main(words(places, tmp_path, num_epochs=2, resume="auto", **given)) == 2
+    assert not summary.exists() and len(checkpoint.published(tmp_path / "run" / "checkpoints")) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if "x.mp4" in line] == [f"error: {broken}"]
+    assert train_grpo.main(words(places, tmp_path, num_epochs=2, resume="auto", **given)) == 0
+    assert summary.is_file()
 
 
 def test_used_up_minutes_end_the_run_as_if_complete(places, tmp_path):

@@ -167,6 +167,16 @@ def test_a_resumed_run_makes_up_for_an_evaluation_that_was_due_and_failed(a_trai
     assert calls == len(trainer.collector.policy.calls) > 0
 
 
+def test_the_checkpoint_of_an_evaluation_made_up_for_gets_its_score(a_trainer, tmp_path):
+    trainer = a_trainer(num_epochs=2, checkpoint=CheckpointConfig(every=1, keep=1, best="eval/brightness"))
+    trainer.state.before, trainer.state.finished = {"eval/brightness": 0.5}, 2
+    trainer.save()
+    manifest = tmp_path / "checkpoints" / "checkpoint_000002" / "manifest.json"
+    assert json.loads(manifest.read_text())["score"] is None
+    trainer.evaluate_before()
+    assert json.loads(manifest.read_text())["score"] == trainer.evaluate()["eval/brightness"]
+
+
 def test_what_was_drawn_since_the_last_save_is_saved_too(a_trainer, tmp_path):
     """As when an epoch ends in a shortage: a resumed run should draw other conditions."""
     trainer = a_trainer(num_epochs=2)

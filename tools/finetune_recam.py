@@ -51,7 +51,7 @@ from flow_grpo.models.adapters import (
 )
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.records import Condition
-from flow_grpo.runtime import checkpoint, distributed
+from flow_grpo.runtime import checkpoint, distributed, resume
 from flow_grpo.runtime.distributed import Ranks
 from flow_grpo.runtime.metric_files import MetricFiles
 from flow_grpo.runtime.parallel import parallelize, unwrap
@@ -223,8 +223,7 @@ class FineTuning:
 
     def __post_init__(self) -> None:
         folder, plan = self.folder / "checkpoints", self.batches.plan
-        checkpoint.remove_stale(folder, ranks=self.ranks)
-        path = checkpoint.resolve_resume(self.config.resume, folder, ranks=self.ranks)
+        path = resume.find(self.config.resume, folder, ranks=self.ranks)
         if path is not None:
             found = checkpoint.load(path, identity=self.identity, ranks=self.ranks)
             plan.load_state_dict(found.state["plan"])

@@ -27,7 +27,7 @@ from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.console import Progress, print_before_after
-from flow_grpo.runtime.distributed import InputError, Ranks
+from flow_grpo.runtime.distributed import InputError, RankError, Ranks
 from flow_grpo.runtime.run_lock import RunLock
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.tracker import Tracker
@@ -85,6 +85,9 @@ class Trainer:
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left, until the configured time is used up; count the time between."""
+        if self.state.finished < self.config.num_epochs:
+            with self.ranks.together("start"):
+                self.tracker.begin()
         for epoch in range(self.state.finished, self.config.num_epochs):
             if self._out_of_time() or self._asked_to_end():
                 break
@@ -195,6 +198,8 @@ class Trainer:
             self.progress.say(f"before training: {_in_words(self.state.before)}")
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # a held-out file was broken, and is mended
+            self._saved = None  # without a score, that was
+            self.save()
         best = self.config.checkpoint.best
         if best and best.removeprefix("-") not in self.state.before:
             raise InputError(
@@ -234,7 +239,10 @@ class Trainer:
             gathered = compare.gather(collected.batches, self.ranks)
         if self.config.debug:
             compare.show_gathered(collected.batches, gathered, sample, self.ranks, self.reward.weights)
-        compare.check(gathered, sample, self.ranks)
+        try:
+            compare.check(gathered, sample, self.ranks)
+        except (AssertionError, RuntimeError) as error:
+            raise RankError(f"gathered samples: {error}") from error  # every rank has the same
         compare.check_faults(collected.batches, gathered, self.reward, self.ranks)
         return gathered
 

@@ -24,7 +24,7 @@ from flow_grpo.maths.loss import GuardTerms, LossTerms, grpo_loss
 from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import TrainingBatch, TrainingPart
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.distributed import RankError, Ranks
 from flow_grpo.runtime.parallel import averaging_gradients, is_partitioned, take_step
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Updater:
         A step with a log-ratio or a gradient that is not finite on any rank is left out: the weights stay.
 
         Raises:
-            RuntimeError: on every rank, after more than `train.max_bad_steps` such steps in a row.
+            RankError: on every rank, after more than `train.max_bad_steps` such steps in a row.
         """
         plan = self.plan(batch, epoch)
         mass = self._global_mass(batch, plan)
@@ -261,7 +261,7 @@ class Updater:
         # DeepSpeed's parts of a gradient cannot be taken back: its next step would hold this one.
         most = 0 if is_partitioned(self.policy.module) else self.settings.train.max_bad_steps
         if len(self.bad_steps) > most:
-            raise RuntimeError(
+            raise RankError(
                 f"{len(self.bad_steps)} optimizer step(s) in a row are not finite, train.max_bad_steps is {most}: "
                 f"{problem}; the weights are those before them. Lower train.learning_rate or sample.noise_level, or "
                 "compute in fp32 (model.dtype), and go on from the last checkpoint"

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.runtime import state_files
-from flow_grpo.runtime.distributed import InputError, Ranks
+from flow_grpo.runtime.distributed import Ranks
 
 MANIFEST = "manifest.json"
 FILES = "files"  # the one part of an identity that may change: a broken file is mended, and the run goes on
-_TEMPORARY, _REMOVED, _GIVEN_UP = ".tmp-", ".old-", "given_up_"
+TEMPORARY, REMOVED = ".tmp-", ".old-"  # what a folder that is written, or replaced, has behind its name
 _PUBLISHED = re.compile(r"checkpoint_(\d{6,})")
 _log = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep={keep} must be at least 1, or no checkpoint would survive")
-    final = folder / f"checkpoint_{step:06d}"
-    partial = folder / ranks.broadcast_text(f"{final.name}{_TEMPORARY}{uuid.uuid4().hex[:8]}")
+    final = path_of(folder, step)
+    partial = folder / ranks.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
     try:
         with ranks.together("saving a checkpoint (folder)"):
             if ranks.is_main:
@@ -106,6 +106,12 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
+
+
+def saved_step(path: Path) -> int:
+    """Return the step that a checkpoint was saved at, whatever its folder is called now."""
+    step: int = json.loads((path / MANIFEST).read_text())["step"]
+    return step
 
 
 def identity_of(path: Path) -> dict[str, str]:
@@ -141,86 +147,28 @@ def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint
     )
 
 
-def latest(folder: Path, *, ranks: Ranks) -> Path | None:
-    """Return the checkpoint of the highest step that verifies, or None; each damaged one met is warned about.
-
-    Every rank must call it; rank 0 looks.
-
-    Raises:
-        InputError: on every rank: there are some, and none verifies; a run that starts afresh would remove them.
-    """
-    found, problems = "", []
-    with ranks.together("looking for a checkpoint"):
-        for path in reversed(published(folder)) if ranks.is_main else ():
-            if not (problem := damage(path)):
-                found = path.name
-                break
-            problems.append(f"{path.name}: {problem}")
-            _log.warning("checkpoint %s is passed over: %s", path, problem)
-        if problems and not found:
-            raise InputError(
-                f"{folder} holds no checkpoint that is whole ({'; '.join(problems)}); mend what is named, or start "
-                "afresh under another run_name"
-            )
-    found = ranks.broadcast_text(found)
-    return folder / found if found else None
-
-
-def resolve_resume(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
-    """Return the checkpoint to go on from, or None for a fresh start; every rank must call it.
-
-    Args:
-        resume: "" starts afresh, "auto" takes the latest valid checkpoint of the run if there is one, anything else is
-            the folder of a checkpoint.
-        folder: the run's checkpoints folder.
-        ranks: who takes part.
-
-    Raises:
-        ValueError: a fresh start where checkpoints exist, or a path that is no checkpoint.
-    """
-    if resume == "auto":
-        return latest(folder, ranks=ranks)
-    if not resume:
-        existing = ranks.broadcast_text(", ".join(path.name for path in published(folder)))
-        if existing:
-            raise ValueError(f"{folder} already holds {existing}; use resume='auto' to go on or another run_name")
-        return None
-    problem = ranks.broadcast_text(damage(Path(resume)) if ranks.is_main else "")
-    if problem:
-        raise ValueError(
-            f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as "
-            f"{folder / 'checkpoint_000010'} or 'auto'"
-        )
-    with ranks.together("giving up later checkpoints"):  # started again before a save, the run would take one
-        for path in published(folder) if ranks.is_main else ():
-            if Path(resume).resolve().parent == folder.resolve() and _step(path) > _step(Path(resume)):
-                os.rename(path, path.with_name(f"{_GIVEN_UP}{path.name}"))
-    return Path(resume)
-
-
-def remove_stale(folder: Path, *, ranks: Ranks) -> None:
-    """Remove temporary folders of processes that were killed; call once at start, on every rank.
-
-    One that was complete and whose place is empty is put there: it may be the only one left.
-
-    Raises:
-        RuntimeError: on every rank, if a folder cannot be removed.
-    """
-    with ranks.together("removing stale checkpoints"):
-        for path in sorted(folder.glob(f"checkpoint_*{_TEMPORARY}*")) if ranks.is_main else ():
-            final = path.with_name(path.name.partition(_TEMPORARY)[0])
-            if final.exists() or damage(path):
-                shutil.rmtree(path)
-            else:
-                os.rename(path, final)
-        for path in folder.glob(f"checkpoint_*{_REMOVED}*") if ranks.is_main else ():
-            shutil.rmtree(path)
-
-
 def published(folder: Path) -> list[Path]:
     """Return the published checkpoint folders in ascending order of step; they may be damaged."""
     found = [path for path in folder.glob("checkpoint_*") if _PUBLISHED.fullmatch(path.name)]
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder that nobody needs, or say that it stays: a network file system keeps what is open elsewhere."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        _log.warning("%s cannot be removed (%s); the run goes on, remove it yourself", path, error)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return where a run's checkpoint of some step lies."""
+    return folder / f"checkpoint_{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a published checkpoint."""
+    return int(path.name.removeprefix("checkpoint_"))
 
 
 def damage(path: Path) -> str:
@@ -278,17 +226,22 @@ def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[
 
 def _publish(partial: Path, final: Path) -> None:
     replaced = _set_aside(final) if final.exists() else None  # a folder is not replaced by a rename
-    os.rename(partial, final)
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, final)
+        raise
     state_files.to_disk(final.parent)
     if replaced is not None:
-        shutil.rmtree(replaced)
+        remove(replaced)
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
     existing = published(folder)
-    current = [path for path in existing if _step(path) <= step]
+    current = [path for path in existing if step_of(path) <= step]
     scores = {path: score for path in current if (score := _score(path)) is not None}
-    best = max(scores, key=lambda path: (scores[path], _step(path)), default=None)
+    best = max(scores, key=lambda path: (scores[path], step_of(path)), default=None)
     for path in existing:
         if path not in current[-keep:] and path != best:
             _discard(path)
@@ -305,11 +258,11 @@ def _score(path: Path) -> float | None:
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint; renamed first, so that being killed half-way leaves no damaged one behind."""
-    shutil.rmtree(_set_aside(path))
+    remove(_set_aside(path))
 
 
 def _set_aside(path: Path) -> Path:
-    doomed = path.with_name(f"{path.name}{_REMOVED}{uuid.uuid4().hex[:8]}")
+    doomed = path.with_name(f"{path.name}{REMOVED}{uuid.uuid4().hex[:8]}")
     os.rename(path, doomed)
     return doomed
 
@@ -320,10 +273,6 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("checkpoint_"))
 
 
 def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str], ranks: Ranks) -> None:

@@ -1,9 +1,8 @@
 """npu | cuda | cpu: the only file that may say a vendor's name.
 
 Everything else holds a `torch.device` made by `resolve` and asks this file for what differs between vendors. The two
-accelerator modules, `torch.npu` (made by importing torch_npu) and `torch.cuda`, share the names used here in every
-supported version, so most functions are one line over `getattr(torch, device.type)`; `torch.accelerator` is not used,
-because it lacks random states and names, and before torch 2.9 also memory.
+accelerator modules, `torch.npu` (made by importing torch_npu) and `torch.cuda`, share the names used here, so most
+functions are one line over `getattr(torch, device.type)`; `torch.accelerator` lacks random states and names.
 """
 
 from __future__ import annotations
@@ -268,7 +267,8 @@ def packages() -> tuple[str, ...]:
 
 def supports_bf16(device: torch.device) -> bool:
     """Return whether bf16 is native; on the CPU it always works."""
-    return device.type == "cpu" or bool(_module(device.type).is_bf16_supported())
+    native = (False,) if device.type == "cuda" else ()  # not what it only emulates
+    return device.type == "cpu" or bool(_module(device.type).is_bf16_supported(*native))
 
 
 def attention_backends(device: torch.device) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.heartbeat import Heartbeat
-from flow_grpo.runtime.meeting import MEET_S, meet
+from flow_grpo.runtime.meeting import MEET_S, admit, meet
 
 LAUNCHER_S = 10.0  # to answer, where it lives
 _SHOWN = 80  # characters of a differing text that an error quotes
@@ -50,7 +50,8 @@ class Ranks:
         local_rank: 0.. on this node.
         control_group: gloo group of all ranks, or None for a single process.
         heartbeat: tells the others of this rank and watches them, or None.
-        again: whether the launcher has started the ranks before, as after one was killed.
+        again: whether the launcher has started the ranks before, as after one was killed, and they were admitted.
+        store: of the launcher, which outlives the ranks, or None.
     """
 
     rank: int = 0
@@ -59,6 +60,7 @@ class Ranks:
     control_group: dist.ProcessGroup | None = None
     heartbeat: Heartbeat | None = None
     again: bool = False
+    store: Store | None = None
 
     @property
     def is_main(self) -> bool:
@@ -212,6 +214,11 @@ class Ranks:
             self.heartbeat.leave(_in_words(error))
             raise RankError(_failure(self.rank, self.heartbeat.phase, _in_words(error))) from None
 
+    def admit(self) -> None:
+        """Note that this start was found right: started again by the same launcher, the run goes on by itself."""
+        if self.store is not None and self.is_main:
+            admit(self.store)
+
     def waiting(self) -> AbstractContextManager[None]:
         """Return what notes that this rank waits for the others inside."""
         return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting()
@@ -253,7 +260,8 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
         init_method: rendezvous of `torch.distributed`; "env://" is the launcher's.
 
     Raises:
-        RuntimeError: the launcher is gone, a rank does not come, or the first collective gives a wrong answer.
+        RuntimeError: the launcher is gone, a rank does not come, or the first collective gives a wrong answer; the
+            others, if they are watched, end by it.
     """
     if "RANK" not in os.environ:
         return Ranks()
@@ -275,23 +283,25 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
         ) from None
     attempt, again = meet(store, rank, world_size)
     store.set_timeout(control_timeout)
-    dist.init_process_group(
-        device_door.process_group_backend(device),
-        store=PrefixStore(f"process_group/{attempt}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=device_s),
-    )
-    probe = torch.ones(1, device=device)
-    dist.all_reduce(probe)
-    if probe.item() != world_size:
-        raise RuntimeError(f"the first all-reduce over {world_size} ranks on {device} summed ones to {probe.item()}")
-    control_group = dist.new_group(backend="gloo", timeout=control_timeout)
     heartbeat = None
     if patience.dead_s and world_size > 1:
         own = PrefixStore(f"heartbeat/{attempt}", store.clone())  # on a connection that nobody waits on
         heartbeat = Heartbeat(own, rank, world_size, dead_s=patience.dead_s, silent_s=patience.silent_s)
-    return Ranks(rank, world_size, local_rank, control_group, heartbeat, again)
+    ranks = Ranks(rank, world_size, local_rank, None, heartbeat, again, store)
+    with ranks.told():
+        dist.init_process_group(
+            device_door.process_group_backend(device),
+            store=PrefixStore(f"process_group/{attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=device_s),
+        )
+        probe = torch.ones(1, device=device)
+        dist.all_reduce(probe)
+        if (total := probe.item()) != world_size:
+            raise RuntimeError(f"the first all-reduce over {world_size} ranks on {device} summed ones to {total}")
+        control_group = dist.new_group(backend="gloo", timeout=control_timeout)
+    return dataclasses.replace(ranks, control_group=control_group)
 
 
 def stop(ranks: Ranks) -> None:

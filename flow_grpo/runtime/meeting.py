@@ -2,23 +2,24 @@
 
 A launcher that starts ranks again keeps its store, and in it what earlier attempts left: addresses of processes that
 are gone, faults that were announced. How often it did so it tells every node another number (torch 2.13 counts only a
-node's own failures). So rank 0 makes up a name and deals it to those who are there.
+node's own failures). So rank 0 makes up a name and deals it to those who are there, and says whether an attempt before
+was admitted to its run.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
 import time
 import uuid
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+_ADMITTED = "admitted"
 MEET_S = 600.0  # the slowest node may still be reading its libraries from a cold file system
 
 
 def meet(store: Store, rank: int, world_size: int, wait_s: float = MEET_S) -> tuple[str, bool]:
-    """Wait for the other ranks of this attempt; return its name, and whether the launcher has started one before.
+    """Wait for the other ranks of this attempt; return its name, and whether one before was admitted, see `admit`.
 
     Args:
         store: of the launcher, or of rank 0.
@@ -36,10 +37,14 @@ def meet(store: Store, rank: int, world_size: int, wait_s: float = MEET_S) -> tu
         name = store.get(f"welcome/{own}").decode()
         store.set(f"met/{name}/{rank}", "")
     else:
-        before = store.add("attempts", 1) > 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        name = f"{own}-{'again' if before else 'first'}"
+        name = f"{own}-{'again' if store.check([_ADMITTED]) else 'first'}"
         _welcome(store, name, world_size, wait_s)
     return name, name.endswith("again")
+
+
+def admit(store: Store) -> None:
+    """Note that this launch may go on with what its run saved, should it be started again."""
+    store.set(_ADMITTED, "")
 
 
 def _welcome(store: Store, name: str, world_size: int, wait_s: float) -> None:

@@ -28,6 +28,7 @@ from flow_grpo.runtime.whole_text import write_whole
 
 GROUPS = ("reward", "policy", "dyn", "eval", "train", "time", "system", "reward_by_camera", "eval_by_camera", "server")
 CURVES = "curves.png"
+SUMMARY = "summary.json"  # that a run is complete
 
 
 class _Sink(Protocol):
@@ -125,11 +126,16 @@ class Tracker:
         for sink in self._sinks:
             sink.table(name, columns, rows, step)
 
+    def begin(self) -> None:
+        """Take away the summary of an end that the run is about to go beyond: it says that a run is complete."""
+        if self._is_main:
+            (self._folder / SUMMARY).unlink(missing_ok=True)
+
     def write_summary(self, before: Mapping[str, float], after: Mapping[str, float], train_seconds: float) -> None:
         """Write `summary.json`: held-out metrics before and after training, and the seconds between."""
         if self._is_main:
             summary = {"before": dict(before), "after": dict(after), "train_seconds": train_seconds}
-            write_whole(self._folder / "summary.json", json.dumps(summary, indent=1))
+            write_whole(self._folder / SUMMARY, json.dumps(summary, indent=1))
 
     def close(self) -> None:
         """Draw the curves a last time and close the trackers."""

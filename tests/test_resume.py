@@ -1,0 +1,127 @@
+"""Which checkpoint a run goes on from: its newest that is whole, one it is told, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from flow_grpo.runtime import checkpoint, resume
+from flow_grpo.runtime.distributed import InputError, Ranks
+from flow_grpo.runtime.meeting import meet
+from tests.test_checkpoint import ALONE, flip_a_bit, names, save
+
+
+def test_resume_means_fresh_latest_or_a_path(tmp_path: Path) -> None:
+    assert resume.resolve("", tmp_path, ranks=ALONE) is None
+    assert resume.resolve("auto", tmp_path / "missing", ranks=ALONE) is None
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    assert resume.resolve("auto", tmp_path, ranks=ALONE) == second
+    with pytest.raises(ValueError, match=r"already holds checkpoint_000001, checkpoint_000002; use resume='auto'"):
+        resume.resolve("", tmp_path, ranks=ALONE)
+    assert resume.resolve(str(second), tmp_path, ranks=ALONE) == second
+    assert resume.resolve(str(first), tmp_path / "new", ranks=ALONE) == first
+    with pytest.raises(ValueError, match=r"nowhere.* is not a usable checkpoint: .*does not exist"):
+        resume.resolve(str(tmp_path / "nowhere"), tmp_path, ranks=ALONE)
+
+
+def test_stale_temporary_folders_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "checkpoint_000002.tmp-abc").mkdir()
+    (tmp_path / "notes").mkdir()
+    resume.remove_stale(tmp_path, ranks=ALONE)
+    assert names(tmp_path) == ["checkpoint_000001", "notes"]
+
+
+def test_one_that_was_complete_when_its_process_was_killed_is_put_in_its_empty_place(tmp_path: Path) -> None:
+    whole, taken = save(tmp_path, 1), save(tmp_path, 2)
+    shutil.copytree(taken, tmp_path / "checkpoint_000002.tmp-abc")
+    whole.rename(tmp_path / "checkpoint_000001.tmp-abc")
+    shutil.copytree(taken, tmp_path / "checkpoint_000003.old-abc")
+    torn = tmp_path / "checkpoint_000004.tmp-abc"
+    shutil.copytree(taken, torn)
+    flip_a_bit(torn / "state.safetensors")
+    resume.remove_stale(tmp_path, ranks=ALONE)
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
+
+
+def test_checkpoints_of_which_none_is_whole_are_no_reason_to_start_afresh(tmp_path: Path) -> None:
+    for step in (1, 2):
+        flip_a_bit(save(tmp_path, step) / "state.safetensors")
+    with pytest.raises(InputError, match=r"no checkpoint that is whole \(checkpoint_000002: .*checkpoint_000001: "):
+        resume.resolve("auto", tmp_path, ranks=ALONE)
+
+
+def test_one_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def broken(_path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint, "_sha256", broken)
+    with pytest.raises(RuntimeError, match=r"looking for a checkpoint: OSError.*Input/output error"):
+        resume.resolve("auto", tmp_path, ranks=ALONE)
+
+
+def test_going_back_lays_what_is_later_aside_each_time(tmp_path: Path) -> None:
+    first, _ = save(tmp_path, 1), save(tmp_path, 2)
+    for aside in (1, 2):
+        assert resume.resolve(str(first), tmp_path, ranks=ALONE) == first
+        assert len([name for name in names(tmp_path) if name.startswith("given_up_checkpoint_000002")]) == aside
+        assert resume.latest(tmp_path, ranks=ALONE) == first
+        save(tmp_path, 2)
+
+
+def test_what_was_laid_aside_can_take_its_place_again(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    resume.resolve(str(first), tmp_path, ranks=ALONE)
+    (tmp_path / f"given_up_{second.name}" / "mark").touch()
+    save(tmp_path, 2)
+    save(tmp_path, 3)
+    assert resume.resolve(str(tmp_path / f"given_up_{second.name}"), tmp_path, ranks=ALONE) == second
+    assert (second / "mark").exists() and resume.latest(tmp_path, ranks=ALONE) == second
+    assert [path.name for path in checkpoint.published(tmp_path)] == [first.name, second.name]
+    assert len(names(tmp_path)) == 4  # and those of the course that is given up now
+
+
+def test_another_run_s_checkpoint_does_not_replace_one_s_own(tmp_path: Path) -> None:
+    own, other = save(tmp_path / "run", 2), save(tmp_path / "other", 1)
+    with pytest.raises(ValueError, match=r"already holds checkpoint_000002; use resume='auto' to go on or another run"):
+        resume.resolve(str(other), tmp_path / "run", ranks=ALONE)
+    assert names(tmp_path / "run") == [own.name]
+
+
+def started(store: dist.Store) -> Ranks:
+    """Return the only rank of a start by a launcher that has this store."""
+    return dataclasses.replace(ALONE, again=meet(store, 0, 1)[1], store=store)
+
+
+def test_started_again_by_its_launcher_a_run_goes_on_by_itself(tmp_path: Path) -> None:
+    launcher = dist.HashStore()
+    assert resume.find("", tmp_path, ranks=started(launcher)) is None
+    assert resume.find("", tmp_path, ranks=started(launcher)) is None  # it died before its first save
+    newest = save(tmp_path, 3)
+    assert resume.find("", tmp_path, ranks=started(launcher)) == newest
+    assert resume.find("", tmp_path, ranks=started(launcher)) == newest
+
+
+def test_started_again_after_going_back_it_does_not_go_back_twice(tmp_path: Path) -> None:
+    launcher, first = dist.HashStore(), save(tmp_path, 1)
+    save(tmp_path, 2)
+    assert resume.find(str(first), tmp_path, ranks=started(launcher)) == first
+    assert resume.find(str(first), tmp_path, ranks=started(launcher)) == first
+    newest = save(tmp_path, 2)
+    assert resume.find(str(first), tmp_path, ranks=started(launcher)) == newest
+
+
+def test_a_start_that_was_refused_is_refused_again(tmp_path: Path) -> None:
+    launcher = dist.HashStore()
+    save(tmp_path, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="already holds checkpoint_000003"):
+            resume.find("", tmp_path, ranks=started(launcher))
