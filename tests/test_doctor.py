@@ -44,9 +44,9 @@ def test_a_sound_recipe_passes_every_check(places):
     code, findings = examined(words(places, model__trained="lora", train__kl_coef=0.1))
     assert (code, statuses(findings, "fail")) == (0, set()), findings
     sampled = {"residuals", "stored", "ratio", "geometry", "noise", "rewards", "reward_order"}
-    learned = {"groups", "clip", "kl", "received", "gradients", "parameters", "update"}
+    learned = {"groups", "clip", "kl", "carried", "received", "gradients", "parameters", "update"}
     seen = {"disk", "shared_memory", "versions", "device", "backends", "run_folder", "adapters", "weights"}
-    assert set(findings) == sampled | learned | seen | {"steps", "window", "windows", "last_step"}
+    assert set(findings) == sampled | learned | seen | {"steps", "ode_limit", "window", "windows", "last_step"}
     assert findings["ratio"]["measured"] == "largest log-ratio 0, at most 0"
 
 

@@ -1,4 +1,4 @@
-"""Every judgement of the doctor: what passes, and the fault that it is there for."""
+"""The doctor's judgements on samples and weights: what passes, and the fault that it is there for."""
 
 from __future__ import annotations
 
@@ -8,65 +8,12 @@ import pytest
 import torch
 
 from flow_grpo.algorithm import doctor_checks as checks
-from flow_grpo.algorithm.rollout import SdeSettings
-from flow_grpo.maths.schedule import flow_sigmas
-
-SIGMAS = flow_sigmas(10, 3.0)
 
 
 def status(found) -> str:
     (only,) = found
     assert bool(only.way_out) == (only.status != "ok")
     return only.status
-
-
-# --- the table of steps
-
-
-@pytest.mark.parametrize(
-    ("step", "kind", "level", "std", "gain", "excess"),
-    [
-        (1, "flow", 0.7, 0.7384, 0.06948, 0.06),
-        (8, "flow", 0.7, 0.256, 0.868, 0.24),
-        (8, "constant", 0.3, 0.127, 1.49, 0.05),
-        (4, "cps", 0.8, 0.713, 0.228, 0.0),
-    ],
-)
-def test_the_table_holds_the_published_scalars(step, kind, level, std, gain, excess):
-    (row,) = checks.step_table(SIGMAS, [step], SdeSettings(kind, level), None)
-    assert (row.std, row.gain) == (pytest.approx(std, abs=6e-4), pytest.approx(gain, rel=6e-3))
-    assert row.excess == pytest.approx(excess, abs=6e-3)
-
-
-def test_a_sound_schedule_passes_and_prints_a_row_a_step():
-    (found,) = checks.check_steps(SIGMAS, [1, 2, 3], SdeSettings("flow", 0.7), torch.full((10,), 2.0))
-    assert found.status == "ok"
-    assert len(found.measured.splitlines()) == 5
-    assert found.measured.splitlines()[2].split() == ["1", "0.9643", "0.0412", "0.738", "0.640", "+6%", "0.069", "2.00"]
-
-
-def test_the_blow_up_beside_sigma_1_fails():
-    near_one = torch.cat([torch.tensor([0.9999990, 0.9999985]), SIGMAS[1:]])
-    assert status(checks.check_steps(near_one, [1], SdeSettings("flow", 0.7), None)) == "fail"
-
-
-def test_more_noise_than_the_latents_have_fails_and_grain_warns():
-    assert status(checks.check_steps(SIGMAS, [8], SdeSettings("flow", 1.0, 0.45), None)) == "warn"
-    assert status(checks.check_steps(SIGMAS, [1], SdeSettings("flow", 0.96), None)) == "fail"
-    assert status(checks.check_steps(SIGMAS, [9], SdeSettings("flow", 0.7), None)) == "fail"
-
-
-# --- which steps
-
-
-def test_the_window_must_lie_in_the_schedule_and_leave_the_last_step_out():
-    fine = checks.check_window([(1, 2), (2, 3)], (1, 2, 3), 10)
-    assert [(found.name, found.status) for found in fine] == [("window", "ok"), ("last_step", "ok")]
-    by_name = {found.name: found.status for found in checks.check_window([(8, 9)], (8, 9), 10)}
-    assert by_name == {"window": "ok", "last_step": "fail"}
-    outside = {found.name: found.status for found in checks.check_window([(5, 6)], (1, 2, 3), 10)}
-    assert outside == {"window": "fail", "last_step": "ok"}
-    assert checks.check_window([()], (1, 2), 10)[0].status == "fail"
 
 
 # --- residuals
@@ -192,6 +139,24 @@ def test_each_factor_of_an_adapter_may_wait_for_the_other_but_not_for_ever():
     assert status(checks.check_received("lora", [first, first])) == "fail"
     assert status(checks.check_received("full", [first, first])) == "warn"
     assert status(checks.check_received("full", [{"a": 0.0}, {"a": 0.0}])) == "fail"
+
+
+# --- what reaches the update
+
+
+@pytest.mark.parametrize(
+    ("gap", "alone", "exact", "wanted"),
+    [
+        (0.0, 0.0, True, "ok"),
+        (1e-9, 0.0, True, "fail"),
+        (1e-5, 0.0, False, "ok"),
+        (3e-4, 5e-5, False, "ok"),  # rounding, as of a batch alone
+        (3e-4, 1e-5, False, "fail"),
+        (math.nan, 1e-5, False, "fail"),
+    ],
+)
+def test_the_update_finds_what_the_rollout_left(gap, alone, exact, wanted):
+    assert status(checks.check_carried(gap, alone, 1e-4, exact=exact)) == wanted
 
 
 # --- clip range, KL

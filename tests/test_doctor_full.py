@@ -13,7 +13,9 @@ import train_grpo
 from flow_grpo.algorithm import doctor_full, epoch
 from flow_grpo.algorithm.doctor_full import examine_fully
 from flow_grpo.algorithm.update import Updater
+from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.target_view import TargetView
 from flow_grpo.runtime.distributed import Ranks
 from tests.doctor_cases import make_places, words
@@ -81,6 +83,74 @@ def test_a_part_of_the_network_without_gradient_is_named(trainer):
         found = {found.name: found for found in examine_fully(trainer)}
     assert found["received"].status == found["update"].status == found["clip"].status == "fail"
     assert found["received"].measured.startswith("0 of ")
+
+
+def test_what_changes_between_rollout_and_update_is_found(trainer):
+    take = TrainingBatch.take
+
+    def mistaken(self, positions, device):
+        part = take(self, positions, device)
+        states = part.trajectory.states.flip(0)
+        return dataclasses.replace(part, trajectory=dataclasses.replace(part.trajectory, states=states))
+
+    with mock.patch.object(TrainingBatch, "take", mistaken):
+        found = {found.name: found for found in examine_fully(trainer)}
+    assert found["carried"].status == "fail" and found["ratio"].status == "ok"
+
+
+def test_latents_rounded_on_their_way_are_found(trainer):
+    roll_out = epoch.Collector._roll_out
+
+    def rounded(*given, **named):
+        made = roll_out(*given, **named)
+        trajectory = made.rolled.trajectory
+        trajectory = dataclasses.replace(trajectory, states=trajectory.states.bfloat16().float())
+        return dataclasses.replace(made, rolled=dataclasses.replace(made.rolled, trajectory=trajectory))
+
+    with mock.patch.object(epoch.Collector, "_roll_out", rounded):
+        statuses = by_name(examine_fully(trainer))
+    assert statuses["carried"] == statuses["stored"] == "fail"
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_steps_that_are_not_finite_are_a_failed_check(trainer, bad):
+    loss, calls = Updater._loss, []
+
+    def broken(self, *given):
+        terms, new = loss(self, *given)
+        calls.append(1)
+        first = 3 * (2 - bad)  # calls of an update, its stochastic steps
+        return (dataclasses.replace(terms, ratio=terms.ratio * torch.nan) if len(calls) > first else terms), new
+
+    with mock.patch.object(Updater, "_loss", broken):
+        found = {found.name: found for found in examine_fully(trainer)}
+    assert found["update"].status == "fail" and "not finite" in found["update"].measured
+
+
+def test_log_ratios_under_the_guard_are_those_of_the_loss(places, tmp_path):
+    trainer = build(words(places, output_root=tmp_path, train__guard=True), Ranks())
+    specimen = doctor_full.take(trainer)
+    before = doctor_full.replay(trainer.updater, specimen.part, 2)
+    with torch.no_grad():
+        for weight in trained_parameters(trainer.state.module).values():
+            weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    after = doctor_full.replay(trainer.updater, specimen.part, 2)
+    bias = torch.stack(
+        [
+            (old - new).square().flatten(1).mean(dim=1) / 2
+            for old, new in zip(before.residuals.values(), after.residuals.values(), strict=True)
+        ],
+        dim=1,
+    )
+    wanted = after.log_ratios + before.units * bias
+    torch.testing.assert_close(doctor_full.guarded(before, after), wanted, rtol=1e-3, atol=1e-7)
+    assert bias.max() > 1e-6
+
+
+def test_a_second_update_is_not_held_back_by_the_first(trainer):
+    other = doctor_full.unclipped(trainer.updater)
+    assert other.settings.train.old_log_prob == "detach" != trainer.updater.settings.train.old_log_prob
+    assert (other.optimizer, other.bad_steps) == (trainer.updater.optimizer, trainer.updater.bad_steps)
 
 
 def test_a_reference_that_moves_along_is_found_by_its_kl(trainer):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.doctor_rewards import check_rewards, fixture, preferences
+from flow_grpo.maths.reward_rules import weights_at
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
-from tests.toy import condition
+from tests.toy import condition, reward_config
 
 CONDITIONS = [condition(1), condition(2)]
 
@@ -31,9 +32,12 @@ class Judge:
         return RewardResult(values, valid, tuple("" if row is not None else "no pose" for row in rows))
 
 
-def judged(*judges, weights=None):
+def judged(*judges, weights=None, **changes):
     weights = weights or {judge.name: 1.0 for judge in judges}
-    found = check_rewards(preferences(RewardSet(judges, weights), CONDITIONS), weights)
+    config = reward_config(weights=weights, **changes)
+    epochs = {0, *(epoch for points in config.schedules.values() for epoch, _ in points)}
+    by_epoch = {epoch: weights_at(weights, config.schedules, epoch) for epoch in sorted(epochs)}
+    found = check_rewards(preferences(RewardSet(judges, weights), CONDITIONS, config), by_epoch)
     return {each.name: each for each in found}
 
 
@@ -65,6 +69,29 @@ def test_the_set_is_judged_by_its_weights_and_a_reward_without_weight_has_no_say
     assert judged(*judges, weights={"sharp": 1.0, "camera": 0.3})["reward_order"].status == "fail"
     found = judged(*judges, weights={"sharp": 0.0, "camera": 1.0})["reward_order"]
     assert found.measured.startswith("the true view is preferred over the source by +1.00, over the noise by +1.00")
+
+
+@pytest.mark.parametrize(
+    ("threshold", "wanted"),
+    [
+        (0.5, "ok"),  # noise is sharper, and does not pass
+        (-2.0, "fail"),  # everything passes
+        (1.5, "fail"),  # nothing does, not even the true view: all copies are alike
+    ],
+)
+def test_a_gate_is_judged_as_in_training(threshold, wanted):
+    judges = Judge("sharp", 0.0, -1.0, 1.0), Judge("match", 1.0, 1.0, -1.0)
+    weights, gates = {"sharp": 1.0, "match": 0.0}, {"sharp": ("match", threshold)}
+    found = judged(*judges, weights=weights, gates=gates)
+    assert found["reward_order"].status == wanted
+    assert "sharp (1): true 0, source -1, noise 1" in found["rewards"].measured
+
+
+def test_a_reward_that_comes_later_is_judged_at_its_weight_of_then():
+    judges = Judge("camera", 1.0, 0.0, 0.0), Judge("sharp", 0.0, 1.0, 1.0)
+    found = judged(*judges, schedules={"sharp": ((0, 0.0), (5, 2.0))})
+    assert found["reward_order"].status == "fail" and "in epoch 5" in found["reward_order"].measured
+    assert judged(*judges, schedules={"sharp": ((0, 0.0), (5, 0.5))})["reward_order"].status == "ok"
 
 
 def test_a_reward_that_cannot_be_asked_fails_with_its_cause_or_warns_where_nothing_is_trained_on_it(caplog):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from flow_grpo.algorithm.findings import Finding, agreed, as_table, attempted, failed, finding, in_one_line
@@ -34,7 +36,7 @@ def test_ranks_agree_on_the_worst_finding_and_say_whose_it_is():
 
 def _failing_on_one(ranks: Ranks) -> list[Finding]:
     found: list[Finding] = []
-    with attempted("reading", found, "look"), ranks.together("reading"):
+    with attempted("reading", found, ranks, "look"), ranks.together("reading"):
         if ranks.rank:
             raise ValueError("no\nfile")
     return found
@@ -45,9 +47,18 @@ def test_what_breaks_on_one_rank_is_a_failed_check_on_all():
     assert run_ranks(_failing_on_one, 2) == [[Finding("reading", "fail", said, "look")]] * 2
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_a_rank_raises_for_itself_is_a_finding_of_a_single_one_only(number):
+    found: list[Finding] = []
+    raised = pytest.raises(RuntimeError) if number > 1 else contextlib.nullcontext()
+    with raised, attempted("update", found, Ranks(0, number), "look"):
+        raise RuntimeError("out of memory")
+    assert [each.status for each in found] == ["fail"] * (number == 1)
+
+
 def test_an_attempt_that_goes_well_adds_nothing():
     found: list[Finding] = []
-    with attempted("reading", found, "look"):
+    with attempted("reading", found, Ranks(), "look"):
         pass
     assert found == []
 

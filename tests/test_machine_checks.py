@@ -36,6 +36,18 @@ def test_checkpoints_must_fit_on_the_disk(tmp_path, free, wanted):
         assert status(machine_checks.check_disk(tmp_path / "not" / "yet", GIB, keep=3)) == wanted
 
 
+def test_checkpoints_that_lie_there_already_need_no_further_room(tmp_path):
+    (tmp_path / "checkpoints" / "checkpoint_000001").mkdir(parents=True)
+    with with_free(3.5):
+        assert status(machine_checks.check_disk(tmp_path, GIB, keep=3)) == "warn"
+    for step in range(2, 6):
+        (tmp_path / "checkpoints" / f"checkpoint_{step:06}").mkdir()
+    with with_free(1.5):  # one more is written before the oldest goes
+        assert status(machine_checks.check_disk(tmp_path, GIB, keep=3)) == "warn"
+    with with_free(0.5):
+        assert status(machine_checks.check_disk(tmp_path, GIB, keep=3)) == "fail"
+
+
 def test_the_loaders_batches_must_fit_into_shared_memory(tmp_path):
     with with_free(1.0):
         assert status(machine_checks.check_shared_memory(GIB // 24, 2, 4, tmp_path)) == "ok"

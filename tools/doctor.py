@@ -53,8 +53,13 @@ def main(words: Sequence[str] | None = None) -> int:
         with stdout_left_alone() if known.json else contextlib.nullcontext():
             fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
             config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
-            device, ranks = train_grpo.join(config)
-            findings = examine(shortened(config, ranks.world_size), recipe, device, ranks)
+            device, ranks = train_grpo.join(config, watched=True)
+            with ranks.told():
+                try:
+                    findings = examine(config, recipe, device, ranks)
+                except ValueError as error:
+                    train_grpo.refuse(error, ranks)
+                    return 2
     except ValueError as error:
         train_grpo.refuse(error, ranks)
         return 2
@@ -84,15 +89,16 @@ def examine(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> 
     Raises:
         ValueError: on every rank alike, for anything missing or unfit that is no finding.
     """
+    short = shortened(config, ranks.world_size)
     with tempfile.TemporaryDirectory(prefix="flow_grpo_doctor_") as folder:
         try:
-            trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), recipe, device, ranks)
+            trainer = train_grpo.build(dataclasses.replace(short, output_root=folder), recipe, device, ranks)
         except ValueError as error:
             if not isinstance(error.__cause__, AdapterError):
                 raise
             return [finding("adapters", str(error), fail="set model.lora_targets to names like those")]
         trainer.run_folder = Path(config.output_root) / "doctor"  # whose disk is looked at; nothing is written there
-        findings = examine_fully(trainer)
+        findings = examine_fully(trainer, config.train.updates_per_epoch)
         trainer.tracker.close()
     return findings
 

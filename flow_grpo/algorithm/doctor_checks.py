@@ -1,11 +1,10 @@
-"""The doctor's judgements: pure functions of what was measured. Every bound has its reason beside it.
+"""The doctor's judgements on samples and weights: pure functions of what was measured, a reason beside every bound.
 
-Letters: S denoising steps, B rows, K stochastic steps, n latent elements looked at.
+Letters: B rows, K stochastic steps, n latent elements looked at.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -13,104 +12,13 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.findings import Finding, finding
-from flow_grpo.algorithm.rollout import SdeSettings
-from flow_grpo.maths.sde import coefficients
 
-MAX_STD = 1.0  # of a step, in the latents' own unit: more noise than there is at sigma = 1 destroys the video
-MAX_EXCESS = 0.25  # noise beyond what the network is told it carries; Flow-SDE 0.7 has 24 % where it still works
 SIGMAS_ALLOWED = 5.0  # standard errors: a chance of 6e-7
 KS_ALLOWED = 2.745  # the same chance under Kolmogorov's law, 2 exp(-2 x^2) (Smirnov 1948)
 KS_ELEMENTS = 1_000_000  # looked at at most: sorting more finds nothing more
+TIMES_ALONE = 10.0  # how much further than one batch all of an epoch's may lie: the largest of more values
 SHARE_OF_CLIP = 0.1  # of clip_range: what a mismatch may use up of it
 CLIP_USUAL = (1e-6, 1e-2)  # recipes that clip a mean log-probability use 1e-5 to 1e-3, GRPO-Guard 2e-6: a decade around
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One stochastic step of the table.
-
-    Attributes:
-        step: which, 0..S-1.
-        sigma: noise level before it.
-        delta: how far the level falls.
-        std: noise added.
-        c: weight of the noise estimate.
-        excess: noise carried afterwards beyond the level the network is told, as a share of that.
-        gain: pull of the log-probability on the velocity.
-        weight: of the policy term.
-    """
-
-    step: int
-    sigma: float
-    delta: float
-    std: float
-    c: float
-    excess: float
-    gain: float
-    weight: float
-
-
-def step_table(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None) -> list[Step]:
-    """Return the scalars of every step that may be trained.
-
-    Raises:
-        ValueError: a step without a Gaussian: the last one, or one whose noise estimate changes its sign.
-    """
-    rows = []
-    for step in steps:
-        here, after = float(sigmas[step]), float(sigmas[step + 1])
-        found = coefficients(
-            here,
-            after,
-            kind=sde.kind,
-            noise_level=sde.noise_level,
-            sigma_cap=float(sigmas[1]),
-            max_step_std=sde.max_step_std,
-        )
-        std, c = float(found.std), float(found.c)
-        weight = 1.0 if weights is None else float(weights[step])
-        rows.append(Step(step, here, here - after, std, c, math.hypot(c, std) / after - 1, float(found.gain), weight))
-    return rows
-
-
-def check_steps(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None) -> list[Finding]:
-    """Judge the noise of every step that may be trained: std above 0 and at most 1, c >= 0, little excess noise."""
-    way_out = "lower sample.noise_level, set sample.max_step_std, or leave the step out of sample.sde_steps"
-    try:
-        table = step_table(sigmas, steps, sde, weights)
-    except ValueError as error:
-        return [finding("steps", str(error), fail=way_out)]
-    gains = [row.gain for row in table]
-    said = f"std at most {max(row.std for row in table):.3f}, gains spread {max(gains) / min(gains):.1f}x"
-    said += "\nstep   sigma   delta    std      c excess   gain weight"
-    for row in table:
-        levels = f"{row.step:4} {row.sigma:7.4f} {row.delta:7.4f} {row.std:6.3f}"
-        said += f"\n{levels} {row.c:6.3f} {row.excess:+6.0%} {row.gain:6.3f} {row.weight:6.2f}"
-    numbers = [value for row in table for value in dataclasses.astuple(row)]
-    wild = not all(map(math.isfinite, numbers)) or not all(0 < row.std <= MAX_STD for row in table)
-    grainy = max(row.excess for row in table) > MAX_EXCESS
-    grain = f"above {MAX_EXCESS:.0%} of excess noise late steps leave grain: {way_out}"
-    return [finding("steps", said, fail=way_out if wild else "", warn=grain if grainy else "")]
-
-
-def check_window(windows: Sequence[Sequence[int]], allowed: Sequence[int], num_steps: int) -> list[Finding]:
-    """Judge the stochastic steps of some epochs: inside the schedule, out of `sde_steps`, and never the last one."""
-    steps = sorted({step for window in windows for step in window})
-    outside = [step for step in steps if not 0 <= step < num_steps or step not in allowed]
-    last = num_steps - 1 in steps
-    where = f"steps {steps} of 0..{num_steps - 1} over {len(windows)} epochs"
-    return [
-        finding(
-            "window",
-            where,
-            fail="" if steps and not outside else f"steps {outside} are not in sample.sde_steps={tuple(allowed)}",
-        ),
-        finding(
-            "last_step",
-            f"step {num_steps - 1} is {'trained' if last else 'left to the ODE'}",
-            fail=f"keep sample.sde_steps within 0..{num_steps - 2}: the last step has no density" if last else "",
-        ),
-    ]
 
 
 def kolmogorov_smirnov(values: Tensor) -> float:
@@ -218,6 +126,21 @@ def check_geometry(gaps: Mapping[int, float], clip_range: float, micro_batch: in
             warn=compared if shaky else "",
         )
     ]
+
+
+def check_carried(gap: float, alone: float, clip_range: float, *, exact: bool) -> list[Finding]:
+    """Judge what the update finds of the epoch that was rolled out: the samples themselves, in their order.
+
+    Args:
+        gap: largest log-ratio of the first update to the rollout.
+        alone: the same of one batch that was handed over directly.
+        clip_range: half width of the unclipped ratio, in nats.
+        exact: both sides make the same calls bit by bit.
+    """
+    bound = 0.0 if exact else max(SHARE_OF_CLIP * clip_range, TIMES_ALONE * alone)
+    said = f"largest log-ratio of the first update {gap:.2g}, at most {bound:.2g}"
+    way_out = "latents or conditions change on their way into the update: see Collector and TrainingBatch.take"
+    return [finding("carried", said, fail="" if gap <= bound else way_out)]
 
 
 def check_noise(

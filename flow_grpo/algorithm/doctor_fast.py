@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm import doctor_checks as checks
-from flow_grpo.algorithm import machine_checks
+from flow_grpo.algorithm import doctor_steps, machine_checks
 from flow_grpo.algorithm.epoch import SampleSettings, roll_out
 from flow_grpo.algorithm.findings import Finding, agreed, as_table, attempted, failed, finding, in_one_line
 from flow_grpo.algorithm.layer_diff import first_difference, recording
@@ -59,10 +59,12 @@ class Replayed:
     Attributes:
         log_ratios: (B, K) log-probabilities minus those of the rollout, in the unit of `train.clip_range`: under
             GRPO-Guard times the step std, its bias left out, which is 0 before the first update.
+        units: (K,) what was multiplied by: 1, or the step std.
         residuals: step -> (B, C, F, H, W): (next latents - mean) / std.
     """
 
     log_ratios: Tensor
+    units: Tensor
     residuals: dict[int, Tensor]
 
 
@@ -98,7 +100,7 @@ def examine(trainer: Trainer, rows: Iterable[int] = ()) -> list[Finding]:
     findings = agreed([*machine(trainer), *schedule(trainer), *weights(trainer)], trainer.ranks)
     if not can_sample(findings):
         return findings
-    with attempted("rollout", findings, "the run itself would stop here: mend what the message names"):
+    with attempted("rollout", findings, trainer.ranks, "the run itself would stop here: mend what the message names"):
         specimen = take(trainer)
         findings += sampled(trainer, specimen, rows)
     return agreed(findings, trainer.ranks)
@@ -113,12 +115,12 @@ def machine(trainer: Trainer) -> list[Finding]:
     """Return what is found of the machine; every rank must call it."""
     config, device, ranks = trainer.config, trainer.device, trainer.ranks
     kept = 3 + (trainer.state.ema is not None)  # weights, two moments, average
-    checkpoint = 4 * kept * sum(parameter.numel() for parameter in trained_parameters(trainer.state.module).values())
+    size = 4 * kept * sum(parameter.numel() for parameter in trained_parameters(trainer.state.module).values())
     assert trainer.conditions is not None, "the trainer was made without its conditions"
     pixels = sum(math.prod(trainer.conditions.structure(index)) for *_, index in draws(trainer))
     batch = pixels * 3 * 4 * 2  # colours, bytes, source and target
     return [
-        *machine_checks.check_disk(trainer.run_folder, checkpoint, config.checkpoint.keep),
+        *machine_checks.check_disk(trainer.run_folder, size, config.checkpoint.keep + bool(config.checkpoint.best)),
         *machine_checks.check_shared_memory(batch, config.data.num_workers, machine_checks.local_ranks()),
         *machine_checks.check_versions(ranks),
         *machine_checks.check_device(device, config, ranks),
@@ -132,9 +134,12 @@ def schedule(trainer: Trainer) -> list[Finding]:
     settings, moving = trainer.collector.settings, trainer.updater.settings
     first = trainer.state.finished
     windows = [settings.window(epoch) for epoch in range(first, first + WINDOWS)]
+    steps = doctor_steps.check_steps(settings.sigmas, settings.sample.sde_steps, settings.sde, moving.step_weight)
+    direction = doctor_steps.check_ode_limit if not failed(steps) else lambda *_: []
     return [
-        *checks.check_steps(settings.sigmas, settings.sample.sde_steps, settings.sde, moving.step_weight),
-        *checks.check_window(windows, settings.sample.sde_steps, len(settings.sigmas) - 1),
+        *steps,
+        *direction(settings.sigmas, settings.sample.sde_steps, settings.sde),
+        *doctor_steps.check_window(windows, settings.sample.sde_steps, len(settings.sigmas) - 1),
         *checks.check_alike(
             "windows",
             trainer.ranks.gather_text(str(windows)),
@@ -256,14 +261,15 @@ def replay(updater: Updater, part: TrainingPart, rows: int, *, gradients: bool |
         gradients: whether to keep them, as the update does; unless given, where an update's call has as many rows: a
             device need not have room for more.
     """
-    ratios, residuals = [], []
+    ratios, units, residuals = [], [], []
     for positions in (torch.arange(max(rows, len(part))) % len(part)).split(rows):
         micro = part.rows(positions)
         scored = [_scored(updater, micro, column, gradients) for column in range(len(micro.trajectory.steps))]
-        ratios.append(torch.stack([ratio for ratio, _ in scored], dim=1))
-        residuals.append([drawn for _, drawn in scored])
+        ratios.append(torch.stack([ratio for ratio, _, _ in scored], dim=1))
+        units.append(torch.tensor([unit for _, unit, _ in scored]))
+        residuals.append([drawn for *_, drawn in scored])
     by_step = [torch.cat(drawn)[: len(part)] for drawn in zip(*residuals, strict=True)]
-    return Replayed(torch.cat(ratios)[: len(part)], dict(zip(part.trajectory.steps, by_step, strict=True)))
+    return Replayed(torch.cat(ratios)[: len(part)], units[0], dict(zip(part.trajectory.steps, by_step, strict=True)))
 
 
 def by_gradients(updater: Updater, part: TrainingPart, log_ratios: Tensor) -> Tensor:
@@ -290,14 +296,14 @@ def as_in_update(updater: Updater, rows: int, gradients: bool | None = None) -> 
         yield
 
 
-def _scored(updater: Updater, micro: TrainingPart, column: int, gradients: bool | None) -> tuple[Tensor, Tensor]:
-    """Return the log-ratios and residuals of one step; a function, so that no graph outlives its call."""
+def _scored(updater: Updater, micro: TrainingPart, column: int, gradients: bool | None) -> tuple[Tensor, float, Tensor]:
+    """Return one step's log-ratios, their unit and its residuals; a function, so that no graph outlives its call."""
     with as_in_update(updater, len(micro), gradients):
         step = updater.replay(micro, column)
     after = next_latents(micro, column)
-    unit = step.std if updater.settings.train.guard else 1.0
+    unit = float(step.std) if updater.settings.train.guard else 1.0
     ratio = unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column])
-    return ratio, ((after - step.mean) / step.std).detach()
+    return ratio, unit, ((after - step.mean) / step.std).detach()
 
 
 def _largest(values: Tensor) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 from flow_grpo.algorithm import compare
 from flow_grpo.algorithm import doctor_checks as checks
 from flow_grpo.algorithm.doctor_fast import (
+    Replayed,
     Specimen,
     alike,
     calls_are_exact,
@@ -30,6 +31,7 @@ from flow_grpo.algorithm.doctor_fast import (
 from flow_grpo.algorithm.doctor_rewards import check_rewards, preferences
 from flow_grpo.algorithm.findings import Finding, agreed, attempted, finding
 from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.algorithm.update import Updater
 from flow_grpo.maths.sde import gaussian_kl
 from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.records import TrainingBatch
@@ -53,18 +55,23 @@ class Gradients:
     digests: list[str] = dataclasses.field(default_factory=list)
 
 
-def examine_fully(trainer: Trainer) -> list[Finding]:
+def examine_fully(trainer: Trainer, updates_per_epoch: int = 1) -> list[Finding]:
     """Return the findings of the full form, alike on every rank; every rank must call it.
+
+    Args:
+        trainer: as built, with one update per epoch.
+        updates_per_epoch: of the recipe.
 
     Weights, optimizer state and average are afterwards as they were, except for the optimizer's under ZeRO-2, whose
     engine keeps it; the sampler has moved on by an epoch.
     """
     findings = examine(trainer, SHAPES)
-    with attempted("rewards", findings, "see the message; a reward is measured as in training"):
+    with attempted("rewards", findings, trainer.ranks, "see the message; a reward is measured as in training"):
         findings += judged(trainer)
     if can_sample(findings):
-        with untouched(trainer), attempted("epoch", findings, "the run itself would stop here: mend what is named"):
-            findings += an_epoch(trainer)
+        way_out = "the run itself would stop here: mend what is named"
+        with untouched(trainer), attempted("epoch", findings, trainer.ranks, way_out):
+            findings += an_epoch(trainer, updates_per_epoch)
     return agreed(findings, trainer.ranks)
 
 
@@ -77,19 +84,22 @@ def judged(trainer: Trainer) -> list[Finding]:
     findings: list[Finding] = []
     with trainer.ranks.together("the rewards"):
         if trainer.ranks.is_main:
-            data, weights = trainer.conditions, trainer.reward.weights
+            data, config = trainer.conditions, trainer.config.reward
             assert data is not None, "the trainer was made without its conditions"
             indices = dict.fromkeys([*(draw[3] for draw in draws(trainer)), *range(min(len(data), 4 * FIXTURES))])
             shown = [condition for condition in map(data.condition, indices) if condition.target_video is not None]
             one_size = [condition for condition in shown if condition.size == shown[0].size][:FIXTURES]
             if one_size:
-                findings = check_rewards(preferences(trainer.collector.rewards, one_size), weights)
+                bends = {epoch for points in config.schedules.values() for epoch, _ in points}
+                epochs = sorted({trainer.state.finished, *bends})
+                weights = {epoch: compare.in_epoch(config, epoch).weights for epoch in epochs}
+                findings = check_rewards(preferences(trainer.collector.rewards, one_size, config), weights)
             else:
                 findings = [finding("reward_order", "no condition has a true view", warn="look at the videos instead")]
     return findings
 
 
-def an_epoch(trainer: Trainer) -> list[Finding]:
+def an_epoch(trainer: Trainer, updates_per_epoch: int) -> list[Finding]:
     """Return what is found of a whole epoch and its updates; every rank must call it.
 
     Raises:
@@ -97,13 +107,18 @@ def an_epoch(trainer: Trainer) -> list[Finding]:
     """
     state, mode = trainer.state, trainer.config.model.trained
     specimen = take(trainer)
+    unmoved = replay(trainer.updater, specimen.part, trainer.config.train.batch_size)
     before = kl(trainer, specimen)[0]
     findings, batch = groups(trainer)
     with gradients(trainer) as seen:
         told = [trainer.updater.run(batch, epoch=0)]
-        findings += clip(trainer, specimen)
+        findings += clip(trainer, specimen, unmoved, updates_per_epoch)
         findings += penalty(trainer, specimen, before)
-        told += [trainer.updater.run(batch, epoch=number) for number in range(1, UPDATES)]
+        told += [unclipped(trainer.updater).run(batch, epoch=number) for number in range(1, UPDATES)]
+    if any(metrics["train/bad_steps"] for metrics in told):
+        way_out = "lower train.learning_rate or sample.noise_level, or compute in fp32 (model.dtype)"
+        return [*findings, finding("update", "a loss or a gradient was not finite, see above", fail=way_out)]
+    findings += carried(trainer, batch, unmoved, told[0]["policy/ratio_first_max_abs_log"])
     findings += alike(trainer, "parameters", "trained weights after updates")
     if not is_sharded(state.module) and not is_partitioned(state.module):
         digests = trainer.ranks.gather_text(" ".join(seen.digests))
@@ -145,11 +160,51 @@ def gradients(trainer: Trainer) -> Iterator[Gradients]:
         handle.remove()
 
 
-def clip(trainer: Trainer, specimen: Specimen) -> list[Finding]:
+def unclipped(updater: Updater) -> Updater:
+    """Return one that takes every ratio as 1: what the first update moved beyond the clip range has no gradient."""
+    train = dataclasses.replace(updater.settings.train, old_log_prob="detach")
+    other = copy.copy(updater)
+    other.settings = dataclasses.replace(updater.settings, train=train)
+    return other
+
+
+def clip(trainer: Trainer, specimen: Specimen, before: Replayed, updates_per_epoch: int) -> list[Finding]:
     """Return what is found of the clip range after an update; every rank must call it."""
-    moved = replay(trainer.updater, specimen.part, len(specimen.part)).log_ratios
     train = trainer.config.train
-    return checks.check_clip(moved, train.clip_range, train.updates_per_epoch)
+    after = replay(trainer.updater, specimen.part, train.batch_size)
+    moved = guarded(before, after) if train.guard else after.log_ratios - before.log_ratios
+    return checks.check_clip(moved, train.clip_range, updates_per_epoch)
+
+
+def guarded(before: Replayed, after: Replayed) -> Tensor:
+    """Return (B, K) GRPO-Guard log-ratios of one replay to another: the means of z_old * (mean - mean_old).
+
+    Not of the log-probabilities alone: their bias, which the guard takes out, may outweigh what is left.
+    """
+    columns = [
+        unit * (old * (old - new)).flatten(1).mean(dim=1).cpu()
+        for unit, old, new in zip(before.units, before.residuals.values(), after.residuals.values(), strict=True)
+    ]
+    return torch.stack(columns, dim=1)
+
+
+def carried(trainer: Trainer, batch: TrainingBatch, specimen: Replayed, gap: float) -> list[Finding]:
+    """Return whether what the epoch remembered reached the update as it was; every rank must call it.
+
+    Args:
+        trainer: of the run.
+        batch: what was replayed.
+        specimen: a batch of its own, replayed before the update.
+        gap: largest log-ratio of the first update to the rollout, in nats.
+    """
+    updater = trainer.updater
+    alone = (specimen.log_ratios.cpu() / specimen.units).abs().max()
+    exact = calls_are_exact(trainer) and updater.same_geometry(batch, updater.plan(batch, 0))
+    nats = trainer.config.train.clip_range / float(specimen.units.max())
+    found = checks.check_carried(gap, float(trainer.ranks.all_gather(alone[None]).max()), nats, exact=exact)
+    for part in batch.parts:
+        found += checks.check_stored(part.trajectory.states)
+    return found
 
 
 def penalty(trainer: Trainer, specimen: Specimen, before: float) -> list[Finding]:

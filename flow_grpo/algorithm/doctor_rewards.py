@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.findings import Finding, finding
+from flow_grpo.config_types import RewardConfig
 from flow_grpo.maths.keys import generator
+from flow_grpo.maths.reward_rules import gate
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
 
@@ -26,7 +28,8 @@ class Preference:
 
     Attributes:
         means: what is shown ("true", "source", "noise") -> mean over the conditions with a value, NaN without any.
-        signs: spoiled video -> mean over conditions of +1 (the true view is better), -1 (worse), 0 (no telling).
+        signs: spoiled video -> mean over conditions of +1 (the true view is better), -1 (worse), 0 (no telling); behind
+            a gate, as that lets them pass.
         valid: share of the true views that have a value.
         fault: why measuring failed, or "".
     """
@@ -47,20 +50,29 @@ def fixture(conditions: Sequence[Condition]) -> tuple[Tensor, tuple[Condition, .
     return torch.stack([*videos, *sources, *noise]).float(), tuple(conditions) * 3
 
 
-def preferences(rewards: RewardSet, conditions: Sequence[Condition]) -> dict[str, Preference]:
-    """Return reward name -> what it prefers, measured on B conditions with a true view."""
+def preferences(rewards: RewardSet, conditions: Sequence[Condition], config: RewardConfig) -> dict[str, Preference]:
+    """Return reward name -> what it prefers behind its gate, measured on B conditions with a true view."""
     videos, asked = fixture(conditions)
     results, floors = rewards(videos, asked), rewards.floors
-    return {name: _preference(result, len(conditions), floors[name]) for name, result in results.items()}
+    seen = {name: (result.values, result.valid) for name, result in results.items()}
+    groups = torch.arange(len(conditions)).repeat(1 + len(SPOILED))
+    for name, (holder, threshold) in config.gates.items():
+        ours, theirs = results[name], results[holder]
+        floor = max(floors[name], config.flat_eps)
+        passed = gate(ours.values, ours.valid, theirs.values, theirs.valid, groups, threshold=threshold, floor=floor)
+        seen[name] = passed.values, passed.valid
+    return {name: _preference(result, *seen[name], floors[name]) for name, result in results.items()}
 
 
-def check_rewards(found: Mapping[str, Preference], weights: Mapping[str, float]) -> list[Finding]:
+def check_rewards(found: Mapping[str, Preference], by_epoch: Mapping[int, Mapping[str, float]]) -> list[Finding]:
     """Judge the set: every reward answers, and together they prefer the true view to each spoiled one.
 
     Args:
         found: reward name -> what it prefers.
-        weights: reward name -> weight in training.
+        by_epoch: epoch -> reward name -> weight, now and wherever a schedule bends.
     """
+    first = next(iter(by_epoch.values()))
+    weights = {name: max((own[name] for own in by_epoch.values()), key=abs) for name in first}
     said = []
     for name, own in found.items():
         means = ", ".join(f"{shown} {value:.3g}" for shown, value in own.means.items())
@@ -68,10 +80,11 @@ def check_rewards(found: Mapping[str, Preference], weights: Mapping[str, float])
     broken = [name for name, own in found.items() if own.fault and weights[name]]
     fail = f"{', '.join(broken)} could not be measured: start its server or mend the cause, or drop its weight"
     answers = finding("rewards", "; ".join(said), fail=fail if broken else "", warn=_silent(found, weights))
-    return [answers, _order(found, weights)]
+    orders = [_order(found, weights, epoch) for epoch, weights in by_epoch.items()]
+    return [answers, next((order for order in orders if order.status == "fail"), orders[0])]
 
 
-def _order(found: Mapping[str, Preference], weights: Mapping[str, float]) -> Finding:
+def _order(found: Mapping[str, Preference], weights: Mapping[str, float], epoch: int) -> Finding:
     total = sum(abs(weight) for weight in weights.values())
     margins = {
         shown: sum(weights[name] * own.signs[shown] for name, own in found.items()) / total if total else 0.0
@@ -80,7 +93,8 @@ def _order(found: Mapping[str, Preference], weights: Mapping[str, float]) -> Fin
     said = ", ".join(f"over the {shown} by {margin:+.2f}" for shown, margin in margins.items())
     wrong = [shown for shown, margin in margins.items() if not margin > 0]
     way_out = f"copies that show {' or '.join(wrong)} would be reinforced: add a reward that sees the camera"
-    return finding("reward_order", f"the true view is preferred {said} (of 1)", fail=way_out if wrong else "")
+    said = f"the true view is preferred {said} (of 1) in epoch {epoch}"
+    return finding("reward_order", said, fail=way_out if wrong else "")
 
 
 def _silent(found: Mapping[str, Preference], weights: Mapping[str, float]) -> str:
@@ -89,16 +103,25 @@ def _silent(found: Mapping[str, Preference], weights: Mapping[str, float]) -> st
     return f"{', '.join(silent)} {way_out}" if silent else ""
 
 
-def _preference(result: RewardResult, count: int, floor: float) -> Preference:
-    values = dict(zip(("true", *SPOILED), result.values.split(count), strict=True))
-    valid = dict(zip(("true", *SPOILED), result.valid.split(count), strict=True))
+def _preference(result: RewardResult, counted: Tensor, known: Tensor, floor: float) -> Preference:
+    """Return what a reward says.
+
+    Args:
+        result: its own values of the 3B videos of the fixture.
+        counted: (3B,) those that copies are compared by.
+        known: (3B,) bool, whether they are valid.
+        floor: noise of the reward.
+    """
+    shown = ("true", *SPOILED)
+    values, valid = (dict(zip(shown, part.chunk(len(shown)), strict=True)) for part in (counted, known))
     signs = {}
-    for shown in SPOILED:
-        gap = values["true"] - values[shown]
-        sign = gap.sign().where(gap.abs() > floor, torch.zeros(()))
+    for spoiled in SPOILED:
+        gap = values["true"] - values[spoiled]
+        sign = torch.where(gap.abs() > floor, gap.sign(), 0.0)
         # What has no value falls behind what has one.
-        sign = sign.where(valid[shown], torch.ones(())).where(valid["true"], torch.zeros(()))
-        signs[shown] = float(sign.mean())
-    means = {shown: float(values[shown][valid[shown]].mean()) for shown in values}
+        sign = torch.where(valid["true"], torch.where(valid[spoiled], sign, 1.0), 0.0)
+        signs[spoiled] = float(sign.mean())
+    own = zip(shown, result.values.chunk(len(shown)), result.valid.chunk(len(shown)), strict=True)
+    means = {name: float(part[measured].mean()) for name, part, measured in own}
     fault = result.causes[int(result.faults.int().argmax())] if result.faults.any() else ""
     return Preference(means, signs, float(valid["true"].float().mean()), fault)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.distributed import RankError, Ranks
 
 STATUSES = ("ok", "warn", "fail")  # by rising weight
 
@@ -50,17 +50,22 @@ def agreed(findings: Sequence[Finding], ranks: Ranks) -> list[Finding]:
 
 
 @contextlib.contextmanager
-def attempted(name: str, findings: list[Finding], way_out: str) -> Iterator[None]:
+def attempted(name: str, findings: list[Finding], ranks: Ranks, way_out: str) -> Iterator[None]:
     """Inside, what is raised on all ranks alike, as `Ranks.together` does, becomes a failed check.
+
+    What one rank of several raises for itself is no finding: the others wait in an exchange.
 
     Args:
         name: of that check.
         findings: it is added to them.
+        ranks: who takes part.
         way_out: of the failure.
     """
     try:
         yield
     except (RuntimeError, ValueError, AssertionError) as error:
+        if ranks.world_size > 1 and not isinstance(error, RankError | ValueError):
+            raise
         findings.append(finding(name, " ".join(str(error).split()), fail=way_out))
 
 

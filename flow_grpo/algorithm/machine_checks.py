@@ -17,6 +17,7 @@ import torch.distributed as dist
 from flow_grpo.algorithm.doctor_checks import check_alike
 from flow_grpo.algorithm.findings import Finding, finding
 from flow_grpo.config_types import Config
+from flow_grpo.runtime import checkpoint
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.distributed import Ranks
 
@@ -30,7 +31,7 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # whose version
 
 
 def check_disk(folder: Path, checkpoint_bytes: int, keep: int) -> list[Finding]:
-    """Judge the room for a run's checkpoints: those kept and the one being written.
+    """Judge the room for a run's checkpoints: those kept and the one being written, less those that lie there already.
 
     Args:
         folder: the run's, which may not exist yet.
@@ -38,8 +39,9 @@ def check_disk(folder: Path, checkpoint_bytes: int, keep: int) -> list[Finding]:
         keep: how many are kept.
     """
     place = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
-    free, needed = shutil.disk_usage(place).free, checkpoint_bytes * (keep + 1)
-    said = f"{free / GIB:.1f} GiB free at {place}, {needed / GIB:.2f} GiB for {keep} + 1 checkpoints"
+    more = max(1, keep + 1 - len(checkpoint.published(folder / "checkpoints")))
+    free, needed = shutil.disk_usage(place).free, checkpoint_bytes * more
+    said = f"{free / GIB:.1f} GiB free at {place}, {needed / GIB:.2f} GiB for {more} more checkpoint(s)"
     way_out = "free some, lower checkpoint.keep, or set output_root to another disk"
     # Twice as much, and a gibibyte for videos, metrics and other runs.
     return [finding("disk", said, fail=way_out if free < needed else "", warn=_if(free < 2 * needed + GIB, way_out))]
