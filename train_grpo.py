@@ -212,6 +212,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     state = spread(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
+    resume.settle(config.resume, path, run_folder / "checkpoints", ranks=ranks)
     with alike(ranks):
         if ranks.is_main:
             lock.take()

@@ -14,6 +14,7 @@ import torch
 import train_grpo
 from flow_grpo.algorithm import doctor_fast, doctor_full
 from flow_grpo.algorithm.findings import Finding
+from flow_grpo.algorithm.update import Updater
 from flow_grpo.config import load_config
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import Ranks
@@ -48,6 +49,13 @@ def test_a_sound_recipe_passes_every_check(places):
     seen = {"disk", "shared_memory", "versions", "device", "backends", "run_folder", "adapters", "weights"}
     assert set(findings) == sampled | learned | seen | {"steps", "ode_limit", "window", "windows", "last_step"}
     assert findings["ratio"]["measured"] == "largest log-ratio 0, at most 0"
+
+
+def test_the_clip_range_is_judged_by_the_updates_of_the_recipe(places):
+    changes = {"train__clip_range": 9e-3, "sample__num_batches_per_epoch": 2}
+    for updates, wanted in ((1, "ok"), (2, "warn")):
+        _, findings = examined(words(places, train__updates_per_epoch=updates, **changes))
+        assert findings["clip"]["status"] == wanted, findings["clip"]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,19 @@ def test_what_goes_wrong_between_ranks_is_found(places, fault, names):
     (code, findings), (other, _) = run_ranks(_examined, 2, given, fault)
     assert code == other == (1 if names else 0)
     assert statuses(findings, "fail") == names
+
+
+def _out_of_memory(ranks: Ranks, given: list[str]) -> str:
+    """Examine where no device has memory for an update; return what is said on stderr."""
+    full = mock.patch.object(Updater, "run", side_effect=RuntimeError("out of memory in the update"))
+    with contextlib.redirect_stderr(io.StringIO()) as said, full, pytest.raises(RuntimeError, match="out of memory"):
+        _examined(ranks, given, "")
+    return said.getvalue()
+
+
+def test_what_was_found_is_shown_before_an_error_that_ends_the_doctor(places):
+    said, other = run_ranks(_out_of_memory, 2, words(places, sample__train_batch_size=1, train__batch_size=1))
+    assert "ok    ratio" in said and "reward_order" in said and not other
 
 
 def test_what_cannot_be_built_is_one_line_and_exit_code_2(places, capsys):

@@ -68,10 +68,16 @@ def test_one_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, monkey
         resume.resolve("auto", tmp_path, ranks=ALONE)
 
 
+def go_back(path: Path, ranks: Ranks = ALONE) -> None:
+    found = resume.resolve(str(path), path.parent, ranks=ranks)
+    assert found == path
+    resume.settle(str(path), found, path.parent, ranks=ranks)
+
+
 def test_going_back_lays_what_is_later_aside_each_time(tmp_path: Path) -> None:
     first, _ = save(tmp_path, 1), save(tmp_path, 2)
     for aside in (1, 2):
-        assert resume.resolve(str(first), tmp_path, ranks=ALONE) == first
+        go_back(first)
         assert len([name for name in names(tmp_path) if name.startswith("given_up_checkpoint_000002")]) == aside
         assert resume.latest(tmp_path, ranks=ALONE) == first
         save(tmp_path, 2)
@@ -79,49 +85,61 @@ def test_going_back_lays_what_is_later_aside_each_time(tmp_path: Path) -> None:
 
 def test_what_was_laid_aside_can_take_its_place_again(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
-    resume.resolve(str(first), tmp_path, ranks=ALONE)
+    go_back(first)
     (tmp_path / f"given_up_{second.name}" / "mark").touch()
     save(tmp_path, 2)
     save(tmp_path, 3)
-    assert resume.resolve(str(tmp_path / f"given_up_{second.name}"), tmp_path, ranks=ALONE) == second
+    go_back(tmp_path / f"given_up_{second.name}")
     assert (second / "mark").exists() and resume.latest(tmp_path, ranks=ALONE) == second
     assert [path.name for path in checkpoint.published(tmp_path)] == [first.name, second.name]
     assert len(names(tmp_path)) == 4  # and those of the course that is given up now
+
+
+def test_going_on_from_the_newest_lays_nothing_aside_not_even_a_damaged_one(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    flip_a_bit(second / "state.safetensors")
+    found = resume.find("auto", tmp_path, ranks=ALONE)
+    resume.settle("auto", found, tmp_path, ranks=ALONE)
+    assert found == first and names(tmp_path) == [first.name, second.name]
 
 
 def test_another_run_s_checkpoint_does_not_replace_one_s_own(tmp_path: Path) -> None:
     own, other = save(tmp_path / "run", 2), save(tmp_path / "other", 1)
     with pytest.raises(ValueError, match=r"already holds checkpoint_000002; use resume='auto' to go on or another run"):
         resume.resolve(str(other), tmp_path / "run", ranks=ALONE)
-    assert names(tmp_path / "run") == [own.name]
+    resume.settle(str(other), resume.resolve(str(other), tmp_path / "new", ranks=ALONE), tmp_path / "new", ranks=ALONE)
+    assert names(tmp_path / "run") == [own.name] and names(tmp_path / "other") == [other.name]
 
 
-def started(store: dist.Store) -> Ranks:
-    """Return the only rank of a start by a launcher that has this store."""
-    return dataclasses.replace(ALONE, again=meet(store, 0, 1)[1], store=store)
+def start(told: str, folder: Path, launcher: dist.Store, *, refused: bool = False) -> Path | None:
+    """Start as the only rank of a launcher; `refused` after a checkpoint was found."""
+    ranks = dataclasses.replace(ALONE, again=meet(launcher, 0, 1)[1], store=launcher)
+    path = resume.find(told, folder, ranks=ranks)
+    if not refused:
+        resume.settle(told, path, folder, ranks=ranks)
+    return path
 
 
 def test_started_again_by_its_launcher_a_run_goes_on_by_itself(tmp_path: Path) -> None:
     launcher = dist.HashStore()
-    assert resume.find("", tmp_path, ranks=started(launcher)) is None
-    assert resume.find("", tmp_path, ranks=started(launcher)) is None  # it died before its first save
+    assert start("", tmp_path, launcher) is None
+    assert start("", tmp_path, launcher) is None  # it died before its first save
     newest = save(tmp_path, 3)
-    assert resume.find("", tmp_path, ranks=started(launcher)) == newest
-    assert resume.find("", tmp_path, ranks=started(launcher)) == newest
+    assert start("", tmp_path, launcher) == newest == start("", tmp_path, launcher)
 
 
 def test_started_again_after_going_back_it_does_not_go_back_twice(tmp_path: Path) -> None:
     launcher, first = dist.HashStore(), save(tmp_path, 1)
     save(tmp_path, 2)
-    assert resume.find(str(first), tmp_path, ranks=started(launcher)) == first
-    assert resume.find(str(first), tmp_path, ranks=started(launcher)) == first
+    assert start(str(first), tmp_path, launcher) == first == start(str(first), tmp_path, launcher)
     newest = save(tmp_path, 2)
-    assert resume.find(str(first), tmp_path, ranks=started(launcher)) == newest
+    assert start(str(first), tmp_path, launcher) == newest
 
 
-def test_a_start_that_was_refused_is_refused_again(tmp_path: Path) -> None:
-    launcher = dist.HashStore()
-    save(tmp_path, 3)
+def test_a_start_that_is_refused_is_refused_again_and_moves_nothing(tmp_path: Path) -> None:
+    launcher, first, second = dist.HashStore(), save(tmp_path, 1), save(tmp_path, 2)
     for _ in range(2):
-        with pytest.raises(ValueError, match="already holds checkpoint_000003"):
-            resume.find("", tmp_path, ranks=started(launcher))
+        with pytest.raises(ValueError, match="already holds checkpoint_000001, checkpoint_000002"):
+            start("", tmp_path, launcher)
+        assert start(str(first), tmp_path, launcher, refused=True) == first  # it is of another model
+        assert names(tmp_path) == [first.name, second.name]

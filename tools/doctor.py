@@ -98,7 +98,13 @@ def examine(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> 
                 raise
             return [finding("adapters", str(error), fail="set model.lora_targets to names like those")]
         trainer.run_folder = Path(config.output_root) / "doctor"  # whose disk is looked at; nothing is written there
-        findings = examine_fully(trainer, config.train.updates_per_epoch)
+        on_the_way: list[Finding] = []
+        try:
+            findings = examine_fully(trainer, config.train.updates_per_epoch, on_the_way)
+        except RuntimeError:
+            if ranks.is_main:
+                print(as_table(on_the_way), file=sys.stderr, flush=True)
+            raise
         trainer.tracker.close()
     return findings
 

@@ -231,6 +231,7 @@ class FineTuning:
             load_trained_state(self.policy.module, found.state["trained"])
             groups = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": found.state["moments"], "param_groups": groups})
+        resume.settle(self.config.resume, path, folder, ranks=self.ranks)
         self._sums, self._norm, self._begun = torch.zeros(2, dtype=torch.float64), 0.0, 0.0  # since the last report
         self._files: MetricFiles | None = None
         if self.ranks.is_main:

@@ -55,17 +55,19 @@ class Gradients:
     digests: list[str] = dataclasses.field(default_factory=list)
 
 
-def examine_fully(trainer: Trainer, updates_per_epoch: int = 1) -> list[Finding]:
+def examine_fully(trainer: Trainer, updates_per_epoch: int = 1, found: list[Finding] | None = None) -> list[Finding]:
     """Return the findings of the full form, alike on every rank; every rank must call it.
 
     Args:
         trainer: as built, with one update per epoch.
         updates_per_epoch: of the recipe.
+        found: what is found is added here on the way, for whoever wants to see it after an error.
 
     Weights, optimizer state and average are afterwards as they were, except for the optimizer's under ZeRO-2, whose
     engine keeps it; the sampler has moved on by an epoch.
     """
-    findings = examine(trainer, SHAPES)
+    findings = [] if found is None else found
+    findings += examine(trainer, SHAPES)
     with attempted("rewards", findings, trainer.ranks, "see the message; a reward is measured as in training"):
         findings += judged(trainer)
     if can_sample(findings):
@@ -90,8 +92,9 @@ def judged(trainer: Trainer) -> list[Finding]:
             shown = [condition for condition in map(data.condition, indices) if condition.target_video is not None]
             one_size = [condition for condition in shown if condition.size == shown[0].size][:FIXTURES]
             if one_size:
-                bends = {epoch for points in config.schedules.values() for epoch, _ in points}
-                epochs = sorted({trainer.state.finished, *bends})
+                first, last = trainer.state.finished, max(trainer.state.finished, trainer.config.num_epochs - 1)
+                bends = {min(epoch, last) for points in config.schedules.values() for epoch, _ in points}
+                epochs = sorted({first, *(epoch for epoch in bends if epoch > first)})  # straight pieces between
                 weights = {epoch: compare.in_epoch(config, epoch).weights for epoch in epochs}
                 findings = check_rewards(preferences(trainer.collector.rewards, one_size, config), weights)
             else:

@@ -85,12 +85,10 @@ class Trainer:
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left, until the configured time is used up; count the time between."""
-        if self.state.finished < self.config.num_epochs:
-            with self.ranks.together("start"):
-                self.tracker.begin()
         for epoch in range(self.state.finished, self.config.num_epochs):
             if self._out_of_time() or self._asked_to_end():
                 break
+            self.tracker.begin()
             begun = time.perf_counter()
             self.clock, self.metrics = Clock(self.device), {}
             self._begun = self.state.sampler.state_dict()

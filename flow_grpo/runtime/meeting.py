@@ -21,6 +21,8 @@ MEET_S = 600.0  # the slowest node may still be reading its libraries from a col
 def meet(store: Store, rank: int, world_size: int, wait_s: float = MEET_S) -> tuple[str, bool]:
     """Wait for the other ranks of this attempt; return its name, and whether one before was admitted, see `admit`.
 
+    The latter is only known where the launcher keeps the store, as torchrun does unless it is told not to.
+
     Args:
         store: of the launcher, or of rank 0.
         rank: of this process.

@@ -15,9 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
-    """Return the checkpoint to go on from, or None for a fresh start; every rank must call it.
+    """Return the checkpoint to go on from, or None for a fresh start; every rank must call it, and `settle` later.
 
-    Started again by its launcher (`torchrun --max-restarts`), a run that had been admitted goes on from what it saved.
+    Started again by its launcher (`torchrun --max-restarts`), a run that had settled goes on from what it saved.
 
     Args:
         resume: as in `resolve`.
@@ -30,9 +30,23 @@ def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     remove_stale(folder, ranks=ranks)
     if ranks.again and (path := latest(folder, ranks=ranks)):
         return path
-    path = resolve(resume, folder, ranks=ranks)
-    ranks.admit()  # not before: a start that was refused must be refused again
-    return path
+    return resolve(resume, folder, ranks=ranks)
+
+
+def settle(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> None:
+    """Make a start count, once what `find` returned has been taken; every rank must call it.
+
+    Where the run goes back, what is later is laid aside: started again before it saves, it would take that. A start
+    that is refused before leaves everything in its place, and is refused again when its launcher repeats it.
+
+    Raises:
+        RuntimeError: on every rank, if a folder cannot be renamed.
+    """
+    with ranks.together("giving up later checkpoints"):
+        told = path is not None and resume not in ("", "auto") and path == Path(resume).resolve()
+        if ranks.is_main and path is not None and told and path.parent == folder.resolve():
+            _go_back(path, path.parent)
+    ranks.admit()
 
 
 def latest(folder: Path, *, ranks: Ranks) -> Path | None:
@@ -74,28 +88,22 @@ def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     """
     if resume == "auto":
         return latest(folder, ranks=ranks)
-    given, own = Path(resume).resolve(), folder.resolve()
+    given = Path(resume).resolve()
     problem = ranks.broadcast_text(damage(given) if resume and ranks.is_main else "")
     if problem:
         raise ValueError(
             f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as {path_of(folder, 10)} or "
             "'auto'"
         )
-    if not resume or given.parent != own:
-        existing = ranks.broadcast_text(", ".join(path.name for path in published(folder)))
-        if existing:
-            raise ValueError(f"{folder} already holds {existing}; use resume='auto' to go on or another run_name")
-        return given if resume else None
-    with ranks.together("giving up later checkpoints"):
-        chosen = _go_back(given, own).name if ranks.is_main else ""
-    return folder / ranks.broadcast_text(chosen)
+    of_another = not resume or given.parent != folder.resolve()
+    existing = ranks.broadcast_text(", ".join(path.name for path in published(folder)) if of_another else "")
+    if existing:
+        raise ValueError(f"{folder} already holds {existing}; use resume='auto' to go on or another run_name")
+    return given if resume else None
 
 
-def _go_back(given: Path, folder: Path) -> Path:
-    """Lay aside what is later than a checkpoint of the folder, the last first, and put it in its place if it is not.
-
-    Started again before it saves, the run would otherwise take another one.
-    """
+def _go_back(given: Path, folder: Path) -> None:
+    """Lay aside what is later than a checkpoint of the folder, the last first, and put it in its place if it is not."""
     place = path_of(folder, saved_step(given))
     for path in reversed(published(folder)):
         if step_of(path) >= step_of(place) and path != given:
@@ -103,7 +111,6 @@ def _go_back(given: Path, folder: Path) -> Path:
             os.rename(path, aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}") if aside.exists() else aside)
     if place != given:
         os.rename(given, place)
-    return place
 
 
 def remove_stale(folder: Path, *, ranks: Ranks) -> None:

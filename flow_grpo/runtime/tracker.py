@@ -127,7 +127,7 @@ class Tracker:
             sink.table(name, columns, rows, step)
 
     def begin(self) -> None:
-        """Take away the summary of an end that the run is about to go beyond: it says that a run is complete."""
+        """Take away the summary of an end that the run goes beyond with its next epoch: it is complete no more."""
         if self._is_main:
             (self._folder / SUMMARY).unlink(missing_ok=True)
 
