@@ -238,12 +238,8 @@ def memory(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return _process_memory()
     module = _module(device.type)
-    used = {
-        "allocated": module.memory_allocated(device),
-        "peak": module.max_memory_allocated(device),
-        "reserved": module.memory_reserved(device),
-        "total": module.mem_get_info(device)[1],
-    }
+    used = {"allocated": module.memory_allocated(device), "peak": module.max_memory_allocated(device)}
+    used |= {"reserved": module.memory_reserved(device), "total": module.mem_get_info(device)[1]}
     return {key: value / _GIB for key, value in used.items()}
 
 
@@ -267,8 +263,9 @@ def packages() -> tuple[str, ...]:
 
 def supports_bf16(device: torch.device) -> bool:
     """Return whether bf16 is native; on the CPU it always works."""
-    native = (False,) if device.type == "cuda" else ()  # not what it only emulates
-    return device.type == "cpu" or bool(_module(device.type).is_bf16_supported(*native))
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return device.type == "cpu" or bool(_module(device.type).is_bf16_supported())
 
 
 def attention_backends(device: torch.device) -> tuple[str, ...]:
