@@ -134,12 +134,13 @@ def schedule(trainer: Trainer) -> list[Finding]:
     settings, moving = trainer.collector.settings, trainer.updater.settings
     first = trainer.state.finished
     windows = [settings.window(epoch) for epoch in range(first, first + WINDOWS)]
-    steps = doctor_steps.check_steps(settings.sigmas, settings.sample.sde_steps, settings.sde, moving.step_weight)
-    direction = doctor_steps.check_ode_limit if not failed(steps) else lambda *_: []
+    allowed = settings.sample.sde_steps
+    findings = doctor_steps.check_steps(settings.sigmas, allowed, settings.sde, moving.step_weight)
+    if not failed(findings):
+        findings += doctor_steps.check_ode_limit(settings.sigmas, allowed, settings.sde)
     return [
-        *steps,
-        *direction(settings.sigmas, settings.sample.sde_steps, settings.sde),
-        *doctor_steps.check_window(windows, settings.sample.sde_steps, len(settings.sigmas) - 1),
+        *findings,
+        *doctor_steps.check_window(windows, allowed, len(settings.sigmas) - 1),
         *checks.check_alike(
             "windows",
             trainer.ranks.gather_text(str(windows)),

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.findings import Finding, finding
-from flow_grpo.algorithm.rollout import SdeSettings
-from flow_grpo.maths.sde import coefficients, transition
+from flow_grpo.algorithm.rollout import SdeSettings, step_transition
+from flow_grpo.maths.sde import coefficients
 
 MAX_STD = 1.0  # of a step, in the latents' own unit: more noise than there is at sigma = 1 destroys the video
 MAX_EXCESS = 0.25  # noise beyond what the network is told it carries; Flow-SDE 0.7 has 24 % where it still works
@@ -96,20 +98,13 @@ def check_ode_limit(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings) -> l
     Rollout and update share the step, so neither the residuals nor the ratio would show a wrong sign.
     """
     latents, velocity = torch.tensor([0.7]), torch.tensor([-1.3])
+    policy: Any = types.SimpleNamespace(velocity=lambda *_: velocity)
+    quiet = dataclasses.replace(sde, noise_level=VANISHING * sde.noise_level)
     worst = 0.0
     for step in steps:
-        here, after = float(sigmas[step]), float(sigmas[step + 1])
-        drawn = transition(
-            velocity,
-            latents,
-            here,
-            after,
-            kind=sde.kind,
-            noise_level=VANISHING * sde.noise_level,
-            sigma_cap=float(sigmas[1]),
-            max_step_std=sde.max_step_std,
-        )
-        worst = max(worst, float((drawn.mean - latents - (after - here) * velocity).abs()))
+        drawn = step_transition(policy, latents, policy, sigmas=sigmas, step=step, sde=quiet)
+        fall = float(sigmas[step + 1]) - float(sigmas[step])
+        worst = max(worst, float((drawn.mean - latents - fall * velocity).abs()))
     said = f"without noise {len(steps)} steps are {worst:.1g} from the ODE's, at most {ODE_ALLOWED:.0e}"
     way_out = "the mean of the step is wrong: see flow_grpo/maths/sde.py"
     return [finding("ode_limit", said, fail="" if worst <= ODE_ALLOWED else way_out)]
