@@ -146,13 +146,16 @@ def join(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple
     Args:
         config: of the run.
         wait_s: how long a rank may lag behind another; 0 as the configuration says.
-        watched: end when another rank dies, fails or hangs; this one has to tell its progress then.
+        watched: end when another rank dies or fails, or any hangs; this one has to tell its progress then.
     """
     waits = config.distributed
     device = device_door.resolve(config.device)
     device_door.setup(device, config.deterministic, config.num_threads, waits.collective_s)
     dead_s = waits.dead_s if watched else 0.0
-    ranks = distributed.start(device, Patience(wait_s or waits.control_s, waits.device_s, dead_s, waits.silent_s))
+    patience = Patience(
+        control_s=wait_s or waits.control_s, device_s=waits.device_s, dead_s=dead_s, silent_s=waits.silent_s
+    )
+    ranks = distributed.start(device, patience)
     if ranks.is_main:
         print(device_door.describe(device, config.device), f"x {ranks.world_size}", flush=True)
     return device, ranks
@@ -212,7 +215,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     state = spread(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
-    resume.settle(config.resume, path, run_folder / "checkpoints", ranks=ranks)
+    from_own = resume.settle(config.resume, path, run_folder / "checkpoints", ranks=ranks)
     with alike(ranks):
         if ranks.is_main:
             lock.take()
@@ -235,6 +238,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, state, progress, ranks),
         cameras=cameras,
         conditions=train,
+        from_own=from_own,
     )
 
 

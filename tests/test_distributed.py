@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import torch.distributed as dist
 
 from flow_grpo.runtime import distributed
 from flow_grpo.runtime.distributed import InputError, RankError, Ranks
+from flow_grpo.runtime.heartbeat import Heartbeat
 from tests.workers import run_ranks
 
 WORLD = 3
@@ -252,6 +256,34 @@ def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(mo
     with pytest.raises(ValueError, match="rows"):
         ranks.all_gather(torch.tensor(1.0))
     distributed.stop(ranks)
+
+
+def test_a_process_without_launcher_that_hangs_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    ended: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda _, problem: ended.put(problem))
+    ranks = distributed.start(CPU, distributed.Patience(1800.0, dead_s=0.6, silent_s=0.5))
+    ranks.enter("sampling")
+    problem = ended.get(timeout=10)
+    assert "rank 0 has made no progress for" in problem and "in sampling: it hangs" in problem
+    distributed.stop(ranks)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RankError("rank 0 failed in update: x")])
+def test_an_error_of_a_process_alone_is_raised_as_it_is_and_nothing_watches_it_any_more(error, monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    ranks = distributed.start(CPU, distributed.Patience(1800.0, dead_s=0.6))
+    assert any(thread.name == "heartbeat" for thread in threading.enumerate())
+    with pytest.raises(type(error)) as caught, ranks.told():
+        raise error
+    assert caught.value is error
+    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+
+
+def test_exchanges_between_devices_are_waited_for_as_long_as_is_asked_and_no_less_than_those_between_cpus() -> None:
+    patience, npu = distributed.Patience(control_s=3600.0, device_s=7200.0), types.SimpleNamespace(type="npu")
+    assert (patience.group_s(CPU), patience.group_s(npu)) == (3600.0, 7200.0)
+    assert distributed.Patience(control_s=3600.0, device_s=60.0).group_s(npu) == 3600.0
 
 
 def group_facts(ranks: Ranks) -> tuple[bool, str, float, float, str]:

@@ -64,7 +64,7 @@ class Ended:
         said: all that was printed.
         seconds: from the beginning of the second epoch, in which faults strike, until every process was gone.
         left: processes that had to be killed.
-        saved: finished epochs of the newest checkpoint.
+        saved: finished epochs of the newest checkpoint, -1 for none.
     """
 
     code: int
@@ -113,7 +113,7 @@ def launch(places, tmp_path) -> Iterator[Callable[..., Ended]]:
         launched.append(process)
         seconds, left = follow(process, tmp_path / "run" / "begun", strike)
         steps = [int(path.name.rpartition("_")[2]) for path in checkpoint.published(tmp_path / "run" / "checkpoints")]
-        return Ended(process.wait(), output.read_text(), seconds, left, max(steps, default=0))
+        return Ended(process.wait(), output.read_text(), seconds, left, max(steps, default=-1))
 
     yield run
     for process in launched:
@@ -162,46 +162,68 @@ SAID = {
 }
 
 
+def assert_gone_in_time(ended: Ended, *, saved: int = 1) -> None:
+    """Check what holds of every fault: an exit code, nobody left, in time, the last checkpoint whole."""
+    assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
+    assert ended.saved == saved
+
+
+def assert_goes_on(launch: Callable[..., Ended], **knobs: object) -> None:
+    """Check that the run can be resumed to its end, without the fault."""
+    again = launch("", **knobs)
+    assert again.code == 0 and again.saved == 3, again.said[-2000:]
+
+
 @pytest.mark.parametrize("fault", SAID)
 def test_a_fault_of_one_rank_ends_all_by_name(launch, fault):
     ended = launch(fault)
-    assert ended.code != 0
+    assert_gone_in_time(ended)
     for words in SAID[fault]:
         assert words in ended.said
-    assert not ended.left and ended.seconds < BOUND_S
-    assert ended.saved == 1
-    again = launch("")
-    assert again.code == 0 and again.saved == 3, again.said[-2000:]
+    assert_goes_on(launch)
 
 
 def test_a_fault_of_one_of_four_ranks_is_told_alike_by_all(launch):
     ended = launch("fetch", ranks=4)
-    assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
+    assert_gone_in_time(ended)
     assert ended.said.count(f"RankError: rank 3 failed in sampling: {PLANTED}") == 4
+    assert_goes_on(launch, ranks=4)
 
 
 def test_a_fault_while_the_others_wait_inside_a_sharded_forward_ends_all_by_name(launch):
     ended = launch("rollout", train__sharding="fsdp2")
-    assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
+    assert_gone_in_time(ended)
     assert f"RankError: rank 1 failed in sampling: {PLANTED}" in ended.said
     assert f"rank 0 ends in sampling: rank 1 failed in sampling: {PLANTED}" in ended.said
+    assert_goes_on(launch, train__sharding="fsdp2")
+
+
+def test_a_reward_that_hangs_ends_a_process_that_is_alone(launch):
+    ended = launch("hang", ranks=1)
+    assert_gone_in_time(ended)
+    assert "rank 0 has made no progress for" in ended.said and "in sampling: it hangs" in ended.said
+    assert_goes_on(launch, ranks=1)
 
 
 def test_a_gradient_that_is_not_finite_ends_all_by_name(launch):
     ended = launch("gradient", ranks=1)
-    assert ended.code != 0 and not ended.left
+    assert_gone_in_time(ended)
     assert "1 optimizer step(s) in a row are not finite" in ended.said
+    assert_goes_on(launch, ranks=1)
 
 
 def test_a_log_that_cannot_be_written_ends_all_by_name(launch):
     ended = launch("log", ranks=1)
-    assert ended.code != 0 and not ended.left
+    assert_gone_in_time(ended)
     assert "rank 0 failed in logging: OSError: [Errno 30] Read-only file system" in ended.said
+    assert_goes_on(launch, ranks=1)
 
 
 def test_a_killed_rank_ends_the_others(launch):
     ended = launch("die")
-    assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S and ended.saved == 1
+    assert_gone_in_time(ended)
+    assert "Signal 9 (SIGKILL)" in ended.said and "(local_rank: 1)" in ended.said  # the launcher's words
+    assert_goes_on(launch)
 
 
 def test_a_killed_rank_is_started_again_by_the_launcher_and_goes_on_by_itself(launch):
@@ -211,32 +233,35 @@ def test_a_killed_rank_is_started_again_by_the_launcher_and_goes_on_by_itself(la
 
 def test_a_killed_loader_process_ends_all_by_name(launch):
     ended = launch("slow", strike=lambda family: family.workers()[0].kill(), data__num_workers=1, num_epochs=6)
-    assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
+    assert_gone_in_time(ended)
     assert "failed in sampling" in ended.said and "DataLoader worker" in ended.said
+    assert_goes_on(launch)
 
 
 def test_a_killed_launcher_leaves_no_rank_behind(launch):
     ended = launch("slow", strike=lambda family: family.launcher.kill(), num_epochs=40)
-    assert not ended.left and ended.seconds < BOUND_S
+    assert not ended.left and ended.seconds < BOUND_S and 1 <= ended.saved < 40
     assert "the ranks' store has not answered" in ended.said
+    assert launch("", num_epochs=ended.saved + 1).saved == ended.saved + 1
 
 
 def test_sigterm_to_one_rank_ends_all_after_the_epoch_with_code_0(launch):
     ended = launch("slow", strike=lambda family: family.ranks()[0].send_signal(signal.SIGTERM), num_epochs=6)
-    assert ended.code == 0 and not ended.left
+    assert ended.code == 0 and not ended.left and ended.seconds < BOUND_S
     assert "ended by SIGTERM after epoch 2, saved" in ended.said and ended.saved == 2
-    assert launch("", num_epochs=3).saved == 3
+    assert_goes_on(launch)
 
 
 def test_sigint_to_the_launcher_saves_as_well(launch):
     ended = launch("slow", strike=lambda family: family.launcher.send_signal(signal.SIGINT), num_epochs=6)
     assert not ended.left and ended.seconds < BOUND_S
     assert "after epoch 2, saved" in ended.said and ended.saved == 2
+    assert_goes_on(launch)
 
 
 def test_a_dead_reward_server_stops_the_run_saved_with_code_2(launch):
-    ended = launch(
-        "", ranks=1, reward__weights="target_view=1,remote:judge=1", reward__remote="judge=http://127.0.0.1:9"
-    )
-    assert ended.code != 0 and not ended.left
-    assert "reward remote:judge failed to measure" in ended.said
+    server = {"reward__weights": "target_view=1,remote:judge=1", "reward__remote": "judge=http://127.0.0.1:9"}
+    ended = launch("", ranks=1, **server)
+    assert_gone_in_time(ended, saved=0)
+    assert "reward remote:judge failed to measure" in ended.said and "exitcode  : 2" in ended.said
+    assert_goes_on(launch, ranks=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from flow_grpo.runtime import checkpoint, resume
 from flow_grpo.runtime.distributed import InputError, Ranks
 from flow_grpo.runtime.meeting import meet
 from tests.test_checkpoint import ALONE, flip_a_bit, names, save
+from tests.workers import run_ranks
 
 
 def test_resume_means_fresh_latest_or_a_path(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_one_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, monkey
 def go_back(path: Path, ranks: Ranks = ALONE) -> None:
     found = resume.resolve(str(path), path.parent, ranks=ranks)
     assert found == path
-    resume.settle(str(path), found, path.parent, ranks=ranks)
+    assert resume.settle(str(path), found, path.parent, ranks=ranks)
 
 
 def test_going_back_lays_what_is_later_aside_each_time(tmp_path: Path) -> None:
@@ -95,11 +97,28 @@ def test_what_was_laid_aside_can_take_its_place_again(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 4  # and those of the course that is given up now
 
 
+def _go_back_while_one_reads(ranks: Ranks, path: Path) -> bool:
+    found = resume.find(str(path), path.parent, ranks=ranks)
+    if ranks.rank == 1:
+        time.sleep(0.5)
+    still = path.is_dir()
+    resume.settle(str(path), found, path.parent, ranks=ranks)
+    return still
+
+
+def test_what_takes_its_place_again_is_not_moved_while_another_rank_reads_it(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    go_back(first)
+    aside = tmp_path / f"given_up_{second.name}"
+    assert run_ranks(_go_back_while_one_reads, 2, aside) == [True, True]
+    assert second.is_dir() and not aside.exists()
+
+
 def test_going_on_from_the_newest_lays_nothing_aside_not_even_a_damaged_one(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     flip_a_bit(second / "state.safetensors")
     found = resume.find("auto", tmp_path, ranks=ALONE)
-    resume.settle("auto", found, tmp_path, ranks=ALONE)
+    assert resume.settle("auto", found, tmp_path, ranks=ALONE)
     assert found == first and names(tmp_path) == [first.name, second.name]
 
 
@@ -107,7 +126,8 @@ def test_another_run_s_checkpoint_does_not_replace_one_s_own(tmp_path: Path) -> 
     own, other = save(tmp_path / "run", 2), save(tmp_path / "other", 1)
     with pytest.raises(ValueError, match=r"already holds checkpoint_000002; use resume='auto' to go on or another run"):
         resume.resolve(str(other), tmp_path / "run", ranks=ALONE)
-    resume.settle(str(other), resume.resolve(str(other), tmp_path / "new", ranks=ALONE), tmp_path / "new", ranks=ALONE)
+    found = resume.resolve(str(other), tmp_path / "new", ranks=ALONE)
+    assert not resume.settle(str(other), found, tmp_path / "new", ranks=ALONE)
     assert names(tmp_path / "run") == [own.name] and names(tmp_path / "other") == [other.name]
 
 

@@ -38,11 +38,13 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path):
         step(whole, policy, epoch)
         if epoch == 2:
             whole.before, whole.train_seconds = {"eval/x": 1.5}, 7.0
+            whole.bad_steps[:] = ["a gradient is not finite"]
             path = whole.save(tmp_path, keep=2, ranks=Ranks())
     resumed, other = a_run(tmp_path)
     resumed.restore(path, ranks=Ranks())
     assert (resumed.finished, resumed.before, resumed.train_seconds) == (3, {"eval/x": 1.5}, 7.0)
     assert resumed.sampler.state_dict()["next_step"] == 3
+    assert resumed.bad_steps == ["a gradient is not finite"]  # the next one is the second in a row
     step(resumed, other, 3)
     assert torch.equal(weights_of(other), weights_of(policy))
     with resumed.ema.applied(), whole.ema.applied():

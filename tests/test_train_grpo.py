@@ -396,6 +396,39 @@ def test_two_ranks_make_the_run_of_one(places, tmp_path, sharding):
 
 
 @pytest.mark.timeout(300)
+def test_a_run_goes_on_on_another_number_of_ranks_as_if_it_had_been_there(places, tmp_path):
+    alone = {"sample__num_batches_per_epoch": 1, "train__kl_coef": 0.01, "train__ema_decay": 0.5}
+    of_two = alone | {"sample__train_batch_size": 2, "train__batch_size": 2}
+    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=2, **alone)) == 0
+    assert run_ranks(_train, 2, words(places, tmp_path / "parts", num_epochs=1, **of_two), timeout=280) == [0, 0]
+    assert train_grpo.main(words(places, tmp_path / "parts", num_epochs=2, resume="auto", **alone)) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "back")
+    shutil.rmtree(checkpoint.published(tmp_path / "back" / "run" / "checkpoints")[-1])
+    more = words(places, tmp_path / "back", num_epochs=2, resume="auto", **of_two)
+    assert run_ranks(_train, 2, more, timeout=280) == [0, 0]
+    whole, parts, back = (learned(tmp_path / name / "run") for name in ("whole", "parts", "back"))
+    assert set(whole) == set(parts) == set(back)
+    for other in (parts, back):
+        for name in (name for name in whole if name.startswith(("trained/", "ema/"))):
+            torch.testing.assert_close(other[name], whole[name], rtol=0, atol=2e-4)
+    # The draws are the same: other conditions, copies or noise would give other rewards at once.
+    rewards = [
+        [row["reward/mean"] for row in metrics_of(tmp_path / name / "run") if "reward/mean" in row]
+        for name in ("whole", "parts", "back")
+    ]
+    assert len(rewards[0]) == 2
+    assert rewards[1] == pytest.approx(rewards[0], abs=1e-3) and rewards[2] == pytest.approx(rewards[0], abs=1e-3)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_starts_from_another_s_checkpoint_saves_one_of_its_own(places, tmp_path):
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
+    (first,) = checkpoint.published(tmp_path / "run" / "checkpoints")
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1, resume=str(first), run_name="other")) == 0
+    assert [path.name for path in checkpoint.published(tmp_path / "other" / "checkpoints")] == [first.name]
+
+
+@pytest.mark.timeout(300)
 def test_a_sharded_run_resumes_bit_by_bit(places, tmp_path):
     changes = {"sample__train_batch_size": 2, "train__batch_size": 2, "train__sharding": "fsdp2"}
     for part, epochs in (("whole", (2,)), ("parts", (1, 2))):

@@ -52,6 +52,7 @@ class Trainer:
         dynamic_sampling: draws further rounds when groups are flat, or None.
         cameras: the kind of camera of every training condition, for statistics; none keeps none.
         conditions: what is trained on, by index, for the doctor; None where nobody asks it.
+        from_own: whether it goes on from one of its own checkpoints; from another run's, it has saved nothing yet.
     """
 
     config: Config
@@ -68,13 +69,13 @@ class Trainer:
     dynamic_sampling: DynamicSampling | None = None
     cameras: tuple[str, ...] = ()
     conditions: ConditionSource | None = None
+    from_own: bool = False
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
-        fresh = not self.state.finished and self.state.before is None
-        self._saved = None if fresh else self._position()
+        self._saved = self._position() if self.from_own else None
         self._evaluated: tuple[int, dict[str, float]] | None = None
         self._begun: dict[str, Any] = self.state.sampler.state_dict()
 

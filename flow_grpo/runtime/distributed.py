@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.heartbeat import Heartbeat
@@ -49,7 +49,7 @@ class Ranks:
         world_size: number of processes, W.
         local_rank: 0.. on this node.
         control_group: gloo group of all ranks, or None for a single process.
-        heartbeat: tells the others of this rank and watches them, or None.
+        heartbeat: tells the others of this rank and watches all, itself included, or None.
         again: whether the launcher has started the ranks before, as after one was killed, and they were admitted.
         store: of the launcher, which outlives the ranks, or None.
     """
@@ -204,10 +204,10 @@ class Ranks:
         """
         try:
             yield
-        except RankError:  # which all have
-            raise
         except Exception as error:
-            if self.heartbeat is None:
+            if self.world_size == 1 and self.heartbeat is not None:
+                self.heartbeat.stop()
+            if self.world_size == 1 or self.heartbeat is None or isinstance(error, RankError):  # which all have
                 raise
             with contextlib.suppress(OSError):  # nobody reads it
                 traceback.print_exc()  # before the others end, whose launcher then ends this rank
@@ -247,6 +247,16 @@ class Patience:
     dead_s: float = 0.0
     silent_s: float = 1800.0
 
+    def group_s(self, device: torch.device) -> float:
+        """Return what bounds an exchange of the process group, which is between devices of this kind."""
+        return self.control_s if device.type == "cpu" else max(self.device_s, self.control_s)
+
+    def watch(self, store: Store, rank: int, world_size: int) -> Heartbeat | None:
+        """Return this rank's heartbeat; a single process has one as well, for it may hang."""
+        if not self.dead_s:
+            return None
+        return Heartbeat(store, rank, world_size, dead_s=self.dead_s, silent_s=self.silent_s)
+
 
 def start(device: torch.device, patience: Patience, *, init_method: str = "env://") -> Ranks:
     """Join the other ranks; call once, after `device.setup` and before anything else communicates.
@@ -264,13 +274,12 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
             others, if they are watched, end by it.
     """
     if "RANK" not in os.environ:
-        return Ranks()
+        return Ranks(heartbeat=patience.watch(HashStore(), 0, 1))
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
         _prefer_loopback()
     device_door.select(device)
     control_timeout = datetime.timedelta(seconds=patience.control_s)
-    device_s = patience.control_s if device.type == "cpu" else max(patience.device_s, patience.control_s)
     # The store is ours, for the heartbeat has need of it beside the process group. A launcher's own is there before us:
     # where nobody answers it was killed.
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -283,10 +292,8 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
         ) from None
     attempt, again = meet(store, rank, world_size)
     store.set_timeout(control_timeout)
-    heartbeat = None
-    if patience.dead_s and world_size > 1:
-        own = PrefixStore(f"heartbeat/{attempt}", store.clone())  # on a connection that nobody waits on
-        heartbeat = Heartbeat(own, rank, world_size, dead_s=patience.dead_s, silent_s=patience.silent_s)
+    # On a connection that nobody waits on.
+    heartbeat = patience.watch(PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
     ranks = Ranks(rank, world_size, local_rank, None, heartbeat, again, store)
     with ranks.told():
         dist.init_process_group(
@@ -294,7 +301,7 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
             store=PrefixStore(f"process_group/{attempt}", store),
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=device_s),
+            timeout=datetime.timedelta(seconds=patience.group_s(device)),
         )
         probe = torch.ones(1, device=device)
         dist.all_reduce(probe)
@@ -313,8 +320,9 @@ def stop(ranks: Ranks) -> None:
     if ranks.control_group is not None:
         with ranks.waiting():
             dist.barrier(group=ranks.control_group)
-        if ranks.heartbeat is not None:
-            ranks.heartbeat.stop()
+    if ranks.heartbeat is not None:
+        ranks.heartbeat.stop()
+    if ranks.control_group is not None:
         dist.destroy_process_group()
 
 

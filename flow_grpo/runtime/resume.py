@@ -33,8 +33,10 @@ def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     return resolve(resume, folder, ranks=ranks)
 
 
-def settle(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> None:
+def settle(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> bool:
     """Make a start count, once what `find` returned has been taken; every rank must call it.
+
+    Returns whether that lies among the run's own checkpoints: one that starts from another run's has none yet.
 
     Where the run goes back, what is later is laid aside: started again before it saves, it would take that. A start
     that is refused before leaves everything in its place, and is refused again when its launcher repeats it.
@@ -42,11 +44,14 @@ def settle(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> Non
     Raises:
         RuntimeError: on every rank, if a folder cannot be renamed.
     """
+    ranks.raise_together(None, "restoring")  # nothing moves while another rank still reads it
     with ranks.together("giving up later checkpoints"):
         told = path is not None and resume not in ("", "auto") and path == Path(resume).resolve()
-        if ranks.is_main and path is not None and told and path.parent == folder.resolve():
+        own = path is not None and path.resolve().parent == folder.resolve()
+        if ranks.is_main and path is not None and told and own:
             _go_back(path, path.parent)
     ranks.admit()
+    return own
 
 
 def latest(folder: Path, *, ranks: Ranks) -> Path | None:
