@@ -58,8 +58,9 @@ def raising(error: Exception) -> Callable[[], None]:
 
 
 def broken_gradient() -> None:
-    """Turn the gradients of every trained tensor that is alive into NaN."""
-    update.take_step = lambda *_: torch.tensor(torch.nan)
+    """Let every step of which it is due find a gradient that is not finite."""
+    original = update.take_step
+    update.take_step = lambda *args: torch.tensor(torch.nan) if due() else original(*args)
 
 
 def die() -> None:
@@ -87,7 +88,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "decode memory": lambda: before(RecamPolicy, "decode", raising(torch.OutOfMemoryError("3 GiB"))),
     "update": lambda: before(update, "grpo_loss", raising(BROKEN)),
     "update memory": lambda: before(update, "grpo_loss", raising(torch.OutOfMemoryError("3 GiB"))),
-    "gradient": lambda: before(update, "take_step", broken_gradient),
+    "gradient": broken_gradient,
     "evaluate": lambda: before(evaluate, "score", raising(BROKEN)),
     "log": lambda: before(MetricFiles, "append", raising(OSError(errno.EROFS, "Read-only file system"))),
     "save": lambda: before(state_files, "save_file", raising(FULL)),
