@@ -12,7 +12,7 @@ import datetime
 import os
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -205,9 +205,12 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if self.world_size == 1 and self.heartbeat is not None:
+            if self.heartbeat is None:
+                raise
+            if self.world_size == 1:
                 self.heartbeat.stop()
-            if self.world_size == 1 or self.heartbeat is None or isinstance(error, RankError):  # which all have
+                raise
+            if isinstance(error, RankError):  # which all have
                 raise
             with contextlib.suppress(OSError):  # nobody reads it
                 traceback.print_exc()  # before the others end, whose launcher then ends this rank
@@ -251,11 +254,11 @@ class Patience:
         """Return what bounds an exchange of the process group, which is between devices of this kind."""
         return self.control_s if device.type == "cpu" else max(self.device_s, self.control_s)
 
-    def watch(self, store: Store, rank: int, world_size: int) -> Heartbeat | None:
-        """Return this rank's heartbeat; a single process has one as well, for it may hang."""
+    def watch(self, store: Callable[[], Store], rank: int, world_size: int) -> Heartbeat | None:
+        """Return this rank's heartbeat, if one is asked for; a single process has one as well, for it may hang."""
         if not self.dead_s:
             return None
-        return Heartbeat(store, rank, world_size, dead_s=self.dead_s, silent_s=self.silent_s)
+        return Heartbeat(store(), rank, world_size, dead_s=self.dead_s, silent_s=self.silent_s)
 
 
 def start(device: torch.device, patience: Patience, *, init_method: str = "env://") -> Ranks:
@@ -274,7 +277,7 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
             others, if they are watched, end by it.
     """
     if "RANK" not in os.environ:
-        return Ranks(heartbeat=patience.watch(HashStore(), 0, 1))
+        return Ranks(heartbeat=patience.watch(HashStore, 0, 1))
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
         _prefer_loopback()
@@ -293,7 +296,7 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
     attempt, again = meet(store, rank, world_size)
     store.set_timeout(control_timeout)
     # On a connection that nobody waits on.
-    heartbeat = patience.watch(PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
+    heartbeat = patience.watch(lambda: PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
     ranks = Ranks(rank, world_size, local_rank, None, heartbeat, again, store)
     with ranks.told():
         dist.init_process_group(
