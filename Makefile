@@ -14,7 +14,9 @@ export OMP_NUM_THREADS ?= 1
 
 CHECK_PYTHON := import sys; sys.version_info >= (3, 10) or sys.exit("flow_grpo needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; pass PYTHON=/path/to/python3")
 
-.PHONY: setup demo test test-slow lint bench
+REF ?= HEAD
+
+.PHONY: setup demo test test-slow lint bench same-numbers
 
 setup: $(READY)
 
@@ -41,6 +43,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: setup
 	$(BIN)/python tools/bench.py --config $(RECIPE) --json $(ARGS)
+
+# Whether the working tree's runs give the numbers of commit REF; see CONTRIBUTING.md.
+same-numbers: setup
+	$(BIN)/python tools/dev/same_numbers.py --ref $(REF) $(ARGS)

@@ -23,29 +23,30 @@ import flow_grpo  # noqa: F401 - before torch, which otherwise loads any acceler
 import torch
 
 from flow_grpo.algorithm import build as parts
-from flow_grpo.algorithm import doctor_fast, dry_run
-from flow_grpo.algorithm.compare import RewardFaultError
-from flow_grpo.algorithm.group_choice import ShortageError
+from flow_grpo.algorithm.groups.compare import RewardFaultError
+from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.reward_log import pooled
 from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.config import ConfigError, load_config, to_dict
-from flow_grpo.config_checks import check_world
-from flow_grpo.config_types import Config
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.adapters import Ema
-from flow_grpo.models.outline import outline, without_memory
-from flow_grpo.models.plan import as_text, largest_size, make_plan
 from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.preflight import doctor_fast, dry_run
+from flow_grpo.preflight.fake_policy import outline, without_memory
+from flow_grpo.preflight.plan import as_text, largest_size, make_plan
 from flow_grpo.runtime import device as device_door
-from flow_grpo.runtime import distributed, resume
-from flow_grpo.runtime.console import Progress
-from flow_grpo.runtime.distributed import InputError, Patience, Ranks
-from flow_grpo.runtime.parallel import on_every_call, parallelize, partition
-from flow_grpo.runtime.run_lock import RunLock
-from flow_grpo.runtime.tracker import Tracker
+from flow_grpo.runtime.checkpoints import resume
+from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import InputError, Patience, Ranks
+from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition
+from flow_grpo.runtime.reporting.console import Progress
+from flow_grpo.runtime.reporting.tracker import Tracker
+from flow_grpo.settings.checks import check_world
+from flow_grpo.settings.loading import ConfigError, load_config, to_dict
+from flow_grpo.settings.schema import Config
 
 ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine that has none
 
@@ -62,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         refuse(error, ranks)
         return 2
-    with ranks.told():
+    with ranks.broadcast_failure():
         try:
             trainer = build(config, recipe, device, ranks)
             if config.doctor == "fast" and trainer.state.finished < config.num_epochs:
@@ -82,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 refuse(error, ranks)
                 return 2
             trainer.lock.release()
-        distributed.stop(ranks)
+        process_group.stop(ranks)
     return 0
 
 
@@ -155,7 +156,7 @@ def join(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple
     patience = Patience(
         control_s=wait_s or waits.control_s, device_s=waits.device_s, dead_s=dead_s, silent_s=waits.silent_s
     )
-    ranks = distributed.start(device, patience)
+    ranks = process_group.start(device, patience)
     if ranks.is_main:
         print(device_door.describe(device, config.device), f"x {ranks.world_size}", flush=True)
     return device, ranks
@@ -167,11 +168,11 @@ def refuse(error: ValueError, ranks: Ranks | None) -> None:
     if rank == 0 or (ranks is None and not isinstance(error, ConfigError)):
         print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
     if ranks is not None:
-        distributed.stop(ranks)
+        process_group.stop(ranks)
 
 
 @contextlib.contextmanager
-def alike(ranks: Ranks) -> Iterator[None]:
+def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
     """Run a part of the start-up that exchanges nothing; what any rank finds wrong is raised on all.
 
     Raises:
@@ -193,19 +194,19 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     Raises:
         ValueError: on every rank alike, for anything missing or unfit.
     """
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         if ranks.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     # Nothing of a run draws from this generator; whatever else may do so, does it alike in every run.
     torch.manual_seed(config.seed)
     run_folder = Path(config.output_root) / run_name(config, recipe, ranks)
     lock = RunLock(run_folder)
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         check_places(config, run_folder)
         if ranks.is_main and run_folder.exists():  # else nobody uses it, and it is not made before all else is well
             lock.take()
     path = resume.find(config.resume, run_folder / "checkpoints", ranks=ranks)
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         train, held_out = splits(config)
         policy = RecamPolicy.from_config(config.model, config.sample, device)
         check_sizes(policy, train, held_out)
@@ -216,7 +217,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     if path is not None:
         state.restore(path, ranks=ranks)
     from_own = resume.settle(config.resume, path, run_folder / "checkpoints", ranks=ranks)
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         if ranks.is_main:
             lock.take()
         resumed_step = None if path is None else state.finished

@@ -18,19 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.real_size_kernels import Records, Setting, Size, measure
-from flow_grpo.algorithm.rollout import SdeSettings, step_transition
-from flow_grpo.config import load_config
-from flow_grpo.config_types import Config
+from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import Transition, log_prob, sample
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
-from flow_grpo.models.footprint import WAN_1_3B, footprint
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam_policy import DTYPES, TIMESTEPS
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
+from flow_grpo.preflight.footprint import WAN_1_3B, footprint
 from flow_grpo.records import Conditioning
 from flow_grpo.runtime import device as device_door
+from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.schema import Config
 
 RECIPE = f"{Path(__file__).resolve().parents[1]}/config/grpo.py:my_recam_8npu"
 UPDATE_FORWARDS = 4  # forward, recomputation, and a backward of two

@@ -1,4 +1,4 @@
-"""Every knob of a run: default, unit, one line of meaning. `flow_grpo/config_checks.py` holds the bounds.
+"""Every knob of a run: default, unit, one line of meaning. `flow_grpo/settings/checks.py` holds the bounds.
 
 Letters: W ranks, k copies of a condition, S denoising steps.
 """

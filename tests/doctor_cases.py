@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import train_grpo
-from flow_grpo.algorithm import epoch, rollout, update
-from flow_grpo.algorithm.epoch import SampleSettings
+from flow_grpo.algorithm.rollout import collector, denoise
+from flow_grpo.algorithm.rollout.collector import SampleSettings
+from flow_grpo.algorithm.update import updater
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.models.recam_policy import RecamPolicy
-from flow_grpo.runtime.parallel import averaging_gradients
+from flow_grpo.runtime.ranks.sharding import averaging_gradients
 from tests.tiny_models import make_tiny_folder
 
 ROOT = Path(__file__).parents[1]
@@ -57,15 +58,15 @@ def words(places: dict[str, str], **changes: object) -> list[str]:
 @contextlib.contextmanager
 def another_gaussian() -> Iterator[None]:
     """Noise is drawn with another std than it is scored under."""
-    draw = rollout.sample
-    with mock.patch.object(rollout, "sample", lambda step, noise: draw(step, 1.2 * noise)):
+    draw = denoise.sample
+    with mock.patch.object(denoise, "sample", lambda step, noise: draw(step, 1.2 * noise)):
         yield
 
 
 @contextlib.contextmanager
 def no_synchronisation() -> Iterator[None]:
     """Gradients stay on the rank that made them."""
-    with mock.patch.object(update, "averaging_gradients", lambda module, now: averaging_gradients(module, now=False)):
+    with mock.patch.object(updater, "averaging_gradients", lambda module, now: averaging_gradients(module, now=False)):
         yield
 
 
@@ -87,7 +88,7 @@ def guidance_in_the_rollout_only() -> Iterator[None]:
 def the_last_step_trained() -> Iterator[None]:
     """The stochastic steps end with the schedule's last."""
 
-    def window(self, epoch):
+    def window(self, collector):
         return (self.sample.num_steps - 2, self.sample.num_steps - 1)
 
     with mock.patch.object(SampleSettings, "window", window):
@@ -97,14 +98,14 @@ def the_last_step_trained() -> Iterator[None]:
 @contextlib.contextmanager
 def latents_stored_in_half_precision() -> Iterator[None]:
     """What is remembered was rounded after it was scored."""
-    roll = epoch.rollout
+    roll = collector.rollout
 
     def rounded(*given, **named):
         made = roll(*given, **named)
         states = made.trajectory.states.bfloat16().float()
         return dataclasses.replace(made, trajectory=dataclasses.replace(made.trajectory, states=states))
 
-    with mock.patch.object(epoch, "rollout", rounded):
+    with mock.patch.object(collector, "rollout", rounded):
         yield
 
 
@@ -118,7 +119,7 @@ def one_seed_for_every_rank() -> Iterator[None]:
         initial = torch.randn((rows, *shape), generator=generator)
         return initial, torch.randn((rows, steps, *shape), generator=generator)
 
-    with mock.patch.object(rollout, "_draw_noise", draw):
+    with mock.patch.object(denoise, "_draw_noise", draw):
         yield
 
 
@@ -127,8 +128,8 @@ def other_steps_on_every_rank() -> Iterator[None]:
     """The stochastic steps are drawn by rank, too."""
     window = SampleSettings.window
 
-    def by_rank(self, epoch):
-        return window(self, epoch + int(os.environ["RANK"]))
+    def by_rank(self, collector):
+        return window(self, collector + int(os.environ["RANK"]))
 
     with mock.patch.object(SampleSettings, "window", by_rank):
         yield

@@ -11,14 +11,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from flow_grpo.algorithm import compare
-from flow_grpo.algorithm.compare import Chosen, Gathered
-from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.epoch import Collected
-from flow_grpo.config_types import DynamicSamplingConfig
+from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.groups.compare import Chosen, Gathered
+from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
+from flow_grpo.algorithm.rollout.collector import Collected
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.records import Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.schema import DynamicSamplingConfig
 from tests.toy import condition, reward_config
 
 CONDITIONS = 96
@@ -168,12 +168,12 @@ def recorded(function: Callable[[], object]) -> tuple[object, list[str]]:
     def wrapped(name: str) -> Callable[..., object]:
         original = getattr(dist, name)
 
-        def told(*args: object, **given: object) -> object:
+        def recorded(*args: object, **given: object) -> object:
             # Split sizes differ by design; that a rank takes part at all is what must not.
             made.append(name if name == "all_to_all_single" else f"{name} {[_shape(arg) for arg in args]}")
             return original(*args, **given)
 
-        return told
+        return recorded
 
     patches: Mapping[str, object] = {name: wrapped(name) for name in names}
     with mock.patch.multiple(dist, **patches):

@@ -20,12 +20,13 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
-from flow_grpo.algorithm import evaluate, update
+from flow_grpo.algorithm import evaluate
+from flow_grpo.algorithm.update import updater
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime import state_files
-from flow_grpo.runtime.metric_files import MetricFiles
+from flow_grpo.runtime.checkpoints import state_files
+from flow_grpo.runtime.reporting.metric_files import MetricFiles
 
 EPOCH = {"begun": -1}
 HERE = os.environ.get("RANK") == os.environ.get("FAULTY_RANK")
@@ -59,8 +60,8 @@ def raising(error: Exception) -> Callable[[], None]:
 
 def broken_gradient() -> None:
     """Let every step of which it is due find a gradient that is not finite."""
-    original = update.take_step
-    update.take_step = lambda *args: torch.tensor(torch.nan) if due() else original(*args)
+    original = updater.take_step
+    updater.take_step = lambda *args: torch.tensor(torch.nan) if due() else original(*args)
 
 
 def die() -> None:
@@ -86,8 +87,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "rollout": lambda: before(RecamPolicy, "velocity", raising(BROKEN)),
     "decode": lambda: before(RecamPolicy, "decode", raising(BROKEN)),
     "decode memory": lambda: before(RecamPolicy, "decode", raising(torch.OutOfMemoryError("3 GiB"))),
-    "update": lambda: before(update, "grpo_loss", raising(BROKEN)),
-    "update memory": lambda: before(update, "grpo_loss", raising(torch.OutOfMemoryError("3 GiB"))),
+    "update": lambda: before(updater, "grpo_loss", raising(BROKEN)),
+    "update memory": lambda: before(updater, "grpo_loss", raising(torch.OutOfMemoryError("3 GiB"))),
     "gradient": broken_gradient,
     "evaluate": lambda: before(evaluate, "score", raising(BROKEN)),
     "log": lambda: before(MetricFiles, "append", raising(OSError(errno.EROFS, "Read-only file system"))),
@@ -95,7 +96,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "die": lambda: before(RecamPolicy, "velocity", die),
     "freeze": lambda: before(RecamPolicy, "velocity", freeze),
     "hang": lambda: before(RewardSet, "__call__", lambda: time.sleep(3600)),
-    "hang in update": lambda: before(update, "grpo_loss", lambda: time.sleep(3600)),
+    "hang in update": lambda: before(updater, "grpo_loss", lambda: time.sleep(3600)),
     "die once": lambda: before(RecamPolicy, "velocity", int if started_again() else die),
     "slow": lambda: before(RewardSet, "__call__", lambda: time.sleep(3)),
     "": lambda: None,

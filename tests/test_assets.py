@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from flow_grpo.algorithm.rollout import SdeSettings, rollout
-from flow_grpo.algorithm.scoring import decode
-from flow_grpo.config import load_config
+from flow_grpo.algorithm.rollout.denoise import SdeSettings, rollout
+from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.rewards.target_view import psnr_db
+from flow_grpo.settings.loading import load_config
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "assets" / "tiny_recam"

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.epoch import Collected
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
-from flow_grpo.algorithm.rollout import rollout
+from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.rollout.collector import Collected
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.records import Condition, Conditioning, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import SDE, SIGMAS, BrightnessReward, collector, condition, reward_config, updater
 from tests.workers import run_ranks
 

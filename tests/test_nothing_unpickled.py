@@ -15,8 +15,8 @@ import torch
 
 import train_grpo
 from flow_grpo.models.weight_files import read_checkpoint
-from flow_grpo.rewards import wire
-from flow_grpo.runtime import checkpoint, state_files
+from flow_grpo.rewards.remote import protocol
+from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.tensor_store import TensorStore
 from tests.bad_input_cases import Setup, checkpoint_of
 from tests.test_architecture import _at, _dotted, _last, imports, refuse, sources
@@ -25,7 +25,7 @@ from tools import convert_recammaster, generate
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
 RUNNERS = {"eval", "exec", "compile", "__import__"}
 ARCHIVES = {"tarfile", "unpack_archive", "extract", "extractall"}  # names in them may leave the folder
-RECIPES = "flow_grpo/config.py"  # a recipe is a program, which its user names
+RECIPES = "flow_grpo/settings/loading.py"  # a recipe is a program, which its user names
 
 
 def _unsafe(path: str, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -167,4 +167,4 @@ def test_an_array_of_objects_is_no_upload(proof):
     content = io.BytesIO()
     np.save(content, np.array([Payload(proof)], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="holds object"):
-        wire.read_npy(memoryview(content.getvalue()), "videos")
+        protocol.read_npy(memoryview(content.getvalue()), "videos")

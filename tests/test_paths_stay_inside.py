@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.evaluate import make_clip, write_clips
-from flow_grpo.config import ConfigError, load_config
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.multicam import CAMERAS_JSON
 from flow_grpo.runtime.tensor_store import TensorStore
-from tests.test_multicam import FRAMES, extrinsics, open_split, write_scene
+from flow_grpo.settings.loading import ConfigError, load_config
+from tests.data.test_multicam import FRAMES, extrinsics, open_split, write_scene
 from tests.toy import condition
 
 TOY = f"{Path(__file__).parent}/toy_recipe.py:toy"

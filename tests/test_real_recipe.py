@@ -49,9 +49,10 @@ if "RANK" in os.environ and any(word.endswith("train_grpo.py") for word in sys.o
 
 def bear_witness() -> None:
     """Note the shapes that pass through the verbs of the loop, and write them down when the run is finished."""
-    from flow_grpo.algorithm import debug_print, doctor_fast
+    from flow_grpo.algorithm import debug_print
     from flow_grpo.algorithm.trainer import Trainer
     from flow_grpo.models.recam_policy import RecamPolicy
+    from flow_grpo.preflight import doctor_fast
     from flow_grpo.rewards.base import RewardSet
 
     seen: dict[str, Any] = {"calls": Counter(), "videos": [], "repeated": []}
@@ -61,14 +62,14 @@ def bear_witness() -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def told(*args, **kwargs):
+        def recorded(*args, **kwargs):
             before, phase[0] = phase[0], during or phase[0]
             result = original(*args, **kwargs)
             phase[0] = before
             note(result, *args)
             return result
 
-        setattr(owner, name, told)
+        setattr(owner, name, recorded)
 
     def on_velocity(result, policy, latents, *_):
         kind = "trained" if torch.is_grad_enabled() else "sampled"

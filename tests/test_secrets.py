@@ -13,15 +13,15 @@ import torch
 from PIL import Image
 
 import train_grpo
-from flow_grpo.config_errors import ConfigError
 from flow_grpo.rewards.base import build_reward
-from flow_grpo.rewards.http_call import TOKEN, Caller
-from flow_grpo.runtime import plots
+from flow_grpo.rewards.remote.http_client import TOKEN, Caller
+from flow_grpo.runtime.reporting import plots
+from flow_grpo.settings.errors import ConfigError
 from tests.bad_input_cases import Setup
 from tests.scripted_server import HEALTH, ScriptedServer, answer
 from tests.toy import condition
-from tools.reward_desk import Desk, Local
 from tools.reward_server import RewardServer
+from tools.serving.scoring_service import Desk, Local
 
 KEY, SECRET, PASSWORD = "5e47ab1e" * 5, "token-that-nobody-may-see", "hunter2-of-the-judge"
 SERVED = {"reward.weights": "remote:motion_mag=1", "data.num_workers": 0}

@@ -23,9 +23,11 @@ from flow_grpo.data.video_io import read_video, write_video
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.rewards import target_view
-from flow_grpo.runtime import checkpoint, distributed, plots, state_files
-from flow_grpo.runtime.distributed import InputError, Ranks
-from flow_grpo.runtime.sharded_state import join
+from flow_grpo.runtime.checkpoints import checkpoint, state_files
+from flow_grpo.runtime.checkpoints.sharded_state import join
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import InputError, Ranks
+from flow_grpo.runtime.reporting import plots
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks
 
@@ -243,7 +245,7 @@ def _train(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
         mock.patch.object(train_grpo, "join", return_value=(torch.device("cpu"), ranks)),
-        mock.patch.object(distributed, "stop"),
+        mock.patch.object(process_group, "stop"),
         mock.patch.object(plots, "draw_curves"),
     ):
         return train_grpo.main(given)

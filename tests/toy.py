@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.algorithm.compare import everything, gather, own_rows
-from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings, merge
-from flow_grpo.algorithm.rollout import SdeSettings, rollout
-from flow_grpo.algorithm.update import Updater, UpdateSettings
-from flow_grpo.config_types import RewardConfig, SampleConfig, TrainConfig
+from flow_grpo.algorithm.groups.compare import everything, gather, own_rows
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge
+from flow_grpo.algorithm.rollout.denoise import SdeSettings, rollout
+from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
@@ -21,7 +20,8 @@ from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.schema import RewardConfig, SampleConfig, TrainConfig
 
 SHAPE = (2, 2, 2, 2)  # C, F, H, W
 FRAMES = 5  # T = 4 (F - 1) + 1

@@ -34,8 +34,8 @@ from unittest import mock
 
 import torch
 
-from flow_grpo.runtime import distributed
-from flow_grpo.runtime.distributed import Patience
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import Patience
 
 START_LIMIT_S = 180.0  # importing torch in 8 processes on 2 busy cores
 GROUP_TIMEOUT_S = 30.0
@@ -58,7 +58,7 @@ def run_ranks(
     """Call `function(ranks, *args)` on `world_size` ranks and return their results in rank order.
 
     Args:
-        function: importable by name (top level of a module); `ranks` is a `flow_grpo.runtime.distributed.Ranks`.
+        function: importable by name (top level of a module); `ranks` is a `process_group.Ranks`.
         world_size: number of processes.
         *args: sent to every rank by pickle.
         timeout: wall-clock limit of the call in seconds, start-up excluded.
@@ -181,12 +181,12 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> Non
     code = 1
     try:
         torch.set_num_threads(1)
-        ranks = distributed.start(torch.device("cpu"), Patience(GROUP_TIMEOUT_S), init_method=rendezvous)
+        ranks = process_group.start(torch.device("cpu"), Patience(GROUP_TIMEOUT_S), init_method=rendezvous)
         pipe.send_bytes(pickle.dumps((True, None)))
         while (call := pickle.loads(pipe.recv_bytes())) is not None:
             function, args = call
             pipe.send_bytes(pickle.dumps((True, function(ranks, *args))))
-        distributed.stop(ranks)
+        process_group.stop(ranks)
         code = 0
     except EOFError:
         pass  # the session is gone

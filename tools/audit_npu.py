@@ -26,9 +26,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 from flow_grpo.runtime import device as device_door
-from tools import audit_names, audit_step
-from tools.audit_names import Finding
-from tools.audit_wheel import Wheel
+from tools.audit import names, step
+from tools.audit.names import Finding
+from tools.audit.wheel import Wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("flow_grpo", "config", "tools", "train_grpo.py")
@@ -61,21 +61,21 @@ def audit(wheel: Wheel, *, step: bool) -> list[Finding]:
     Raises:
         ValueError: the wheel does not tell what is asked of it.
     """
-    findings = audit_names.check_names(wheel, project_uses())
-    findings.append(audit_names.check_backend(wheel))
-    findings += audit_names.check_environment(wheel, sorted(device_door.npu_environment()))
+    findings = names.check_names(wheel, project_uses())
+    findings.append(names.check_backend(wheel))
+    findings += names.check_environment(wheel, sorted(device_door.npu_environment()))
     if step:
-        registered, seen = wheel.operators, audit_step.observe()
-        findings += audit_step.check_operators(seen.operators, registered)
-        findings += audit_step.check_dtypes(seen.wide)
+        registered, seen = wheel.operators, step.observe()
+        findings += step.check_operators(seen.operators, registered)
+        findings += step.check_dtypes(seen.wide)
     return findings
 
 
-def project_uses() -> list[audit_names.Use]:
+def project_uses() -> list[names.Use]:
     """Return where this project's programs and library use torch_npu."""
     places = [ROOT / place for place in SOURCES]
     files = [file for place in places for file in ([place] if place.suffix else sorted(place.rglob("*.py")))]
-    return audit_names.uses(files, ROOT)
+    return names.uses(files, ROOT)
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def show(name: str, findings: Sequence[Finding]) -> None:
     """Print a table: every finding about names, of the operators those that are more than registered."""
     print(f"{name}\n")
     for finding in findings:
-        if (finding.check, finding.text) != ("operator", audit_step.REGISTERED):
+        if (finding.check, finding.text) != ("operator", step.REGISTERED):
             print(f"{finding.status:4}  {finding.check:11}  {finding.subject}  {finding.text}")
     for check in dict.fromkeys(finding.check for finding in findings):
         counts = Counter(finding.status for finding in findings if finding.check == check)

@@ -36,12 +36,13 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
-from flow_grpo.runtime import distributed
-from tools import bench_exchange, bench_packing
+from flow_grpo.runtime.ranks import process_group
+from tools.benching import exchange
+from tools.benching import packing
 
 CASES: dict[str, Callable[[], dict[str, float]]] = {
-    "dynamic-sampling": bench_exchange.measure,
-    "packing": bench_packing.measure,
+    "dynamic-sampling": exchange.measure,
+    "packing": packing.measure,
 }
 
 
@@ -77,7 +78,7 @@ def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str
         trainer = train_grpo.build(config, recipe, device, ranks)
         result = measure(trainer, epochs)
         trainer.tracker.close()
-        distributed.stop(ranks)
+        process_group.stop(ranks)
     return result
 
 

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from tqdm import tqdm
 
 from flow_grpo.algorithm.build import dataset
-from flow_grpo.config import load_config
 from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of, write_verdicts
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.records import Condition
-from flow_grpo.rewards.camera_pose import PoseMeasurer
+from flow_grpo.rewards.camera.pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import usable_cores
+from flow_grpo.settings.loading import load_config
 
 AT_ONCE = 4  # items of each process between two writes of the file
 

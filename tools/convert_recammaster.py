@@ -35,7 +35,7 @@ from torch import Tensor
 
 from flow_grpo.models import convert, weight_files
 from flow_grpo.models.recam_transformer import CAMERA_MODULES, ReCamTransformer3DModel
-from flow_grpo.runtime.state_files import to_disk
+from flow_grpo.runtime.checkpoints.state_files import to_disk
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 PARTS = ("vae", "text_encoder", "tokenizer", "scheduler")

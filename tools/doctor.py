@@ -30,14 +30,14 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
-from flow_grpo.algorithm.doctor_full import examine_fully
-from flow_grpo.algorithm.findings import Finding, as_table, failed, finding, in_one_line
-from flow_grpo.config import ConfigError
-from flow_grpo.config_checks import check, check_world
-from flow_grpo.config_types import Config
+from flow_grpo.preflight.doctor_full import examine_fully
+from flow_grpo.preflight.findings import Finding, as_table, failed, finding, in_one_line
+from flow_grpo.settings.loading import ConfigError
+from flow_grpo.settings.checks import check, check_world
+from flow_grpo.settings.schema import Config
 from flow_grpo.models.adapters import AdapterError
-from flow_grpo.runtime import distributed
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import Ranks
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
             fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
             config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
             device, ranks = train_grpo.join(config, watched=True)
-            with ranks.told():
+            with ranks.broadcast_failure():
                 try:
                     findings = examine(config, recipe, device, ranks)
                 except ValueError as error:
@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     if ranks.is_main:
         show(findings, time.perf_counter() - begun, as_json=known.json)
-    distributed.stop(ranks)
+    process_group.stop(ranks)
     return 1 if failed(findings) else 0
 
 

@@ -3,7 +3,7 @@ r"""Judge videos by how well their camera followed its command, by structure fro
     python tools/evaluate.py --videos results --cameras camera_extrinsics.json --focal-px 630.3 --out evaluation
 
 `--cameras` is JSON of video name -> T OpenCV camera-to-world 4x4 matrices in metres, or a MultiCamVideo camera file;
-ReCamMaster's result folders (cam_type1/video0.mp4 ...) are read as they are. See `tools/evaluation_inputs.py` for both
+ReCamMaster's result folders (cam_type1/video0.mp4 ...) are read as they are. See `tools/evaluation/inputs.py` for both
 and docs/evaluation.md for what is measured. No reward uses this estimator, unless a source came without poses. Or film
 a recipe's held-out conditions first, with what a run trained:
 
@@ -48,15 +48,15 @@ from tqdm import tqdm
 
 from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.path_errors import CONVENTIONS, LEAST_BASELINE_M, LEAST_FRAMES, baseline_m, path_errors
-from flow_grpo.rewards import structure_from_motion as motion
-from flow_grpo.rewards.camera_pose import LEAST_LOCATED
+from flow_grpo.rewards.camera import structure_from_motion as motion
+from flow_grpo.rewards.camera.pose import LEAST_LOCATED
 from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
 from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
-from flow_grpo.rewards.structure_from_motion import Estimate
-from flow_grpo.runtime.path_plots import draw_paths
-from flow_grpo.runtime.whole_text import write_whole
-from tools.evaluation_inputs import Task, find_tasks
-from tools.evaluation_tables import compare, read_baseline, summarise, write_tables
+from flow_grpo.rewards.camera.structure_from_motion import Estimate
+from flow_grpo.runtime.reporting.path_plots import draw_paths
+from flow_grpo.runtime.atomic_file import write_whole
+from tools.evaluation.inputs import Task, find_tasks
+from tools.evaluation.tables import compare, read_baseline, summarise, write_tables
 
 MOST_SECONDS = 900.0  # for a video: about 18 times what one of 480x832 takes
 
@@ -157,8 +157,8 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 def film(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path]:
     """Film the recipe's held-out conditions and return folder and camera file; ValueError for what cannot work."""
     # Here, as the processes that estimate load this file too and need no model.
-    from flow_grpo.config import load_config
-    from tools.evaluation_videos import make_videos
+    from flow_grpo.settings.loading import load_config
+    from tools.evaluation.videos import make_videos
     from tools.export_adapter import export
 
     config = load_config(args.config, overrides)

@@ -35,8 +35,8 @@ from torch.utils.data import Dataset
 import train_grpo
 from flow_grpo.algorithm.build import build_optimizer
 from flow_grpo.algorithm.run_state import common_identity
-from flow_grpo.config import ConfigError, load_config
-from flow_grpo.config_types import Config
+from flow_grpo.settings.loading import ConfigError, load_config
+from flow_grpo.settings.schema import Config
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
@@ -51,10 +51,12 @@ from flow_grpo.models.adapters import (
 )
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.records import Condition
-from flow_grpo.runtime import checkpoint, distributed, resume
-from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.metric_files import MetricFiles
-from flow_grpo.runtime.parallel import parallelize, unwrap
+from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.checkpoints import resume
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
 
 POSITIVE = ("epochs", "max_points", "batch_size", "checkpoint_every", "log_every")
 
@@ -77,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise  # of this rank alone: the others would not come to say goodbye
         train_grpo.refuse(error, ranks)
         return 2
-    distributed.stop(ranks)
+    process_group.stop(ranks)
     return 0
 
 
@@ -160,7 +162,7 @@ class Batches:
         """Yield the batches left of the epoch; every rank must take as many, and what fails on one fails on all."""
         batches = iter(self._loader)
         for _ in range(len(self.plan)):
-            with self.ranks.together("loading a batch"):
+            with self.ranks.sync_errors("loading a batch"):
                 batch = next(batches)
             problems = self.ranks.gather_text("; ".join(item for item in batch if isinstance(item, str)))
             if any(problems):
@@ -305,7 +307,7 @@ class FineTuning:
         if self.step % self.args.checkpoint_every:
             self.save()
         self.evaluate()
-        with self.ranks.together("writing the model"):
+        with self.ranks.sync_errors("writing the model"):
             if self.ranks.is_main:
                 write_model(self.policy, Path(self.config.model.path), self.folder)
                 print(f"start GRPO from it: train_grpo.py ... --config.model.path={self.folder / 'model'}", flush=True)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from config.base import get_config
 from flow_grpo.algorithm.evaluate import side_by_side
-from flow_grpo.algorithm.rollout import SdeSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import SdeSettings, rollout
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
 from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.schedule import flow_sigmas

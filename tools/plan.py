@@ -4,7 +4,7 @@
 
 A device's speed is what you state with --tflops, its sustained rate at this model, not its data sheet's:
 benchmarks/real_size.py measures it. Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. What each
-line counts stands in flow_grpo/models/plan.py.
+line counts stands in flow_grpo/preflight/plan.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from flow_grpo.config import ConfigError, load_config
-from flow_grpo.config_checks import check_world
-from flow_grpo.models.plan import as_text, make_plan
+from flow_grpo.preflight.plan import as_text, make_plan
+from flow_grpo.settings.checks import check_world
+from flow_grpo.settings.loading import ConfigError, load_config
 
 
 def main(words: Sequence[str] | None = None) -> int:

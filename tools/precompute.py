@@ -25,15 +25,15 @@ import torch
 
 import train_grpo
 from flow_grpo.algorithm.build import dataset
-from flow_grpo.config import ConfigError, load_config
-from flow_grpo.config_types import Config
+from flow_grpo.settings.loading import ConfigError, load_config
+from flow_grpo.settings.schema import Config
 from flow_grpo.data.conditions import Conditions
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.recam_policy import DTYPES, check_folder
 from flow_grpo.models.texts import TextEncoder
-from flow_grpo.runtime import distributed
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.tensor_store import TensorStore
 
 REPORT_S = 10.0  # seconds between progress lines
@@ -84,10 +84,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         train_grpo.refuse(error, ranks)
         return 2
-    with ranks.together("encoding"):
+    with ranks.sync_errors("encoding"):
         tally = work(tasks, ranks)
     problems = report(tally, config, ranks)
-    distributed.stop(ranks)
+    process_group.stop(ranks)
     return 1 if problems else 0
 
 

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 from flow_grpo.rewards.base import REWARDS, build_reward
 from flow_grpo.runtime import device
-from tools.reward_adapters import ADAPTERS, Settings, build_adapter, refuse_downloads
-from tools.reward_desk import Desk, Judge, Local, RefusedError
+from tools.serving.adapters import ADAPTERS, Settings, build_adapter, refuse_downloads
+from tools.serving.scoring_service import Desk, Judge, Local, RefusedError
 
 PIECE = 2**20  # bytes read at a time, between looks at the clock
 LINGER_S = 2.0  # for which a refused body is thrown away, so that its sender gets to read the refusal

@@ -8,14 +8,12 @@ from pathlib import Path
 import torch
 
 from flow_grpo.algorithm.debug_print import show
-from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.epoch import Collector, ConditionStream, SampleSettings
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
-from flow_grpo.algorithm.rollout import SdeSettings
+from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings
+from flow_grpo.algorithm.rollout.denoise import SdeSettings
 from flow_grpo.algorithm.run_state import RunState
-from flow_grpo.algorithm.update import Updater, UpdateSettings
-from flow_grpo.config_checks import parse_bucket
-from flow_grpo.config_types import Config
+from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.exclude import read_verdicts, settings_of
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.loader import make_loader
@@ -23,8 +21,10 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.models.policy import Policy
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
-from flow_grpo.runtime.console import Progress
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting.console import Progress
+from flow_grpo.settings.checks import parse_bucket
+from flow_grpo.settings.schema import Config
 
 
 def dataset(config: Config, split: str) -> MultiCamDataset:

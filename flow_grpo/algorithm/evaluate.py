@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.reward_log import pooled
-from flow_grpo.algorithm.rollout import SdeSettings, rollout
-from flow_grpo.algorithm.scoring import score
+from flow_grpo.algorithm.rollout.denoise import SdeSettings, rollout
+from flow_grpo.algorithm.rollout.scoring import score
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import Reward, RewardSet
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.runtime.ranks.process_group import Ranks
 
 SHOWN_ROWS = 240  # pixels: smaller videos are enlarged to about this height
 
@@ -165,11 +165,11 @@ class Evaluator:
 
     def _measure(self, positions: Sequence[int], rows: list[dict[str, Any]], clips: list[Clip]) -> None:
         """Sample and score one batch; ranks agree before and after the rollout, which is an exchange under shards."""
-        with self.ranks.together("evaluation"):
+        with self.ranks.sync_errors("evaluation"):
             indices = [self.indices[position] for position in positions]
             conditions = [self.dataset.condition(index, gid=index) for index in indices]
             conditioning = self.policy.encode(conditions)
-        with self.ranks.together("evaluation"):
+        with self.ranks.sync_errors("evaluation"):
             rolled = rollout(
                 self.policy,
                 conditions,
@@ -179,7 +179,7 @@ class Evaluator:
                 sde=SdeSettings("ode", 0.0),
                 seed=key("eval", "noise"),
             )
-        with self.ranks.together("evaluation"):
+        with self.ranks.sync_errors("evaluation"):
             self._score(positions, conditions, rolled.final_latents, rows, clips)
 
     def _score(

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.compare import Gathered
-from flow_grpo.runtime.distributed import Ranks
+from flow_grpo.algorithm.groups.compare import Gathered
+from flow_grpo.runtime.ranks.process_group import Ranks
 
 MOST_CAMERAS = 16  # kinds with numbers of their own: trackers draw a panel for each
 OTHER = "other"

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
-from flow_grpo.runtime import checkpoint
 from flow_grpo.runtime import device as device_door
-from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.parallel import is_partitioned, is_sharded, part_like
-from flow_grpo.runtime.sharded_state import join, map_tensors, own_part
+from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints.sharded_state import join, map_tensors, own_part
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharding import is_partitioned, is_sharded, part_like
 
 _SAMPLED = 16  # values per tensor that a fingerprint looks at
 

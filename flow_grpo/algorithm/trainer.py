@@ -12,25 +12,25 @@ from typing import Any
 
 import torch
 
-from flow_grpo.algorithm import compare
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.compare import Chosen, Gathered
-from flow_grpo.algorithm.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.epoch import Collected, Collector
 from flow_grpo.algorithm.evaluate import Clip, ConditionSource, Evaluation, Evaluator, make_clip, write_clips
+from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.groups.compare import Chosen, Gathered
+from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.reward_log import camera_metrics, server_metrics
+from flow_grpo.algorithm.rollout.collector import Collected, Collector
 from flow_grpo.algorithm.run_state import RunState
-from flow_grpo.algorithm.update import Updater
-from flow_grpo.config_types import Config, RewardConfig
+from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
-from flow_grpo.runtime.console import Progress, print_before_after
-from flow_grpo.runtime.distributed import InputError, RankError, Ranks
-from flow_grpo.runtime.run_lock import RunLock
+from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.runtime.reporting.console import Progress, print_before_after
+from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.signals import EndRequest
-from flow_grpo.runtime.tracker import Tracker
+from flow_grpo.settings.schema import Config, RewardConfig
 
 
 @dataclasses.dataclass
@@ -107,7 +107,7 @@ class Trainer:
     def gather(self, collected: Collected) -> Gathered:
         """Exchange the small facts of all samples and check that they are whole groups."""
         gathered = self._gather(collected)
-        with self.ranks.together("measuring"):
+        with self.ranks.sync_errors("measuring"):
             self.metrics |= compare.reward_metrics(gathered, self.reward.weights)
             self.metrics |= compare.rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
             if self.dynamic_sampling is None:  # which judges by itself, maybe by another reward
@@ -131,7 +131,7 @@ class Trainer:
 
     def compare(self, chosen: Chosen) -> TrainingBatch:
         """Turn rewards into advantages within groups and take this rank's own rows."""
-        with self.ranks.together("comparing"):
+        with self.ranks.sync_errors("comparing"):
             compared = self._advantages(chosen.gathered)
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
@@ -165,7 +165,7 @@ class Trainer:
         metrics |= server_metrics(self.collector.rewards.stats(), self.ranks)
         metrics["train/learning_rate"] = self.config.train.learning_rate
         metrics |= {f"system/memory_{name}_gib": value for name, value in device_door.memory(self.device).items()}
-        with self.ranks.together("logging"):
+        with self.ranks.sync_errors("logging"):
             self.tracker.log(metrics, step)
             if every and step % every == 0:
                 self._show("train", self._training_clips(collected), step)
@@ -178,7 +178,7 @@ class Trainer:
         if self._evaluated is None or self._evaluated[0] != step:
             begun = time.perf_counter()
             evaluation = self.evaluator.run(self._weights())
-            with self.ranks.together("logging"):
+            with self.ranks.sync_errors("logging"):
                 seconds = {"time/evaluation_s": time.perf_counter() - begun}
                 self.tracker.log(evaluation.metrics | evaluation.by_camera | seconds, step)
                 self._show_presets(evaluation, step)
@@ -213,7 +213,7 @@ class Trainer:
         after = self.evaluate()
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
-        with self.ranks.together("summary"):
+        with self.ranks.sync_errors("summary"):
             self.tracker.write_summary(self.state.before, after, self.state.train_seconds)
             self.tracker.close()
         print_before_after(self.state.before, after, self.run_folder, self.ranks)
@@ -221,7 +221,7 @@ class Trainer:
     def leave(self) -> None:
         """Save and close what is open, on the way out before the last epoch."""
         self.save()
-        with self.ranks.together("summary"):
+        with self.ranks.sync_errors("summary"):
             self.tracker.close()
         self.progress.say(
             f"ended by {self.ended_by} after epoch {self.state.finished}, saved; go on with --config.resume=auto "
@@ -229,7 +229,7 @@ class Trainer:
         )
 
     def _collect(self, epoch: int, phase: str) -> Collected:
-        return self.collector.collect(epoch, self.clock, lambda: self.ranks.together(phase))
+        return self.collector.collect(epoch, self.clock, lambda: self.ranks.sync_errors(phase))
 
     def _gather(self, collected: Collected) -> Gathered:
         sample = self.config.sample

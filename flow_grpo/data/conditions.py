@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from flow_grpo.records import Condition
-from flow_grpo.runtime.distributed import InputError
+from flow_grpo.runtime.ranks.process_group import InputError
 
 
 class Conditions(Dataset[tuple[int, Condition]], abc.ABC):

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from flow_grpo.config_types import DataConfig
 from flow_grpo.data.camera_files import read_json_object
-from flow_grpo.runtime.whole_text import write_whole
+from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.settings.schema import DataConfig
 
 Verdicts = dict[str, dict[str, str]]  # scene -> target camera -> "" or what is wrong
 _TOOL = "make it with tools/check_sources.py"

@@ -19,8 +19,8 @@ from flow_grpo.models.adapters import has_lora, trained_parameters
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam_transformer import CAMERA_MODULES, ReCamTransformer3DModel, load_recam_transformer
 from flow_grpo.models.weight_files import WEIGHTS_FILE, read_tensors
-from flow_grpo.runtime.distributed import Ranks
-from flow_grpo.runtime.parallel import is_sharded, unwrap, whole
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # low-rank factors of Wan's own modules
 CAMERA_FILE = "camera_modules.safetensors"  # what was trained of the modules that only ReCam has
@@ -45,18 +45,18 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
     """
     assert ranks is not None or not is_sharded(policy.module), "every rank holds a part: all must be told to save"
     ranks, network, folder = ranks or Ranks(), unwrap(policy.module), Path(folder)
-    with ranks.together("saving the adapter (folder)"):
+    with ranks.sync_errors("saving the adapter (folder)"):
         if ranks.is_main:
             folder.mkdir(parents=True, exist_ok=True)
     if has_lora(network):
         trained = _gathered(trained_parameters(network), ranks)
-        with ranks.together("saving the adapter"):
+        with ranks.sync_errors("saving the adapter"):
             if ranks.is_main:
                 _write_lora(network, trained, folder)
     elif is_sharded(network):
         _write_in_files(network, folder, ranks)
     else:
-        with ranks.together("saving the transformer"):
+        with ranks.sync_errors("saving the transformer"):
             if ranks.is_main:
                 network.save_pretrained(str(folder))  # type: ignore[operator]
 
@@ -95,10 +95,10 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
     )
     for file, names in plan.filename_to_tensors.items():
         gathered = _gathered({name: state[name] for name in names}, ranks)
-        with ranks.together(f"saving {file}"):
+        with ranks.sync_errors(f"saving {file}"):
             if ranks.is_main:
                 save_file(gathered, folder / file, {"format": "pt"})
-    with ranks.together("saving the transformer"):
+    with ranks.sync_errors("saving the transformer"):
         if ranks.is_main:
             # Sharding has put the network into a class of another name.
             config = json.loads(network.to_json_string()) | {"_class_name": ReCamTransformer3DModel.__name__}

@@ -17,9 +17,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from flow_grpo.config_types import ModelConfig
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.runtime.parallel import local, unwrap
+from flow_grpo.runtime.ranks.sharding import local, unwrap
+from flow_grpo.settings.schema import ModelConfig
 
 # What the names of the trained parameters begin with, for each mode without LoRA.
 _TRAINED = {
@@ -159,7 +159,7 @@ def merge_adapters(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def swapped_in(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+def swap_parameters(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
     """Inside, parameters and values have changed places; of shards, each rank's part.
 
     In place, because a sharded network gathers from the memory its parameters were given at the start.
@@ -206,7 +206,7 @@ class Ema:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the parameters have their averaged values."""
-        with swapped_in(self._parameters, self._model.shadow_params):
+        with swap_parameters(self._parameters, self._model.shadow_params):
             yield
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -17,17 +17,17 @@ import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
-from flow_grpo.config_types import ModelConfig, SampleConfig
 from flow_grpo.maths.poses import camera_tokens
-from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swapped_in, trained_parameters
+from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.records import Condition, Conditioning
 from flow_grpo.runtime import device as devices
-from flow_grpo.runtime.parallel import local, unwrap
+from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.runtime.tensor_store import TensorStore, content_key
+from flow_grpo.settings.schema import ModelConfig, SampleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMESTEPS = 1000.0  # the transformer's clock: timestep = 1000 * sigma, as a float
@@ -305,7 +305,7 @@ class RecamPolicy:
         elif self._start is None:
             raise ValueError("no reference policy was kept; call keep_reference() before training")
         else:
-            with swapped_in(self.trained_parameters(), self._start):
+            with swap_parameters(self.trained_parameters(), self._start):
                 yield
 
     def trained_parameters(self) -> list[nn.Parameter]:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.camera_pose import PoseRot, PoseTrans
+from flow_grpo.rewards.camera.pose import PoseRot, PoseTrans
+from flow_grpo.rewards.camera.smooth import Smooth
+from flow_grpo.rewards.camera.view_disp import ViewDisp
 from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
-from flow_grpo.rewards.remote import Patience, RemoteReward
+from flow_grpo.rewards.remote.reward import Patience, RemoteReward
 from flow_grpo.rewards.room_pose import ROOM_FILE, RoomPose
 from flow_grpo.rewards.sharpness import Sharpness
-from flow_grpo.rewards.smooth import Smooth
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
-from flow_grpo.rewards.view_disp import ViewDisp
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from flow_grpo.maths.choose import choose
 from flow_grpo.maths.pictures import blur_matrix, shrink
 from flow_grpo.maths.poses import (
     pose,
@@ -37,6 +36,7 @@ from flow_grpo.maths.poses import (
 )
 from flow_grpo.maths.room import Room, render, stack_rooms
 from flow_grpo.maths.soft_room import Raster, draw, draw_slopes
+from flow_grpo.maths.where_rows import choose
 from flow_grpo.records import Condition, RewardResult
 
 ROOM_FILE = "room.json"  # of a scene folder: the room that it was filmed in

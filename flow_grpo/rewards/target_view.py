@@ -15,8 +15,8 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn import functional
 
-from flow_grpo.maths.choose import choose
 from flow_grpo.maths.pictures import blur, shrink
+from flow_grpo.maths.where_rows import choose
 from flow_grpo.records import Condition, RewardResult
 
 ALIGN_COLUMNS = 48  # pictures are aligned at this width or less

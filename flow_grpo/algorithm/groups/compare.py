@@ -1,0 +1,310 @@
+"""Gather the small facts of all ranks' samples and turn rewards into advantages, computed alike on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithm import debug_print
+from flow_grpo.algorithm.rollout.denoise import check_noise
+from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
+from flow_grpo.maths.reward_rules import Gated, gate, weights_at
+from flow_grpo.records import Experience, Rows, ScoredBatch, TrainingBatch, TrainingPart
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.schema import RewardConfig, SampleConfig
+
+
+class RewardFaultError(ValueError):
+    """A reward could not be measured for too many samples; the run has to stop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered(Rows):
+    """What all ranks know of N samples, in rank order and on each rank in sampling order.
+
+    Attributes:
+        gids: (N,) int64 group.
+        slots: (N,) int64 copy number within the group.
+        indices: (N,) int64 dataset position of the condition.
+        sizes: (N, 3) int64 video frames, rows and columns.
+        noise_ids: (N, 2) int64 noise hashes.
+        rewards: reward name -> (N,) float64.
+        valid: reward name -> (N,) bool.
+        info: extra measurement -> (N,) float64, NaN where its reward is not valid.
+        faulty: reward name -> (N,) bool, where measuring failed.
+    """
+
+    gids: Tensor
+    slots: Tensor
+    indices: Tensor
+    sizes: Tensor
+    noise_ids: Tensor
+    rewards: dict[str, Tensor]
+    valid: dict[str, Tensor]
+    info: dict[str, Tensor]
+    faulty: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.gids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What an epoch trains on.
+
+    Attributes:
+        gathered: the facts of its samples: whole groups, each sample once.
+        placement: per rank, in its order, which row of `gathered` each of its samples is.
+        experiences: records that hold this rank's samples.
+        positions: per record, where each of its rows stands in this rank's order, -1 where it is not trained on. A
+            position past the rank's placement is a stand-in, there so that every rank replays as many samples.
+        as_rolled_out: nothing was moved or left out.
+    """
+
+    gathered: Gathered
+    placement: tuple[tuple[int, ...], ...]
+    experiences: tuple[Experience, ...]
+    positions: tuple[tuple[int, ...], ...]
+    as_rolled_out: bool
+
+
+def everything(batches: Sequence[ScoredBatch], gathered: Gathered, ranks: Ranks) -> Chosen:
+    """Choose a round as it is."""
+    rows = torch.arange(len(gathered)).chunk(ranks.world_size)
+    return Chosen(
+        gathered=gathered,
+        placement=tuple(tuple(own.tolist()) for own in rows),
+        experiences=tuple(batch.experience for batch in batches),
+        positions=tuple(batch.positions for batch in batches),
+        as_rolled_out=True,
+    )
+
+
+def gather(batches: Sequence[ScoredBatch], ranks: Ranks) -> Gathered:
+    """Exchange ids and rewards of every rank's n samples, never latents; ids travel as integers.
+
+    Args:
+        batches: this rank's samples of a round; their positions are 0..n-1, each once.
+        ranks: who takes part, each with n samples.
+    """
+    order = torch.tensor([position for batch in batches for position in batch.positions]).argsort()
+    keys = [[c.gid, c.slot, c.index, *c.size] for batch in batches for c in batch.conditions]
+    noise_ids = torch.cat([batch.noise_ids for batch in batches])
+    ids = ranks.all_gather(torch.cat([torch.tensor(keys, dtype=torch.int64), noise_ids], dim=1)[order])
+    tables = [_reward_columns(batch) for batch in batches]
+    names = list(tables[0])
+    table = torch.cat([torch.stack([own[name] for name in names], dim=1) for own in tables])
+    by_key = dict(zip(names, ranks.all_gather(table[order]).unbind(dim=1), strict=True))
+    return Gathered(
+        gids=ids[:, 0],
+        slots=ids[:, 1],
+        indices=ids[:, 2],
+        sizes=ids[:, 3:6],
+        noise_ids=ids[:, 6:],
+        rewards={name: column for (kind, name), column in by_key.items() if kind == "value"},
+        valid={name: column.bool() for (kind, name), column in by_key.items() if kind == "valid"},
+        info={name: column for (kind, name), column in by_key.items() if kind == "info"},
+        faulty={name: column.bool() for (kind, name), column in by_key.items() if kind == "faulty"},
+    )
+
+
+def _reward_columns(batch: ScoredBatch) -> dict[tuple[str, str], Tensor]:
+    """Return (kind, name) -> (B,) float64 of every value, validity and measurement."""
+    columns = {("value", name): r.values.double() for name, r in batch.rewards.items()}
+    columns |= {("valid", name): r.valid.double() for name, r in batch.rewards.items()}
+    for name, result in batch.rewards.items():
+        columns["faulty", name] = result.faults.double()
+        for extra, values in result.info.items():
+            masked = values.double().where(result.valid, torch.tensor(torch.nan, dtype=torch.float64))
+            columns["info", f"{name}_{extra}"] = masked
+    return columns
+
+
+def check(gathered: Gathered, sample: SampleConfig, ranks: Ranks) -> None:
+    """Assert that the gathered samples are the round's groups, whole, and that no two copies share their noise.
+
+    Raises:
+        AssertionError: a count is wrong, or a group has not each of its k copies once.
+        RuntimeError: two copies of a group were drawn from the same noise.
+    """
+    expected = ranks.world_size * sample.expanded_batch_size
+    debug_print.check_gathered(gathered.gids, gathered.slots, expected, sample.k)
+    check_noise(gathered.gids, gathered.noise_ids, same_initial_noise=sample.same_initial_noise)
+
+
+def show_gathered(
+    batches: Sequence[ScoredBatch], gathered: Gathered, sample: SampleConfig, ranks: Ranks, weights: dict[str, float]
+) -> None:
+    """Print the gathered counts on rank 0, from rewards that travelled; every rank must call it.
+
+    The average reward is repeated over the remembered steps for this print only: an advantage has one value per sample.
+    """
+    steps = len(batches[0].trajectory.steps)
+    average = torch.cat([debug_print.average_reward(batch, weights) for batch in batches])
+    everyone = ranks.all_gather(debug_print.repeat_over_steps(average, steps).cpu())
+    assert everyone.shape == (len(gathered.gids), steps)
+    if ranks.is_main:
+        debug_print.show(debug_print.gathered_lines(len(everyone), sample.k))
+
+
+def in_epoch(config: RewardConfig, epoch: int) -> RewardConfig:
+    """Return the settings with the weights that hold in an epoch; whoever compares samples takes those."""
+    return dataclasses.replace(config, weights=weights_at(config.weights, config.schedules, epoch))
+
+
+def gated(gathered: Gathered, config: RewardConfig, floors: Mapping[str, float]) -> dict[str, Gated]:
+    """Return every reward behind a gate as advantages are to see it, see `maths.reward_rules.gate`."""
+    rewards, valid = gathered.rewards, gathered.valid
+    return {
+        name: gate(
+            rewards[name],
+            valid[name],
+            rewards[holder],
+            valid[holder],
+            gathered.gids,
+            threshold=threshold,
+            floor=max(floors.get(name, 0.0), config.flat_eps),
+        )
+        for name, (holder, threshold) in config.gates.items()
+    }
+
+
+def advantages(
+    gathered: Gathered, config: RewardConfig, *, k: int, floors: Mapping[str, float], metric: str = ""
+) -> CombinedAdvantages:
+    """Return the advantages of N samples and which of their groups are flat or incomplete; alike on every rank.
+
+    Args:
+        gathered: all ranks' rewards, whole groups.
+        config: weights of the epoch, gates and normalisation.
+        k: group size.
+        floors: reward name -> range below which a group is flat in it.
+        metric: the one reward to compare by, of weight 1 and alone; "" takes the weighted rewards.
+    """
+    behind = gated(gathered, config, floors)
+    return combine_rewards(
+        gathered.rewards | {name: found.values for name, found in behind.items()},
+        gathered.valid | {name: found.valid for name, found in behind.items()},
+        {metric: 1.0} if metric else config.weights,
+        gathered.gids,
+        k=k,
+        floors=floors,
+        adv_norm=config.adv_norm,
+        adv_eps=config.adv_eps,
+        adv_ddof=config.adv_ddof,
+        flat_eps=config.flat_eps,
+    )
+
+
+def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> TrainingBatch:
+    """Return this rank's samples with their advantages, found by placement and checked by gid and slot."""
+    mine = torch.tensor(chosen.placement[ranks.rank], dtype=torch.int64)
+    parts = []
+    for experience, places in zip(chosen.experiences, chosen.positions, strict=True):
+        positions = torch.tensor(places)
+        real = (positions >= 0) & (positions < len(mine))
+        rows = mine[positions[real]]
+        held = experience.keys[real, :2]
+        found = torch.stack([chosen.gathered.gids[rows], chosen.gathered.slots[rows]], dim=1)
+        assert torch.equal(held, found), f"rank {ranks.rank} holds (gid, slot) {held.tolist()}, chosen {found.tolist()}"
+        advantages, weights = torch.zeros(2, len(positions))
+        advantages[real], weights[real] = compared.advantages[rows].float(), compared.weights[rows].float()
+        parts.append(
+            TrainingPart(
+                positions, experience.conditioning, experience.trajectory, advantages, weights, experience.keys[:, 0]
+            )
+        )
+    return TrainingBatch(tuple(parts), max(map(len, chosen.placement)), chosen.as_rolled_out)
+
+
+def rule_metrics(gathered: Gathered, config: RewardConfig) -> dict[str, float]:
+    """Return the weight of every reward, and of those behind a gate the share of known copies that it stops."""
+    metrics = {f"reward/{name}_weight": weight for name, weight in config.weights.items()}
+    for name, found in gated(gathered, config, floors={}).items():
+        if found.valid.any():
+            metrics[f"reward/{name}_gated"] = float(found.failed.sum() / found.valid.sum())
+    return metrics
+
+
+def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return `reward/` statistics over all samples, of the values as they were measured.
+
+    Per reward: mean and std over valid samples, share of valid samples, and over groups the mean std and the 10th, 50th
+    and 90th percentile of the range, which `reward.flat_eps` is compared with; `reward/mean` and its like are those of
+    the weighted sum where every weighted reward is valid.
+    """
+    metrics: dict[str, float] = {}
+    for name, values in gathered.rewards.items():
+        metrics |= _statistics(f"reward/{name}_", values, gathered.valid[name], gathered.gids)
+    for name, values in gathered.info.items():
+        if values.isfinite().any():
+            metrics[f"reward/{name}"] = float(values[values.isfinite()].mean())
+    return metrics | _statistics("reward/", *weighted_sum(gathered, weights), gathered.gids)
+
+
+def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, ranks: Ranks) -> None:
+    """Refuse to learn from a step in which too much could not be measured; alike on every rank.
+
+    Args:
+        batches: this rank's samples.
+        gathered: all ranks' samples.
+        config: weights of the epoch, gates and `most_faults`, the share of the samples that a reward may fail to
+            measure; one without weight may fail altogether, unless it holds the gate of one with weight.
+        ranks: who takes part; every rank must call it.
+
+    Raises:
+        RewardFaultError: it failed on more.
+    """
+    weighted = {name for name, weight in config.weights.items() if weight}
+    needed = weighted | {holder for name, (holder, _) in config.gates.items() if name in weighted}
+    for name, faulty in gathered.faulty.items():
+        count = int(faulty.sum())
+        if name in needed and count > config.most_faults * len(faulty):
+            causes = [text for text in ranks.gather_text(_first_fault(batches, name)) if text]
+            raise RewardFaultError(
+                f"reward {name} failed to measure {count} of {len(faulty)} samples, more than the share "
+                f"reward.most_faults={config.most_faults:g} ({causes[0]}); mend that and go on with "
+                "--config.resume=auto and the run's name, or train without it"
+            )
+
+
+def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
+    """Return why the first sample of this rank that a reward failed on has no value, or ""."""
+    for result in (batch.rewards[name] for batch in batches):
+        if result.faults.any():
+            return result.causes[int(result.faults.int().argmax())]
+    return ""
+
+
+def weighted_sum(gathered: Gathered, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """Return the (N,) float64 weighted sum of the rewards, and (N,) bool where all of them are valid."""
+    active = [name for name, weight in weights.items() if weight != 0]
+    total = torch.stack([weights[name] * gathered.rewards[name] for name in active]).sum(dim=0)
+    return total, torch.stack([gathered.valid[name] for name in active]).all(dim=0)
+
+
+def group_metrics(compared: CombinedAdvantages) -> dict[str, float]:
+    """Return how many groups of a round are flat or incomplete."""
+    groups, flat, incomplete = len(compared.gids), int(compared.flat.sum()), int(compared.incomplete.sum())
+    return {
+        "dyn/flat_groups": float(flat),
+        "dyn/incomplete_groups": float(incomplete),
+        "dyn/valid_groups_ratio_initial": (groups - flat - incomplete) / groups,
+    }
+
+
+def _statistics(prefix: str, values: Tensor, valid: Tensor, gids: Tensor) -> dict[str, float]:
+    metrics = {f"{prefix}valid": float(valid.double().mean())}
+    if valid.any():
+        metrics[f"{prefix}mean"] = float(values[valid].mean())
+        metrics[f"{prefix}std"] = float(values[valid].std(correction=0))
+    inside = [own for gid in gids.unique() if len(own := values[valid & (gids == gid)]) > 1]
+    if inside:
+        metrics[f"{prefix}group_std"] = sum(float(own.std(correction=0)) for own in inside) / len(inside)
+        ranges = torch.stack([own.max() - own.min() for own in inside])
+        for percent in (10, 50, 90):
+            metrics[f"{prefix}group_range_p{percent}"] = float(ranges.quantile(percent / 100))
+    return metrics

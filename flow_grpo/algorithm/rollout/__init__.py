@@ -1,0 +1,1 @@
+"""From noise to scored samples."""

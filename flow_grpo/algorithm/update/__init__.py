@@ -1,0 +1,1 @@
+"""Replaying the remembered steps and taking gradient steps."""

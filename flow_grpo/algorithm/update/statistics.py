@@ -1,0 +1,99 @@
+"""What an update says about itself: collected on the device, read once, reduced over all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.loss import LossTerms
+from flow_grpo.runtime.ranks.process_group import Ranks
+
+
+class UpdateStats:
+    """Collects the loss terms of one epoch's updates on one rank."""
+
+    def __init__(self) -> None:
+        self.ratios: list[Tensor] = []
+        self.clipped: list[Tensor] = []
+        self.kls: list[Tensor] = []
+        self.losses: list[Tensor] = []
+        self.gaps: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.skipped = self.bad = 0
+
+    def add(self, terms: LossTerms, share: Tensor, gap: Tensor | None) -> None:
+        """Take the terms of b samples at one stored step.
+
+        Args:
+            terms: what the loss returned for one step.
+            share: (b,) what each sample counts in the mean over all ranks, samples and steps of an optimizer step.
+            gap: (b,) new minus rollout log-probability before anything was updated, else None.
+        """
+        self.ratios.append(terms.ratio.detach().flatten())
+        self.clipped.append(terms.clipped.detach().flatten().float())
+        self.kls.append(terms.kl.detach().flatten())
+        self.losses.append((terms.per_sample.detach() * share).sum())
+        if gap is not None:
+            self.gaps.append(gap.abs())
+
+    def stepped(self, norm: Tensor) -> None:
+        """Count an optimizer step with its gradient norm before clipping."""
+        self.norms.append(norm.detach())
+
+    def mark(self) -> int:
+        """Return where the next optimizer step begins, for `forget`."""
+        return len(self.ratios)
+
+    def forget(self, mark: int) -> None:
+        """Count an optimizer step that is not finite, and drop what was collected of it."""
+        self.bad += 1
+        for terms in (self.ratios, self.clipped, self.kls, self.losses, self.gaps):
+            del terms[mark:]
+
+    def skip(self) -> None:
+        """Count an optimizer step that no sample on any rank had a say in."""
+        self.skipped += 1
+
+
+def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
+    """Return the `policy/` and `train/` metrics over all ranks; every rank must call it.
+
+    Ratios are per latent element (geometric mean over the elements of a sample); `approx_kl` is half the mean squared
+    log-ratio in nats per element; `ratio_first_max_abs_log` is the largest distance between the rollout's
+    log-probability and the update's own before the first update, 0 when both share their geometry.
+    """
+    metrics = {
+        "train/updates": float(len(stats.norms)),
+        "train/skipped_updates": float(stats.skipped),
+        "train/bad_steps": float(stats.bad),
+    }
+    if not stats.norms:
+        return metrics
+    ratio, gap = torch.cat(stats.ratios).cpu().double(), stats.gaps or [torch.zeros(1)]
+    local = {
+        "count": float(len(ratio)),
+        "ratio": ratio.sum().item(),
+        "approx_kl": (ratio.log().square() / 2).sum().item(),
+        "clipped": torch.cat(stats.clipped).sum().item(),
+        "kl": torch.cat(stats.kls).mean().item() * len(ratio),
+        "loss": torch.stack(stats.losses).sum().item(),
+        "min": ratio.min().item(),
+        "max": ratio.max().item(),
+        "gap": torch.cat(gap).max().item(),
+    }
+    rows = ranks.all_gather(torch.tensor([list(local.values())], dtype=torch.float64))
+    by_name = dict(zip(local, rows.unbind(dim=1), strict=True))
+    total = {name: float(column.sum()) for name, column in by_name.items()}
+    norms = torch.stack(stats.norms)
+    return metrics | {
+        "policy/ratio_mean": total["ratio"] / total["count"],
+        "policy/ratio_min": float(by_name["min"].min()),
+        "policy/ratio_max": float(by_name["max"].max()),
+        "policy/ratio_first_max_abs_log": float(by_name["gap"].max()),
+        "policy/clip_fraction": total["clipped"] / total["count"],
+        "policy/approx_kl": total["approx_kl"] / total["count"],
+        "policy/kl": total["kl"] / total["count"],
+        "train/loss": total["loss"] / len(stats.norms),
+        "train/grad_norm": norms.mean().item(),
+        "train/grad_norm_max": norms.max().item(),
+    }

@@ -1,0 +1,1 @@
+"""What is checked and counted before a run: doctor, dry run, planner."""

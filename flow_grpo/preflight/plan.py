@@ -1,0 +1,273 @@
+"""What a recipe costs on given devices: operations, calls, memory, bytes moved, seconds, and whether it fits.
+
+Nothing is allocated: transformer and codec are counted with fake tensors, the rest is arithmetic. What the allocator
+wastes, the codec's own activations and other processes are not in it: leave a tenth of a device free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.models.recam_policy import DTYPES, RecamPolicy
+from flow_grpo.preflight.fake_policy import outline, transformer_config, without_memory
+from flow_grpo.preflight.footprint import Footprint, footprint
+from flow_grpo.settings.checks import parse_bucket
+from flow_grpo.settings.schema import Config
+
+# Wan 2.1's: UMT5-XXL's encoder, the codec, and its decoder alone.
+TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Costs of one rank and one epoch without resampling; GiB of one device.
+
+    Attributes:
+        tokens: of target and source together, one sample.
+        samples_per_epoch: over all ranks.
+        rollout_calls: of the transformer, a batch each.
+        update_calls: of the transformer with a backward, a micro-batch each.
+        forward_tflop: 1e12 operations of a forward on one sample.
+        decode_tflop: of decoding one sample, in fp32.
+        trained_parameters: how many weights learn.
+        rollout_s: seconds of the rollout at the stated rate, `decode_s` of decoding, `update_s` of the update.
+        decode_s: seconds; the stated rate is that of bf16, so rather a lower bound.
+        update_s: seconds.
+        epoch_s: their sum.
+        weights_gib: all networks.
+        optimizer_gib: gradients, moments, average, buffers of the exchange, reference weights.
+        activations_gib: kept for the backward of a micro-batch.
+        trajectories_gib: remembered steps and conditioning.
+        update_gib: at the peak of the update.
+        rollout_gib: at the peak of the rollout.
+        exchanged_gib: that a rank sends in an epoch.
+        host_gib: in CPU memory: what is kept there of trajectories and frozen parts, and videos.
+    """
+
+    tokens: int
+    samples_per_epoch: int
+    rollout_calls: int
+    update_calls: float
+    forward_tflop: float
+    decode_tflop: float
+    trained_parameters: int
+    rollout_s: float
+    decode_s: float
+    update_s: float
+    epoch_s: float
+    weights_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    trajectories_gib: float
+    update_gib: float
+    rollout_gib: float
+    exchanged_gib: float
+    host_gib: float
+
+    @property
+    def most_gib(self) -> float:
+        """The highest peak."""
+        return max(self.update_gib, self.rollout_gib)
+
+
+def largest_size(config: Config) -> tuple[int, int, int]:
+    """Return (frames, rows, columns) of the recipe's largest videos."""
+    data = config.data
+    sizes = [parse_bucket(text) for text in data.buckets] or [(data.num_frames, data.height, data.width)]
+    return max(sizes, key=lambda size: size[0] * size[1] * size[2])
+
+
+def make_plan(config: Config, devices: int, rate: float) -> Plan:
+    """Return what a recipe costs.
+
+    Args:
+        config: the recipe; of several buckets the largest is planned.
+        devices: ranks.
+        rate: operations a second that a device sustains at this model.
+    """
+    sample, train, model = config.sample, config.train, config.model
+    with without_memory():
+        policy = outline(config)
+        latents = policy.latent_size(largest_size(config))
+        decode_flops = decoding_flops(policy, latents)
+    copies = 1 if sample.guidance_scale == 1.0 else 2
+    rows = {sample.train_batch_size, train.batch_size}
+    counted = {
+        n: footprint(transformer_config(config), latents, model, rows=n * copies, dtype=DTYPES[model.dtype])
+        for n in rows
+    }
+    rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
+    calls = sample.num_batches_per_epoch * sample.num_steps
+    replays = _steps(config) * sample.expanded_batch_size / train.batch_size
+    # Beside each replay: a policy to stay near, and old log-probabilities that are scored again.
+    beside = (train.kl_coef > 0) + _scored_again(config)
+    passes = 3 + model.gradient_checkpointing + beside  # a backward costs two forwards, recomputing one more
+    seconds = (
+        calls * rollout.forward_flops / rate,
+        sample.expanded_batch_size * decode_flops / rate,
+        replays * passes * update.forward_flops / rate,
+    )
+    memory = _memory(config, devices, update, rollout, latents)
+    return Plan(
+        tokens=update.tokens,
+        samples_per_epoch=sample.expanded_batch_size * devices,
+        rollout_calls=calls,
+        update_calls=replays,
+        forward_tflop=rollout.forward_flops / sample.train_batch_size / 1e12,
+        decode_tflop=decode_flops / 1e12,
+        trained_parameters=update.trained,
+        rollout_s=seconds[0],
+        decode_s=seconds[1],
+        update_s=seconds[2],
+        epoch_s=sum(seconds),
+        exchanged_gib=_exchanged(config, devices, update, calls, replays, beside) / GIB,
+        **{name: value / GIB for name, value in memory.items()},
+    )
+
+
+def decoding_flops(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:
+    """Return the operations of decoding one sample; inside `without_memory`.
+
+    The codec decodes one latent frame after the other, all but the first at the same cost: two are counted.
+    """
+    channels, frames, height, width = latents
+    first, both = (count_decoding(policy, (channels, n, height, width)) for n in (1, 2))
+    return first + (frames - 1) * (both - first)
+
+
+def count_decoding(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:
+    """Return the operations of decoding one sample, every frame of it counted."""
+    with FlopCounterMode(display=False) as counter:
+        policy.decode(torch.empty(1, *latents))
+    return float(counter.get_total_flops())
+
+
+def _steps(config: Config) -> int:
+    return config.sample.sde_window or len(config.sample.sde_steps)
+
+
+def _scored_again(config: Config) -> bool:
+    """Tell whether the update makes one more call for every replay: `train.old_log_prob`, of one video size."""
+    train, sample = config.train, config.sample
+    other_batches = train.batch_size != sample.train_batch_size
+    return train.guard or train.old_log_prob == "recompute" or (train.old_log_prob == "auto" and other_batches)
+
+
+def _states(config: Config) -> int:
+    """Return how many latents a rollout keeps: those around every stochastic step, neighbours sharing theirs."""
+    sample = config.sample
+    steps = sample.sde_steps[: sample.sde_window] if sample.sde_window else sample.sde_steps
+    return len({*steps, *(step + 1 for step in steps)})
+
+
+def _exchanged(config: Config, devices: int, update: Footprint, calls: float, replays: float, beside: int) -> float:
+    """Return the bytes that a rank sends in an epoch, of weights and gradients."""
+    share = (devices - 1) / devices
+    gradients = 4.0 * update.trained * share
+    if config.train.sharding == "ddp":
+        return 2 * gradients * config.train.updates_per_epoch  # a sum over rings, and its result
+    if config.train.sharding == "zero2":
+        return gradients * (replays + config.train.updates_per_epoch)
+    # Blocks are gathered for every forward and once more for its backward, which recomputation goes along with.
+    frozen = (update.parameters - update.trained) * DTYPES[config.model.dtype].itemsize
+    gathers = calls + replays * (2 + beside)
+    return gradients * replays + gathers * (frozen + 4.0 * update.trained) * share
+
+
+def _memory(
+    config: Config, devices: int, update: Footprint, rollout: Footprint, latents: tuple[int, int, int, int]
+) -> dict[str, float]:
+    """Return bytes by what holds them, and at the peaks of update and rollout."""
+    sample, model, train = config.sample, config.model, config.train
+    shards = devices if train.sharding == "fsdp2" else 1
+    parts = devices if train.sharding in ("fsdp2", "zero2") else 1
+    width = DTYPES[model.dtype].itemsize
+    transformer = update.parameters * width + update.trained * (4 - width if model.trained != "lora" else 4)
+    reference = 4 * update.trained if train.kl_coef > 0 and model.trained != "lora" else 0
+    # Gradient and two moments, an average, and DDP's copy of the gradients that it exchanges.
+    states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / parts
+    states += (4 * update.trained * (train.ema_decay > 0) + (0 if model.offload else reference)) / shards
+    # Of shards, one block is gathered while the next arrives.
+    gathered = 0 if shards == 1 else 2 * transformer / transformer_config(config)["num_layers"]
+    encoders, decoder = _frozen(config)
+    frozen = 0 if model.offload else encoders + decoder
+    elements = latents[0] * latents[1] * latents[2] * latents[3]
+    prompts = 1 if sample.guidance_scale == 1.0 else 2
+    prompt = prompts * model.max_prompt_tokens * transformer_config(config)["text_dim"]
+    one = 4 * (elements * (_states(config) + 1) + prompt)  # and the source's latents
+    elsewhere = sample.offload or config.dynamic_sampling.enabled
+    trajectories = one * sample.expanded_batch_size
+    on_device = one * (max(train.batch_size, sample.train_batch_size) if elsewhere else sample.expanded_batch_size)
+    # A call without gradients holds about what one block keeps, since nothing outlives its block.
+    call = rollout.block_bytes or rollout.kept_bytes // 10
+    fixed = transformer / shards + gathered + states + frozen + on_device
+    activations = update.kept_bytes + update.block_bytes
+    frames, rows, columns = largest_size(config)
+    videos = 4 * 3 * frames * rows * columns * 2 * sample.expanded_batch_size  # source and generated
+    return {
+        "weights_gib": transformer / shards + gathered + frozen,
+        "optimizer_gib": states,
+        "activations_gib": activations,
+        "trajectories_gib": on_device,
+        "update_gib": fixed + activations,
+        # Parts that only visit are there one at a time, between the transformer's calls.
+        "rollout_gib": fixed + max(call, max(encoders, decoder) if model.offload else 0),
+        "host_gib": videos
+        + (trajectories if elsewhere else 0)
+        + (encoders + decoder + reference / shards if model.offload else 0),
+    }
+
+
+def _frozen(config: Config) -> tuple[float, float]:
+    """Return the bytes of both encoders, which a warm folder of encodings spares, and of the decoder."""
+    codec = 4.0 * (_stored_elements(config, "vae") or CODEC_PARAMETERS)
+    decoder = codec * DECODER_PARAMETERS / CODEC_PARAMETERS
+    if config.model.encodings:
+        return 0.0, decoder
+    text = _stored_elements(config, "text_encoder") or TEXT_ENCODER_PARAMETERS
+    return text * DTYPES[config.model.dtype].itemsize + codec - decoder, decoder
+
+
+def _stored_elements(config: Config, part: str) -> int:
+    """Return how many numbers the files of a part hold, in whatever precision; 0 without files."""
+    count = 0
+    for file in Path(config.model.path, part).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return count
+
+
+def advice(config: Config, devices: int) -> list[str]:
+    """Return what to try, first what costs least, when a recipe does not fit."""
+    model, train = config.model, config.train
+    tries: list[tuple[bool, str]] = [
+        (not model.gradient_checkpointing, "--config.model.gradient_checkpointing=true"),
+        (train.batch_size > 1, "--config.train.batch_size=1"),
+        (not model.encodings, "tools/precompute.py and --config.model.encodings=FOLDER"),
+        (not config.sample.offload and not config.dynamic_sampling.enabled, "--config.sample.offload=true"),
+        (not model.offload, "--config.model.offload=true"),
+        (model.dtype == "fp32", "--config.model.dtype=bf16"),
+        (train.sharding == "ddp" and devices > 1, "--config.train.sharding=fsdp2"),
+        (model.trained != "lora", "--config.model.trained=lora"),
+        (True, "fewer frames or a smaller size"),
+    ]
+    return [text for useful, text in tries if useful]
+
+
+def as_text(plan: Plan, limit: float, config: Config, devices: int) -> str:
+    """Return the plan in words, ending in whether it fits `limit` GiB."""
+    lines = [
+        f"{name:20s} {value:>14,}" if isinstance(value, int) else f"{name:20s} {value:>14,.{0 if value >= 100 else 2}f}"
+        for name, value in dataclasses.asdict(plan).items()
+    ]
+    if plan.most_gib <= limit:
+        return "\n".join([*lines, f"fits: {plan.most_gib:.1f} of {limit:g} GiB at the peak"])
+    tries = ", ".join(advice(config, devices)[:4])
+    return "\n".join([*lines, f"does not fit: {plan.most_gib:.1f} of {limit:g} GiB at the peak; try {tries}"])

@@ -1,0 +1,265 @@
+"""What of a source video can be recognised, and where it stands in space: generated frames are anchored to it.
+
+Features of source frames are triangulated with the source's known poses. A source that only turns, or stands still, has
+no parallax; then pairs of synchronised cameras are used at equal times. Such points may lie on things that move: one
+serves other frames only if it was seen at its place at another time as well.
+
+Before anything is judged by them, anchors have to place pictures whose cameras are known: source frames that were not
+triangulated, and the ground-truth view. A wrong focal length, a flipped axis or a wrong reference camera fails here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
+from flow_grpo.rewards.camera.pnp import View, locate
+
+VIEWS = 6  # source frames that are triangulated, evenly spread
+REPROJECTION = 1.5  # pixels
+LEAST_PARALLAX = np.deg2rad(1.0)
+LASTING_PIXELS = 2.0
+FEWEST_ANCHORS = 200
+CHECKED = 5  # source frames held out
+CHECK_SHARE, CHECK_DEG, CHECK_M = 0.8, 0.2, 0.02  # of those frames, each so exact
+OVERLAP_SHARE, OVERLAP_DEG, OVERLAP_M = 0.5, 1.0, 0.1  # of the frames of the ground-truth view
+
+
+@dataclasses.dataclass(frozen=True)
+class Film:
+    """F frames of one camera.
+
+    Attributes:
+        pictures: (F, h, w) uint8 grey.
+        poses: (F, 4, 4) float64 camera-to-world in metres; NaN where the source came without, see `unposed.py`.
+        frames: the number of each frame in its video.
+    """
+
+    pictures: NDArray[np.uint8]
+    poses: Floats
+    frames: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A source video that pictures can be placed by.
+
+    Attributes:
+        views: the anchors.
+        camera: (3, 3) from `pnp.camera_matrix`.
+        visible: (F,) bool: frames whose ground-truth view the anchors place where it is; all, without such a view.
+        fault: why nothing may be judged by it, "" if it may.
+        metric: whether its unit is the metre; else distances are true to each other only.
+    """
+
+    views: tuple[View, ...]
+    camera: Floats
+    visible: NDArray[np.bool_]
+    fault: str
+    metric: bool = True
+
+    def __len__(self) -> int:
+        return sum(map(len, self.views))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Picture:
+    """One frame: its number, its features and the camera-to-world pose (4, 4) it was taken from."""
+
+    frame: int
+    features: Features
+    pose: Floats
+
+
+class _Pictures:
+    """The frames of a film, features found when first asked for."""
+
+    def __init__(self, film: Film) -> None:
+        self.film = film
+        self._found: dict[int, _Picture] = {}
+
+    def __getitem__(self, row: int) -> _Picture:
+        if row not in self._found:
+            film = self.film
+            self._found[row] = _Picture(film.frames[row], find_features(film.pictures[row]), film.poses[row])
+        return self._found[row]
+
+    def __len__(self) -> int:
+        return len(self.film.frames)
+
+
+def make_source(source: Film, target: Film | None, camera: Floats) -> Source:
+    """Return the anchors of a source video, checked.
+
+    Points that the source alone places come first. Where they do not pass the checks and there is a synchronised
+    second camera, points of both cameras are added and have to pass in turn.
+
+    Args:
+        source: the source video; poses relative to any camera.
+        target: the ground-truth view of the same times, poses relative to the same camera, or None.
+        camera: (3, 3) from `pnp.camera_matrix`, of both.
+    """
+    pictures = _Pictures(source)
+    others = None if target is None else _Pictures(target)
+    chosen = view_rows(len(pictures))
+    views = triangulate([pictures[row] for row in chosen], camera)
+    made = _checked(views, pictures, others, camera)
+    if made.fault and others is not None:
+        views = [*views, *across_cameras(pictures, others, chosen, camera)]
+        made = _checked(views, pictures, others, camera)
+    return made
+
+
+def view_rows(count: int) -> list[int]:
+    """Return which of `count` frames are triangulated: both ends and what is evenly spread, never all of 3 or more."""
+    number = min(VIEWS, count // 2 + 1)
+    return sorted({round(row) for row in np.linspace(0, count - 1, number).tolist()})
+
+
+def triangulate(pictures: Sequence[_Picture], camera: Floats) -> list[View]:
+    """Return for each picture those of its features that others place: in front, exact, and with parallax."""
+    matches = {
+        (a, b): match(pictures[a].features.descriptors, pictures[b].features.descriptors)
+        for a, b in itertools.combinations(range(len(pictures)), 2)
+    }
+    projections = np.stack([camera @ np.linalg.inv(picture.pose)[:3] for picture in pictures])
+    centres = np.stack([picture.pose[:3, 3] for picture in pictures])
+    views = []
+    for own, picture in enumerate(pictures):
+        seen = np.full((len(pictures), len(picture.features), 2), np.nan)
+        seen[own] = picture.features.points
+        for (a, b), (rows_a, rows_b) in matches.items():
+            if own == a:
+                seen[b, rows_a] = pictures[b].features.points[rows_b]
+            elif own == b:
+                seen[a, rows_b] = pictures[a].features.points[rows_a]
+        xyz = _places(seen, own, projections, centres)
+        kept = np.isfinite(xyz).all(1)
+        lasting = np.ones(int(kept.sum()), np.bool_)
+        views.append(View(picture.frame, picture.features.descriptors[kept], xyz[kept], lasting))
+    return views
+
+
+def _places(seen: Floats, own: int, projections: Floats, centres: Floats) -> Floats:
+    """Return places (N, 3) of N features seen at (V, N, 2) in V pictures, NaN for those that nothing places.
+
+    Each other picture proposes a place; the one with the largest parallax decides which sightings belong to the
+    feature, and all of these are intersected at once.
+    """
+    best = np.full((seen.shape[1], 3), np.nan)
+    widest = np.full(seen.shape[1], LEAST_PARALLAX)
+    for other in range(len(seen)):
+        if other == own:
+            continue
+        pair = [own, other]
+        xyz = _intersect(seen[pair], projections[pair])
+        angle = parallax(xyz, centres[own], centres[other])
+        error = _errors(xyz, seen[pair], projections[pair])
+        better = (error < REPROJECTION).all(0) & (angle > widest)
+        best[better], widest[better] = xyz[better], angle[better]
+    agreeing = _errors(best, seen, projections) < REPROJECTION
+    xyz = _intersect(np.where(agreeing[..., None], seen, np.nan), projections)
+    exact = (~agreeing | (_errors(xyz, seen, projections) < REPROJECTION)).all(0) & np.isfinite(best).all(1)
+    return np.where(exact[:, None], xyz, np.nan)
+
+
+def _intersect(seen: Floats, projections: Floats) -> Floats:
+    """Return the places (N, 3) closest to all rays, by the linear method, of sightings (V, N, 2); NaN is not seen."""
+    rows = seen[..., None] * projections[:, None, 2:3] - projections[:, None, :2]  # (V, N, 2, 4)
+    rows = np.nan_to_num(rows / np.linalg.norm(rows[..., :3], axis=-1, keepdims=True))
+    squares = np.einsum("vnki,vnkj->nij", rows, rows)
+    placed = np.isfinite(seen).all(-1).sum(0) >= 2
+    # The smallest eigenvector is the homogeneous point.
+    point = np.linalg.eigh(squares)[1][:, :, 0]
+    near = np.abs(point[:, 3]) > 1e-9
+    xyz: Floats = point[:, :3] / np.where(near, point[:, 3], 1.0)[:, None]
+    xyz[~(near & placed)] = np.nan
+    return xyz
+
+
+def _errors(xyz: Floats, seen: Floats, projections: Floats) -> Floats:
+    """Return distances in pixels (V, N) of projected places (N, 3) and sightings (V, N, 2); infinite behind, unseen."""
+    projected = np.einsum("vij,nj->vni", projections[:, :, :3], xyz) + projections[:, None, :, 3]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.linalg.norm(projected[..., :2] / projected[..., 2:] - seen, axis=-1)
+    return np.where(np.isfinite(error) & (projected[..., 2] > 0), error, np.inf)
+
+
+def parallax(xyz: Floats, first: Floats, second: Floats) -> Floats:
+    """Return the angles (N,) in radians at which points (N, 3) see two camera centres (3,); 0 for no point."""
+    a, b = xyz - first, xyz - second
+    angle: Floats = np.arctan2(np.linalg.norm(np.cross(a, b), axis=1), (a * b).sum(1))
+    return np.nan_to_num(angle)
+
+
+def across_cameras(source: _Pictures, target: _Pictures, rows: Sequence[int], camera: Floats) -> list[View]:
+    """Return anchors of two synchronised cameras at some times, each marked by whether it stays where it is."""
+    views, pictures = [], []
+    for row in rows:
+        pair = [source[row], target[row]]
+        views += triangulate(pair, camera)
+        pictures += pair
+    return [_with_lasting(view, pictures, camera) for view in views]
+
+
+def _with_lasting(view: View, pictures: Sequence[_Picture], camera: Floats) -> View:
+    """Mark the anchors that a picture of another time shows where they stand."""
+    lasting = np.zeros(len(view), np.bool_)
+    for picture in pictures:
+        if picture.frame == view.frame:
+            continue
+        mine, theirs = match(view.descriptors, picture.features.descriptors)
+        projection = camera @ np.linalg.inv(picture.pose)[:3]
+        error = _errors(view.xyz[mine], picture.features.points[theirs][None], projection[None])[0]
+        lasting[mine] |= error < LASTING_PIXELS
+    return dataclasses.replace(view, lasting=lasting)
+
+
+def _checked(views: Sequence[View], source: _Pictures, target: _Pictures | None, camera: Floats) -> Source:
+    """Place what is known: source frames held out, and every frame of the ground-truth view."""
+    visible = np.ones(len(source), np.bool_)
+    made = Source(tuple(view for view in views if len(view)), camera, visible, "")
+    if len(made) < FEWEST_ANCHORS:
+        fault = f"{len(made)} anchors, needs {FEWEST_ANCHORS}: no parallax or no texture"
+        return dataclasses.replace(made, fault=fault)
+    held_out = _held_out(len(source))
+    if not held_out:
+        return dataclasses.replace(made, fault=f"{len(source)} frames, needs 3: one is held out to check the others")
+    exact = _placed(made, source, held_out, (CHECK_DEG, CHECK_M))
+    if exact.mean() < CHECK_SHARE:
+        return dataclasses.replace(
+            made,
+            fault=f"{int(exact.sum())} of {len(exact)} source frames are found within {CHECK_DEG} degrees and "
+            f"{CHECK_M} m, needs {CHECK_SHARE:.0%}: poses or focal length are wrong",
+        )
+    if target is not None:
+        visible = _placed(made, target, range(len(target)), (OVERLAP_DEG, OVERLAP_M))
+        made = dataclasses.replace(made, visible=visible)
+    if visible.mean() < OVERLAP_SHARE:
+        fault = f"{int(visible.sum())} of {len(visible)} frames of the true view are found by the source's anchors"
+        made = dataclasses.replace(made, fault=fault)
+    return made
+
+
+def _held_out(count: int) -> list[int]:
+    """Return at most `CHECKED` frames that are not triangulated, evenly spread."""
+    free = sorted(set(range(count)) - set(view_rows(count)))
+    return sorted({free[round(row)] for row in np.linspace(0, len(free) - 1, CHECKED).tolist()}) if free else []
+
+
+def _placed(made: Source, pictures: _Pictures, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:
+    """Return which rows of a film are found within (degrees, metres) of where they were taken from."""
+    right = []
+    for row in rows:
+        picture = pictures[row]
+        found, _ = locate(picture.features, picture.frame, made.views, made.camera)
+        turn = np.linalg.norm(found[:3, :3] - picture.pose[:3, :3]) / (2 * np.sqrt(2))
+        degrees = np.rad2deg(2 * np.arcsin(min(turn, 1.0))) if np.isfinite(turn) else np.inf
+        metres = np.linalg.norm(found[:3, 3] - picture.pose[:3, 3])
+        right.append(bool(degrees <= most[0] and metres <= most[1]))
+    return np.array(right, np.bool_)

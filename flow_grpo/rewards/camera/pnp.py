@@ -1,0 +1,146 @@
+"""Where a picture was taken from, by points whose places in space are known (perspective-n-point).
+
+Features of the picture are matched to those of anchored views; RANSAC over a closed-form solver finds the pose most
+matches agree with, least squares on the agreeing ones refines it. Metres and degrees come out because metres and
+degrees went into the points: nothing is aligned afterwards, so a path of the right shape at half the speed shows as
+such.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import cv2
+import numpy as np
+from cv2.typing import MatLike
+from numpy.typing import NDArray
+
+from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
+
+GATE = 12  # matched features that must agree with a pose; with 6 a tiled picture gets one
+RANSAC_PIXELS = 2.5  # an inlier lies within so many pixels of its projection ...
+FINE_PIXELS = 1.5  # ... and, for the last refinement, within so many
+RANSAC_ITERATIONS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A picture whose features have known places in space.
+
+    Attributes:
+        frame: number of the video frame.
+        descriptors: (N, 128) float32 RootSIFT.
+        xyz: (N, 3) float64 metres, in the frame that poses are found in.
+        lasting: (N,) bool: stands still, so it serves every frame; the others serve only the frame of the same time.
+    """
+
+    frame: int
+    descriptors: NDArray[np.float32]
+    xyz: Floats
+    lasting: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.xyz)
+
+
+@dataclasses.dataclass(frozen=True)
+class Located:
+    """Where F pictures were taken from.
+
+    Attributes:
+        poses: (F, 4, 4) float64 OpenCV camera-to-world in metres; NaN where the picture was not recognised.
+        inliers: (F,) int64 different features that agree with the best pose, also where they were too few to believe
+            it; 0 where there was none.
+    """
+
+    poses: Floats
+    inliers: NDArray[np.int64]
+
+
+def camera_matrix(intrinsics: Sequence[float]) -> Floats:
+    """Return OpenCV's (3, 3) of fx, fy, cx, cy in pixels.
+
+    Ours count from the outer corner of the first pixel, OpenCV's from its centre: half a pixel, 0.03 degrees at 840.
+    """
+    fx, fy, cx, cy = intrinsics
+    return np.array([[fx, 0.0, cx - 0.5], [0.0, fy, cy - 0.5], [0.0, 0.0, 1.0]])
+
+
+def locate_video(pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequence[View], camera: Floats) -> Located:
+    """Find every picture (F, h, w) of a video on its own.
+
+    Args:
+        pictures: (F, h, w) grey.
+        frames: the number of each in its video.
+        views: what they are compared with.
+        camera: (3, 3) from `camera_matrix`.
+    """
+    found = [locate(find_features(p), frame, views, camera) for p, frame in zip(pictures, frames, strict=True)]
+    return Located(np.stack([pose for pose, _ in found]), np.array([inliers for _, inliers in found], np.int64))
+
+
+def locate(features: Features, frame: int, views: Sequence[View], camera: Floats) -> tuple[Floats, int]:
+    """Return the pose (4, 4), NaN where fewer than `GATE` features agree with it, and how many agree."""
+    numbers, xyz = _matches(features, frame, views)
+    if len(np.unique(numbers)) < GATE:
+        return np.full((4, 4), np.nan), 0
+    points = features.points[numbers]
+    try:
+        solved, turn, move, _ = cv2.solvePnPRansac(
+            xyz,
+            points,
+            camera,
+            None,
+            iterationsCount=RANSAC_ITERATIONS,
+            reprojectionError=RANSAC_PIXELS,
+            confidence=0.9999,
+            flags=cv2.SOLVEPNP_SQPNP,
+        )
+    except cv2.error:
+        # Raised for a draw of one place seen in several views: so few features match that this is no picture of it.
+        return np.full((4, 4), np.nan), 0
+    if not solved or not np.isfinite(turn).all() or not np.isfinite(move).all():
+        return np.full((4, 4), np.nan), 0
+    for pixels in (RANSAC_PIXELS, FINE_PIXELS):
+        agree = _agree(xyz, points, (turn, move), camera, pixels)
+        if len(np.unique(numbers[agree])) < GATE:
+            return np.full((4, 4), np.nan), len(np.unique(numbers[agree]))
+        turn, move = cv2.solvePnPRefineLM(xyz[agree], points[agree], camera, None, turn, move)
+    agree = _agree(xyz, points, (turn, move), camera, RANSAC_PIXELS)
+    inliers = len(np.unique(numbers[agree]))  # a feature matched in several views counts once
+    pose = _camera_to_world(turn, move)
+    if inliers < GATE or not np.isfinite(pose).all():
+        return np.full((4, 4), np.nan), inliers
+    return pose, inliers
+
+
+def _matches(features: Features, frame: int, views: Sequence[View]) -> tuple[NDArray[np.int64], Floats]:
+    """Return which features were found in any view, and their places (n, 3)."""
+    numbers, places = [np.zeros(0, np.int64)], [np.zeros((0, 3))]
+    for view in views:
+        serving = np.ones(len(view), np.bool_) if view.frame == frame else view.lasting
+        mine, theirs = match(features.descriptors, view.descriptors[serving])
+        numbers.append(mine)
+        places.append(view.xyz[serving][theirs])
+    return np.concatenate(numbers), np.concatenate(places)
+
+
+def _agree(
+    xyz: Floats, points: Floats, pose: tuple[MatLike, MatLike], camera: Floats, pixels: float
+) -> NDArray[np.bool_]:
+    """Return which points (n, 3) lie before the camera and project to within `pixels` of where they were seen."""
+    rotation = cv2.Rodrigues(pose[0])[0]
+    seen = (xyz @ rotation.T + pose[1].reshape(3)) @ camera.T
+    before = seen[:, 2] > 1e-6
+    error = seen[:, :2] / np.where(before, seen[:, 2], 1.0)[:, None] - points
+    agree: NDArray[np.bool_] = before & ((error**2).sum(1) < pixels**2)
+    return agree
+
+
+def _camera_to_world(turn: MatLike, move: MatLike) -> Floats:
+    """Invert OpenCV's world-to-camera rotation vector and translation."""
+    rotation = cv2.Rodrigues(turn)[0].T
+    pose = np.eye(4)
+    pose[:3, :3], pose[:3, 3] = rotation, -rotation @ move.reshape(3)
+    return pose

@@ -1,0 +1,61 @@
+"""Anchors of a source video that came without poses: its cameras are found once, by structure from motion.
+
+The first frame is the reference camera, as it is of every command on a video of one's own. The unit is unknown; where
+there is a ground-truth view, whose path is known in metres, it is taken from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from flow_grpo.rewards.camera.anchors import OVERLAP_SHARE, Film, Source, make_source
+from flow_grpo.rewards.camera.features import Floats
+from flow_grpo.rewards.camera.pnp import locate_video
+
+LEAST_REGISTERED = 0.5  # share of the source's frames
+LEAST_PATH_M = 0.1  # of the true view's camera: a shorter path tells no size
+
+
+def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> Source:
+    """Return the anchors of a source video whose poses are not known, checked as those of any source.
+
+    Args:
+        source: the source video; its poses are not read.
+        target: the ground-truth view of the same times, poses in metres relative to the source's first camera, or None.
+        camera: (3, 3) from `pnp.camera_matrix`, of both. The reconstruction takes fx alone, for square pixels and a
+            principal point in the middle; anchors and checks take all of it.
+    """
+    # Here, in a scoring process: hardly any run needs it, and it is not for every machine.
+    from flow_grpo.rewards.camera import structure_from_motion
+
+    nothing = Source((), camera, np.ones(len(source.frames), np.bool_), "", metric=False)
+    try:
+        found = structure_from_motion.reconstruct(source.pictures, float(camera[0, 0]))
+    except ValueError as error:
+        return dataclasses.replace(nothing, fault=f"it came without poses, and {error}")
+    rows = np.flatnonzero(found.found)
+    if found.centred or 0 not in rows or len(rows) < LEAST_REGISTERED * len(source.frames):
+        fault = f"it came without poses, and of {len(source.frames)} frames {len(rows)} could be placed"
+        return dataclasses.replace(nothing, fault=f"{fault}{' without parallax' if found.centred else ''}")
+    poses = np.linalg.inv(found.poses[0]) @ found.poses[rows]
+    poses[:, :3, 3] /= np.linalg.norm(poses[:, :3, 3], axis=1).max()  # so that the checks' tolerances mean something
+    film = Film(source.pictures[rows], poses, tuple(source.frames[row] for row in rows))
+    made = dataclasses.replace(make_source(film, None, camera), visible=nothing.visible, metric=False)
+    size = None if target is None or made.fault else metres(made, target)
+    if size is None:
+        return made
+    poses[:, :3, 3] *= size
+    return make_source(film, target, camera)
+
+
+def metres(made: Source, target: Film) -> float | None:
+    """Return how many metres a source's unit is, by least squares over the path of the true view; None if not known."""
+    centres = locate_video(target.pictures, target.frames, made.views, made.camera).poses[:, :3, 3]
+    seen = np.isfinite(centres).all(1)
+    known = target.poses[:, :3, 3]
+    if seen.mean() < OVERLAP_SHARE or np.linalg.norm(known[seen], axis=1).max() < LEAST_PATH_M:
+        return None
+    size = float((centres[seen] * known[seen]).sum() / (centres[seen] ** 2).sum())
+    return size if size > 0 else None

@@ -1,0 +1,1 @@
+"""Rewards measured by a server over HTTP."""

@@ -1,0 +1,293 @@
+"""Checkpoints: everything a run needs to go on, published atomically, nothing pickled.
+
+    checkpoints/checkpoint_000010/
+        manifest.json           step, world size, identity, size and sha256 of every other file; written last
+        state.safetensors .json what all ranks share, written by rank 0
+        rank_0.safetensors .json ... what is each rank's own
+
+Files are written into a temporary sibling folder, brought to the disk, listed in the manifest, and the folder is
+renamed. A process killed at any moment leaves the previous checkpoint valid and at most a temporary folder, removed at
+the next start. All ranks must see one file system.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.runtime.checkpoints import state_files
+from flow_grpo.runtime.ranks.process_group import Ranks
+
+MANIFEST = "manifest.json"
+FILES = "files"  # the one part of an identity that may change: a broken file is mended, and the run goes on
+TEMPORARY, REMOVED = ".tmp-", ".old-"  # what a folder that is written, or replaced, has behind its name
+_PUBLISHED = re.compile(r"checkpoint_(\d{6,})")
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded; tensors are on the CPU.
+
+    Attributes:
+        path: its folder.
+        step: the step it was saved at.
+        world_size: number of ranks that saved it.
+        state: what all ranks share.
+        per_rank: this rank's own part, or None when fewer ranks saved it.
+    """
+
+    path: Path
+    step: int
+    world_size: int
+    state: dict[str, Any]
+    per_rank: dict[str, Any] | None
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    state: Mapping[str, Any],
+    per_rank: Mapping[str, Any],
+    identity: Mapping[str, str],
+    ranks: Ranks,
+    keep: int,
+    score: float | None = None,
+) -> Path:
+    """Publish a checkpoint of `step` and return its folder; every rank must call it.
+
+    After publishing, only the `keep` newest stay, and the one of the highest score. Checkpoints of later steps are
+    removed too: they belong to a course of the run that was given up when it was resumed from an earlier step.
+
+    Args:
+        folder: the run's checkpoints folder.
+        step: number of finished steps.
+        state: shared by all ranks and read on rank 0 only; nested as `state_files.flatten` describes.
+        per_rank: this rank's own part, likewise, such as random states.
+        identity: names the model, data and configuration that the checkpoint belongs to; compared by `load`.
+        ranks: who takes part.
+        keep: how many checkpoints to keep, at least 1.
+        score: how good this one is, if that was measured; the better, the higher.
+
+    Raises:
+        RuntimeError: on every rank, if any failed; nothing is published then.
+        ValueError: `keep` is below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"checkpoint.keep={keep} must be at least 1, or no checkpoint would survive")
+    final = path_of(folder, step)
+    partial = folder / ranks.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
+    try:
+        with ranks.sync_errors("saving a checkpoint (folder)"):
+            if ranks.is_main:
+                partial.mkdir(parents=True)
+        with ranks.sync_errors("saving a checkpoint (files)"):
+            if ranks.is_main:
+                state_files.write(partial / "state", state)
+            state_files.write(partial / f"rank_{ranks.rank}", per_rank)
+        with ranks.sync_errors("saving a checkpoint (publishing)"):
+            if ranks.is_main:
+                _write_manifest(partial, step, ranks.world_size, identity, score)
+                _publish(partial, final)
+                _prune(folder, step, keep)
+    except BaseException:
+        if ranks.is_main:  # all ranks have left the phase: nobody writes there any more
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def saved_step(path: Path) -> int:
+    """Return the step that a checkpoint was saved at, whatever its folder is called now."""
+    step: int = json.loads((path / MANIFEST).read_text())["step"]
+    return step
+
+
+def identity_of(path: Path) -> dict[str, str]:
+    """Return the identity that a checkpoint was saved with.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    if problem := damage(path):
+        raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint")
+    found: dict[str, str] = json.loads((path / MANIFEST).read_text())["identity"]
+    return found
+
+
+def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint:
+    """Read a checkpoint, verified before; every rank must call it.
+
+    Raises:
+        ValueError: the checkpoint is missing or damaged, or its identity differs (every differing field is named).
+    """
+    problem = ranks.broadcast_text(damage(path) if ranks.is_main else "")
+    if problem:
+        raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint or use resume='auto'")
+    manifest = json.loads((path / MANIFEST).read_text())
+    _compare_identity(path, manifest["identity"], identity, ranks)
+    own = path / f"rank_{ranks.rank}"
+    return Checkpoint(
+        path=path,
+        step=manifest["step"],
+        world_size=manifest["world_size"],
+        state=state_files.read(path / "state"),
+        per_rank=state_files.read(own) if ranks.rank < manifest["world_size"] else None,
+    )
+
+
+def published(folder: Path) -> list[Path]:
+    """Return the published checkpoint folders in ascending order of step; they may be damaged."""
+    found = [path for path in folder.glob("checkpoint_*") if _PUBLISHED.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder that nobody needs, or say that it stays: a network file system keeps what is open elsewhere."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        _log.warning("%s cannot be removed (%s); the run goes on, remove it yourself", path, error)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return where a run's checkpoint of some step lies."""
+    return folder / f"checkpoint_{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a published checkpoint."""
+    return int(path.name.removeprefix("checkpoint_"))
+
+
+def damage(path: Path) -> str:
+    """Return what is wrong with a checkpoint folder in one line, or "" if every file is as the manifest says.
+
+    Raises:
+        OSError: it cannot be read, which says nothing of what it holds.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        return _unfit(manifest) or _altered(path, manifest["files"])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return f"{error.filename} does not exist ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
+
+
+def _altered(path: Path, listed: Mapping[str, Any]) -> str:
+    """Return which file is not as it was written, or ""."""
+    for file, expected in listed.items():
+        size = (path / file).stat().st_size
+        if size != expected["size"]:
+            return f"{file} has {size} bytes instead of {expected['size']}"
+        if _sha256(path / file) != expected["sha256"]:
+            return f"{file} has another sha256 than when it was written"
+    return ""
+
+
+def _unfit(manifest: dict[str, Any]) -> str:
+    """Return in which way a manifest is none, or ""; one vouches for the files of its ranks, and for no others."""
+    for field, kind in (("step", int), ("world_size", int), ("identity", dict), ("files", dict)):
+        if type(manifest[field]) is not kind:
+            return f"{MANIFEST} holds {field}={manifest[field]!r:.60}, must be of type {kind.__name__}"
+    listed, ranks = manifest["files"], manifest["world_size"]
+    if len(listed) != 2 * (ranks + 1):
+        return f"{MANIFEST} lists {len(listed)} files, must be {2 * (ranks + 1)} for world_size={ranks}"
+    strange = sorted(listed.keys() ^ {path.name for path in _files(Path(), ranks)})
+    return f"{MANIFEST} lists other files than those of {ranks} rank(s), such as {strange[0]!r}" if strange else ""
+
+
+def _files(folder: Path, world_size: int) -> list[Path]:
+    """Return the files of a checkpoint beside its manifest."""
+    stems = ["state", *(f"rank_{rank}" for rank in range(world_size))]
+    return [path for stem in stems for path in state_files.paths(folder / stem)]
+
+
+def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[str, str], score: float | None) -> None:
+    files = _files(folder, world_size)
+    listed = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+    manifest = {"step": step, "world_size": world_size, "identity": dict(identity), "score": score, "files": listed}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    state_files.to_disk(folder / MANIFEST)
+    state_files.to_disk(folder)
+
+
+def _publish(partial: Path, final: Path) -> None:
+    replaced = _set_aside(final) if final.exists() else None  # a folder is not replaced by a rename
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, final)
+        raise
+    state_files.to_disk(final.parent)
+    if replaced is not None:
+        remove(replaced)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    existing = published(folder)
+    current = [path for path in existing if step_of(path) <= step]
+    scores = {path: score for path in current if (score := _score(path)) is not None}
+    best = max(scores, key=lambda path: (scores[path], step_of(path)), default=None)
+    for path in existing:
+        if path not in current[-keep:] and path != best:
+            _discard(path)
+
+
+def _score(path: Path) -> float | None:
+    """Return the score of a published checkpoint; a manifest that cannot be read has none."""
+    try:
+        score = json.loads((path / MANIFEST).read_text())["score"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return score if isinstance(score, float) and math.isfinite(score) else None
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint; renamed first, so that being killed half-way leaves no damaged one behind."""
+    remove(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    doomed = path.with_name(f"{path.name}{REMOVED}{uuid.uuid4().hex[:8]}")
+    os.rename(path, doomed)
+    return doomed
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str], ranks: Ranks) -> None:
+    saved, current = dict(saved), dict(current)
+    if saved.pop(FILES, None) != current.pop(FILES, None) and ranks.is_main:
+        _log.warning("%s was saved with files of other sizes: the run goes on, as after a broken one was mended", path)
+    if differences := list(_differences(saved, current)):
+        raise ValueError(
+            f"{path} belongs to another run: {'; '.join(differences)}; resume with the configuration it was saved "
+            "with, or start afresh under another run_name"
+        )
+
+
+def _differences(saved: Mapping[str, str], current: Mapping[str, str]) -> Iterator[str]:
+    for field in sorted({*saved, *current}):
+        if saved.get(field) != current.get(field):
+            there, here = (repr(values[field]) if field in values else "absent" for values in (saved, current))
+            yield f"{field} is {there} there and {here} here"

@@ -1,0 +1,1 @@
+"""Process group, watchdog, exchange of samples, sharding."""

@@ -1,0 +1,1 @@
+"""Metrics, plots, videos, trackers and the console."""

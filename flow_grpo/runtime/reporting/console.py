@@ -1,0 +1,145 @@
+"""What rank 0 says: bars for rollouts and updates on a terminal, one line per epoch everywhere, a table at the end."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from flow_grpo.runtime.ranks.process_group import Ranks
+
+HEADLINE = (
+    "reward/mean",
+    "reward/group_std",
+    "policy/approx_kl",
+    "policy/clip_fraction",
+    "train/grad_norm",
+    "eval/target_view_psnr_db",
+    "eval/trans_err_m",
+    "eval/rot_err_deg",
+)
+
+
+class Progress:
+    """Progress of a run on rank 0; silent on the others. Use as a context manager.
+
+    with Progress(num_epochs, ranks, finished=resumed_epochs) as progress:
+        progress.start_epoch(rollouts=samples)
+        progress.rollout(batch_size)
+        progress.start_update(micro_batches)
+        progress.update(); progress.finish_epoch(metrics)
+    """
+
+    def __init__(self, num_epochs: int, ranks: Ranks, *, finished: int = 0, console: Console | None = None) -> None:
+        """Prepare the bars.
+
+        Args:
+            num_epochs: of the whole run.
+            ranks: only rank 0 prints.
+            finished: epochs done before a resume.
+            console: where to print; standard output by default.
+        """
+        self._ranks = ranks
+        self._console = (console or Console()) if ranks.is_main else Console(quiet=True)
+        self._num_epochs, self._finished, self._finished_before = num_epochs, finished, finished
+        self._begin = self._epoch_begin = time.monotonic()
+        self._bars = Bars(
+            TextColumn("{task.description:>8}"),
+            BarColumn(bar_width=32),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._epochs = self._bars.add_task("epochs", total=num_epochs, completed=finished, note="")
+        self._rollouts = self._bars.add_task("rollouts", total=None, note="")
+        self._updates = self._bars.add_task("updates", total=None, note="")
+
+    def __enter__(self) -> Progress:
+        """Show the bars."""
+        self._begin = self._epoch_begin = time.monotonic()
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the bars."""
+        self._bars.stop()
+
+    def start_epoch(self, *, rollouts: int) -> None:
+        """Set the bars of an epoch to 0; `rollouts` samples are to come."""
+        self._epoch_begin = time.monotonic()
+        self._bars.reset(self._rollouts, total=rollouts)
+        self._bars.reset(self._updates, total=None)
+
+    def more_rollouts(self, count: int) -> None:
+        """Expect further samples in this epoch."""
+        total = self._bars.tasks[self._rollouts].total or 0
+        self._bars.update(self._rollouts, total=total + count)
+
+    def start_update(self, updates: int) -> None:
+        """Set the total of the epoch's replayed micro-batches."""
+        self._bars.update(self._updates, total=updates)
+
+    def rollout(self, count: int) -> None:
+        """Count finished samples."""
+        self._ranks.tick()
+        self._bars.advance(self._rollouts, count)
+
+    def update(self, count: int = 1) -> None:
+        """Count finished micro-batches of the update."""
+        self._ranks.tick()
+        self._bars.advance(self._updates, count)
+
+    def finish_epoch(self, metrics: Mapping[str, float], headline: Sequence[str] = HEADLINE) -> None:
+        """Print the epoch's line with those of the headline metrics that are there, its seconds and the time left."""
+        self._finished += 1
+        left = self._seconds_left()
+        self._bars.update(self._epochs, completed=self._finished, note=f"ETA {left}")
+        width = len(str(self._num_epochs))
+        parts = [f"epoch {self._finished:>{width}}/{self._num_epochs}"]
+        parts += [f"{name} {metrics[name]:<7.4g}" for name in headline if name in metrics]
+        parts += [f"{time.monotonic() - self._epoch_begin:.1f} s", f"ETA {left}"]
+        self.say("  ".join(parts))
+
+    def say(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def _seconds_left(self) -> datetime.timedelta:
+        done = self._finished - self._finished_before
+        per_epoch = (time.monotonic() - self._begin) / done
+        return datetime.timedelta(seconds=round(per_epoch * (self._num_epochs - self._finished)))
+
+
+def print_before_after(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    run_folder: Path,
+    ranks: Ranks,
+    console: Console | None = None,
+) -> None:
+    """Print held-out metrics before and after training side by side, and where the run's files are (rank 0)."""
+    if not ranks.is_main:
+        return
+    console = console or Console()
+    table = Table(title="held-out metrics")
+    table.add_column("metric")
+    for column in ("before", "after", "change", "change %"):
+        table.add_column(column, justify="right")
+    for name in before:
+        if name in after:
+            change = after[name] - before[name]
+            percent = f"{100 * change / abs(before[name]):+.1f}" if before[name] else ""
+            table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}", f"{change:+.4f}", percent)
+    console.print(table)
+    console.print(f"run folder: {run_folder}", soft_wrap=True, markup=False, highlight=False)

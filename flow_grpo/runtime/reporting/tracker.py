@@ -1,0 +1,268 @@
+"""What a run leaves behind: metrics in files always; videos, pictures and tables in the trackers that are asked for.
+
+Metrics are named `group/name`. All groups but those of evaluations, `eval` and `eval_by_camera`, run over the epoch;
+these have their own step, so that a tracker shows both on the right axis, and the groups as sections.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import json
+import netrc
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+import av
+from PIL import Image
+
+from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.reporting.metric_files import MetricFiles
+
+GROUPS = ("reward", "policy", "dyn", "eval", "train", "time", "system", "reward_by_camera", "eval_by_camera", "server")
+CURVES = "curves.png"
+SUMMARY = "summary.json"  # that a run is complete
+
+
+class _Sink(Protocol):
+    """A tracker library."""
+
+    def scalars(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def video(self, name: str, path: Path, caption: str, step: int) -> None: ...
+    def image(self, name: str, path: Path, caption: str, step: int) -> None: ...
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """Records a run; only rank 0 writes, the others check names and return.
+
+    Steps count finished epochs: 0 is before training, and the metrics of the first epoch have step 1. After a resume
+    from a checkpoint of step s, everything recorded past s is dropped from the files and from tensorboard (wandb keeps
+    what was uploaded).
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: Mapping[str, Any],
+        trackers: Iterable[str],
+        ranks: Ranks,
+        *,
+        resumed_step: int | None = None,
+    ) -> None:
+        """Open the files and trackers of a run and write `config.json`.
+
+        Args:
+            run_folder: outputs/<run_name>; its name is the run's name.
+            config: the whole configuration, nested.
+            trackers: of "wandb", "tensorboard".
+            ranks: who writes.
+            resumed_step: step of the checkpoint the run goes on from, or None.
+
+        Raises:
+            ValueError: a tracker is unknown or not installed.
+        """
+        libraries = list(trackers)
+        for name in libraries:
+            if name not in _SINKS:
+                raise ValueError(f"trackers={name!r} is not known; use any of {', '.join(_SINKS)}")
+            if importlib.util.find_spec(name) is None:
+                raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
+        self._folder, self._is_main = run_folder, ranks.is_main
+        self._sinks: list[_Sink] = []
+        if self._is_main:
+            run_folder.mkdir(parents=True, exist_ok=True)
+            write_whole(run_folder / "config.json", json.dumps(config, indent=1, default=str))
+            self._files = MetricFiles(run_folder, resumed_step)
+            self._sinks = [_SINKS[name](run_folder, config, resumed_step) for name in libraries]
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step; with held-out ones among them, draw the curves anew.
+
+        Args:
+            metrics: `group/name` -> number or one-element tensor; NaN is recorded as such.
+            step: number of finished epochs.
+
+        Raises:
+            ValueError: a name is outside the groups.
+        """
+        _check_names(metrics)
+        if not self._is_main:
+            return
+        numbers = {name: float(value) for name, value in metrics.items()}
+        if self._files.append(numbers, step):
+            for sink in self._sinks:
+                sink.scalars(numbers, step)
+        if any(name.startswith("eval/") for name in numbers):
+            self._draw_curves(step)
+
+    def recorded(self, step: int) -> set[str]:
+        """Return the names of what is on record of a step; on rank 0, else none."""
+        return set(self._files.rows.get(step, ())) if self._is_main else set()
+
+    def log_video(self, name: str, path: Path, caption: str, step: int) -> None:
+        """Show an mp4 file in the trackers; the file stays where it is."""
+        _check_names([name])
+        for sink in self._sinks:
+            sink.video(name, path, caption, step)
+
+    def log_image(self, name: str, path: Path, caption: str, step: int) -> None:
+        """Show a PNG file in the trackers; the file stays where it is."""
+        _check_names([name])
+        for sink in self._sinks:
+            sink.image(name, path, caption, step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Show a table in the trackers."""
+        _check_names([name])
+        for sink in self._sinks:
+            sink.table(name, columns, rows, step)
+
+    def begin(self) -> None:
+        """Take away the summary of an end that the run goes beyond with its next epoch: it is complete no more."""
+        if self._is_main:
+            (self._folder / SUMMARY).unlink(missing_ok=True)
+
+    def write_summary(self, before: Mapping[str, float], after: Mapping[str, float], train_seconds: float) -> None:
+        """Write `summary.json`: held-out metrics before and after training, and the seconds between."""
+        if self._is_main:
+            summary = {"before": dict(before), "after": dict(after), "train_seconds": train_seconds}
+            write_whole(self._folder / SUMMARY, json.dumps(summary, indent=1))
+
+    def close(self) -> None:
+        """Draw the curves a last time and close the trackers."""
+        if self._is_main and self._files.rows:
+            self._draw_curves(max(self._files.rows))
+        for sink in self._sinks:
+            sink.close()
+
+    def _draw_curves(self, step: int) -> None:
+        path = self._folder / CURVES
+        plots.draw_curves(self._files.rows, path, title=self._folder.name)
+        self.log_image("eval/curves", path, "rewards and held-out metrics", step)
+
+
+class _Wandb:
+    """Weights & Biases; offline unless a key or WANDB_MODE is set."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        self._library: Any = importlib.import_module("wandb")
+        id_file = folder / "wandb_run_id.txt"
+        if resumed_step is None or not id_file.exists():
+            write_whole(id_file, uuid.uuid4().hex[:8])
+        offline = "WANDB_MODE" not in os.environ and not _wandb_key_is_set()
+        self._run = self._library.init(
+            project=os.environ.get("WANDB_PROJECT", "flow_grpo"),
+            name=folder.name,
+            id=id_file.read_text(),
+            resume=None if offline else "allow",
+            mode="offline" if offline else None,
+            dir=str(folder),
+            config=dict(config),
+            settings=self._library.Settings(console="off"),  # it would record every redraw of the bars
+        )
+        for group in GROUPS:
+            axis = _axis(group)
+            self._run.define_metric(axis)
+            self._run.define_metric(f"{group}/*", step_metric=axis)
+
+    def scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        axes = {_axis(name.split("/")[0]) for name in metrics}
+        self._run.log({**metrics, **dict.fromkeys(axes, step)})
+
+    def video(self, name: str, path: Path, caption: str, step: int) -> None:
+        self._show(name, self._library.Video(str(path), caption=caption, format="mp4"), step)
+
+    def image(self, name: str, path: Path, caption: str, step: int) -> None:
+        self._show(name, self._library.Image(str(path), caption=caption), step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        self._show(name, self._library.Table(columns=list(columns), data=[list(row) for row in rows]), step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _show(self, name: str, media: object, step: int) -> None:
+        self._run.log({name: media, _axis(name.split("/")[0]): step})
+
+
+class _Tensorboard:
+    """Event files in `<run folder>/tensorboard`; videos are shown as animated pictures."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+        if resumed_step is None:
+            self._writer.add_text("config", f"```\n{json.dumps(config, indent=1, default=str)}\n```", 0)
+
+    def scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def video(self, name: str, path: Path, caption: str, step: int) -> None:
+        self._show(name, _as_gif(path), caption, step)
+
+    def image(self, name: str, path: Path, caption: str, step: int) -> None:
+        self._show(name, path.read_bytes(), caption, step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        lines = [columns, ["---"] * len(columns), *rows]
+        self._writer.add_text(name, "\n".join("|".join(map(str, line)) for line in lines), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _show(self, name: str, encoded: bytes, caption: str, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        width, height = Image.open(io.BytesIO(encoded)).size
+        picture = Summary.Image(encoded_image_string=encoded, width=width, height=height, colorspace=3)
+        self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
+        self._writer.add_text(f"{name}/caption", caption, step)
+
+
+_SINKS: dict[str, type[_Wandb] | type[_Tensorboard]] = {"wandb": _Wandb, "tensorboard": _Tensorboard}
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        group, _, rest = name.partition("/")
+        if group not in GROUPS or not rest:
+            raise ValueError(f"{name!r} has no known group; name it <group>/<name> with one of {', '.join(GROUPS)}")
+
+
+def _axis(group: str) -> str:
+    return "eval/epoch" if group.startswith("eval") else "train/epoch"
+
+
+def _wandb_key_is_set() -> bool:
+    """Whether uploading would work without asking anyone."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        return False
+
+
+def _as_gif(path: Path) -> bytes:
+    """Return a video file as an animated picture that plays at the same speed."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        milliseconds = 1000 / float(stream.average_rate or 15)
+        first, *others = [Image.fromarray(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
+    encoded = io.BytesIO()
+    first.save(encoded, format="GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
+    return encoded.getvalue()

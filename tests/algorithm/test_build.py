@@ -1,0 +1,105 @@
+"""The parts of a run are made as the recipe says."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from flow_grpo.algorithm import build
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.loading import load_config
+
+TINY = "config/grpo.py:tiny_recam"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> str:
+    root = tmp_path_factory.mktemp("world") / "data"
+    ensure_tiny_world(str(root), "unit_test")
+    return str(root)
+
+
+def settings(world: str, *changes: str):
+    return load_config(TINY, [f"--config.data.root={world}", *changes])
+
+
+def test_the_data_has_the_recipe_s_sizes_and_origin(world):
+    plain = build.dataset(settings(world), "val")
+    assert plain.structure(0) == (5, 24, 32) and plain.reference == "source"
+    changed = build.dataset(settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target"), "val")
+    assert changed.structure(0) == (5, 16, 16) and changed.reference == "target"
+
+
+def test_servers_and_their_patience_reach_the_rewards(world):
+    address = "--config.reward.remote.judge=http://127.0.0.1:9"
+    changes = "--config.reward.weights.remote:judge=1", "--config.reward.remote_timeout=7"
+    config = settings(world, address, *changes)
+    rewards = {reward.name: reward for reward in build.build_rewards(config, config.reward.weights, Ranks()).rewards}
+    assert rewards["remote:judge"].patience.timeout_s == 7
+
+
+def test_the_sampler_knows_ranks_and_recipe(world):
+    config = settings(world, "--config.sample.k=4", "--config.seed=3")
+    sampler = build.build_sampler(config, build.dataset(config, "train"), Ranks(rank=1, world_size=2))
+    state = sampler.state_dict()
+    assert (state["k"], state["seed"]) == (4, 3)
+    assert len(next(iter(sampler))) == config.sample.train_batch_size
+
+
+def test_the_optimizer_has_the_recipe_s_numbers():
+    config = load_config(TINY, ["--config.train.learning_rate=0.25", "--config.train.weight_decay=0.5"])
+    parameter = torch.nn.Parameter(torch.ones(2))
+    policy = types.SimpleNamespace(trained_parameters=lambda: [parameter])
+    (group,) = build.build_optimizer(config, policy).param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.25, 0.5, (0.9, 0.999))
+
+
+@pytest.mark.parametrize(
+    ("changes", "offload"),
+    [((), False), (("--config.sample.offload",), True), (("--config.dynamic_sampling.enabled",), True)],
+)
+def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, offload):
+    config = settings(world, *changes)
+    data = build.dataset(config, "train")
+    sampler = build.build_sampler(config, data, Ranks())
+    collector = build.build_collector(
+        config, None, data, sampler, None, types.SimpleNamespace(rollout=None), is_main=True
+    )
+    assert collector.settings.offload == offload
+
+
+def test_step_weights_follow_guard_and_choice():
+    state = types.SimpleNamespace(optimizer=None, ema=None, bad_steps=[])
+    made = {
+        name: build.build_updater(load_config(TINY, change), None, state, types.SimpleNamespace(update=None), Ranks())
+        for name, change in {
+            "none": [],
+            "gain": ["--config.train.step_weight=inverse_gain"],
+            "guard": ["--config.train.guard=true"],
+        }.items()
+    }
+    weights = {name: updater.settings.step_weight for name, updater in made.items()}
+    assert weights["none"].unique().tolist() == [0.0, 1.0]
+    assert not torch.equal(weights["gain"], weights["guard"])
+
+
+def test_dynamic_sampling_is_there_when_asked_for(world):
+    rewards = types.SimpleNamespace(floors={})
+    state, progress = types.SimpleNamespace(shortages=[1]), types.SimpleNamespace(say=print)
+    assert build.build_dynamic_sampling(settings(world), rewards, state, progress, Ranks()) is None
+    config = settings(world, "--config.dynamic_sampling.enabled")
+    assert build.build_dynamic_sampling(config, rewards, state, progress, Ranks()) is not None
+
+
+def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world, monkeypatch):
+    config = settings(world, "--config.eval.num_conditions=8")
+    held_out = build.dataset(config, "val")
+    assert build.build_evaluator(config, None, held_out, Ranks()).gold.name == "room_pose"
+    monkeypatch.setattr(build, "SCENE_FILES", {"room_pose": "nothing.json"})
+    with pytest.raises(ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no scene of split"):
+        build.build_evaluator(config, None, held_out, Ranks())
+    without = settings(world, "--config.eval.num_conditions=8", "--config.eval.gold=")
+    assert build.build_evaluator(without, None, held_out, Ranks()).gold is None

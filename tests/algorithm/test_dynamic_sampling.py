@@ -1,0 +1,462 @@
+"""Dynamic sampling on real processes: the scenarios of the shortage document, line by line, and random validity."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from flow_grpo.algorithm.clock import Clock
+from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.groups.dynamic_sampling import TOO_OFTEN, WINDOW
+from flow_grpo.algorithm.groups.selection import ShortageError
+from flow_grpo.algorithm.rollout.collector import Collected
+from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.rounds import Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
+from tests.toy import ToyPolicy, collector, reward_config, sample_config, updater, weights_of
+from tests.workers import run_ranks
+
+LOCAL = 16  # 4 ranks of 16 samples: the document's reference size, target 64
+
+
+def _scenario(ranks: Ranks, kinds, options: dict) -> dict:
+    """Choose once and return what a test wants to know of this rank."""
+    lines: list[str] = []
+    layout = options.pop("layout", "spread")
+    local = options.pop("local", LOCAL)
+    mixed = options.pop("mixed", False)
+    frames = (lambda index: (5, 3, 1)[index % 3]) if mixed else None
+    rounds = Rounds(ranks, kinds, local=local, k=4, layout=layout, frames=frames)
+    sampling = dynamic(ranks, local=local, k=4, say=lines.append, **options)
+    (chosen, metrics), collectives = recorded(lambda: choose(sampling, rounds))
+    gathered = chosen.gathered
+    compared = compare.advantages(gathered, sampling.reward, k=4, floors=sampling.floors)
+    batch = compare.own_rows(chosen, compared, ranks)
+    original = {(c.gid, c.slot) for part in rounds.drawn[0].batches for c in part.conditions}
+    return {
+        "lines": lines,
+        "metrics": metrics,
+        "collectives": collectives,
+        "rows": [row for _, row in sorted(rows_by_position(chosen).items())],
+        "placed": len(chosen.placement[ranks.rank]),
+        "as_rolled_out": chosen.as_rolled_out,
+        "original": original,
+        "weights": torch.cat([part.weights[part.positions >= 0] for part in batch.parts]).tolist(),
+        "advantages": torch.cat([part.advantages[part.positions >= 0] for part in batch.parts]).tolist(),
+        "size": len(batch),
+        "devices": sorted({str(t.device) for part in batch.parts for t in part.tensors().values()}),
+        "next_step": rounds.sampler.next_step,
+        "restored": chosen.as_rolled_out and _equals_first_round(chosen, rounds),
+        "sizes": len(batch.sizes().unique()),
+    }
+
+
+def _equals_first_round(chosen: compare.Chosen, rounds: Rounds) -> bool:
+    """Tell whether every field of every sample is bitwise that of the first round."""
+    for experience, positions, batch in zip(chosen.experiences, chosen.positions, rounds.drawn[0].batches, strict=True):
+        wanted = batch.experience.tensors()
+        if positions != batch.positions or set(wanted) != set(experience.tensors()):
+            return False
+        if not all(torch.equal(tensor, wanted[name]) for name, tensor in experience.tensors().items()):
+            return False
+    reward = torch.cat([batch.rewards["scripted"].values for batch in rounds.drawn[0].batches])
+    order = torch.tensor([p for batch in rounds.drawn[0].batches for p in batch.positions]).argsort()
+    mine = torch.tensor(chosen.placement[rounds.ranks.rank])
+    return torch.equal(chosen.gathered.rewards["scripted"][mine].float().nan_to_num(), reward[order].nan_to_num())
+
+
+def scenario(valid_groups, world=4, **options) -> list[dict]:
+    """Run a scenario with a target of 64 samples in 16 groups, whatever the number of ranks."""
+    kinds = valid_groups if isinstance(valid_groups[0], list) else kinds_of(valid_groups, 16)
+    return run_ranks(_scenario, world, kinds, options | {"local": 64 // world})
+
+
+def check_all(results: list[dict], total: int | None = None) -> None:
+    """What must hold in every scenario: 000-5, 000-6, 002-1, 002-3."""
+    assert len({result["size"] for result in results}) == 1
+    assert all(result["collectives"] == results[0]["collectives"] for result in results)
+    assert all(result["devices"] == ["cpu"] for result in results)
+    names = [name for name in results[0]["metrics"] if name != "dyn/time"]
+    assert all(
+        [r["metrics"][name] for name in names] == [results[0]["metrics"][name] for name in names] for r in results
+    )
+    placed = Counter(row for result in results for row in result["rows"][: result["placed"]])
+    for gid in {gid for gid, _ in placed}:
+        assert len({placed[gid, slot] for slot in range(4)}) == 1  # whole groups
+    if total is not None:
+        assert sum(result["placed"] for result in results) == total
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("layout", ["spread", "contiguous", "shuffled"])
+@pytest.mark.parametrize(
+    ("valid", "resamples"), [([16], 0), ([14, 4], 1), ([12, 2, 1, 1], 3), ([0, 0, 0, 16], 3)], ids=str
+)
+def test_a_pool_that_fills_up_is_used_with_equal_sizes(valid, resamples, layout, world):
+    """000-1, 000-13, 002-2; sampling.md section 5.3: [48, 8, 4, 4] samples, and all of them in the last round."""
+    results = scenario(valid, world, layout=layout)
+    check_all(results, 64)
+    assert [result["placed"] for result in results] == [64 // world] * world
+    assert all(count == 1 for count in Counter(row for r in results for row in r["rows"]).values())
+    metrics = results[0]["metrics"]
+    assert metrics["dyn/resample_rounds"] == resamples
+    assert metrics["dyn/fallback"] == metrics["dyn/shortage"] == 0.0
+    assert all(result["next_step"] == 1 + resamples for result in results)
+    assert all(abs(value) > 0 for result in results for value in result["advantages"])
+    assert results[0]["as_rolled_out"] == (resamples == 0)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize(("valid", "have"), [([12, 2, 1, 0], 60), ([0, 0, 0, 0], 0)], ids=str)
+def test_000_3_and_7_a_pool_that_stays_short_restores_every_field_bitwise(valid, have, world):
+    results = scenario(valid, world)
+    check_all(results, 64)
+    for result in results:
+        assert result["restored"]
+        assert result["size"] == 64 // world
+        assert set(result["rows"]) == result["original"]
+    metrics = results[0]["metrics"]
+    assert (metrics["dyn/fallback"], metrics["dyn/shortage"], metrics["dyn/pool_samples"]) == (1.0, 64 - have, have)
+    assert metrics["dyn/moved_samples"] == metrics["dyn/moved_bytes"] == 0.0
+
+
+def test_000_14_flat_groups_have_advantage_exactly_zero_in_a_fallback():
+    results = scenario([0, 0, 0, 0])
+    assert all(value == 0.0 for result in results for value in result["advantages"])
+    assert all(weight == 1.0 for result in results for weight in result["weights"])
+
+
+def test_000_4_two_values_that_are_missing_in_one_group_take_the_whole_group_out():
+    kinds = [["valid"] * 12 + ["flat"] * 4, ["valid"] * 2 + ["flat"] * 14, ["incomplete"] + ["flat"] * 15]
+    results = scenario([*kinds, ["valid"] + ["flat"] * 15])
+    check_all(results)
+    metrics = results[0]["metrics"]
+    assert (metrics["dyn/pool_samples"], metrics["dyn/fallback"]) == (60, 1.0)
+    # The original batch is trained on: its 48 valid samples are not lost, and 16 without a signal stand beside them.
+    assert (metrics["dyn/discarded_valid"], metrics["dyn/padded_samples"]) == (12, 16)
+
+
+def test_the_surplus_of_the_last_round_is_counted_and_left_out():
+    results = scenario([14, 4])
+    assert results[0]["metrics"]["dyn/discarded_valid"] == 8.0
+    check_all(results, 64)
+
+
+def test_000_10_and_11_the_shortage_is_told_once_by_rank_0_in_the_words_of_the_document():
+    results = scenario([12, 2, 1, 0])
+    told = [line for line in results[0]["lines"] if line.startswith("[DynSample] ")]
+    assert told == [
+        "[DynSample] Initial batch: collected 48/64 valid samples globally",
+        "[DynSample] Resample #1/3: global_collected=48/64, need 16 more",
+        "[DynSample] Resample #2/3: global_collected=56/64, need 8 more",
+        "[DynSample] Resample #3/3: global_collected=60/64, need 4 more",
+        "[DynSample] Insufficient valid samples: 60/64 after 3 resample(s). Falling back to original batch.",
+        "[DynSample] ⚠️ Shortage: 4/64 samples missing",
+        "[DynSample] Fallback: Using original batch with 4 invalid groups",
+    ]
+    for rank, result in enumerate(results):
+        own = [line for line in result["lines"] if not line.startswith("[DynSample] ")]
+        assert own == [
+            line
+            for number, pool in ((1, 56), (2, 60), (3, 60))
+            for line in (
+                f"[DynSample-SYNC] Rank {rank}: Fetching new batch for resample #{number}",
+                f"[DynSample-SYNC] Rank {rank}: After resample #{number}, global_pool={pool}/64",
+            )
+        ]
+        assert rank == 0 or len(result["lines"]) == len(own)
+
+
+def test_002_6_a_full_pool_is_told_by_every_rank_with_its_slice():
+    results = scenario([14, 4])
+    assert results[0]["lines"] == [
+        "[DynSample] Initial batch: collected 56/64 valid samples globally",
+        "[DynSample] Resample #1/3: global_collected=56/64, need 8 more",
+        "[DynSample-SYNC] Rank 0: Fetching new batch for resample #1",
+        "[DynSample-SYNC] Rank 0: After resample #1, global_pool=64/64",
+        "[DynSample-FINAL] Rank 0: Slicing global pool [0:16], got 16 samples",
+        "[DynSample] Rank 0: ✅ Using 16 valid samples (4 groups) from global pool after 1 resample(s)",
+    ]
+    assert results[3]["lines"][-1] == "[DynSample-FINAL] Rank 3: Slicing global pool [48:64], got 16 samples"
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one size", "three sizes"])
+@pytest.mark.parametrize("policy", ["pad", "rebalance", "fill_flat"])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_other_policies_keep_what_was_paid_for(world, policy, mixed):
+    """000-8, 000-9; the pool holds 3 of the groups that would fill it, so that "rebalance" gives unequal shares."""
+    local = 4
+    kinds = kinds_of([1, 1, 1, 0], world * local // 4)
+    results = run_ranks(_scenario, world, kinds, {"policy": policy, "local": local, "mixed": mixed})
+    target = world * local
+    if world == 2:  # two groups fill it
+        check_all(results, target)
+        return
+    total = min(12, target) if policy == "rebalance" else target
+    check_all(results, total)
+    sizes = [result["placed"] for result in results]
+    assert max(sizes) - min(sizes) <= (policy == "rebalance")
+    assert results[0]["size"] == -(-total // world)
+    metrics = results[0]["metrics"]
+    assert metrics["dyn/padded_samples"] == (target - 12 if policy != "rebalance" else 0)
+    silent = [value for r in results for value in r["weights"]].count(0.0)
+    assert silent == (results[0]["size"] * world - total if policy == "rebalance" else 0)
+    if policy == "fill_flat":
+        assert sum(value == 0.0 for r in results for value in r["advantages"]) == target - 12
+
+
+def test_000_2_the_reference_size_is_a_target_of_64():
+    sample = sample_config(k=4, train_batch_size=8, num_batches_per_epoch=2)  # 4 prompts with 4 completions a rank
+    assert sample.expanded_batch_size == 16
+    assert dynamic(Ranks(0, 4), local=sample.expanded_batch_size).target == 64
+    with pytest.raises(ValueError, match="target of 62"):
+        dynamic(Ranks(0, 2), local=31)
+
+
+def test_a_pool_that_was_filled_up_does_not_pass_for_valid():
+    results = scenario([1, 1, 1, 0], policy="fill_flat")
+    assert results[0]["lines"][-1] == (
+        "[DynSample] Rank 0: ✅ Using 16 samples, 52 of all 64 by policy fill_flat, after 3 resample(s)"
+    )
+
+
+def _fails_alone(ranks: Ranks) -> str:
+    rounds = Rounds(ranks, kinds_of([1, 1, 1, 1], 4 * ranks.world_size), local=LOCAL)
+    if ranks.rank == 1:
+        rounds.draw = failing(rounds.draw)
+    with pytest.raises(RuntimeError) as caught:
+        choose(dynamic(ranks, local=LOCAL), rounds)
+    return str(caught.value)
+
+
+def failing(draw):
+    """Return samples of a round whose record cannot be copied."""
+
+    def broken(number: int):
+        collected, gathered = draw(number)
+        if number == 1:
+            collected.batches[0].trajectory.states.resize_(1)
+        return collected, gathered
+
+    return broken
+
+
+def test_a_failure_of_one_rank_while_choosing_is_raised_on_all():
+    results = run_ranks(_fails_alone, 2)
+    assert results[0] == results[1]
+    assert "rank 1 failed in choosing: IndexError" in results[0]
+
+
+def test_a_round_is_freed_before_the_next_is_drawn():
+    rounds = Rounds(Ranks(), kinds_of([1, 1, 1, 0], 4), local=16)
+    alive: list[weakref.ref] = []
+    left: list[int] = []
+
+    def draw(number: int):
+        gc.collect()
+        left.append(sum(ref() is not None for ref in alive))
+        collected, gathered = rounds.draw(number)
+        alive.append(weakref.ref(rounds.drawn.pop().batches[0]))
+        rounds.drawn.append(None)
+        return collected, gathered
+
+    dynamic(Ranks(), local=16).choose(*rounds.draw(0), draw)
+    assert left == [0, 0, 0]
+
+
+def test_raise_stops_every_rank_with_the_same_words():
+    results = run_ranks(_shortage, 2)
+    assert results[0] == results[1]
+    assert "only 4 of 32 samples" in results[0]
+
+
+def _shortage(ranks: Ranks) -> str:
+    rounds = Rounds(ranks, kinds_of([1, 0, 0, 0], 8), local=LOCAL)
+    with pytest.raises(ShortageError) as caught:
+        choose(dynamic(ranks, local=LOCAL, policy="raise"), rounds)
+    return str(caught.value)
+
+
+def _random_patterns(ranks: Ranks, count: int, local: int) -> list[tuple]:
+    draw = random.Random(7)  # the same patterns on every rank: a pattern is what the world is like
+    seen = []
+    for _ in range(count):
+        chance = draw.choice([0.05, 0.2, 0.4, 0.7, 0.95])
+        kinds = [
+            [
+                "valid" if draw.random() < chance else draw.choice(["flat", "incomplete"])
+                for _ in range(local * ranks.world_size // 4)
+            ]
+            for _ in range(4)
+        ]
+        options = {
+            "policy": draw.choice(["fallback_original", "pad", "rebalance", "fill_flat"]),
+            "layout": draw.choice(["spread", "shuffled", "contiguous"]),
+            "mixed": draw.random() < 0.3,
+            "local": local,
+        }
+        found = _scenario(ranks, kinds, dict(options))
+        seen.append((options["policy"], found))
+    return seen
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("world", "count"), [(2, 60), (4, 40), (8, 36)])
+def test_002_1_no_pattern_of_validity_makes_two_ranks_disagree(world, count):
+    results = run_ranks(_random_patterns, world, count, 4, timeout=280)
+    outcomes = Counter()
+    for pattern in zip(*results, strict=True):
+        policy = pattern[0][0]
+        found = [result for _, result in pattern]
+        check_all(found)
+        sizes = [result["placed"] for result in found]
+        assert max(sizes) - min(sizes) <= (policy == "rebalance")
+        fallback = found[0]["restored"] and found[0]["metrics"]["dyn/shortage"] > 0
+        outcomes["fallback" if fallback else "used"] += 1
+        counts = Counter(row for result in found for row in result["rows"][: result["placed"]])
+        assert policy == "pad" or set(counts.values()) == {1}
+    assert outcomes["fallback"] > 3 and outcomes["used"] > 3
+
+
+def test_mixed_sizes_move_between_ranks_that_never_saw_such_a_size():
+    results = scenario([14, 4], layout="contiguous", mixed=True)
+    check_all(results, 64)
+    assert results[0]["metrics"]["dyn/moved_samples"] == 8.0
+    assert max(result["sizes"] for result in results) == 3
+
+
+def test_moved_bytes_are_those_of_the_moved_rows():
+    results = scenario([14, 4], layout="contiguous")
+    # keys 3 int64; states 3, source latents 1 of (2, 5, 2, 2), prompts (3, 4), cameras (5, 1), log-probs 2, all fp32
+    row = 3 * 8 + 4 * (4 * 40 + 12 + 5 + 2)
+    assert results[0]["metrics"]["dyn/moved_samples"] == 8.0
+    assert results[0]["metrics"]["dyn/moved_bytes"] == 8 * row
+
+
+def test_a_group_may_be_judged_by_one_named_reward():
+    ranks = Ranks()
+    rounds = Rounds(ranks, kinds_of([2], 4), local=16)
+    collected, gathered = rounds.draw(0)
+    hits = (gathered.gids >= 3).double() * gathered.slots
+    judged = dataclasses.replace(
+        gathered, rewards=gathered.rewards | {"hit": hits}, valid=gathered.valid | {"hit": hits >= 0}
+    )
+    sampling = dynamic(ranks, local=16, metric="hit", max_resample_times=0)
+    assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "flat", "flat", "valid"]
+    assert [g.kind for g in dynamic(ranks, local=16).groups(judged, 0)] == ["valid", "valid", "flat", "flat"]
+    _, metrics = sampling.choose(collected, judged, rounds.draw)
+    assert metrics["dyn/flat_groups"] == 3.0
+    assert metrics["dyn/valid_groups_ratio_initial"] == 0.25
+
+
+def test_groups_are_judged_behind_the_gates_and_by_the_weights_of_the_epoch():
+    """A group in which no copy keeps the source is flat; one whose only difference is the gate is not."""
+    sampling = dynamic(Ranks(), local=16)
+    _, gathered = Rounds(Ranks(), kinds_of([2], 4), local=16).draw(0)
+    holder = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)[gathered.gids] * (gathered.slots != 2)
+    judged = dataclasses.replace(
+        gathered,
+        rewards=gathered.rewards | {"source": holder},
+        valid=gathered.valid | {"source": torch.ones(16, dtype=torch.bool)},
+    )
+    gates = {"scripted": ("source", 0.5)}
+    sampling.reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, gates=gates, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "valid", "flat", "valid"]
+    sampling.reward = reward_config(weights={"scripted": 0.0, "source": 1.0}, gates=gates, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "valid", "flat", "valid"]
+    sampling.reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0)] == ["valid", "valid", "flat", "flat"]
+
+
+def test_a_range_at_the_floor_is_flat_and_one_above_it_is_not():
+    """Not `std == 0`: rounding would take a third of the constant groups for a signal."""
+    sampling = dynamic(Ranks(), local=16)
+    rounds = Rounds(Ranks(), kinds_of([4], 4), local=16)
+    _, gathered = rounds.draw(0)
+    ranges = torch.tensor([0.0, 1e-4, 2e-4, 1.0], dtype=torch.float64)
+    values = ranges[gathered.gids] * (gathered.slots == 3)
+    kinds = [g.kind for g in sampling.groups(dataclasses.replace(gathered, rewards={"scripted": values}), 0)]
+    assert kinds == ["flat", "flat", "valid", "valid"]
+
+
+def test_000_12_a_frequent_fallback_is_warned_of_once_with_what_to_look_at():
+    ranks, history, lines = Ranks(), [0] * (WINDOW - 5), []
+    often = int(TOO_OFTEN * WINDOW) + 1
+    for _ in range(often + 3):
+        rounds = Rounds(ranks, kinds_of([0, 0], 4), local=16)
+        sampling = dynamic(ranks, local=16, max_resample_times=1, history=history, say=lines.append)
+        _, metrics = choose(sampling, rounds)
+    warnings = [line for line in lines if "of the last 20 epochs" in line]
+    assert len(warnings) == 1
+    assert "fell short in 5 of the last 20 epochs" in warnings[0]
+    assert "max_resample_times" in warnings[0] and "more than 0.0001 in scripted" in warnings[0]
+    assert metrics["dyn/fallback_rate"] == sum(history) / WINDOW == 8 / 20
+    assert len(history) == WINDOW
+
+
+def test_the_mean_reward_is_told_before_and_after_filtering():
+    ranks = Ranks()
+    rounds = Rounds(ranks, [["valid", "flat", "flat", "valid"], ["flat", "valid", "valid", "flat"]], local=16)
+    _, metrics = choose(dynamic(ranks, local=16), rounds)
+    before = ([s + g / 1e3 for g in (0, 3) for s in range(4)], [0.25] * 8)
+    after = [s + g / 1e3 for g in (0, 3, 5, 6) for s in range(4)]
+    assert metrics["dyn/reward_mean_before"] == pytest.approx(sum(before[0] + before[1]) / 16)
+    assert metrics["dyn/reward_mean_after"] == pytest.approx(sum(after) / 16)
+
+
+class ScriptedReward:
+    """A group carries a signal when its gid is named; its copies then score by slot, others alike."""
+
+    name = "scripted"
+    floor = 0.0
+    measures = ()
+
+    def __init__(self, valid: tuple[int, ...]) -> None:
+        self.valid = valid
+
+    def __call__(self, videos: torch.Tensor, conditions: Sequence[Condition]) -> RewardResult:
+        values = torch.tensor([float(c.slot) if c.gid in self.valid else 0.5 for c in conditions])
+        return RewardResult(values, torch.ones(len(conditions), dtype=torch.bool), ("",) * len(conditions))
+
+
+def _train_on_a_pool(ranks: Ranks, policy_name: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """Sample rounds of 16 of which 0, 2 and 1 groups are valid, and update once."""
+    policy = ToyPolicy()
+    batch_size = 8 // ranks.world_size
+    sampling = collector(ranks, policy, debug=False, train_batch_size=batch_size)
+    sampling.rewards = RewardSet([ScriptedReward((5, 6, 9))], {"scripted": 1.0})
+
+    def draw(number: int) -> tuple[Collected, compare.Gathered]:
+        collected = sampling.collect(0, Clock(torch.device("cpu")))
+        return collected, compare.gather(collected.batches, ranks)
+
+    choosing = dynamic(ranks, local=2 * batch_size, max_resample_times=2, policy=policy_name)
+    chosen, metrics = choosing.choose(*draw(0), draw)
+    compared = compare.advantages(chosen.gathered, choosing.reward, k=4, floors={})
+    batch = compare.own_rows(chosen, compared, ranks)
+    if ranks.world_size > 1:
+        policy.module = DistributedDataParallel(policy.net)
+    updater(policy, ranks=ranks, rollout_batch_size=batch_size, batch_size=batch_size).run(batch, epoch=0)
+    return weights_of(policy), metrics
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("policy_name", ["fill_flat", "pad", "rebalance"])
+def test_any_number_of_ranks_makes_the_update_of_one_from_a_pool(policy_name, world):
+    """000-9: under "rebalance" 12 samples on 8 ranks are shares of 2 and 1, and the updates still meet."""
+    before = weights_of(ToyPolicy())
+    alone, told = _train_on_a_pool(Ranks(), policy_name)
+    assert told["dyn/pool_samples"] == 12
+    assert (alone - before).abs().max() > 1e-5
+    for weights, metrics in run_ranks(_train_on_a_pool, world, policy_name):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
+        assert metrics["dyn/pool_samples"] == 12

@@ -1,0 +1,96 @@
+"""Sampling an epoch: the stream of conditions, encoding once, joining batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.clock import Clock
+from flow_grpo.algorithm.rollout.collector import ConditionStream, EncodeOnce, merge
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
+from flow_grpo.records import Rows
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, scored
+
+
+def a_sampler() -> DistributedKRepeatSampler:
+    return DistributedKRepeatSampler(24, 4, 4, 1, 0, seed=1)
+
+
+def test_the_stream_starts_at_the_first_step_asked_for():
+    sampler = a_sampler()
+    stream = ConditionStream(ToyLoader(sampler), sampler)
+    assert [c.index for c in stream.take(5)] == [draw[3] for draw in sampler.plan(5)[0]]
+    assert [c.gid for c in stream.take(6)] == [6] * 4
+
+
+def test_a_batch_of_another_step_is_refused():
+    sampler = a_sampler()
+    stream = ConditionStream(ToyLoader(sampler), sampler)
+    stream.take(0)
+    with pytest.raises(StaleBatchError, match="step 1 where step 2 was expected"):
+        stream.take(2)
+
+
+def test_the_sampler_s_saved_position_is_that_of_the_consumer():
+    sampler = a_sampler()
+    stream = ConditionStream(ToyLoader(sampler), sampler)
+    stream.take(0)
+    stream.take(1)
+    assert sampler.state_dict()["next_step"] == 2
+
+
+def test_each_distinct_condition_of_an_epoch_is_encoded_once():
+    policy = ToyPolicy()
+    encode = EncodeOnce(policy)
+    first = encode([*group(1, 2), *group(2, 2)])
+    second = encode([*group(2, 2), condition(3)])
+    assert policy.encoded == [[1, 2], [3]]
+    wanted = ToyPolicy().encode([*group(1, 2), *group(2, 2), *group(2, 2), condition(3)])
+    assert torch.equal(torch.cat([first.target_cameras, second.target_cameras]), wanted.target_cameras)
+    assert torch.equal(torch.cat([first.source_latents, second.source_latents]), wanted.source_latents)
+
+
+def test_a_contiguous_group_spread_over_two_batches_is_encoded_once_and_has_one_window():
+    policy = ToyPolicy()
+    sampling = collector(Ranks(0, 2), policy, debug=False, layout="contiguous")
+    (batch,) = sampling.collect(0, Clock(torch.device("cpu"))).batches
+    assert [c.slot for c in batch.conditions] == [0, 1, 2, 3]
+    assert len(policy.encoded) == 1
+    assert len(batch.trajectory.steps) == 2
+
+
+def test_an_epoch_takes_new_conditions_and_gives_back_the_first_batch_s_videos():
+    sampling = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=4)
+    first = sampling.collect(0, Clock(torch.device("cpu")))
+    second = sampling.collect(1, Clock(torch.device("cpu")))
+    gids = [{c.gid for c in found.batches[0].conditions} for found in (first, second)]
+    assert gids == [{0, 1}, {2, 3}]
+    assert first.videos.shape == (4, 3, FRAMES, 2, 2)
+    own = first.batches[0].rewards["brightness"].values[:4]
+    torch.testing.assert_close(first.videos.flatten(1).mean(dim=1), own)
+
+
+def test_scored_samples_leave_the_device_when_a_pool_may_grow(monkeypatch):
+    moved = []
+    monkeypatch.setattr(Rows, "to", lambda self, device: (moved.append((type(self).__name__, device)), self)[1])
+    for offload in (False, True):
+        sampling = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=4)
+        sampling.settings = dataclasses.replace(sampling.settings, offload=offload)
+        sampling.collect(0, Clock(torch.device("cpu")))
+        assert moved == ([("Conditioning", "cpu"), ("Trajectory", "cpu")] * 2 if offload else [])
+
+
+def test_joining_batches_keeps_rows_in_order():
+    policy = ToyPolicy()
+    parts = [scored(policy, group(gid, 2), first=first) for gid, first in ((4, 0), (9, 2))]
+    joined = merge(parts)
+    assert [c.gid for c in joined.conditions] == [4, 4, 9, 9]
+    assert joined.positions == (0, 1, 2, 3)
+    assert torch.equal(joined.trajectory.states[2:], parts[1].trajectory.states)
+    assert torch.equal(joined.trajectory.log_probs[:2], parts[0].trajectory.log_probs)
+    assert torch.equal(joined.noise_ids[:2], parts[0].noise_ids)
+    assert torch.equal(joined.rewards["brightness"].values[2:], parts[1].rewards["brightness"].values)
+    assert torch.equal(joined.rewards["brightness"].info["percent"][2:], parts[1].rewards["brightness"].info["percent"])

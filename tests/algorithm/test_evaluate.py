@@ -1,0 +1,177 @@
+"""Held-out evaluation: fixed inputs, the same numbers on any number of ranks, honest means."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.evaluate import Clip, EvalSettings, Evaluation, Evaluator, make_clip, side_by_side, write_clips
+from flow_grpo.data.video_io import read_video
+from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.toy import FRAMES, SIGMAS, BrightnessReward, ToyPolicy, condition
+from tests.workers import run_ranks
+
+PRESETS = ("pan_right", "zoom_in", None)
+
+
+class ToyData:
+    """12 held-out conditions, presets in turn."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
+        return dataclasses.replace(condition(index, gid, slot), preset=PRESETS[index % 3])
+
+    def structure(self, index: int) -> tuple[int, int, int]:
+        return (5, 2, 2)
+
+
+class Gold:
+    """The sample's index, unknown for the condition with index 4."""
+
+    name = "gold"
+    floor = 0.0
+    measures = ("trans_err_m",)
+
+    def __call__(self, videos, conditions):
+        index = torch.tensor([float(c.index) for c in conditions])
+        return RewardResult(-index, index != 4, ("",) * len(index), {"trans_err_m": index})
+
+
+def evaluator(ranks: Ranks | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3) -> Evaluator:
+    rewards = RewardSet([BrightnessReward(broken=[(5, 0)])], {"brightness": 1.0})
+    settings = EvalSettings(sigmas=SIGMAS, num_conditions=number, batch_size=batch_size, videos=2)
+    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), settings, ranks or Ranks())
+
+
+def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
+    policy = ToyPolicy()
+    found = evaluator(policy=policy).run()
+    assert [rows for rows, *_ in policy.calls] == [3] * 6 + [3] * 6 + [1] * 6
+    assert found.metrics == evaluator().run().metrics
+
+
+def test_conditions_and_noise_depend_on_nothing_but_the_data():
+    first, second = evaluator(), evaluator(number=3)
+    assert second.indices == first.indices[:3]
+    assert sorted(set(first.indices)) == sorted(first.indices)
+
+
+def test_every_condition_has_noise_of_its_own_and_always_the_same():
+    firsts = []
+    for number in (7, 3):
+        policy = ToyPolicy()
+        velocity, seen = policy.velocity, []
+        policy.velocity = lambda latents, *rest, v=velocity, s=seen: (s.append(latents), v(latents, *rest))[1]
+        evaluator(policy=policy, number=number, batch_size=7).run()
+        firsts.append(seen[0])
+    assert len(firsts[0].flatten(1).unique(dim=0)) == 7
+    assert torch.equal(firsts[0][:3], firsts[1])
+
+
+def test_means_leave_out_what_has_no_value_and_count_it():
+    found = evaluator(number=12).run()
+    assert found.metrics["eval/trans_err_m"] == pytest.approx((sum(range(12)) - 4) / 11)
+    assert found.metrics["eval/trans_err_m_valid"] == pytest.approx(11 / 12)
+    assert found.metrics["eval/brightness_valid"] == pytest.approx(11 / 12)
+    assert "eval/brightness_valid" not in evaluator(number=1).run().metrics
+    assert found.metrics["eval/brightness_percent"] == pytest.approx(100 * found.metrics["eval/brightness"])
+
+
+def test_presets_have_their_own_rows():
+    found = evaluator(number=12).run()
+    assert [(row["preset"], row["count"]) for row in found.presets] == [("pan_right", 4), ("zoom_in", 4)]
+    assert found.presets[0]["trans_err_m"] == pytest.approx((0 + 3 + 6 + 9) / 4)
+    assert found.presets[1]["trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
+
+
+def test_kinds_of_camera_have_their_own_means_and_shares():
+    found = evaluator(number=12).run().by_camera
+    assert {name.split("/")[1] for name in found} == {"pan_right", "zoom_in", "cam02"}
+    assert found["eval_by_camera/pan_right/trans_err_m"] == pytest.approx((0 + 3 + 6 + 9) / 4)
+    assert found["eval_by_camera/zoom_in/trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
+    assert found["eval_by_camera/zoom_in/trans_err_m_valid"] == pytest.approx(3 / 4)
+    assert found["eval_by_camera/cam02/trans_err_m"] == pytest.approx((2 + 5 + 8 + 11) / 4)
+    assert found["eval_by_camera/cam02/brightness_valid"] == pytest.approx(3 / 4)
+    assert "eval_by_camera/pan_right/brightness_valid" not in found
+
+
+def _evaluate(ranks: Ranks) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
+    found = evaluator(ranks).run()
+    return (found.metrics, found.by_camera), found.presets, len(found.clips)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_any_number_of_ranks_gives_the_same_numbers(world_size):
+    (metrics, by_camera), presets, _ = _evaluate(Ranks())
+    results = run_ranks(_evaluate, world_size)
+    assert all(result[:2] == results[0][:2] for result in results)
+    assert results[0][0][0] == pytest.approx(metrics, rel=1e-6)
+    assert results[0][0][1] == pytest.approx(by_camera, rel=1e-6)
+    assert [row["count"] for row in results[0][1]] == [row["count"] for row in presets]
+    assert [clips for *_, clips in results[1:]] == [0] * (world_size - 1)
+
+
+def _fail_on_one(ranks: Ranks) -> str:
+    broken = evaluator(ranks)
+    if ranks.rank == 1:
+        broken.dataset.condition = lambda index, gid: 1 / 0
+    with pytest.raises(RuntimeError) as caught:
+        broken.run()
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all():
+    texts = run_ranks(_fail_on_one, 2)
+    assert texts == ["rank 1 failed in evaluation: ZeroDivisionError: division by zero"] * 2
+
+
+def test_the_given_weights_are_in_place_while_sampling_only():
+    policy = ToyPolicy()
+
+    @contextlib.contextmanager
+    def brighter():
+        policy.net.outer.bias.data -= 5
+        yield
+        policy.net.outer.bias.data += 5
+
+    plain = evaluator(policy=policy).run()
+    averaged = evaluator(policy=policy).run(brighter())
+    assert averaged.metrics["eval/brightness"] > plain.metrics["eval/brightness"] + 0.2
+    assert evaluator(policy=policy).run().metrics == pytest.approx(plain.metrics, abs=1e-5)
+
+
+def test_more_conditions_than_data_are_refused():
+    with pytest.raises(ValueError, match=r"eval.num_conditions=13 must be within 1..12"):
+        evaluator(number=13)
+
+
+def test_videos_show_source_generated_and_target_side_by_side_enlarged():
+    shown = condition(3)
+    generated = torch.zeros_like(shown.source_video)
+    video = side_by_side(shown, generated)
+    assert video.shape == (3, FRAMES, 240, 720)
+    assert torch.equal(video[:, :, ::120, ::120], torch.cat([shown.source_video, generated, shown.target_video], -1))
+    assert side_by_side(dataclasses.replace(shown, target_video=None), generated).shape == (3, FRAMES, 240, 480)
+
+
+def test_a_sample_that_is_not_finite_is_shown_as_well():
+    shown = condition(3)
+    assert make_clip(shown, torch.full_like(shown.source_video, float("nan")), {}).video.isfinite().all()
+
+
+def test_clips_are_written_with_their_rewards_in_the_name(tmp_path):
+    found: Evaluation = evaluator(number=12).run()
+    assert len(found.clips) == 2
+    paths = write_clips(tmp_path / "videos", "eval_000001", found.clips)
+    index = int(found.clips[0].caption.split(",")[0].rpartition("scene")[2])
+    assert paths[0].name.startswith(f"eval_000001_val-f17_aperture10-scene{index}_cam02_brightness_0.")
+    assert "(source | generated | target)" in found.clips[0].caption
+    assert read_video(paths[0], FRAMES).shape == (3, FRAMES, 240, 720)
+    assert isinstance(found.clips[0], Clip)

@@ -1,0 +1,216 @@
+"""Which groups are trained on and where: decisions over many patterns, as pure functions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.groups.selection import Decision, Group, Rules, ShortageError, decide, groups_of, place
+
+WORLD, LOCAL, K = 4, 16, 4
+TARGET = WORLD * LOCAL
+
+
+def rules(policy="fallback_original", target=TARGET, k=K, max_resample_times=3) -> Rules:
+    return Rules(target, k, max_resample_times, policy, seed=5)
+
+
+def a_round(number: int, valid: int, *, target=TARGET, k=K, incomplete=0, draw=None) -> list[Group]:
+    """Return a round with so many valid samples; which groups those are is drawn when asked for."""
+    kinds = ["valid"] * (valid // k) + ["incomplete"] * incomplete
+    kinds += ["flat"] * (target // k - len(kinds))
+    if draw is not None:
+        draw.shuffle(kinds)
+    first = number * target
+    # Slot-major, as the "spread" layout has it: the copies of a group lie on different ranks.
+    m = target // k
+    return [
+        Group(number * m + j, tuple(first + j + slot * m for slot in range(k)), kind) for j, kind in enumerate(kinds)
+    ]
+
+
+def outcome(valid_per_round, policy="fallback_original") -> tuple[Decision, int]:
+    """Return the last decision and how many resamples it took."""
+    rounds: list[list[Group]] = []
+    for number, valid in enumerate(valid_per_round):
+        rounds.append(a_round(number, valid))
+        decision = decide(rounds, rules(policy))
+        if decision.action != "more":
+            break
+    return decision, number
+
+
+@pytest.mark.parametrize(
+    ("valid", "action", "resamples", "have"),
+    [
+        ([64], "use", 0, 64),
+        ([56, 16], "use", 1, 72),
+        ([48, 8, 4, 4], "use", 3, 64),  # 000-1: the third resample counts
+        ([48, 8, 4, 0], "original", 3, 60),  # 000-4
+        ([0, 0, 0, 64], "use", 3, 64),
+        ([0, 0, 0, 0], "original", 3, 0),  # 000-3
+    ],
+)
+def test_000_1_rounds_are_drawn_until_the_target_and_three_resamples_at_most(valid, action, resamples, have):
+    decision, number = outcome(valid)
+    assert (decision.action, number, decision.valid) == (action, resamples, have)
+
+
+def test_000_2_a_target_that_holds_no_whole_groups_is_refused():
+    with pytest.raises(ValueError, match="target of 62 samples is no multiple of k=4"):
+        rules(target=62)
+    assert rules().target == 64
+
+
+def test_only_the_groups_that_are_needed_are_used_in_the_order_of_rounds():
+    decision, _ = outcome([56, 16])
+    assert len(decision.groups) == 16
+    assert [group.gid for group in decision.groups[-2:]] == [16, 17]
+    assert decision.valid - len(decision.groups) * K == 8  # dyn/discarded_valid
+
+
+def test_000_8_pad_repeats_whole_valid_groups_up_to_the_target_alike_every_time():
+    decision, _ = outcome([40, 8, 4, 4], "pad")
+    assert (decision.action, len(decision.groups), decision.padded) == ("use", 16, 8)
+    counts = Counter(decision.groups)
+    assert all(group.kind == "valid" for group in counts)
+    assert sum(count - 1 for count in counts.values()) == 2
+    assert outcome([40, 8, 4, 4], "pad")[0] == decision
+
+
+def test_000_9_rebalance_uses_the_valid_groups_only():
+    decision, _ = outcome([40, 8, 4, 8], "rebalance")
+    assert len(decision.groups) == 15
+    assert decision.padded == 0
+
+
+def test_fill_flat_tops_up_with_flat_then_incomplete_groups_of_the_original_batch():
+    rounds = [a_round(0, 40, incomplete=5), *(a_round(n, 4, incomplete=15) for n in (1, 2, 3))]
+    decision = decide(rounds, rules("fill_flat"))
+    assert [group.kind for group in decision.groups] == ["valid"] * 13 + ["flat"] + ["incomplete"] * 2
+    assert {group.rows[0] < TARGET for group in decision.groups[13:]} == {True}
+    assert decision.padded == 12
+
+
+@pytest.mark.parametrize("policy", ["pad", "rebalance", "fill_flat"])
+def test_an_empty_pool_falls_back_under_every_policy(policy):
+    assert outcome([0, 0, 0, 0], policy)[0].action == "original"
+
+
+def test_raise_says_how_many_are_missing_and_what_to_do():
+    with pytest.raises(ShortageError, match=r"only 60 of 64 samples .* after 3 resample\(s\).*max_resample_times"):
+        outcome([48, 8, 4, 0], "raise")
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="policy is 'hope'"):
+        rules("hope")
+
+
+def test_no_resample_is_allowed_too():
+    assert decide([a_round(0, 60)], rules(max_resample_times=0)).action == "original"
+
+
+def test_the_reference_numbers_of_002_6_hold_groups_of_8():
+    """16 samples are 2 groups there, so k is 8 and 56 of 64 are 7 groups."""
+    eight = rules(k=8)
+    assert decide([a_round(0, 56, k=8)], eight).action == "more"
+    assert decide([a_round(0, 56, k=8), a_round(1, 8, k=8)], eight).action == "use"
+
+
+def test_000_9_62_rows_are_dealt_16_16_15_15_and_cover_the_pool_once():
+    placed = place(range(62), per_round=TARGET, world_size=WORLD)
+    assert [len(rows) for rows in placed.rows] == [16, 16, 15, 15]
+    assert sorted(row for rows in placed.rows for row in rows) == list(range(62))
+
+
+def test_000_13_every_rank_owns_its_slice_of_the_placed_pool():
+    placed = place(range(TARGET), per_round=TARGET, world_size=WORLD)
+    assert placed.rows == tuple(tuple(range(r * LOCAL, (r + 1) * LOCAL)) for r in range(WORLD))
+    assert placed.moves == ()
+
+
+def test_only_the_surplus_moves():
+    """14 of 16 groups are valid in the first round and two more in the second; each lies on one rank."""
+    groups = [tuple(range(4 * j, 4 * j + 4)) for j in (*range(14), 16, 17)]
+    placed = place([row for rows in groups for row in rows], per_round=TARGET, world_size=WORLD)
+    assert [len(own) for own in placed.rows] == [16] * 4
+    assert placed.moves == tuple((row, 0, 3) for row in range(64, 72))
+
+
+def test_nothing_moves_where_every_rank_holds_a_copy_of_every_group():
+    groups = [g for g in (*a_round(0, 56), *a_round(1, 8)) if g.kind == "valid"]
+    placed = place([row for group in groups for row in group.rows], per_round=TARGET, world_size=WORLD)
+    assert placed.moves == ()
+
+
+@pytest.mark.parametrize(("world", "local", "k"), [(2, 8, 4), (4, 16, 4), (8, 4, 4), (4, 16, 8), (3, 4, 6)])
+@pytest.mark.parametrize("policy", ["fallback_original", "pad", "rebalance", "fill_flat"])
+def test_any_pattern_of_validity_gives_equal_sizes_whole_groups_and_no_duplicates(world, local, k, policy):
+    """The properties of 000-5 and 002-1 over random patterns; every rank computes this from the same facts."""
+    draw = random.Random(f"{world} {local} {k} {policy}")
+    target = world * local
+    for _ in range(60):
+        chance = draw.choice([0.0, 0.1, 0.3, 0.6, 1.0])
+        rounds = []
+        for number in range(4):
+            valid = k * sum(draw.random() < chance for _ in range(target // k))
+            rounds.append(a_round(number, valid, target=target, k=k, draw=draw))
+            decision = decide(rounds, rules(policy, target, k))
+            if decision.action != "more":
+                break
+        assert decision.action in ("use", "original")
+        if decision.action == "original":
+            continue
+        placed = place([r for g in decision.groups for r in g.rows], per_round=target, world_size=world)
+        sizes = [len(rows) for rows in placed.rows]
+        assert max(sizes) - min(sizes) <= (1 if policy == "rebalance" else 0)
+        if policy != "rebalance":
+            assert sum(sizes) == target
+        counts = Counter(row for rows in placed.rows for row in rows)
+        assert counts == Counter(row for group in decision.groups for row in group.rows)
+        assert policy == "pad" or set(counts.values()) == {1}
+        assert all(len({counts[row] for row in group.rows}) == 1 for group in decision.groups)
+        stayed = sum(row % target // local == r for r, rows in enumerate(placed.rows) for row in rows)
+        assert len(placed.moves) == sum(sizes) - stayed
+        assert all(source == row % target // local for row, source, _ in placed.moves)
+
+
+def test_groups_are_found_whatever_the_order_of_their_copies():
+    gids, slots = torch.tensor([7, 3, 7, 3, 9, 9]), torch.tensor([1, 0, 0, 1, 1, 0])
+    flat, incomplete = torch.tensor([False, True, False]), torch.tensor([True, False, False])
+    found = groups_of(gids, slots, flat=flat, incomplete=incomplete, first_row=100)
+    assert found == (
+        Group(3, (101, 103), "incomplete"),
+        Group(7, (102, 100), "flat"),
+        Group(9, (105, 104), "valid"),
+    )
+
+
+def test_an_incomplete_group_is_not_taken_for_a_flat_one():
+    both = torch.tensor([True])
+    (group,) = groups_of(torch.tensor([1, 1]), torch.tensor([0, 1]), flat=both, incomplete=both, first_row=0)
+    assert group.kind == "incomplete"
+
+
+def test_one_epoch_after_the_other_pads_with_other_groups():
+    """The draw depends on the first gid of the epoch, so resumed runs repeat it and later epochs do not."""
+    choices = set()
+    for shift in range(6):
+        rounds = [
+            [Group(g.gid + 1000 * shift, g.rows, g.kind) for g in a_round(n, v)] for n, v in enumerate([32, 4, 4, 4])
+        ]
+        decision = decide(rounds, rules("pad"))
+        choices.add(tuple(group.rows for group in decision.groups))
+    assert len(choices) > 3
+
+
+def test_the_pool_rows_of_different_rounds_never_meet():
+    rounds = [a_round(number, 16) for number in range(4)]
+    rows = [row for drawn in rounds for group in drawn for row in group.rows]
+    assert len(set(rows)) == len(rows)
+    assert all(a < b for a, b in itertools.pairwise(sorted(rows)))

@@ -1,0 +1,164 @@
+"""The rollout: what it draws, what it remembers, and that the deterministic sampler is the same code."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.rollout.denoise import Rollout, SdeSettings, check_noise, rollout
+from flow_grpo.maths.keys import generator
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.maths.sde import log_prob, transition
+from flow_grpo.records import Trajectory
+from tests.toy import SDE, SHAPE, SIGMAS, ToyPolicy, condition, group
+
+
+def roll(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, **options) -> Trajectory:
+    return whole(policy, conditions, window, seed, sde, **options).trajectory
+
+
+def whole(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, **options) -> Rollout:
+    return rollout(
+        policy, conditions, policy.encode(conditions), sigmas=SIGMAS, window=window, sde=sde, seed=seed, **options
+    )
+
+
+def test_empty_window_is_the_euler_ode_with_the_keyed_initial_noise():
+    policy = ToyPolicy()
+    rolled = whole(policy, group(3, 2), window=())
+    got = rolled.trajectory
+    latents = torch.stack([torch.randn(SHAPE, generator=generator(5, "xT", 3, slot)) for slot in range(2)])
+    conditioning = policy.encode(group(3, 2))
+    with torch.no_grad():
+        for before, after in itertools.pairwise(SIGMAS):
+            latents = latents + policy.velocity(latents, before.repeat(2), conditioning) * (after - before)
+    torch.testing.assert_close(rolled.final_latents, latents, rtol=0, atol=1e-6)
+    assert got.log_probs.shape == (2, 0)
+    assert got.latents.shape == (2, 0, *SHAPE)
+
+
+def test_noise_level_zero_follows_the_ode_of_an_empty_window_up_to_the_window():
+    policy = ToyPolicy()
+    stochastic = whole(policy, group(3, 2), window=(2, 3))
+    plain = whole(policy, group(3, 2), window=())
+    sigmas = SIGMAS[:3]
+    prefix = rollout(policy, group(3, 2), policy.encode(group(3, 2)), sigmas=sigmas, window=(), sde=SDE, seed=5)
+    assert torch.equal(stochastic.trajectory.latents[:, 0], prefix.final_latents)
+    assert not torch.equal(stochastic.final_latents, plain.final_latents)
+
+
+def test_states_are_stored_once_and_chain_through_a_contiguous_window():
+    got = roll(ToyPolicy(), group(3, 4), window=(1, 2, 3))
+    assert got.states.shape == (4, 4, *SHAPE)
+    assert got.positions == (0, 1, 2)
+    assert torch.equal(got.next_latents[:, :-1], got.latents[:, 1:])
+
+
+def test_a_window_with_a_gap_keeps_both_ends_of_every_step():
+    got = roll(ToyPolicy(), group(3, 2), window=(0, 2, 3))
+    assert got.positions == (0, 2, 3)
+    assert got.steps == (0, 2, 3)
+    assert got.states.shape[1] == 5
+    assert not torch.equal(got.next_latents[:, 0], got.latents[:, 1])
+
+
+def test_stored_steps_score_to_the_stored_log_probs_and_leave_standard_residuals():
+    policy = ToyPolicy()
+    conditions = [c for gid in range(64) for c in group(gid, 4)]
+    got = roll(policy, conditions, window=(1, 2))
+    conditioning = policy.encode(conditions)
+    for column, step in enumerate(got.steps):
+        before, after = got.latents[:, column], got.next_latents[:, column]
+        with torch.no_grad():
+            velocity = policy.velocity(before, SIGMAS[step].repeat(256), conditioning)
+        levels = float(SIGMAS[step]), float(SIGMAS[step + 1])
+        drawn_from = transition(velocity, before, *levels, kind="constant", noise_level=SDE.noise_level)
+        assert torch.equal(log_prob(after, drawn_from), got.log_probs[:, column])
+        residual = ((after - drawn_from.mean) / drawn_from.std).flatten()
+        assert abs(residual.mean()) < 5 / len(residual) ** 0.5
+        assert abs(residual.std() - 1) < 5 / (2 * len(residual)) ** 0.5
+
+
+def test_a_sample_depends_on_seed_gid_and_slot_not_on_its_batch_or_place():
+    policy = ToyPolicy()
+    together = whole(policy, [*group(3, 4), *group(9, 4)])
+    apart = whole(policy, [condition(9, 9, 2), condition(3, 3, 1)])
+    for row, place in ((0, 6), (1, 1)):
+        wanted = together.trajectory.states[place]
+        torch.testing.assert_close(apart.trajectory.states[row], wanted, rtol=0, atol=1e-6)
+        assert torch.equal(apart.noise_ids[row], together.noise_ids[place])
+    other_seed = whole(policy, group(3, 4), seed=6)
+    assert not torch.isin(other_seed.noise_ids, together.noise_ids).any()
+
+
+def test_the_copies_of_a_group_differ_and_may_share_their_first_noise_only():
+    policy = ToyPolicy()
+    conditions = group(3, 4)
+    assert len(whole(policy, conditions).noise_ids.unique()) == 8
+    rolled = whole(policy, conditions, window=(0, 1), same_initial_noise=True)
+    assert len(rolled.noise_ids[:, 0].unique()) == 1
+    assert len(rolled.noise_ids[:, 1].unique()) == 4
+    shared = rolled.trajectory
+    assert torch.equal(shared.latents[0, 0], shared.latents[3, 0])
+    assert not torch.equal(shared.next_latents[0, 0], shared.next_latents[3, 0])
+
+
+def test_latents_and_log_probs_are_fp32_without_gradient():
+    got = whole(ToyPolicy(), group(3, 2))
+    for tensor in (got.trajectory.states, got.trajectory.log_probs, got.final_latents):
+        assert tensor.dtype == torch.float32
+        assert not tensor.requires_grad
+
+
+def test_one_velocity_call_per_step_at_the_step_s_own_sigma():
+    policy = ToyPolicy()
+    roll(policy, group(3, 4))
+    assert [(rows, sigma) for rows, sigma, *_ in policy.calls] == [(4, float(sigma)) for sigma in SIGMAS[:-1]]
+
+
+@pytest.mark.parametrize("window", [(5,), (4, 5), (-1,), (2, 1)])
+def test_the_last_step_and_steps_outside_the_schedule_are_refused(window):
+    with pytest.raises(ValueError, match="sde_steps is"):
+        roll(ToyPolicy(), group(3, 2), window=window)
+
+
+def test_the_flow_kind_is_capped_by_the_second_sigma():
+    got = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 0.7))
+    assert got.log_probs.isfinite().all()
+
+
+def test_max_step_std_bounds_the_noise():
+    free = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 1.0))
+    bound = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 1.0, 0.01))
+    step = [(t.next_latents - t.latents).std() for t in (free, bound)]
+    assert step[1] < step[0] / 3
+
+
+def test_the_detector_raises_on_duplicated_noise_within_a_group():
+    policy = ToyPolicy()
+    twice = [condition(3, 3, 0), condition(3, 3, 0)]
+    ids, gids = whole(policy, twice).noise_ids, torch.tensor([3, 3])
+    with pytest.raises(RuntimeError, match="samples 0 and 1 of group 3 were drawn from the same initial noise"):
+        check_noise(gids, ids, same_initial_noise=False)
+    with pytest.raises(RuntimeError, match="same step noise"):
+        check_noise(gids, ids, same_initial_noise=True)
+
+
+def test_the_detector_accepts_wanted_duplicates_and_equal_noise_in_different_groups():
+    policy = ToyPolicy()
+    shared = whole(policy, group(3, 4), same_initial_noise=True)
+    check_noise(torch.full((4,), 3), shared.noise_ids, same_initial_noise=True)
+    with pytest.raises(RuntimeError, match="same initial noise"):
+        check_noise(torch.full((4,), 3), shared.noise_ids, same_initial_noise=False)
+    check_noise(torch.arange(4), shared.noise_ids[[0, 0, 0, 0]], same_initial_noise=False)
+
+
+def test_sigmas_of_another_schedule_change_nothing_but_the_steps():
+    policy = ToyPolicy()
+    conditions = group(3, 2)
+    longer = rollout(
+        policy, conditions, policy.encode(conditions), sigmas=flow_sigmas(9, 5.0), window=(1,), sde=SDE, seed=5
+    )
+    assert torch.equal(longer.noise_ids[:, 0], whole(policy, conditions, window=(1,)).noise_ids[:, 0])

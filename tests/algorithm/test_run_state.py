@@ -1,0 +1,103 @@
+"""What a checkpoint holds and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.run_state import RunState, fingerprint
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.models.adapters import Ema
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.toy import ToyPolicy, group, training_batch, updater, weights_of
+
+
+def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4) -> tuple[RunState, ToyPolicy]:
+    policy = ToyPolicy(seed)
+    return RunState(
+        module=policy.net,
+        optimizer=torch.optim.AdamW(policy.trained_parameters(), lr=lr),
+        sampler=DistributedKRepeatSampler(24, 4, k, 1, 0, seed=1),
+        ema=Ema(policy.trained_parameters(), 0.5) if ema else None,
+        device=torch.device("cpu"),
+        identity={"model": fingerprint(policy.net)},
+    ), policy
+
+
+def step(state: RunState, policy: ToyPolicy, epoch: int) -> None:
+    updating = updater(policy)
+    updating.optimizer, updating.after_step = state.optimizer, state.ema.update if state.ema else lambda: None
+    updating.run(training_batch(policy, [group(epoch, 4)]), epoch=epoch)
+    state.sampler.set_epoch(epoch + 1)
+    state.finished = epoch + 1
+
+
+def test_a_resumed_run_goes_on_bit_by_bit(tmp_path):
+    whole, policy = a_run(tmp_path)
+    for epoch in (1, 2, 3):
+        step(whole, policy, epoch)
+        if epoch == 2:
+            whole.before, whole.train_seconds = {"eval/x": 1.5}, 7.0
+            whole.bad_steps[:] = ["a gradient is not finite"]
+            path = whole.save(tmp_path, keep=2, ranks=Ranks())
+    resumed, other = a_run(tmp_path)
+    resumed.restore(path, ranks=Ranks())
+    assert (resumed.finished, resumed.before, resumed.train_seconds) == (3, {"eval/x": 1.5}, 7.0)
+    assert resumed.sampler.state_dict()["next_step"] == 3
+    assert resumed.bad_steps == ["a gradient is not finite"]  # the next one is the second in a row
+    step(resumed, other, 3)
+    assert torch.equal(weights_of(other), weights_of(policy))
+    with resumed.ema.applied(), whole.ema.applied():
+        assert torch.equal(weights_of(other), weights_of(policy))
+
+
+def test_the_random_state_comes_back(tmp_path):
+    state, _ = a_run(tmp_path)
+    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    wanted = torch.rand(3)
+    torch.rand(5)
+    state.restore(path, ranks=Ranks())
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path):
+    state, policy = a_run(tmp_path)
+    step(state, policy, 1)
+    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    other, _ = a_run(tmp_path, lr=3e-4)
+    other.restore(path, ranks=Ranks())
+    assert other.optimizer.param_groups[0]["lr"] == 3e-4
+    assert len(other.optimizer.state) == 4
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
+    state, _ = a_run(tmp_path)
+    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    other, policy = a_run(tmp_path, seed=1)
+    with pytest.raises(ValueError, match="belongs to another run: model is"):
+        other.restore(path, ranks=Ranks())
+    assert torch.equal(weights_of(policy), weights_of(ToyPolicy(1)))
+
+
+def test_a_checkpoint_with_other_sampler_numbers_is_refused(tmp_path):
+    state, _ = a_run(tmp_path)
+    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    other, _ = a_run(tmp_path, k=2)
+    with pytest.raises(ValueError, match="k was 4, is 2"):
+        other.restore(path, ranks=Ranks())
+
+
+@pytest.mark.parametrize(("saved", "loaded", "word"), [(True, False, "with"), (False, True, "without")])
+def test_a_weight_average_cannot_come_or_go(tmp_path, saved, loaded, word):
+    state, _ = a_run(tmp_path, ema=saved)
+    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    other, _ = a_run(tmp_path, ema=loaded)
+    with pytest.raises(ValueError, match=f"was saved {word} a weight average"):
+        other.restore(path, ranks=Ranks())
+
+
+def test_the_fingerprint_tells_models_apart_by_name_shape_and_value():
+    base = ToyPolicy(0).net
+    assert fingerprint(base) == fingerprint(ToyPolicy(0).net)
+    assert fingerprint(base) != fingerprint(ToyPolicy(1).net)
+    assert fingerprint(torch.nn.Linear(2, 3)) != fingerprint(torch.nn.Linear(3, 2))

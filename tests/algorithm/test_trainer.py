@@ -1,0 +1,440 @@
+"""The verbs of the loop, on the toy: when things happen, what is recorded, that ranks agree."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from flow_grpo.algorithm import trainer as trainer_module
+from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
+from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
+from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.reporting.console import Progress
+from flow_grpo.runtime.reporting.tracker import Tracker
+from flow_grpo.runtime.signals import EndRequest
+from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
+from tests.algorithm.test_evaluate import ToyData
+from tests.toy import (
+    SIGMAS,
+    BrightnessReward,
+    ToyPolicy,
+    collector,
+    reward_config,
+    sample_config,
+    train_config,
+    updater,
+    weights_of,
+)
+from tests.workers import run_ranks
+from train_grpo import train_epoch
+
+DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
+
+
+def a_config(**changes) -> Config:
+    values = {field.name: None for field in dataclasses.fields(Config)}
+    values |= {
+        "num_epochs": 3,
+        "max_minutes": 0.0,
+        "debug": False,
+        "log_videos_every": 0,
+        "sample": sample_config(train_batch_size=4),
+        "reward": reward_config(),
+        "train": train_config(),
+        "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1),
+        "checkpoint": CheckpointConfig(every=2, keep=5, best=""),
+    }
+    return Config(**(values | changes))
+
+
+@pytest.fixture
+def a_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: folder.mkdir())
+
+    def make(ranks=None, **changes) -> Trainer:
+        config, policy, ranks = a_config(**changes), ToyPolicy(), ranks or Ranks()
+        sampling = collector(ranks, policy, debug=config.debug, train_batch_size=4)
+        moving = updater(policy, ranks=ranks)
+        rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+        state = RunState(policy.net, moving.optimizer, sampling.stream._sampler, None, torch.device("cpu"), {})
+        progress = Progress(config.num_epochs, ranks)
+        dynamic = config.dynamic_sampling and DynamicSampling(
+            config.dynamic_sampling,
+            config.reward,
+            {"brightness": 0.0},
+            k=4,
+            local=8,
+            seed=5,
+            ranks=ranks,
+            history=state.shortages,
+            say=progress.say,
+        )
+        return Trainer(
+            config=config,
+            collector=sampling,
+            updater=moving,
+            evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1), ranks),
+            state=state,
+            tracker=Tracker(tmp_path, {}, (), ranks),
+            progress=progress,
+            ranks=ranks,
+            device=torch.device("cpu"),
+            run_folder=tmp_path,
+            lock=RunLock(tmp_path),
+            dynamic_sampling=dynamic,
+        )
+
+    return make
+
+
+def run(trainer: Trainer) -> list[int]:
+    seen = []
+    trainer.evaluate_before()
+    for epoch in trainer.epochs():
+        train_epoch(trainer, epoch)
+        seen.append(epoch)
+    trainer.finish()
+    return seen
+
+
+def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path):
+    assert run(a_trainer()) == [0, 1, 2]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/brightness" in row] == [0, 2, 3]
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
+    assert [row["step"] for row in rows if "policy/ratio_after_max_abs_log" in row] == [2]
+    assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == [
+        "checkpoint_000002",
+        "checkpoint_000003",
+    ]
+    assert set(json.loads((tmp_path / "summary.json").read_text())) == {"before", "after", "train_seconds"}
+
+
+def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "reward/mean" in row]
+    phases = ("fetch", "encode", "rollout", "score", "gather", "update")
+    assert {f"time/{phase}_s" for phase in phases} <= set(row)
+    assert row["time/epoch_s"] == pytest.approx(sum(row[f"time/{phase}_s"] for phase in phases))
+    assert row["system/samples_per_s"] == pytest.approx(8 / row["time/epoch_s"])
+    assert {"train/learning_rate", "train/zero_std_ratio", "dyn/flat_groups", "reward/brightness_valid"} <= set(row)
+    assert any(name.startswith("system/memory_") for name in row)
+
+
+def test_the_same_state_is_evaluated_once(a_trainer):
+    trainer = a_trainer(num_epochs=2)
+    run(trainer)
+    per_epoch = 2 * len(SIGMAS[:-1])
+    replayed = 2 * 2 * 2 + 1  # epochs, micro-batches, window; the probe
+    evaluations = 2
+    assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + evaluations * 6
+
+
+def test_training_videos_are_written_when_asked_for(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, log_videos_every=1))
+    assert len(list((tmp_path / "videos").glob("train_000001_*.mp4"))) == 1
+
+
+def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
+    trainer = a_trainer(num_epochs=0)
+    trainer.state.before = {"eval/brightness": 0.5}
+    trainer.evaluate_before()
+    assert trainer.collector.policy.calls == []
+
+
+def test_a_resumed_run_makes_up_for_an_evaluation_that_was_due_and_failed(a_trainer):
+    trainer = a_trainer(num_epochs=2)
+    trainer.state.before, trainer.state.finished = {"eval/brightness": 0.5}, 2
+    trainer.evaluate_before()
+    assert trainer.tracker.recorded(2) >= {"eval/brightness"}
+    calls = len(trainer.collector.policy.calls)
+    trainer._evaluated = None
+    trainer.evaluate_before()
+    assert calls == len(trainer.collector.policy.calls) > 0
+
+
+def test_the_checkpoint_of_an_evaluation_made_up_for_gets_its_score(a_trainer, tmp_path):
+    trainer = a_trainer(num_epochs=2, checkpoint=CheckpointConfig(every=1, keep=1, best="eval/brightness"))
+    trainer.state.before, trainer.state.finished = {"eval/brightness": 0.5}, 2
+    trainer.save()
+    manifest = tmp_path / "checkpoints" / "checkpoint_000002" / "manifest.json"
+    assert json.loads(manifest.read_text())["score"] is None
+    trainer.evaluate_before()
+    assert json.loads(manifest.read_text())["score"] == trainer.evaluate()["eval/brightness"]
+
+
+def test_what_was_drawn_since_the_last_save_is_saved_too(a_trainer, tmp_path):
+    """As when an epoch ends in a shortage: a resumed run should draw other conditions."""
+    trainer = a_trainer(num_epochs=2)
+    trainer.save()
+    assert (tmp_path / "checkpoints" / "checkpoint_000000").is_dir()  # before the first epoch as well
+    steps = []
+    trainer.state.save = lambda *_, **__: steps.append(trainer.state.sampler.next_step)
+    trainer.save()
+    trainer.sample(0)
+    trainer.save()
+    trainer.save()
+    assert len(steps) == 1 and steps[0] > 0
+
+
+def test_an_evaluation_without_the_best_metric_has_no_score(a_trainer):
+    trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/rot_err_deg"))
+    trainer._evaluated = 0, {"eval/brightness": 0.5}
+    assert trainer._score() is None
+    trainer._evaluated = 0, {"eval/rot_err_deg": 0.5}
+    assert trainer._score() == -0.5
+
+
+def test_the_time_limit_counts_what_earlier_runs_used(a_trainer):
+    trainer = a_trainer(max_minutes=1.0)
+    trainer.state.train_seconds = 61.0
+    assert list(trainer.epochs()) == []
+
+
+def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
+    trainer = a_trainer(num_epochs=0)
+    inside = []
+
+    class Average:
+        @contextlib.contextmanager
+        def applied(self):
+            inside.append("in")
+            yield
+            inside.append("out")
+
+        def state_dict(self):
+            return {}
+
+    trainer.state.ema = Average()
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: inside.append("save"))
+    run(trainer)
+    assert inside == ["in", "out", "in", "save", "out"]
+
+
+def test_samples_without_a_reward_are_told_and_counted(a_trainer, capsys, tmp_path):
+    trainer = a_trainer(num_epochs=1)
+    index = trainer.collector.stream._sampler.plan(0)[0][0][3]
+    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(index, 2)])], {"brightness": 1.0})
+    run(trainer)
+    assert "reward brightness: 1 samples of rank 0 have no value, first: broken on purpose" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "reward/mean" in row]
+    assert row["reward/brightness_valid"] == pytest.approx(7 / 8)
+    assert row["dyn/incomplete_groups"] == 1
+
+
+def test_a_failing_phase_is_named(a_trainer):
+    trainer = a_trainer()
+    trainer.collector.stream.take = lambda step: 1 / 0
+    with pytest.raises(RuntimeError, match="rank 0 failed in sampling: ZeroDivisionError"):
+        trainer.sample(0)
+
+
+def metrics_of(folder) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "reward/mean" in row]
+
+
+def everything_flat(**changes) -> dict:
+    return {"reward": reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
+
+
+def test_002_8_a_run_goes_on_after_falling_back_and_draws_fresh_conditions_every_time(a_trainer, tmp_path):
+    trainer = a_trainer(**everything_flat())
+    assert run(trainer) == [0, 1, 2]
+    rows = metrics_of(tmp_path)
+    assert [row["dyn/fallback"] for row in rows] == [1.0] * 3
+    assert [row["dyn/resample_rounds"] for row in rows] == [1.0] * 3
+    assert all(row["train/updates"] == 1 and row["train/grad_norm"] == 0.0 for row in rows)
+    assert all(row["system/samples_per_s"] == pytest.approx(16 / row["time/epoch_s"]) for row in rows)
+    assert trainer.state.sampler.next_step == 3 * 2 * 2  # epochs, rounds, batches
+    assert trainer.state.shortages == [1, 1, 1]
+
+
+def test_the_rollout_bar_expects_the_samples_of_a_resample(a_trainer):
+    trainer = a_trainer(**everything_flat(num_epochs=1))
+    run(trainer)
+    assert trainer.progress._bars.tasks[trainer.progress._rollouts].total == 16
+
+
+def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_path):
+    skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
+    run(a_trainer(**everything_flat(num_epochs=1, dynamic_sampling=skipping)))
+    (row,) = metrics_of(tmp_path)
+    assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
+
+
+def test_an_epoch_with_some_signal_takes_its_step_even_so(a_trainer, tmp_path):
+    skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
+    trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping)
+    gathered = trainer.gather(trainer.sample(0))
+    groups = [gathered.rewards["brightness"][gathered.gids == gid] for gid in (0, 1)]
+    low, high = sorted(float(group.max() - group.min()) for group in groups)
+    between = reward_config(flat_eps=(low + high) / 2)
+    trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping, reward=between)
+    run(trainer)
+    (row,) = metrics_of(tmp_path)
+    assert row["train/updates"] == 1.0
+
+
+def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninterrupted_one(a_trainer, tmp_path):
+    fading = reward_config(weights={"brightness": 9.0}, schedules={"brightness": ((0, 1.0), (2, 0.5))})
+    run(a_trainer(reward=fading))
+    rows = metrics_of(tmp_path)
+    assert [row["reward/brightness_weight"] for row in rows] == [1.0, 0.75, 0.5]
+    assert [row["reward/mean"] / row["reward/brightness_mean"] for row in rows] == pytest.approx([1.0, 0.75, 0.5])
+    sizes = [row["reward/advantage_abs"] for row in rows]
+    resumed = a_trainer(reward=fading)
+    resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[0], ranks=Ranks())  # after epoch 1
+    resumed.evaluate_before()
+    for epoch in resumed.epochs():
+        train_epoch(resumed, epoch)
+    assert resumed.metrics["reward/brightness_weight"] == 0.5
+    assert resumed.metrics["reward/advantage_abs"] == sizes[2]
+
+
+def test_dynamic_sampling_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path):
+    rising = reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
+    run(a_trainer(reward=rising, dynamic_sampling=DYNAMIC))
+    rows = metrics_of(tmp_path)
+    found = [row["dyn/reward_mean_before"] / row["reward/brightness_mean"] for row in rows]
+    assert found == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path):
+    class Asked(BrightnessReward):
+        calls = 0
+
+        def __call__(self, videos, conditions):
+            self.calls += 1
+            return super().__call__(videos, conditions)
+
+        def stats(self):
+            told = {"calls": float(self.calls), "failures": 0.0, "p50_s": 0.25, "p95_s": 0.5}
+            self.calls = 0
+            return told
+
+    trainer = a_trainer(num_epochs=2)
+    trainer.collector.rewards = RewardSet([Asked()], {"brightness": 1.0})
+    trainer.cameras = tuple(("pan", "zoom")[index % 2] for index in range(24))
+    run(trainer)
+    rows = metrics_of(tmp_path)
+    assert [row["server/brightness_calls"] for row in rows] == [2.0, 2.0]
+    assert all(row["server/brightness_p95_s"] == 0.5 for row in rows)
+    for row in rows:
+        by_camera = [row[f"reward_by_camera/{kind}/brightness"] for kind in ("pan", "zoom") if _has(row, kind)]
+        assert min(by_camera) <= row["reward/brightness_mean"] <= max(by_camera)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(
+        "eval_by_camera/cam02/brightness" in line or "eval_by_camera/zoom_in/brightness" in line for line in lines
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert not [name for name in summary["before"] if name.startswith("eval_by_camera")]
+
+
+def _has(row: dict[str, float], kind: str) -> bool:
+    return f"reward_by_camera/{kind}/brightness" in row
+
+
+def test_every_metric_of_the_note_is_recorded(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
+    (row,) = metrics_of(tmp_path)
+    names = (
+        "valid_groups_ratio_initial flat_groups incomplete_groups resample_rounds pool_samples shortage fallback "
+        "fallback_rate discarded_valid padded_samples moved_samples moved_bytes time reward_mean_before "
+        "reward_mean_after"
+    )
+    assert {f"dyn/{name}" for name in names.split()} <= set(row)
+    assert "train/zero_std_ratio" in row
+    assert row["dyn/reward_mean_before"] == pytest.approx(row["reward/mean"])
+
+
+def test_a_full_first_round_trains_as_without_dynamic_sampling(a_trainer, tmp_path):
+    plain, pooled = a_trainer(num_epochs=2), a_trainer(num_epochs=2, dynamic_sampling=DYNAMIC)
+    for trainer in (plain, pooled):
+        for epoch in trainer.epochs():
+            train_epoch(trainer, epoch)
+    assert torch.equal(weights_of(plain.updater.policy), weights_of(pooled.updater.policy))
+    assert not torch.equal(weights_of(plain.updater.policy), weights_of(ToyPolicy()))
+
+
+def test_a_failing_resample_is_named(a_trainer):
+    trainer = a_trainer(**everything_flat())
+    samples = trainer.sample(0)
+    gathered = trainer.gather(samples)
+    trainer.collector.stream.take = lambda step: 1 / 0
+    with pytest.raises(RuntimeError, match="rank 0 failed in resample #1: ZeroDivisionError"):
+        trainer.choose(samples, gathered, 0)
+
+
+def test_what_fails_in_a_resample_is_told_too(a_trainer, capsys):
+    trainer = a_trainer(**everything_flat(num_epochs=1))
+    later = [draw[3] for step in (2, 3) for draw in trainer.collector.stream._sampler.plan(step)[0]]
+    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(later[0], 2)])], {"brightness": 1.0})
+    run(trainer)
+    assert "reward brightness: 1 samples of rank 0 have no value" in capsys.readouterr().out
+
+
+def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tmp_path, capsys):
+    trainer = a_trainer()
+    trainer.evaluate_before()
+    with trainer.end:
+        for epoch in trainer.epochs():
+            os.kill(os.getpid(), signal.SIGTERM)
+            train_epoch(trainer, epoch)
+    assert trainer.ended_by == "SIGTERM" and trainer.state.finished == 1
+    trainer.leave()
+    assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == ["checkpoint_000001"]
+    assert not (tmp_path / "summary.json").exists()
+    assert "ended by SIGTERM after epoch 1, saved; go on with --config.resume=auto" in capsys.readouterr().out
+
+
+def _signalled(ranks: Ranks, folder: Path) -> tuple[str, bool]:
+    end = EndRequest()
+    end.signal = "SIGTERM" if ranks.rank == 1 else ""
+    trainer = Trainer.__new__(Trainer)
+    trainer.ranks, trainer.end = ranks, end
+    return trainer._asked_to_end(), trainer.ended_by
+
+
+def test_a_signal_to_one_rank_ends_all(tmp_path):
+    assert run_ranks(_signalled, 2, tmp_path) == [(True, "SIGTERM")] * 2
+
+
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(a_trainer, tmp_path, monkeypatch):
+    values = iter([0.0, 3.0, 5.0, 4.0])
+    trainer = a_trainer(
+        checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/brightness"),
+        eval=EvalConfig(every=1, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=0),
+    )
+    measure = trainer.evaluator.run
+
+    def measured(weights: object) -> Evaluation:
+        found = measure(weights)
+        return dataclasses.replace(found, metrics=found.metrics | {"eval/brightness": next(values)})
+
+    monkeypatch.setattr(trainer.evaluator, "run", measured)
+    run(trainer)
+    kept = [path.name[-1] for path in checkpoint.published(tmp_path / "checkpoints")]
+    assert kept == ["1", "3"]  # less is better; the first epoch's 3 is the least that was saved
+
+
+def test_a_best_that_is_not_measured_is_refused_with_what_there_is(a_trainer):
+    trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="eval/beauty"))
+    with pytest.raises(ValueError, match=r"checkpoint\.best: got 'eval/beauty', must be .*eval/brightness"):
+        trainer.evaluate_before()

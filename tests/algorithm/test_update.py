@@ -1,0 +1,369 @@
+"""The update: on-policy contract, accumulation, synchronisation, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from flow_grpo.algorithm.rollout.denoise import step_transition
+from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.maths.sde import log_prob
+from flow_grpo.records import TrainingBatch
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, group, scored, training_batch, updater, weights_of
+from tests.workers import run_ranks
+
+BATCHES = [group(1, 4), group(2, 4), group(3, 4)]
+
+
+def updated(*, batches=BATCHES, rollout_batch_size=4, epoch=0, policy=None, batch=None, **changes):
+    """Return the weights after one epoch's update, its metrics and the policy."""
+    policy = policy or ToyPolicy()
+    batch = batch or training_batch(policy, batches)
+    policy.calls.clear()
+    metrics = updater(policy, rollout_batch_size=rollout_batch_size, **changes).run(batch, epoch=epoch)
+    return weights_of(policy), metrics, policy
+
+
+def rows_of(batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
+    """Return some samples as a batch of their own."""
+    (part,) = batch.parts
+    return TrainingBatch((dataclasses.replace(part.rows(rows), positions=torch.arange(len(rows))),), len(rows))
+
+
+def changed(batch: TrainingBatch, **changes) -> TrainingBatch:
+    (part,) = batch.parts
+    return TrainingBatch((dataclasses.replace(part, **changes),), len(batch))
+
+
+def test_ratio_is_exactly_one_before_the_first_update_at_the_rollout_s_geometry():
+    _, metrics, _ = updated(old_log_prob="rollout")
+    assert metrics["policy/ratio_first_max_abs_log"] == 0.0
+    assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize("micro", [1, 3, 5, 12])
+def test_ratio_is_one_within_1e_6_at_another_micro_batch(micro):
+    _, metrics, _ = updated(old_log_prob="rollout", batch_size=micro)
+    assert metrics["policy/ratio_first_max_abs_log"] < 1e-6
+
+
+def test_auto_keeps_the_rollout_s_log_probs_at_equal_geometry_and_recomputes_otherwise():
+    *_, same = updated(batch_size=4)
+    assert all(grad for _, _, grad, _ in same.calls)
+    _, metrics, other = updated(batch_size=3)
+    assert [(rows, grad) for rows, _, grad, _ in other.calls] == [(3, False)] * 8 + [(3, True)] * 8
+    assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
+
+
+def test_recompute_and_detach_give_the_same_single_update_as_the_rollout_s_log_probs():
+    wanted, *_ = updated(old_log_prob="rollout")
+    for mode in ("recompute", "detach"):
+        torch.testing.assert_close(updated(old_log_prob=mode)[0], wanted, rtol=0, atol=1e-8)
+
+
+def test_detach_is_refused_with_several_updates_per_epoch():
+    with pytest.raises(ValueError, match="updates_per_epoch=1 only, got 2"):
+        updater(ToyPolicy(), old_log_prob="detach", updates_per_epoch=2)
+
+
+@pytest.mark.parametrize("micro", [1, 3, 12])
+def test_micro_batch_size_does_not_change_the_update(micro):
+    wanted, *_ = updated(batch_size=4)
+    got, *_ = updated(batch_size=micro)
+    assert (wanted - weights_of(ToyPolicy())).abs().max() > 3e-5
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-7)
+
+
+def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    got, metrics, _ = updated(policy=policy, batch=batch, max_grad_norm=1e9)
+    policy = ToyPolicy()
+    total = 0.0
+    (batch,) = batch.parts
+    for column, step in enumerate(batch.trajectory.steps):
+        before, after = batch.trajectory.latents[:, column], batch.trajectory.next_latents[:, column]
+        drawn_from = step_transition(policy, before, batch.conditioning, sigmas=SIGMAS, step=step, sde=SDE)
+        ratio = (log_prob(after, drawn_from) - batch.trajectory.log_probs[:, column]).exp()
+        total = total - (batch.advantages * ratio).mean() / 2
+    total.backward()
+    wanted = torch.cat([(p - 1e-2 * p.grad).detach().flatten() for p in policy.net.parameters()])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-7)
+    assert metrics["train/loss"] == pytest.approx(total.item(), abs=1e-6)
+
+
+def test_only_the_remembered_steps_are_replayed_at_their_own_sigmas():
+    *_, policy = updated()
+    assert len(policy.calls) == 3 * 2
+    assert sorted({round(sigma, 4) for _, sigma, *_ in policy.calls}) == [0.8571, 0.9375]
+
+
+def test_no_reference_forward_without_kl_and_one_per_replayed_step_with_it():
+    *_, plain = updated()
+    assert not any(reference for *_, reference in plain.calls)
+    *_, penalised = updated(kl_coef=0.1)
+    assert sum(reference for *_, reference in penalised.calls) == 6
+    assert not any(grad for _, _, grad, reference in penalised.calls if reference)
+
+
+def test_the_kl_is_zero_at_the_start_and_pulls_back_once_the_policy_has_moved():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    silent = changed(batch, advantages=torch.zeros(12))
+    before, metrics, _ = updated(policy=policy, batch=silent, kl_coef=1.0)
+    assert metrics["policy/kl"] == 0.0
+    assert torch.equal(before, weights_of(ToyPolicy()))
+    with torch.no_grad():
+        policy.net.outer.bias += 0.1
+    moved = policy.net.outer.bias.detach().clone()
+    _, metrics, _ = updated(policy=policy, batch=silent, kl_coef=1.0, max_grad_norm=1e9)
+    assert metrics["policy/kl"] > 0
+    assert ((policy.net.outer.bias - moved) < 0).all()
+
+
+def test_a_sample_of_weight_zero_has_no_say():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    weights = torch.ones(12)
+    weights[4:8] = 0
+    loud = batch.parts[0].advantages.clone()
+    loud[4:8] = 100.0
+    masked, *_ = updated(batch=changed(batch, weights=weights, advantages=loud))
+    without, *_ = updated(batch=rows_of(batch, torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])))
+    torch.testing.assert_close(masked, without, rtol=0, atol=1e-7)
+
+
+def test_a_masked_reward_gives_weight_zero_to_its_group():
+    policy = ToyPolicy()
+    (batch,) = training_batch(policy, BATCHES, reward=BrightnessReward(broken=[(2, 1)])).parts
+    assert batch.weights.tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 4
+    assert batch.advantages[4:8].tolist() == [0.0] * 4
+
+
+def test_an_update_without_any_weight_is_skipped_and_counted():
+    policy = ToyPolicy()
+    batch = changed(training_batch(policy, BATCHES), weights=torch.zeros(12))
+    weights, metrics, _ = updated(batch=batch)
+    assert torch.equal(weights, weights_of(ToyPolicy()))
+    assert metrics == {"train/updates": 0.0, "train/skipped_updates": 1.0, "train/bad_steps": 0.0}
+
+
+def dealt(updating: Updater, rows: int, epoch: int) -> list[list[list[int]]]:
+    """Return the row numbers of every micro-batch of every optimizer step."""
+    batch = training_batch(ToyPolicy(), [group(1, rows)])
+    return [[rows.tolist() for rows in micro_batches] for micro_batches in updating.plan(batch, epoch)]
+
+
+def test_several_updates_share_out_the_rows_once_and_alike_everywhere():
+    plan = dealt(updater(ToyPolicy(), updates_per_epoch=3, rollout_batch_size=4), 12, epoch=7)
+    assert [len(micro_batches) for micro_batches in plan] == [1, 1, 1]
+    assert sorted(row for (rows,) in plan for row in rows) == list(range(12))
+    assert all(rows == list(range(rows[0], rows[0] + 4)) for (rows,) in plan)
+    orders = {str(dealt(updater(ToyPolicy(), updates_per_epoch=3), 12, epoch)) for epoch in range(6)}
+    assert len(orders) > 1
+    assert plan == dealt(updater(ToyPolicy(), updates_per_epoch=3), 12, epoch=7)
+
+
+def test_more_updates_than_rollout_batches_deal_single_rows_evenly():
+    plan = dealt(updater(ToyPolicy(), updates_per_epoch=4, rollout_batch_size=12, batch_size=2), 12, epoch=0)
+    assert [[len(rows) for rows in micro] for micro in plan] == [[2, 1]] * 4
+
+
+def test_fewer_rows_than_updates_are_a_step_each():
+    plan = dealt(updater(ToyPolicy(), updates_per_epoch=13, batch_size=2), 2, epoch=0)
+    assert sorted(row for (rows,) in plan for row in rows) == [0, 1]
+
+
+def test_the_ratio_moves_away_from_one_with_several_updates_and_the_clip_acts():
+    _, metrics, _ = updated(updates_per_epoch=3, learning_rate=1.0, clip_range=1e-4)
+    assert metrics["train/updates"] == 3
+    assert metrics["policy/ratio_first_max_abs_log"] == 0.0
+    assert metrics["policy/ratio_max"] > 1.0001
+    assert 0 < metrics["policy/clip_fraction"] < 1
+
+
+def test_the_probe_sees_the_ratio_after_the_update():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    metrics = updater(policy).run(batch, epoch=0, probe=True)
+    assert 0 < metrics["policy/ratio_after_max_abs_log"] < 1
+
+
+def test_guard_has_the_same_direction_and_exactly_the_ratio_one_at_first():
+    _, metrics, policy = updated(guard=True, old_log_prob="auto")
+    assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
+    assert sum(not grad for _, _, grad, _ in policy.calls) == 6  # the old means
+    _, detached, other = updated(guard=True, old_log_prob="detach")
+    assert detached["policy/ratio_max"] == 1.0
+    assert all(grad for _, _, grad, _ in other.calls)
+
+
+def test_a_step_weight_scales_its_own_step_only():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    moves = []
+    for weight in ([1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0]):
+        policy = ToyPolicy()
+        updating = updater(policy, max_grad_norm=1e9)
+        updating.settings = dataclasses.replace(
+            updating.settings, step_weight=torch.tensor(weight, dtype=torch.float32)
+        )
+        updating.run(batch, epoch=0)
+        moves.append(weights_of(policy) - weights_of(ToyPolicy()))
+    torch.testing.assert_close(moves[0], moves[1] + moves[2], rtol=0, atol=1e-7)
+    assert (moves[1] - moves[2]).abs().max() > 1e-4
+
+
+def test_gradients_are_clipped_to_the_norm():
+    free, loose, _ = updated(max_grad_norm=1e9)
+    bound, tight, _ = updated(max_grad_norm=1e-3)
+    start = weights_of(ToyPolicy())
+    assert loose["train/grad_norm"] == pytest.approx(tight["train/grad_norm"])
+    assert (bound - start).norm().item() == pytest.approx(1e-2 * 1e-3, rel=1e-2)
+    assert (free - start).norm() > 10 * (bound - start).norm()
+
+
+def test_a_non_finite_log_ratio_names_rank_step_and_gid_and_leaves_the_weights():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    batch.parts[0].trajectory.log_probs[6, 1] = torch.nan
+    with pytest.raises(RuntimeError, match=r"rank 0: log-ratio is not finite in step 2 of gids \[2\]"):
+        updated(policy=policy, batch=batch)
+    assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
+
+
+def test_steps_that_are_not_finite_are_left_out_until_they_are_too_many_in_a_row():
+    policy = ToyPolicy()
+    good, bad = (training_batch(policy, BATCHES[:1]) for _ in range(2))
+    bad.parts[0].trajectory.log_probs[1, 0] = torch.nan
+    updating = updater(policy, max_bad_steps=2)
+    for epoch in (0, 1):
+        metrics = updating.run(bad, epoch=epoch, probe=True)
+        assert (metrics["train/bad_steps"], metrics["train/updates"]) == (1, 0)
+        assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
+    metrics = updating.run(good, epoch=2)
+    assert metrics["train/bad_steps"] == 0 and not updating.bad_steps  # counted anew
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert torch.equal(weights_of(policy), updated(batch=training_batch(ToyPolicy(), BATCHES[:1]), epoch=2)[0])
+    for epoch in (3, 4):
+        updating.run(bad, epoch=epoch)
+    with pytest.raises(RuntimeError, match=r"3 optimizer step\(s\) in a row are not finite, train.max_bad_steps is 2"):
+        updating.run(bad, epoch=5)
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_forgotten():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES[:1])
+    updating = updater(policy, max_bad_steps=1)
+    hook = policy.trained_parameters()[0].register_hook(lambda gradient: gradient * torch.inf)
+    metrics = updating.run(batch, epoch=0)
+    assert metrics["train/bad_steps"] == 1 and "gradient's norm is" in updating.bad_steps[0]
+    assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
+    hook.remove()
+    updating.run(batch, epoch=0)
+    assert torch.equal(weights_of(policy), updated(batch=training_batch(ToyPolicy(), BATCHES[:1]))[0])
+
+
+def test_a_step_that_is_not_finite_leaves_the_other_steps_of_its_epoch_alone():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES[:2])
+    batch.parts[0].trajectory.log_probs[1, 0] = torch.nan
+    metrics = updated(policy=policy, batch=batch, updates_per_epoch=2, max_bad_steps=1)[1]
+    assert (metrics["train/bad_steps"], metrics["train/updates"]) == (1, 1)
+    assert not torch.equal(weights_of(policy), weights_of(ToyPolicy()))
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_gradients_are_exchanged_in_the_last_backward_of_a_step_only():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    events = []
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, *given):
+            events.append("forward")
+            return self.net(*given)
+
+        @contextlib.contextmanager
+        def no_sync(self):
+            events.append("begin no_sync")
+            yield
+            events.append("end no_sync")
+
+    policy.module = Wrapped(policy.net)
+    updater(policy).run(batch, epoch=0)
+    assert events == ["begin no_sync", "forward", "end no_sync"] * 5 + ["forward"]
+
+
+def test_after_step_is_called_once_per_optimizer_step_with_the_gradients_cleared():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    calls = []
+    updating = updater(policy, updates_per_epoch=3)
+    updating.after_step = lambda: calls.append(all(p.grad is None for p in policy.trained_parameters()))
+    updating.run(batch, epoch=0)
+    assert calls == [True] * 3
+
+
+def _distributed_update(ranks: Ranks, changes: dict) -> tuple[torch.Tensor, dict[str, float]]:
+    policy = ToyPolicy()
+    batches = [group(gid, 4) for gid in (1, 2, 3, 4)]
+    batch = training_batch(policy, batches, reward=BrightnessReward(broken=[(2, 1)]))
+    rows = torch.arange(16).view(ranks.world_size, -1)[ranks.rank]
+    if ranks.world_size > 1:
+        policy.module = DistributedDataParallel(policy.net)
+    updating = updater(policy, ranks=ranks, **changes)
+    metrics = updating.run(rows_of(batch, rows), epoch=0)
+    return weights_of(policy), metrics
+
+
+@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.5, "batch_size": 3}], ids=["plain", "kl, micro-batch 3"])
+def test_two_ranks_take_the_same_update_as_one(changes):
+    wanted, alone = _distributed_update(Ranks(), changes)
+    (first, metrics), (second, _) = run_ranks(_distributed_update, 2, changes)
+    assert torch.equal(first, second)
+    assert (wanted - weights_of(ToyPolicy())).abs().max() > 3e-5
+    torch.testing.assert_close(first, wanted, rtol=0, atol=1e-7)
+    assert metrics["train/loss"] == pytest.approx(alone["train/loss"], abs=1e-6)
+    assert metrics["train/grad_norm"] == pytest.approx(alone["train/grad_norm"], rel=1e-4)
+
+
+def _broken_rank(ranks: Ranks) -> str:
+    policy = ToyPolicy()
+    batch = training_batch(policy, [group(1 + ranks.rank, 4)])
+    if ranks.rank == 1:
+        batch.parts[0].trajectory.log_probs[0, 0] = torch.inf
+    policy.module = DistributedDataParallel(policy.net)
+    with pytest.raises(RuntimeError, match="not finite") as caught:
+        updater(policy, ranks=ranks).run(batch, epoch=0)
+    return str(caught.value)
+
+
+def test_a_non_finite_log_ratio_on_one_rank_stops_all_alike():
+    first, second = run_ranks(_broken_rank, 2)
+    assert first == second
+    assert "rank 1: log-ratio" in first and "rank 0" not in first
+    assert "gids [2]" in first
+
+
+def test_a_toy_bandit_grows_brighter():
+    policy = ToyPolicy()
+    reward = BrightnessReward()
+    means = []
+    updating = updater(policy, rollout_batch_size=32)
+    updating.optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=3e-3)
+    for epoch in range(30):
+        conditions = [c for gid in range(4 * epoch, 4 * epoch + 4) for c in group(gid, 8, index=gid % 7)]
+        means.append(scored(policy, conditions, reward=reward, seed=1).rewards["brightness"].values.mean().item())
+        updating.run(training_batch(policy, [conditions], seed=1), epoch=epoch)
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.05, means

@@ -1,0 +1,125 @@
+"""Bad input of every kind ends in one line with field, value, bound and way out, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch._utils import ExceptionWrapper
+
+import train_grpo
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints.run_lock import LOCK
+from flow_grpo.runtime.ranks.process_group import InputError
+from flow_grpo.runtime.reporting import plots
+from tests.bad_input_cases import CASES, Case, Setup
+
+
+@pytest.fixture
+def setup(valid, tmp_path, monkeypatch) -> Setup:
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)  # costs more than these runs
+    return Setup(valid).copy(tmp_path / "setup")
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*") if path.name != LOCK)
+
+
+def said(capsys) -> str:
+    """Return the only line of standard error."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def test_the_table_names_every_case_once():
+    assert len({case.name for case in CASES}) == len(CASES) >= 40
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_wrong_is_one_line_at_the_door(setup: Setup, case: Case, capsys):
+    case.spoil(setup)
+    before = contents(setup.folder)
+    capsys.readouterr()
+    assert train_grpo.main(setup.words) == 2
+    line = said(capsys)
+    missing = [part for part in case.says if part not in line]
+    assert not missing, f"{line!r} lacks {missing}"
+    assert contents(setup.folder) == before
+
+
+def test_a_set_up_that_nobody_spoiled_works(setup, capsys):
+    assert train_grpo.main([*setup.words, "--config.num_epochs=0"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_breaks_within_a_run_ends_it_in_one_line_and_it_goes_on_when_the_file_is_whole(setup, capsys):
+    """The door reads one condition of each split; the others are read when they are drawn."""
+    kept = {file: file.read_bytes() for file in setup.videos("train")}
+    words = [*setup.words, "--config.num_epochs=2", "--config.checkpoint.every=1", "--config.data.num_workers=0"]
+    collect = train_grpo.Trainer.sample
+
+    def breaking(trainer, epoch):
+        if epoch == 1:
+            for file in kept:
+                file.write_bytes(b"")
+        return collect(trainer, epoch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_grpo.Trainer, "sample", breaking)
+        patch.setattr("flow_grpo.data.video_io.VideoCache.read", uncached)
+        assert train_grpo.main(words) == 2
+    line = said(capsys)
+    assert ".mp4 cannot be read, got 0 of 5 frames" in line and "remove its scene" in line
+    run = setup.folder / "runs" / "run"
+    assert [path.name for path in checkpoint.published(run / "checkpoints")] == ["checkpoint_000001"]
+    for file, content in kept.items():
+        file.write_bytes(content)
+    assert train_grpo.main([*words, "--config.resume=auto"]) == 0
+    assert (run / "summary.json").is_file()
+
+
+def uncached(self, path, num_frames, height, width):
+    from flow_grpo.data.video_io import fit_video, read_video
+
+    original = read_video(path, num_frames)
+    return fit_video(original, height, width), (original.shape[-2], original.shape[-1])
+
+
+def test_what_a_loader_s_worker_says_stays_one_line():
+    try:
+        raise InputError("video a.mp4 is too short; remove its scene")
+    except InputError:
+        wrapped = ExceptionWrapper(sys.exc_info(), where="in DataLoader worker process 0")
+    with pytest.raises(InputError) as caught:
+        wrapped.reraise()
+    assert "Traceback" in caught.value.args[0]
+    assert str(caught.value) == "video a.mp4 is too short; remove its scene"
+
+
+def test_a_folder_that_links_to_itself_is_refused(setup):
+    (setup.folder / "world" / "train" / "again").symlink_to(setup.folder / "world" / "train")
+    with pytest.raises(ValueError, match="again links to a folder that holds it, must not; remove the link"):
+        MultiCamDataset(setup.folder / "world", "train", num_frames=5, height=24, width=32, prompt="")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "warned"),
+    [
+        ("", False),  # legal: a model without a word about the scene
+        ("a room\nwith\ta wall", False),  # white space of any kind is one blank
+        ("a room with the camera pan left", False),  # as many tokens as fit
+        ("room " * 2000, True),
+    ],
+    ids=["empty", "several lines", "full", "10k characters"],
+)
+def test_a_prompt_may_be_empty_and_is_cut_with_a_warning_when_it_is_too_long(setup, capsys, caplog, prompt, warned):
+    for scene in [*setup.scenes("train"), *setup.scenes("val")]:
+        (scene / "metadata.csv").unlink()
+    setup.knobs |= {"data.prompt": prompt, "num_epochs": 0}
+    assert train_grpo.main(setup.words) == 0
+    cuts = [record.getMessage() for record in caplog.records if "is cut to" in record.getMessage()]
+    assert len(cuts) == warned
+    assert all("2001 tokens and is cut to 8; shorten it or raise model.max_prompt_tokens" in text for text in cuts)

@@ -1,0 +1,267 @@
+"""Faults in real runs under torchrun: one error that names rank, phase and cause, everybody gone in a minute, nothing
+lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.runtime.checkpoints import checkpoint
+from tests.tiny_models import make_tiny_folder
+from tools.soak import Family
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+BOUND_S = 60.0  # from the fault to the last process gone
+KNOBS = {
+    "num_epochs": 3,
+    "device": "cpu",
+    "doctor": "off",
+    "max_minutes": 0,
+    "log_videos_every": 0,
+    "trackers": "",
+    "data.tiny_world": "unit_test",
+    "data.num_frames": 5,
+    "data.num_workers": 0,
+    "sample.k": 4,
+    "sample.train_batch_size": 4,
+    "sample.num_batches_per_epoch": 1,
+    "sample.num_steps": 3,
+    "sample.sde_steps": "0,1",
+    "train.batch_size": 4,
+    "train.max_bad_steps": 0,
+    "reward.weights": "target_view=1,motion_mag=1",
+    "eval.every": 1,
+    "eval.num_conditions": 2,
+    "eval.num_steps": 2,
+    "eval.gold": "",
+    "eval.videos": 0,
+    "checkpoint.every": 1,
+    "distributed.dead_s": 12,
+    "distributed.silent_s": 25,
+    "run_name": "run",
+    "resume": "auto",
+}
+
+
+@dataclasses.dataclass
+class Ended:
+    """What a run left behind.
+
+    Attributes:
+        code: torchrun's exit code.
+        said: all that was printed.
+        seconds: from the beginning of the second epoch, in which faults strike, until every process was gone.
+        left: processes that had to be killed.
+        saved: finished epochs of the newest checkpoint, -1 for none.
+    """
+
+    code: int
+    said: str
+    seconds: float
+    left: list[str]
+    saved: int
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("faults")
+    ensure_tiny_world(folder / "world", "unit_test")
+    return {"model.path": make_tiny_folder(folder / "model"), "data.root": folder / "world"}
+
+
+@pytest.fixture
+def launch(places, tmp_path) -> Iterator[Callable[..., Ended]]:
+    """Return what starts a run with a fault and follows it to its end."""
+    launched: list[subprocess.Popen[bytes]] = []
+
+    def run(
+        fault: str,
+        *,
+        ranks: int = 2,
+        strike: Callable[[Family], None] | None = None,
+        torchrun: tuple[str, ...] = (),
+        **knobs: object,
+    ) -> Ended:
+        settings = KNOBS | places | {"output_root": tmp_path}
+        settings |= {name.replace("__", "."): value for name, value in knobs.items()}
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            *torchrun,
+        ]
+        command += [str(ROOT / "tests" / "saboteur.py"), "--config", f"{ROOT}/config/grpo.py:tiny_recam"]
+        command += [f"--config.{name}={value}" for name, value in settings.items()]
+        environment = os.environ | {"FAULT": fault, "FAULTY_RANK": str(ranks - 1), "OMP_NUM_THREADS": "1"}
+        output = tmp_path / "output.log"
+        with output.open("ab") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+        launched.append(process)
+        seconds, left = follow(process, tmp_path / "run" / "begun", strike)
+        steps = [int(path.name.rpartition("_")[2]) for path in checkpoint.published(tmp_path / "run" / "checkpoints")]
+        return Ended(process.wait(), output.read_text(), seconds, left, max(steps, default=-1))
+
+    yield run
+    for process in launched:
+        process.poll() is None and process.kill()
+
+
+def follow(
+    process: subprocess.Popen[bytes],
+    begun: Path,
+    strike: Callable[[Family], None] | None,
+) -> tuple[float, list[str]]:
+    """Wait until a launcher and all it started are gone; return the seconds since the second epoch and who was left."""
+    family = Family(process)
+    start, second = time.monotonic(), 0.0
+    while time.monotonic() - start < 240 and (not second or time.monotonic() - second < BOUND_S + 30):
+        family.look()
+        if process.poll() is not None and not family.alive():
+            break
+        if not second and begun.exists() and begun.read_text() not in ("", "0"):
+            second = time.monotonic()
+            if strike is not None:
+                strike(family)
+        time.sleep(0.05)
+    seconds, left = time.monotonic() - (second or start), family.alive()
+    said = [" ".join(member.cmdline())[-80:] for member in left]
+    for member in left:
+        member.kill()
+    return seconds, said
+
+
+# Fault -> what is said. Rank 1 of 2 has it.
+PLANTED = "RuntimeError: the fault that was planted"
+SAID = {
+    "fetch": [f"rank 1 failed in sampling: {PLANTED}"],
+    "encode": [f"rank 1 failed in sampling: {PLANTED}"],
+    "rollout": [f"rank 1 failed in sampling: {PLANTED}"],
+    "decode": [f"rank 1 failed in sampling: {PLANTED}"],
+    "decode memory": ["rank 1 failed in sampling: RuntimeError: out of memory in decoding", "model.vae_tiling=true"],
+    "update": [f"RankError: rank 1 failed in update: {PLANTED}", "rank 0 ends in update: rank 1 failed in update:"],
+    "update memory": ["rank 1 failed in update: RuntimeError: out of memory in the update of 4", "train.batch_size=2"],
+    "evaluate": [f"rank 1 failed in evaluation: {PLANTED}"],
+    "save": ["rank 1 failed in saving a checkpoint (files): OSError: [Errno 28] No space left on device"],
+    "freeze": ["rank 1 has not been heard of for", "its process or its machine is gone"],
+    "hang": ["rank 1 has made no progress for", "in sampling: it hangs"],
+    "hang in update": ["rank 1 has made no progress for", "in update: it hangs"],
+}
+
+
+def assert_gone_in_time(ended: Ended, *, saved: int = 1) -> None:
+    """Check what holds of every fault: an exit code, nobody left, in time, the last checkpoint whole."""
+    assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
+    assert ended.saved == saved
+
+
+def assert_goes_on(launch: Callable[..., Ended], **knobs: object) -> None:
+    """Check that the run can be resumed to its end, without the fault."""
+    again = launch("", **knobs)
+    assert again.code == 0 and again.saved == 3, again.said[-2000:]
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_a_fault_of_one_rank_ends_all_by_name(launch, fault):
+    ended = launch(fault)
+    assert_gone_in_time(ended)
+    for words in SAID[fault]:
+        assert words in ended.said
+    assert_goes_on(launch)
+
+
+def test_a_fault_of_one_of_four_ranks_is_told_alike_by_all(launch):
+    ended = launch("fetch", ranks=4)
+    assert_gone_in_time(ended)
+    assert ended.said.count(f"RankError: rank 3 failed in sampling: {PLANTED}") == 4
+    assert_goes_on(launch, ranks=4)
+
+
+def test_a_fault_while_the_others_wait_inside_a_sharded_forward_ends_all_by_name(launch):
+    ended = launch("rollout", train__sharding="fsdp2")
+    assert_gone_in_time(ended)
+    assert f"RankError: rank 1 failed in sampling: {PLANTED}" in ended.said
+    assert f"rank 0 ends in sampling: rank 1 failed in sampling: {PLANTED}" in ended.said
+    assert_goes_on(launch, train__sharding="fsdp2")
+
+
+def test_a_reward_that_hangs_ends_a_process_that_is_alone(launch):
+    ended = launch("hang", ranks=1)
+    assert_gone_in_time(ended)
+    assert "rank 0 has made no progress for" in ended.said and "in sampling: it hangs" in ended.said
+    assert_goes_on(launch, ranks=1)
+
+
+def test_a_gradient_that_is_not_finite_ends_all_by_name(launch):
+    ended = launch("gradient", ranks=1)
+    assert_gone_in_time(ended)
+    assert "1 optimizer step(s) in a row are not finite" in ended.said
+    assert_goes_on(launch, ranks=1)
+
+
+def test_a_log_that_cannot_be_written_ends_all_by_name(launch):
+    ended = launch("log", ranks=1)
+    assert_gone_in_time(ended)
+    assert "rank 0 failed in logging: OSError: [Errno 30] Read-only file system" in ended.said
+    assert_goes_on(launch, ranks=1)
+
+
+def test_a_killed_rank_ends_the_others(launch):
+    ended = launch("die")
+    assert_gone_in_time(ended)
+    assert "Signal 9 (SIGKILL)" in ended.said and "(local_rank: 1)" in ended.said  # the launcher's words
+    assert_goes_on(launch)
+
+
+def test_a_killed_rank_is_started_again_by_the_launcher_and_goes_on_by_itself(launch):
+    ended = launch("die once", torchrun=("--max-restarts=1",), resume="")
+    assert ended.code == 0 and not ended.left and ended.saved == 3, ended.said[-2000:]
+
+
+def test_a_killed_loader_process_ends_all_by_name(launch):
+    ended = launch("slow", strike=lambda family: family.workers()[0].kill(), data__num_workers=1, num_epochs=6)
+    assert_gone_in_time(ended)
+    assert "failed in sampling" in ended.said and "DataLoader worker" in ended.said
+    assert_goes_on(launch)
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(launch):
+    ended = launch("slow", strike=lambda family: family.launcher.kill(), num_epochs=40)
+    assert not ended.left and ended.seconds < BOUND_S and 1 <= ended.saved < 40
+    assert "the ranks' store has not answered" in ended.said
+    assert launch("", num_epochs=ended.saved + 1).saved == ended.saved + 1
+
+
+def test_sigterm_to_one_rank_ends_all_after_the_epoch_with_code_0(launch):
+    ended = launch("slow", strike=lambda family: family.ranks()[0].send_signal(signal.SIGTERM), num_epochs=6)
+    assert ended.code == 0 and not ended.left and ended.seconds < BOUND_S
+    assert "ended by SIGTERM after epoch 2, saved" in ended.said and ended.saved == 2
+    assert_goes_on(launch)
+
+
+def test_sigint_to_the_launcher_saves_as_well(launch):
+    ended = launch("slow", strike=lambda family: family.launcher.send_signal(signal.SIGINT), num_epochs=6)
+    assert not ended.left and ended.seconds < BOUND_S
+    assert "after epoch 2, saved" in ended.said and ended.saved == 2
+    assert_goes_on(launch)
+
+
+def test_a_dead_reward_server_stops_the_run_saved_with_code_2(launch):
+    server = {"reward__weights": "target_view=1,remote:judge=1", "reward__remote": "judge=http://127.0.0.1:9"}
+    ended = launch("", ranks=1, **server)
+    assert_gone_in_time(ended, saved=0)
+    assert "reward remote:judge failed to measure" in ended.said and "exitcode  : 2" in ended.said
+    assert_goes_on(launch, ranks=1)

@@ -1,0 +1,153 @@
+"""What was trained, as files: back to the same model here, and into plain diffusers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from flow_grpo.models import adapter_files, adapters
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.runtime import device as devices
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharding import parallelize
+from tests.models.test_adapters import LORA, SELF_ATTENTION, move, output, trained_model
+from tests.models.test_recam_transformer import base_wan, inputs
+from tests.tiny_models import CPU, tiny_transformer
+from tests.workers import run_ranks
+
+
+@pytest.mark.parametrize("mode", ["lora", "camera"])
+def test_a_saved_adapter_gives_the_same_model_on_a_fresh_transformer(mode, tmp_path):
+    model = trained_model(trained=mode)
+    move(model)
+    adapter_files.save_adapter(types.SimpleNamespace(module=model), tmp_path / "adapter")
+    assert (tmp_path / "adapter" / adapter_files.LORA_FILE).is_file() == (mode == "lora")
+    loaded = adapter_files.load_adapter(tiny_transformer(), tmp_path / "adapter")
+    assert torch.equal(output(loaded), output(model))
+    assert not torch.equal(output(loaded), output(tiny_transformer()))
+
+
+def test_a_whole_transformer_is_loaded_in_the_precision_asked_for(tmp_path):
+    model = trained_model(trained="camera")
+    adapter_files.save_adapter(types.SimpleNamespace(module=model), tmp_path)
+    loaded = adapter_files.load_adapter(tiny_transformer(), tmp_path, torch.bfloat16)
+    assert loaded.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    adapter_files.save_adapter(types.SimpleNamespace(module=model), folder)
+    return folder
+
+
+WITH_PROJECTOR = r"blocks\.\d+\.(attn1\.(to_q|to_k|to_v|to_out\.0)|projector)"
+
+
+@pytest.mark.parametrize("targets", [SELF_ATTENTION, WITH_PROJECTOR, r"blocks\.\d+\.projector"])
+@torch.no_grad()
+def test_plain_wan_takes_all_of_an_adapter_but_the_camera_modules(targets, tmp_path, caplog):
+    """Camera modules are neutral here, so that both networks compute the same where what they share is the same."""
+    model = tiny_transformer(neutral=True)
+    adapters.apply_training_mode(model, dataclasses.replace(LORA, lora_targets=targets))
+    move(model)
+    folder = saved(model, tmp_path)
+    for name, parameter in adapters.trained_parameters(model).items():
+        if "cam_encoder" in name or "projector" in name:
+            parameter.zero_()
+    plain = base_wan(tiny_transformer(neutral=True))
+    caplog.clear()
+    plain.load_lora_adapter(str(folder), prefix=None, weight_name=adapter_files.LORA_FILE)
+    assert not caplog.records  # nothing was left over
+    latents, timestep, text, _ = inputs()
+    torch.testing.assert_close(plain(latents, timestep, text)[0], output(model), rtol=0, atol=1e-6)
+    changed = not torch.equal(output(model), output(tiny_transformer(neutral=True)))
+    assert changed == ("attn1" in targets)
+    stored = load_file(folder / adapter_files.LORA_FILE)
+    assert all(".attn1." in name and ".lora_" in name for name in stored)  # what a pipeline insists on
+    assert {path.name for path in folder.iterdir()} == {adapter_files.LORA_FILE, adapter_files.CAMERA_FILE}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", [SELF_ATTENTION, WITH_PROJECTOR, r"blocks\.\d+\.projector"])
+@torch.no_grad()
+def test_a_loaded_adapter_has_the_velocity_that_was_trained_bit_for_bit(targets, dtype, tmp_path):
+    tiny_transformer().save_pretrained(str(tmp_path / "start"))
+    model = load_recam_transformer(tmp_path / "start", dtype)
+    adapters.apply_training_mode(model, dataclasses.replace(LORA, lora_targets=targets))
+    move(model)
+    folder = saved(model, tmp_path / "adapter")
+    loaded = adapter_files.load_adapter(load_recam_transformer(tmp_path / "start", dtype), folder)
+    with devices.autocast(torch.device("cpu"), dtype):
+        assert torch.equal(output(loaded), output(model))
+
+
+def test_an_adapter_of_one_file_as_it_was_written_before_loads(tmp_path):
+    model = trained_model(lora_targets=WITH_PROJECTOR)
+    move(model)
+    model.save_lora_adapter(str(tmp_path), weight_name=adapter_files.LORA_FILE)
+    assert torch.equal(output(adapter_files.load_adapter(tiny_transformer(), tmp_path)), output(model))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    folder = saved(trained_model(lora_full_modules=()), tmp_path)
+    other = tiny_transformer()
+    del other.blocks[1]
+    with pytest.raises(ValueError, match=r"adapter of another model: .* holds 16 tensors, .* places for 8"):
+        adapter_files.load_adapter(other, folder)
+    config = {name: value for name, value in tiny_transformer().config.items() if not name.startswith("_")}
+    wider = ReCamTransformer3DModel(**{**config, "num_attention_heads": 3})
+    with pytest.raises(ValueError, match="places for 0"):
+        adapter_files.load_adapter(wider, folder)
+    assert not adapters.has_lora(wider)
+
+
+def test_an_adapter_with_a_part_missing_or_torn_is_refused(tmp_path):
+    folder = saved(trained_model(), tmp_path)
+    file = folder / adapter_files.CAMERA_FILE
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"camera_modules.safetensors is damaged"):
+        adapter_files.load_adapter(tiny_transformer(), folder)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"lacks camera_modules.safetensors with 4 tensors; copy the whole folder"):
+        adapter_files.load_adapter(tiny_transformer(), folder)
+
+
+def save_from_shards(ranks: Ranks, mode: str, folder: Path, file_size: str) -> list[str]:
+    adapter_files.FILE_SIZE = file_size
+    model = trained_model(trained=mode)
+    move(model)
+    module = parallelize(model, "fsdp2", CPU, ranks)
+    adapter_files.save_adapter(types.SimpleNamespace(module=module), folder, ranks)
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("mode", "file_size", "files"), [("lora", "2GB", 2), ("full", "2GB", 2), ("full", "20KB", 4)])
+def test_shards_are_saved_as_the_whole_model_would_be(mode, file_size, files, tmp_path):
+    names, _ = run_ranks(save_from_shards, 2, mode, tmp_path / "adapter", file_size)
+    assert len(names) >= files and ("index" in "".join(names)) == (file_size == "20KB")
+    model = trained_model(trained=mode)
+    move(model)
+    loaded = adapter_files.load_adapter(tiny_transformer(), tmp_path / "adapter")
+    assert torch.equal(output(loaded), output(model))
+    if mode == "full":
+        assert json.loads((tmp_path / "adapter" / "config.json").read_text())["camera_dim"] == 12
+        sizes = [file.stat().st_size for file in (tmp_path / "adapter").glob("*.safetensors")]
+        assert (max(sizes) < 30_000) == (file_size == "20KB")
+
+
+def fail_to_save(ranks: Ranks, folder: Path) -> str:
+    folder.write_text("in the way") if ranks.is_main else None
+    with pytest.raises(RuntimeError) as caught:
+        adapter_files.save_adapter(types.SimpleNamespace(module=trained_model()), folder, ranks)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_stops_all(tmp_path):
+    said = run_ranks(fail_to_save, 2, tmp_path / "adapter")
+    assert said[0] == said[1] and "rank 0 failed in saving the adapter" in said[0]

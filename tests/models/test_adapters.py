@@ -1,0 +1,246 @@
+"""What is trained, saved, switched off and averaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from flow_grpo.models import adapters
+from flow_grpo.settings.schema import ModelConfig
+from tests.models.test_recam_transformer import inputs
+from tests.tiny_models import tiny_transformer
+
+SELF_ATTENTION = r"blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
+LORA = ModelConfig(
+    path="",
+    dtype="fp32",
+    trained="lora",
+    lora_rank=2,
+    lora_alpha=4,
+    lora_targets=SELF_ATTENTION,
+    lora_full_modules=("cam_encoder",),
+    gradient_checkpointing=False,
+    max_prompt_tokens=8,
+    encodings="",
+    vae_tiling=False,
+    vae_slicing=False,
+    offload=False,
+    attention_backend="native",
+    compile=False,
+)
+
+
+def trained_model(**changes):
+    model = tiny_transformer()
+    adapters.apply_training_mode(model, dataclasses.replace(LORA, **changes))
+    return model
+
+
+def names(model: nn.Module) -> set[str]:
+    """Kinds of trained parameters, without block numbers."""
+    return {re.sub(r"^blocks\.\d+\.", "", name) for name in adapters.trained_parameters(model)}
+
+
+def move(model: nn.Module, by: float = 0.05) -> None:
+    with torch.no_grad():
+        for parameter in adapters.trained_parameters(model).values():
+            parameter += by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def output(model: nn.Module) -> torch.Tensor:
+    return model(*inputs())[0]
+
+
+def test_lora_reaches_self_attention_only_and_trains_cam_encoder_in_full():
+    layers = [
+        f"attn1.{layer}.lora_{side}.default.weight" for layer in ("to_q", "to_k", "to_v", "to_out.0") for side in "AB"
+    ]
+    camera = [f"cam_encoder.modules_to_save.default.{part}" for part in ("weight", "bias")]
+    model = trained_model()
+    assert names(model) == {*layers, *camera}
+    assert len(adapters.trained_parameters(model)) == 2 * len([*layers, *camera])
+
+
+def test_lora_may_stand_alone():
+    assert not any("modules_to_save" in name for name in names(trained_model(lora_full_modules=())))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("camera", {"cam_encoder"}),
+        ("attention", {"cam_encoder", "projector", "attn1"}),
+    ],
+)
+def test_the_other_modes_train_parameters_themselves(mode, expected):
+    model = trained_model(trained=mode)
+    assert {name.split(".")[0] for name in names(model)} == expected
+    assert not adapters.has_lora(model)
+
+
+def test_attention_mode_trains_query_and_key_norms_too():
+    assert {"attn1.norm_q.weight", "attn1.norm_k.weight"} <= names(trained_model(trained="attention"))
+
+
+def test_full_mode_trains_everything():
+    model = trained_model(trained="full")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_targets": r"blocks\.\d+\.attn1\.q_proj"}, r"q_proj.* matches no module .*blocks\.1\."),
+        ({"lora_full_modules": ("camera",)}, r"names 'camera', which is none of .*'cam_encoder'"),
+        ({"trained": "everything"}, r"model.trained is 'everything', expected one of \['lora', 'camera'"),
+    ],
+)
+def test_names_that_match_nothing_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        trained_model(**changes)
+
+
+def test_what_adapters_are_attached_to_is_listed():
+    layers = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
+    wanted = {f"blocks.{block}.{layer}" for block in range(2) for layer in layers}
+    assert set(adapters.adapted_modules(trained_model())) == wanted
+    assert adapters.adapted_modules(trained_model(trained="camera")) == []
+
+
+def test_the_adapters_start_neutral_and_alike_whatever_the_seed():
+    start = output(tiny_transformer())
+    torch.manual_seed(1)
+    first = trained_model()
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = trained_model()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(output(first), start)
+    states = adapters.trained_state(first), adapters.trained_state(second)
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_trained_weights_are_fp32_where_frozen_ones_are_bf16():
+    model = tiny_transformer().to(torch.bfloat16)
+    adapters.apply_training_mode(model, dataclasses.replace(LORA, dtype="bf16"))
+    assert {parameter.dtype for parameter in adapters.trained_parameters(model).values()} == {torch.float32}
+    assert model.blocks[0].ffn.net[2].weight.dtype == torch.bfloat16
+
+
+def test_there_is_no_dropout_and_no_training_mode():
+    model = trained_model()
+    assert not any(module.training for module in model.modules())
+    assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
+
+
+def test_lora_b_gets_a_gradient_first_and_a_after_one_update():
+    model = trained_model()
+    parameters = adapters.trained_parameters(model)
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+
+    def largest(side: str) -> float:
+        return max(float(p.grad.abs().max()) for name, p in parameters.items() if f"lora_{side}" in name)
+
+    model(*inputs())[0].square().mean().backward()
+    assert largest("A") == 0 and largest("B") > 0
+    optimizer.step()
+    optimizer.zero_grad()
+    model(*inputs())[0].square().mean().backward()
+    assert largest("A") > 0
+
+
+@pytest.mark.parametrize("mode", ["lora", "camera", "full"])
+def test_trained_state_round_trips_through_another_instance(mode):
+    model, other = trained_model(trained=mode), trained_model(trained=mode)
+    move(model)
+    state = adapters.trained_state(model)
+    kept = {name: value.clone() for name, value in state.items()}
+    move(model)
+    assert all(torch.equal(state[name], kept[name]) for name in kept)  # copies, not views
+    adapters.load_trained_state(other, state)
+    adapters.load_trained_state(model, state)
+    assert torch.equal(output(model), output(other))
+    assert not torch.equal(output(other), output(tiny_transformer()))
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "shape", "mode"])
+def test_loading_a_state_that_does_not_fit_is_refused_and_changes_nothing(change):
+    model = trained_model()
+    state = {name: value + 1 for name, value in adapters.trained_state(model).items()}
+    first = next(iter(state))
+    if change == "missing":
+        del state[first]
+    elif change == "unexpected":
+        state["blocks.9.extra"] = torch.zeros(1)
+    elif change == "shape":
+        state[first] = torch.zeros(3, 3)
+    else:
+        state = adapters.trained_state(trained_model(trained="camera"))
+    before = adapters.trained_state(model)
+    with pytest.raises(ValueError, match="checkpoint of another training mode or model"):
+        adapters.load_trained_state(model, state)
+    assert all(torch.equal(value, before[name]) for name, value in adapters.trained_state(model).items())
+
+
+def test_adapters_off_is_the_start_in_lora_and_in_modules_trained_in_full():
+    model = trained_model()
+    move(model)
+    moved = output(model)
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with adapters.adapters_off(model):
+        assert torch.equal(output(model), output(tiny_transformer()))
+    assert torch.equal(output(model), moved)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
+
+
+def test_adapters_come_back_after_an_error_inside():
+    model = trained_model()
+    move(model)
+    moved = output(model)
+    with pytest.raises(RuntimeError), adapters.adapters_off(model):
+        raise RuntimeError
+    assert torch.equal(output(model), moved)
+
+
+def test_the_average_follows_its_formula_from_the_start_values():
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
+    ema = adapters.Ema([parameter], decay=0.9)
+    average = parameter.detach().clone()
+    for value in ([2.0, 0.0], [4.0, 8.0], [-1.0, 3.0]):
+        with torch.no_grad():
+            parameter.copy_(torch.tensor(value))
+        ema.update()
+        average = 0.9 * average + 0.1 * torch.tensor(value)
+        with ema.applied():
+            torch.testing.assert_close(parameter.detach(), average, rtol=1e-6, atol=0)
+        assert parameter.tolist() == value
+
+
+def test_an_average_goes_on_exactly_after_its_state_was_saved_and_loaded():
+    first, second = trained_model(trained="camera"), trained_model(trained="camera")
+    averages = [adapters.Ema(list(adapters.trained_parameters(m).values()), 0.5) for m in (first, second)]
+    move(first)
+    averages[0].update()
+    adapters.load_trained_state(second, adapters.trained_state(first))
+    state = averages[0].state_dict()
+    averages[1].load_state_dict(state)
+    for model, average in zip((first, second), averages, strict=True):
+        move(model)
+        average.update()
+    with averages[0].applied(), averages[1].applied():
+        assert torch.equal(output(first), output(second))
+    assert not torch.equal(state["0"], averages[0].state_dict()["0"])  # a copy, which later updates leave alone
+
+
+def test_an_average_refuses_states_and_decays_that_do_not_fit():
+    ema = adapters.Ema([nn.Parameter(torch.zeros(2))], 0.5)
+    for state in ({}, {"0": torch.zeros(3)}, {"0": torch.zeros(2), "1": torch.zeros(2)}):
+        with pytest.raises(ValueError, match="EMA state holds"):
+            ema.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"must be in \(0, 1\)"):
+        adapters.Ema([], 1.0)

@@ -1,0 +1,430 @@
+"""The policy around the transformer: encoding once, one clock, guidance inside, the start policy on demand."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import types
+from unittest import mock
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.transformers import transformer_wan
+from diffusers.pipelines.wan.pipeline_wan import WanPipeline
+
+from flow_grpo.models import recam_policy
+from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.codec import Codec
+from flow_grpo.models.recam_policy import RecamPolicy, load_networks
+from flow_grpo.records import Condition
+from flow_grpo.settings.schema import SampleConfig
+from tests.models.test_adapters import LORA
+from tests.tiny_models import (
+    make_tiny_folder,
+    tiny_networks,
+    tiny_text_encoder,
+    tiny_tokenizer,
+    tiny_transformer,
+    tiny_vae,
+)
+
+CPU = torch.device("cpu")
+SAMPLE = SampleConfig(
+    k=2,
+    num_image_per_prompt=2,
+    train_batch_size=2,
+    num_batches_per_epoch=1,
+    num_steps=4,
+    shift=5.0,
+    sde="constant",
+    noise_level=0.3,
+    max_step_std=None,
+    sde_steps=(0, 1),
+    sde_window=0,
+    guidance_scale=1.0,
+    negative_prompt="",
+    layout="spread",
+    offload=False,
+    same_initial_noise=False,
+)
+
+
+def condition(
+    index: int = 0, *, slot: int = 0, prompt: str = "a room", size: tuple[int, int, int] = (5, 16, 24)
+) -> Condition:
+    draw = torch.Generator().manual_seed(index)
+    poses = torch.eye(4, dtype=torch.float64).repeat(size[0], 1, 1)
+    poses[:, 0, 3] = torch.linspace(0, index + 1, size[0], dtype=torch.float64)
+    return Condition(
+        index=index,
+        gid=index,
+        slot=slot,
+        prompt=prompt,
+        source_video=torch.rand((3, *size), generator=draw),
+        target_poses=poses,
+        scene=f"val/f17_aperture10/scene{index}",
+        source_camera="cam01",
+        target_camera="cam02",
+    )
+
+
+def policy(*, mode: str | None = None, **settings) -> RecamPolicy:
+    parts = tiny_networks()
+    if mode:
+        apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode))
+    return RecamPolicy(parts, max_prompt_tokens=6, device=CPU, **settings)
+
+
+class Counter:
+    """Stands before a callable and remembers what it was called with."""
+
+    def __init__(self, wrapped) -> None:
+        self.wrapped = wrapped
+        self.calls: list[tuple] = []
+
+    def __call__(self, *arguments, **keywords):
+        self.calls.append(arguments)
+        return self.wrapped(*arguments, **keywords)
+
+
+def noisy(made: RecamPolicy, conditions) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(7)
+    rows = len(conditions)
+    return torch.randn((rows, *made.latent_shape(conditions)), generator=draw), torch.linspace(0.2, 0.9, rows)
+
+
+def test_each_distinct_condition_and_prompt_is_encoded_once_even_over_batches():
+    made = policy()
+    made.codec.encode, made.texts.embed = Counter(made.codec.encode), Counter(made.texts.embed)
+    first = made.encode([condition(0), condition(0, slot=1), condition(1, prompt="pan left")])
+    made.encode([condition(1, slot=1, prompt="pan left"), condition(2)])
+    assert len(made.codec.encode.calls) == 3
+    assert len(made.texts.embed.calls) == 2
+    assert torch.equal(first.source_latents[0], first.source_latents[1])
+
+
+def test_nothing_is_loaded_before_it_is_used():
+    made = policy()
+    assert made.codec.loaded == () and not made.texts.loaded
+    encoded = made.encode([condition(0)])
+    assert made.codec.loaded == ("encoder",) and made.texts.loaded
+    made.decode(encoded.source_latents)
+    assert made.codec.loaded == ("encoder", "decoder")
+
+
+def test_one_index_of_two_splits_is_two_conditions():
+    made = policy()
+    train = dataclasses.replace(condition(1), index=0)
+    rows = made.encode([condition(0), train]).source_latents
+    assert not torch.equal(rows[0], rows[1])
+
+
+def test_rows_keep_the_order_of_the_conditions():
+    conditions = [
+        condition(index, prompt=prompt) for index, prompt in ((2, "pan right"), (0, "a room"), (2, "pan right"))
+    ]
+    together = policy().encode(conditions)
+    for row, one in enumerate(conditions):
+        alone = policy().encode([one])
+        assert torch.equal(together.source_latents[row : row + 1], alone.source_latents)
+        assert torch.equal(together.prompt_embeds[row : row + 1], alone.prompt_embeds)
+        assert torch.equal(together.target_cameras[row : row + 1], alone.target_cameras)
+
+
+def test_the_source_is_the_codecs_mean_normalised_per_channel_and_decoding_undoes_that():
+    made = policy()
+    encoded = made.encode([condition(0)])
+    assert encoded.source_latents.shape == (1, *made.latent_shape([condition(0)])) == (1, 4, 2, 4, 6)
+    codec = tiny_vae()
+    with torch.no_grad():
+        raw = codec.encode(2 * condition(0).source_video[None] - 1).latent_dist.mode()
+        decoded = codec.decode(raw).sample
+    for channel, (mean, std) in enumerate(zip(codec.config.latents_mean, codec.config.latents_std, strict=True)):
+        torch.testing.assert_close(encoded.source_latents[:, channel], (raw[:, channel] - mean) / std)
+    video = made.decode(encoded.source_latents)
+    assert video.shape == (1, 3, 5, 16, 24)
+    assert video.min() >= 0 and video.max() <= 1
+    torch.testing.assert_close(video, (decoded / 2 + 0.5).clamp(0, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_cameras_are_the_poses_at_every_latent_frame():
+    cameras = policy().encode([condition(1)]).target_cameras
+    assert cameras.shape == (1, 2, 12) and cameras.dtype == torch.float32
+    assert cameras[0, :, 3].tolist() == [0.0, 2.0]  # x of frames 0 and 4
+
+
+def test_prompts_are_embedded_as_wans_pipeline_embeds_them():
+    made = policy(guidance_scale=2.0, negative_prompt="slowly")
+    pipeline = WanPipeline(tiny_tokenizer(), tiny_text_encoder(), tiny_vae(), scheduler=None)
+    encoded = made.encode([condition(prompt="  a  room pan ")])
+    with torch.no_grad():
+        expected = pipeline._get_t5_prompt_embeds(["a room pan", "slowly"], max_sequence_length=6, device=CPU)
+    torch.testing.assert_close(encoded.prompt_embeds, expected[:1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(encoded.negative_prompt_embeds, expected[1:], rtol=1e-5, atol=1e-6)
+    assert encoded.prompt_embeds[0, 3].abs().max() > 0  # three words and the end token
+    assert encoded.prompt_embeds[0, 4:].abs().max() == 0
+
+
+def test_long_prompts_are_cut():
+    assert policy().encode([condition(prompt="a room " * 9)]).prompt_embeds.shape == (1, 6, 16)
+
+
+def test_the_transformer_sees_target_and_source_and_a_thousand_sigma():
+    made = policy()
+    conditions = [condition(0), condition(1)]
+    encoded = made.encode(conditions)
+    latents, sigma = noisy(made, conditions)
+    network = made.module
+    network.forward = Counter(network.forward)
+    with torch.no_grad():
+        velocity = made.velocity(latents, sigma, encoded)
+    joined, timestep, prompts, cameras = network.forward.calls[0]
+    assert torch.equal(joined[:, :, :2], latents) and torch.equal(joined[:, :, 2:], encoded.source_latents)
+    assert torch.equal(timestep, 1000 * sigma) and timestep.dtype == torch.float32
+    assert prompts is encoded.prompt_embeds and cameras is encoded.target_cameras
+    assert velocity.shape == latents.shape and velocity.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(velocity, network(joined, timestep, prompts, cameras)[0][:, :, :2])
+
+
+def test_guidance_at_one_is_one_forward_of_the_rows_and_no_negative_prompt():
+    made = policy()
+    encoded = made.encode([condition(0)])
+    assert encoded.negative_prompt_embeds is None
+    made.module.forward = Counter(made.module.forward)
+    made.velocity(*noisy(made, [condition(0)]), encoded)
+    assert [call[0].shape[0] for call in made.module.forward.calls] == [1]
+
+
+@torch.no_grad()
+def test_guidance_moves_away_from_the_negative_prompt():
+    conditions = [condition(0), condition(1, prompt="zoom in")]
+    plain, guided = policy(), policy(guidance_scale=3.0, negative_prompt="slowly")
+    encoded = guided.encode(conditions)
+    latents, sigma = noisy(plain, conditions)
+    towards = plain.velocity(latents, sigma, encoded)
+    away = plain.velocity(latents, sigma, dataclasses.replace(encoded, prompt_embeds=encoded.negative_prompt_embeds))
+    expected = away + 3.0 * (towards - away)
+    torch.testing.assert_close(guided.velocity(latents, sigma, encoded), expected, rtol=1e-4, atol=1e-5)
+    assert (expected - towards).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_velocity_is_bit_equal_with_and_without_gradient(guidance):
+    made = policy(mode="lora", guidance_scale=guidance)
+    conditions = [condition(0), condition(1)]
+    encoded, arguments = made.encode(conditions), noisy(made, conditions)
+    with torch.no_grad():
+        rollout = made.velocity(*arguments, encoded)
+    update = made.velocity(*arguments, encoded)
+    assert update.requires_grad and not rollout.requires_grad
+    assert torch.equal(rollout, update)
+
+
+class Wrapped(torch.nn.parallel.DistributedDataParallel):
+    """A synchronising wrapper without process group: only which of the two is called matters here."""
+
+    def __init__(self, module) -> None:
+        torch.nn.Module.__init__(self)
+        self.module = module
+        self.calls = 0
+
+    def forward(self, *arguments):
+        self.calls += 1
+        return self.module(*arguments)
+
+
+def test_the_wrapper_is_called_for_gradients_only():
+    made = policy(mode="camera")
+    made.module = Wrapped(made.module)
+    encoded, arguments = made.encode([condition(0)]), noisy(made, [condition(0)])
+    with torch.no_grad():
+        made.velocity(*arguments, encoded)
+    assert made.module.calls == 0
+    made.velocity(*arguments, encoded)
+    assert made.module.calls == 1
+
+
+@pytest.mark.parametrize("mode", ["lora", "camera", "attention", "full"])
+def test_reference_is_the_start_policy_before_and_after_an_update(mode):
+    made = policy(mode=mode)
+    made.keep_reference()
+    encoded, arguments = made.encode([condition(0)]), noisy(made, [condition(0)])
+    with torch.no_grad():
+        start = made.velocity(*arguments, encoded)
+    optimizer = torch.optim.SGD(made.trained_parameters(), lr=0.1)
+    for _ in range(2):
+        with torch.no_grad(), made.reference():
+            assert torch.equal(made.velocity(*arguments, encoded), start)
+        made.velocity(*arguments, encoded).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert not torch.equal(made.velocity(*arguments, encoded), start)
+    assert all(parameter.requires_grad for parameter in made.trained_parameters())
+
+
+def test_a_reference_that_was_not_kept_is_refused_and_lora_needs_none():
+    with pytest.raises(ValueError, match="keep_reference"), policy(mode="camera").reference():
+        pass
+    with policy(mode="lora").reference():
+        pass
+
+
+def test_only_the_chosen_parameters_of_the_transformer_are_trained():
+    made = policy(mode="attention")
+    assert made.trained_parameters() == list(trained_parameters(made.module).values())
+    assert not made.module.training
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([(6, 16, 24)], r"videos have 6 frames, must be 4n\+1"),
+        ([(5, 20, 24)], "videos are 20x24, must be multiples of 8x8"),
+        ([(5, 16, 28)], "set data.height and data.width"),
+        ([(5, 16, 24), (9, 16, 24)], "one video shape"),
+    ],
+)
+def test_videos_that_do_not_fit_the_codec_are_refused(sizes, message):
+    conditions = [condition(index, size=size) for index, size in enumerate(sizes)]
+    made = policy()
+    with pytest.raises(ValueError, match=message):
+        made.latent_shape(conditions)
+    with pytest.raises(ValueError, match=message):
+        made.encode(conditions)
+
+
+def test_without_patching_the_codec_alone_sets_the_size():
+    made = RecamPolicy(tiny_networks(patch_size=(1, 1, 1)), device=CPU)
+    assert made.latent_shape([condition(size=(9, 20, 28))]) == (4, 3, 5, 7)
+
+
+def test_a_codec_whose_config_names_other_factors_is_refused():
+    vae = tiny_vae()
+    vae.register_to_config(scale_factor_spatial=8)
+    with pytest.raises(ValueError, match=r"\(4, 8\), its layers compress by \(4, 4\)"):
+        Codec.of(vae, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return make_tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_model_folder_gives_the_policy_it_was_saved_from(folder):
+    config = dataclasses.replace(LORA, path=folder, max_prompt_tokens=6, gradient_checkpointing=True)
+    loaded = RecamPolicy.from_config(config, SAMPLE, CPU)
+    expected = policy()
+    encoded = loaded.encode([condition(0)])
+    for field in dataclasses.fields(encoded):
+        one, other = (getattr(rows, field.name) for rows in (encoded, expected.encode([condition(0)])))
+        assert (one is None and other is None) or torch.equal(one, other)
+    arguments = noisy(loaded, [condition(0)])
+    with torch.no_grad():
+        assert torch.equal(loaded.velocity(*arguments, encoded), expected.velocity(*arguments, encoded))
+    assert loaded.module.gradient_checkpointing and loaded.trained_parameters()
+
+
+@pytest.mark.parametrize("mode", ["lora", "attention"])
+def test_bf16_computes_close_to_fp32_and_trains_with_fp32_velocities(folder, mode):
+    config = dataclasses.replace(LORA, path=folder, dtype="bf16", trained=mode, max_prompt_tokens=6)
+    made = RecamPolicy.from_config(config, SAMPLE, CPU)
+    encoded, arguments = made.encode([condition(0)]), noisy(made, [condition(0)])
+    velocity = made.velocity(*arguments, encoded)
+    velocity.square().mean().backward()
+    assert velocity.dtype == torch.float32
+    assert any(parameter.grad.abs().max() > 0 for parameter in made.trained_parameters())
+    with torch.no_grad():
+        exact = policy().velocity(*arguments, policy().encode([condition(0)]))
+    assert (velocity - exact).norm() / exact.norm() < 0.03
+    assert encoded.source_latents.dtype == encoded.prompt_embeds.dtype == torch.float32
+
+
+def test_missing_folders_and_parts_are_named_with_the_way_to_get_them(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"does not exist, .* download .*--config.model.path"):
+        load_networks(tmp_path / "nothing", torch.float32, CPU)
+    shutil.copytree(folder, tmp_path / "part")
+    shutil.rmtree(tmp_path / "part" / "vae")
+    shutil.rmtree(tmp_path / "part" / "tokenizer")
+    with pytest.raises(ValueError, match="has no vae, tokenizer folder"):
+        load_networks(tmp_path / "part", torch.float32, CPU)
+
+
+def test_an_unknown_dtype_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match=r"model.dtype is 'fp16'"):
+        RecamPolicy.from_config(dataclasses.replace(LORA, dtype="fp16"), SAMPLE, CPU)
+
+
+# --- how the transformer computes
+
+
+def backends(made: RecamPolicy) -> set[str]:
+    found = [part.processor._attention_backend for part in made.module.modules() if hasattr(part, "processor")]
+    return {str(getattr(backend, "value", None)) for backend in found}
+
+
+def test_the_attention_backend_is_the_configured_one_and_changes_rounding_only(folder):
+    config = dataclasses.replace(LORA, path=folder, max_prompt_tokens=6)
+    plain, other = (
+        RecamPolicy.from_config(dataclasses.replace(config, attention_backend=name), SAMPLE, CPU)
+        for name in ("native", "_native_math")
+    )
+    assert (backends(plain), backends(other)) == ({"None"}, {"_native_math"})
+    assert _AttentionBackendRegistry.get_active_backend()[0] == "native"  # other networks keep theirs
+    encoded, arguments = plain.encode([condition(0)]), noisy(plain, [condition(0)])
+    with torch.no_grad():
+        one, two = (made.velocity(*arguments, encoded) for made in (plain, other))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_attention_is_given_no_mask_that_a_backend_may_read_inverted(guidance):
+    """The NPU's own one inverts masks of floats; it is offered because there are none here, long or short prompts."""
+    made = policy(guidance_scale=guidance)
+    conditions = [condition(0, prompt="a"), condition(1, prompt="a room with two windows")]
+    masks, dispatch = [], transformer_wan.dispatch_attention_fn
+
+    def noted(*given, attn_mask=None, **named):
+        assert len(given) == 3  # query, key, value: a mask is named
+        masks.append(attn_mask)
+        return dispatch(*given, attn_mask=attn_mask, **named)
+
+    with mock.patch.object(transformer_wan, "dispatch_attention_fn", noted):
+        made.velocity(*noisy(made, conditions), made.encode(conditions))
+    assert masks and all(mask is None or mask.dtype is torch.bool for mask in masks)
+
+
+def test_an_attention_backend_that_the_device_has_not_is_refused(folder):
+    config = dataclasses.replace(LORA, path=folder, attention_backend="flash")
+    with pytest.raises(ValueError, match="'flash', must be one of native, _native_math on cpu"):
+        RecamPolicy.from_config(config, SAMPLE, CPU)
+
+
+def test_a_backend_whose_package_is_missing_is_one_line(monkeypatch):
+    def missing(name):
+        raise RuntimeError("Flash Attention backend 'flash' is not usable because of missing package")
+
+    transformer = tiny_transformer()
+    monkeypatch.setattr(transformer, "set_attention_backend", missing)
+    with pytest.raises(ValueError, match="attention_backend='_native_math' cannot be used: Flash"):
+        recam_policy._switch(transformer, dataclasses.replace(LORA, attention_backend="_native_math"), CPU)
+
+
+def test_nothing_is_compiled_where_the_compiler_is_experimental():
+    model = dataclasses.replace(LORA, compile=True)
+    with pytest.raises(ValueError, match="is true, must be false on npu"):
+        recam_policy._switch(tiny_transformer(), model, types.SimpleNamespace(type="npu"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # inside torch
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # likewise
+def test_compiled_blocks_compute_the_same_forward_and_backward():
+    plain, compiled = policy(mode="lora"), policy(mode="lora")
+    recam_policy._switch(compiled.module, dataclasses.replace(LORA, compile=True), CPU)
+    encoded, arguments = plain.encode([condition(0)]), noisy(plain, [condition(0)])
+    for made in (plain, compiled):
+        made.velocity(*arguments, encoded).square().mean().backward()
+    for one, two in zip(plain.trained_parameters(), compiled.trained_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,92 @@
+"""The doctor's judgements on stochastic steps: what passes, and the fault that each is there for."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.rollout.denoise import SdeSettings
+from flow_grpo.maths import sde
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.preflight import doctor_steps as checks
+
+SIGMAS = flow_sigmas(10, 3.0)
+
+
+def status(found) -> str:
+    (only,) = found
+    assert bool(only.way_out) == (only.status != "ok")
+    return only.status
+
+
+# --- the table of steps
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "level", "std", "gain", "excess"),
+    [
+        (1, "flow", 0.7, 0.7384, 0.06948, 0.06),
+        (8, "flow", 0.7, 0.256, 0.868, 0.24),
+        (8, "constant", 0.3, 0.127, 1.49, 0.05),
+        (4, "cps", 0.8, 0.713, 0.228, 0.0),
+    ],
+)
+def test_the_table_holds_the_published_scalars(step, kind, level, std, gain, excess):
+    (row,) = checks.step_table(SIGMAS, [step], SdeSettings(kind, level), None)
+    assert (row.std, row.gain) == (pytest.approx(std, abs=6e-4), pytest.approx(gain, rel=6e-3))
+    assert row.excess == pytest.approx(excess, abs=6e-3)
+
+
+def test_a_sound_schedule_passes_and_prints_a_row_a_step():
+    (found,) = checks.check_steps(SIGMAS, [1, 2, 3], SdeSettings("flow", 0.7), torch.full((10,), 2.0))
+    assert found.status == "ok"
+    assert len(found.measured.splitlines()) == 5
+    assert found.measured.splitlines()[2].split() == ["1", "0.9643", "0.0412", "0.738", "0.640", "+6%", "0.069", "2.00"]
+
+
+def test_the_blow_up_beside_sigma_1_fails():
+    near_one = torch.cat([torch.tensor([0.9999990, 0.9999985]), SIGMAS[1:]])
+    assert status(checks.check_steps(near_one, [1], SdeSettings("flow", 0.7), None)) == "fail"
+
+
+def test_more_noise_than_the_latents_have_fails_and_grain_warns():
+    assert status(checks.check_steps(SIGMAS, [8], SdeSettings("flow", 1.0, 0.45), None)) == "warn"
+    assert status(checks.check_steps(SIGMAS, [1], SdeSettings("flow", 0.96), None)) == "fail"
+    assert status(checks.check_steps(SIGMAS, [9], SdeSettings("flow", 0.7), None)) == "fail"
+
+
+# --- which steps
+
+
+def test_the_window_must_lie_in_the_schedule_and_leave_the_last_step_out():
+    fine = checks.check_window([(1, 2), (2, 3)], (1, 2, 3), 10)
+    assert [(found.name, found.status) for found in fine] == [("window", "ok"), ("last_step", "ok")]
+    by_name = {found.name: found.status for found in checks.check_window([(8, 9)], (8, 9), 10)}
+    assert by_name == {"window": "ok", "last_step": "fail"}
+    outside = {found.name: found.status for found in checks.check_window([(5, 6)], (1, 2, 3), 10)}
+    assert outside == {"window": "fail", "last_step": "ok"}
+    assert checks.check_window([()], (1, 2), 10)[0].status == "fail"
+
+
+# --- where a step without noise leads
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [("flow", 0.7), ("flow", 1.0), ("constant", 0.3), ("linear", 0.9), ("cps", 0.8)]
+)
+def test_every_kind_of_step_becomes_the_ode_s_without_noise(kind, level):
+    assert status(checks.check_ode_limit(SIGMAS, range(9), SdeSettings(kind, level, 0.45))) == "ok"
+
+
+@pytest.mark.parametrize("part", ["keep", "kappa"])
+def test_a_step_that_goes_the_wrong_way_fails(part):
+    given = sde.coefficients
+
+    def wrong(*levels, **named):
+        found = given(*levels, **named)
+        return type(found)(**(vars(found) | {part: -getattr(found, part)}))
+
+    with mock.patch.object(sde, "coefficients", wrong):
+        assert status(checks.check_ode_limit(SIGMAS, [1, 2], SdeSettings("flow", 0.7))) == "fail"

@@ -1,0 +1,83 @@
+"""What is counted without allocating is what a real forward keeps and computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.preflight.footprint import WAN_1_3B, count_network, footprint, kept_bytes_of
+from tests.models.test_adapters import LORA
+
+TINY = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "rope_max_seq_len": 64,
+}
+MIDDLE = TINY | {"num_attention_heads": 4, "attention_head_dim": 32, "ffn_dim": 512, "num_layers": 4, "text_dim": 64}
+SHAPE = (4, 3, 16, 16)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trained", ["lora", "camera", "attention", "full"])
+@pytest.mark.parametrize("config", [TINY, MIDDLE], ids=["tiny", "middle"])
+def test_the_bytes_kept_for_the_backward_are_those_of_a_real_forward(config, trained, dtype, checkpointing):
+    model = dataclasses.replace(LORA, trained=trained, lora_rank=8, gradient_checkpointing=checkpointing)
+    planned = footprint(config, SHAPE, model, rows=2, dtype=dtype)
+    network = ReCamTransformer3DModel(**config).to(dtype)
+    apply_training_mode(network, model)
+    if checkpointing:
+        network.enable_gradient_checkpointing()
+    inputs = (torch.randn(2, 4, 6, 16, 16), torch.full((2,), 500.0), torch.randn(2, 8, config["text_dim"]))
+    real = kept_bytes_of(network, (*inputs, torch.randn(2, 3, 12)), dtype)
+    assert planned.kept_bytes == pytest.approx(real, rel=0.15)
+    assert planned.trained == sum(p.numel() for p in trained_parameters(network).values())
+    assert planned.tokens == 2 * 3 * 8 * 8
+
+
+def test_the_real_model_has_the_published_numbers():
+    """recammaster.md sections 1, 3.4 and 8."""
+    model = dataclasses.replace(LORA, lora_rank=64, gradient_checkpointing=True, max_prompt_tokens=512)
+    real = footprint(WAN_1_3B, (16, 21, 60, 104), model, rows=1, dtype=torch.bfloat16)
+    assert real.tokens == 65_520
+    assert real.parameters == 1_490_420_800
+    assert real.trained == pytest.approx(23.6e6 + 0.6e6, rel=0.01)
+    assert real.forward_flops / 1e12 == pytest.approx(971, rel=0.005)
+    assert real.kept_bytes / 2**30 == pytest.approx(6.0, rel=0.01)  # 30 block boundaries of 201 MB
+    assert 3 < real.block_bytes / 2**30 < 8
+    whole = dataclasses.replace(model, trained="attention")
+    assert footprint(WAN_1_3B, (16, 21, 60, 104), whole, rows=1, dtype=torch.bfloat16).trained == 354_816_000
+
+
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
+    model = dataclasses.replace(LORA, trained=trained, gradient_checkpointing=True)
+    many = MIDDLE | {"num_layers": 5}
+    planned = dataclasses.asdict(footprint(many, SHAPE, model, rows=2, dtype=torch.bfloat16))
+    counted = count_network(many, SHAPE, model, 2, torch.bfloat16)
+    del counted["whole_bytes"]
+    assert {name: planned[name] for name in counted} == counted
+
+
+def test_twice_the_rows_cost_twice_as_much():
+    model = dataclasses.replace(LORA, trained="full", gradient_checkpointing=True)
+    one, two = (footprint(TINY, SHAPE, model, rows=n, dtype=torch.float32) for n in (1, 2))
+    assert two.forward_flops == pytest.approx(2 * one.forward_flops, rel=1e-6)
+    assert two.kept_bytes == pytest.approx(2 * one.kept_bytes, rel=0.15)
+
+
+def test_an_unknown_mode_is_refused():
+    model = dataclasses.replace(LORA, trained="some")
+    with pytest.raises(ValueError, match=r"model\.trained is 'some'"):
+        footprint(TINY, SHAPE, model, rows=1, dtype=torch.float32)

@@ -1,0 +1,181 @@
+"""The planner: what a recipe costs, before there are weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flow_grpo.preflight import plan as models_plan
+from flow_grpo.preflight.fake_policy import outline, without_memory
+from flow_grpo.preflight.footprint import footprint
+from flow_grpo.settings.loading import load_config
+from tools import plan
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def counted_once():
+    """Count each network once for the file: many plans here differ in arithmetic only."""
+    known = {}
+
+    def remembered(*args, **named):
+        key = repr((args, named))
+        if key not in known:
+            known[key] = footprint(*args, **named)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models_plan, "footprint", remembered)
+        yield
+
+
+def planned(capsys, *words: str, recipe: str = "my_recam_8npu") -> tuple[int, dict[str, float]]:
+    code = plan.main(["--config", f"{ROOT}/config/grpo.py:{recipe}", "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_plan_of_the_8_npu_recipe_is_the_arithmetic_of_its_numbers(capsys):
+    code, found = planned(capsys, "--tflops", "300", "--memory", "64GiB")
+    assert code == 0 and found["fits"]
+    assert (found["tokens"], found["samples_per_epoch"], found["rollout_calls"], found["update_calls"]) == (
+        65_520,
+        32,
+        32,
+        4,
+    )
+    forward = found["forward_tflop"]
+    assert forward == pytest.approx(971, rel=0.01)
+    assert found["rollout_s"] == pytest.approx(32 * 2 * forward / 300, rel=1e-3)  # 32 calls of 2 rows
+    assert found["update_s"] == pytest.approx(4 * 2 * 4 * forward / 300, rel=1e-3)  # forward, again, and its backward
+    latent = 4 * 16 * 21 * 60 * 104
+    prompts = 4 * 4 * 512 * 4096
+    assert found["trajectories_gib"] == pytest.approx((4 * 4 * latent + prompts) / 2**30, rel=1e-3)
+    assert 20 < found["update_gib"] < 60
+
+
+def test_decoding_counted_by_its_first_frames_is_decoding_counted_whole():
+    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [])
+    with without_memory():
+        policy = outline(config)
+        latents = policy.latent_size(models_plan.largest_size(config))
+        whole = models_plan.count_decoding(policy, latents)
+        assert latents[1] > 2 and models_plan.decoding_flops(policy, latents) == whole > 0
+
+
+def test_what_does_not_fit_comes_with_ways_out(capsys):
+    words = ["--config", f"{ROOT}/config/grpo.py:my_recam_8npu", "--memory", "16GiB"]
+    assert plan.main([*words, "--config.model.gradient_checkpointing=false"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("does not fit: ")
+    assert "--config.model.gradient_checkpointing=true, --config.train.batch_size=1, tools/precompute.py and" in last
+
+
+def test_guidance_doubles_the_work_and_kl_adds_a_reference_call(capsys):
+    tiny = {"recipe": "tiny_recam"}
+    _, plain = planned(capsys, "--devices", "2", **tiny)
+    _, guided = planned(capsys, "--devices", "2", "--config.sample.guidance_scale=5.0", **tiny)
+    _, penalised = planned(capsys, "--devices", "2", "--config.train.kl_coef=0.1", **tiny)
+    assert guided["rollout_s"] == pytest.approx(2 * plain["rollout_s"], rel=1e-3)
+    assert penalised["update_s"] == pytest.approx(4 / 3 * plain["update_s"])  # nothing is recomputed here
+
+
+def test_the_model_folder_is_measured_where_there_is_one(capsys):
+    code, found = planned(capsys, "--devices", "2", "--memory", "2048MiB", recipe="tiny_recam")
+    assert code == 0
+    assert found["tokens"] == 2 * 5 * 3 * 4
+    assert found["weights_gib"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "smaller", "larger"),
+    [
+        (["--config.train.sharding=fsdp2"], ["weights_gib", "optimizer_gib", "update_gib"], ["exchanged_gib"]),
+        (["--config.model.offload=true"], ["weights_gib", "update_gib"], ["host_gib"]),
+        (["--config.model.encodings=enc"], ["weights_gib", "update_gib", "rollout_gib"], []),
+        (["--config.sample.offload=true"], ["trajectories_gib"], ["host_gib"]),
+        (["--config.train.batch_size=1"], ["activations_gib", "update_gib"], ["update_calls"]),
+        (["--config.train.ema_decay=0.9"], [], ["optimizer_gib"]),
+        (["--config.model.trained=attention", "--config.train.kl_coef=0.1"], [], ["optimizer_gib", "update_s"]),
+    ],
+)
+def test_every_way_out_moves_the_numbers_it_is_named_for(capsys, change, smaller, larger):
+    tiny = {"recipe": "my_recam_8npu_tiny"}
+    words = ["--config.model.path=nowhere", "--config.model.dtype=bf16", "--config.data.height=64"]
+    words += ["--config.data.width=64", "--config.model.trained=lora", "--config.train.ema_decay=0"]
+    _, before = planned(capsys, *words, **tiny)
+    _, after = planned(capsys, *words, *change, **tiny)
+    assert all(after[name] < before[name] for name in smaller), (before, after)
+    assert all(after[name] > before[name] for name in larger), (before, after)
+
+
+def test_shards_divide_what_a_rank_holds(capsys):
+    words = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
+    words += ["--config.model.trained=full", "--config.model.encodings=enc", "--config.train.sharding=fsdp2"]
+    four, eight = (planned(capsys, *words, "--devices", n, recipe="my_recam_8npu_tiny")[1] for n in "48")
+    assert four["optimizer_gib"] == pytest.approx(2 * eight["optimizer_gib"])
+
+
+def test_old_log_probabilities_that_are_scored_again_take_their_time(capsys):
+    _, found = planned(capsys, "--devices", "1", "--tflops", "300", recipe="my_recam_1gpu")
+    assert found["update_s"] == pytest.approx(32 * 5 * found["forward_tflop"] / 300, rel=1e-3)
+    _, kept = planned(capsys, "--devices", "1", "--config.train.old_log_prob=rollout", recipe="my_recam_1gpu")
+    assert kept["update_s"] == pytest.approx(32 * 4 * kept["forward_tflop"] / 200, rel=1e-3)
+
+
+SMALL = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
+
+
+def test_frozen_parts_are_counted_as_they_are_loaded_not_as_they_are_stored(capsys, tmp_path):
+    (tmp_path / "text_encoder").mkdir()
+    save_file({"w": torch.zeros(2**20, dtype=torch.float64)}, tmp_path / "text_encoder" / "model.safetensors")
+    words = [*SMALL[1:], f"--config.model.path={tmp_path}", "--config.model.trained=lora"]
+    found = [
+        planned(capsys, *words, f"--config.model.dtype={dtype}", recipe="my_recam_8npu_tiny")[1]["weights_gib"]
+        for dtype in ("bf16", "fp32")
+    ]
+    parameters = 1_490_420_800 + 2**20
+    assert found[1] - found[0] == pytest.approx(2 * parameters / 2**30, rel=0.01)
+
+
+def test_states_of_steps_apart_and_of_guidance_are_counted(capsys):
+    tiny = {"recipe": "my_recam_8npu_tiny"}
+    latent = 4 * 16 * 2 * 8 * 8
+    sizes = [
+        planned(capsys, *SMALL, *words, **tiny)[1]["trajectories_gib"] * 2**30 / 4
+        for words in (
+            ["--config.sample.sde_steps=1,2,3", "--config.sample.sde_window=0"],
+            ["--config.sample.sde_steps=1,3,5", "--config.sample.sde_window=0"],
+            ["--config.sample.sde_steps=1,2,3", "--config.sample.sde_window=0", "--config.sample.guidance_scale=5"],
+        )
+    ]
+    assert sizes[1] - sizes[0] == pytest.approx(2 * latent)  # 6 states instead of 4
+    assert sizes[2] - sizes[0] == pytest.approx(4 * 8 * 4096)
+
+
+def test_weights_in_shards_travel_for_every_forward_and_its_backward(capsys):
+    words = [*SMALL, "--config.model.trained=full", "--config.train.sharding=fsdp2"]
+    _, plain = planned(capsys, *words, recipe="my_recam_8npu_tiny")
+    _, kl = planned(capsys, *words, "--config.train.kl_coef=0.1", recipe="my_recam_8npu_tiny")
+    weights = 4 * plain["trained_parameters"] * 7 / 8 / 2**30
+    gathers = plain["rollout_calls"] + 2 * plain["update_calls"]
+    assert plain["exchanged_gib"] == pytest.approx(weights * (gathers + plain["update_calls"]), rel=1e-6)
+    assert kl["exchanged_gib"] - plain["exchanged_gib"] == pytest.approx(weights * plain["update_calls"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--memory", "lots"], "--memory: got 'lots'"),
+        (["--devices", "3"], "config.sample.train_batch_size: got 2, 3 rank(s)"),
+        (["--config.sample.kk=3"], "config.sample.kk: no such knob"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(capsys, words, message):
+    assert plan.main(["--config", f"{ROOT}/config/grpo.py:my_recam_8npu", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

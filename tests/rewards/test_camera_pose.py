@@ -1,0 +1,341 @@
+"""The pose rewards: formulas by hand, order and cheats on filmed rooms, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
+from flow_grpo.records import Condition
+from flow_grpo.rewards.camera import pose as camera_pose
+from flow_grpo.rewards.camera.pnp import locate_video
+from flow_grpo.rewards.camera.pose import (
+    PoseMeasurer,
+    PoseRot,
+    PoseTrans,
+    compare,
+    rotation_value,
+    translation_value,
+)
+from flow_grpo.rewards.process_pool import CallPool
+from tools.hacking.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
+
+FRAMES = 3  # the fewest that leave one to check the anchors with
+TURNS = [name for name, preset in PRESETS.items() if any(preset.rotation)]
+MOVES = [name for name, preset in PRESETS.items() if any(preset.translation)]
+MEASURER = PoseMeasurer()  # one for the file: all conditions have one source
+
+
+def shot(preset: str, speed: float = 1.0) -> Tensor:
+    """Return a preset's short video, or the source's."""
+    return film(preset, frames=FRAMES, speed=speed)
+
+
+def asked(preset: str, **changes: object) -> Condition:
+    return condition(preset, shot("source"), source_path(FRAMES), **changes)
+
+
+def values(preset: str, videos: list[Tensor], measurer: PoseMeasurer = MEASURER) -> tuple[Tensor, Tensor]:
+    """Return the values of both rewards, all valid."""
+    conditions = [asked(preset)] * len(videos)
+    results = [reward(measurer)(torch.stack(videos), conditions) for reward in (PoseRot, PoseTrans)]
+    assert all(result.valid.all() and result.causes == ("",) * len(videos) for result in results)
+    return results[0].values, results[1].values
+
+
+def static(preset: str) -> Tensor:
+    """Repeat the first frame."""
+    return shot(preset)[:, :1].expand(-1, FRAMES, -1, -1)
+
+
+# --- formulas
+
+
+def shifted(turn_deg: list[float], metres: list[float]) -> Tensor:
+    """Return poses (T, 4, 4) turned about y and moved along x."""
+    turns = torch.tensor([[0.0, degrees, 0.0] for degrees in turn_deg], dtype=torch.float64).deg2rad()
+    moves = torch.tensor([[x, 0.0, 0.0] for x in metres], dtype=torch.float64)
+    return pose(rotation_matrix(turns), moves)
+
+
+def test_values_are_those_of_the_formulas():
+    commanded = shifted([0, 0, 0], [0, 0.5, 1.0])
+    errors = compare(commanded, shifted([0, 9, 90], [0, 1.0, 1.0]), commanded, torch.ones(3, dtype=torch.bool))
+    assert errors.reach == pytest.approx(1.0)
+    # Weights 1/6, 2/6, 3/6; 9 of 45 degrees, then the cap; half a metre of 2 L = 2 m.
+    assert rotation_value(errors) == pytest.approx(-(2 / 6 * 0.2 + 3 / 6))
+    assert translation_value(errors) == pytest.approx(-(2 / 6 * 0.25))
+
+
+def test_a_path_that_only_turns_is_measured_in_units_of_30_centimetres():
+    commanded = shifted([0, 10, 20], [0, 0, 0])
+    errors = compare(commanded, shifted([0, 10, 20], [0, 0, 0.3]), commanded, torch.ones(3, dtype=torch.bool))
+    assert errors.reach == pytest.approx(0.3)
+    assert translation_value(errors) == pytest.approx(-0.25)
+
+
+def lost(poses: Tensor, rows: list[int]) -> Tensor:
+    found = poses.clone()
+    found[rows] = torch.nan
+    return found
+
+
+def test_a_frame_that_is_not_located_takes_the_cap():
+    commanded = shifted([0, 0, 0], [0, 0.5, 1.0])
+    errors = compare(commanded, lost(commanded, [1]), commanded, torch.ones(3, dtype=torch.bool))
+    assert not errors.unregistered and errors.located == pytest.approx(2 / 3)
+    assert rotation_value(errors) == pytest.approx(-1 / 3)
+    assert translation_value(errors) == pytest.approx(-1 / 3)
+
+
+def test_a_video_that_is_mostly_lost_takes_the_cap_everywhere():
+    commanded = shifted([0, 0, 0, 0], [0, 0.3, 0.7, 1.0])
+    every = torch.ones(4, dtype=torch.bool)
+    half = compare(commanded, lost(commanded, [0, 1]), commanded, every)
+    assert not half.unregistered and rotation_value(half) > -1
+    most = compare(commanded, lost(commanded, [0, 1, 2]), commanded, every)
+    assert most.unregistered
+    assert rotation_value(most) == pytest.approx(-1) and translation_value(most) == pytest.approx(-1)
+
+
+def test_frames_that_cannot_be_judged_have_no_weight_and_do_not_count_as_lost():
+    commanded = shifted([0, 0, 0, 0], [0, 0.3, 0.7, 1.0])
+    visible = torch.tensor([True, True, False, False])
+    errors = compare(commanded, lost(commanded, [2, 3]), commanded, visible)
+    assert errors.located == 1 and not errors.unregistered
+    assert rotation_value(errors) == pytest.approx(0, abs=1e-9)
+
+
+# --- order and cheats on filmed rooms
+
+
+@pytest.mark.parametrize("preset", ["pan_right", "zoom_in", "arc_right"])
+def test_faster_is_better_up_to_the_command(preset):
+    videos = [shot(preset), *(shot(preset, speed=speed) for speed in (0.95, 0.8, 0.5)), static(preset)]
+    rotation, translation = values(preset, videos)
+    if preset in TURNS:
+        assert (rotation.diff() < -0.003).all(), rotation
+        assert rotation[0] > -0.1 / 45
+    if preset in MOVES:
+        assert (translation.diff() < -0.005).all(), translation
+        assert translation[0] > -0.01 / 2
+    assert ((rotation + translation).diff() < -0.003).all()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_static_video_scores_below_the_right_path_at_half_its_speed(preset):
+    rotation, translation = values(preset, [shot(preset, speed=0.5), static(preset)])
+    for value in [rotation] * (preset in TURNS) + [translation] * (preset in MOVES) + [rotation + translation]:
+        assert value[1] < value[0] - 0.01
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_static_path_is_worse_than_every_slowed_one(preset):
+    commanded = preset_path(preset, 21)
+    every = torch.ones(21, dtype=torch.bool)
+    scores = []
+    for speed in torch.linspace(0, 1, 21).tolist():
+        errors = compare(commanded, slowed(preset, 21, speed), commanded, every)
+        scores.append([rotation_value(errors), translation_value(errors)])
+    gains = torch.tensor(scores, dtype=torch.float64).diff(dim=0)
+    assert (gains[:, 0] > 1e-4).all() if preset in TURNS else gains[:, 0].abs().max() < 1e-9
+    assert (gains[:, 1] > 1e-4).all() if preset in MOVES else gains[:, 1].abs().max() < 1e-9
+
+
+def test_cheats_score_below_the_right_video():
+    right = shot("arc_right")
+    cheats = {
+        "static": static("arc_right"),
+        "reversed": right.flip(1),
+        "jitter": right[:, [0, 2, 1]],
+        "copy of the source": shot("source"),
+    }
+    rotation, translation = values("arc_right", [right, *cheats.values()])
+    for row, name in enumerate(cheats, start=1):
+        assert rotation[row] < rotation[0] - 0.02, name
+        assert translation[row] < translation[0] - 0.02, name
+
+
+def test_a_copy_of_the_source_errs_by_the_distance_of_the_paths():
+    result = PoseTrans(MEASURER)(shot("source")[None], [asked("arc_right")])
+    true = (source_path(FRAMES) - preset_path("arc_right", FRAMES))[:, :3, 3].norm(dim=-1).mean()
+    assert float(result.info["trans_m"]) == pytest.approx(float(true), abs=0.005)
+
+
+def test_over_exposure_leaves_the_values_almost_unchanged():
+    video = shot("arc_right")
+    rotation, translation = values("arc_right", [video, (1.6 * video + 40 / 255).clamp(0, 1)])
+    assert rotation[1] == pytest.approx(float(rotation[0]), abs=0.1 / 45)
+    assert translation[1] == pytest.approx(float(translation[0]), abs=0.005)
+
+
+@pytest.mark.parametrize("what", ["noise", "mirrored"])
+def test_what_does_not_show_the_scene_is_unregistered_and_worst(what):
+    video = shot("arc_right")
+    shown = video.flip(-1) if what == "mirrored" else torch.rand(video.shape, generator=torch.Generator())
+    for reward in (PoseRot(MEASURER), PoseTrans(MEASURER)):
+        result = reward(shown[None], [asked("arc_right")])
+        assert result.valid.all() and result.values == pytest.approx(-1)
+        assert result.info["unregistered"] == 1 and result.info["valid_frames"] == 0
+    assert PoseRot(MEASURER)(shown[None], [asked("arc_right")]).info["rot_deg"] == pytest.approx(45)
+
+
+def test_poses_may_be_given_in_any_reference():
+    """As with data.reference = "target": the origin is elsewhere, the errors are the same."""
+    other = slowed("arc_left", 2, 0.3)[1]
+    video = shot("arc_right", speed=0.8)[None]
+    same = PoseTrans(MEASURER)(video, [asked("arc_right")])
+    moved = asked(
+        "arc_right",
+        source_poses=other @ source_path(FRAMES),
+        target_poses=other @ preset_path("arc_right", FRAMES),
+    )
+    assert torch.allclose(same.info["trans_m"], PoseTrans(MEASURER)(video, [moved]).info["trans_m"], atol=1e-4)
+
+
+def test_a_turning_source_is_scored_with_its_true_view():
+    turning = condition("arc_right", shot("pan_right"), preset_path("pan_right", FRAMES), shot("arc_right"))
+    slow = shot("arc_right", speed=0.5)
+    result = PoseTrans(PoseMeasurer())(torch.stack([shot("arc_right"), slow]), [turning] * 2)
+    assert result.valid.all()
+    assert result.values[0] > -0.005 and result.values[1] < -0.1
+    alone = dataclasses.replace(turning, target_video=None)
+    refused = PoseTrans(PoseMeasurer())(slow[None], [alone])
+    assert not refused.valid.any() and "unusable: 0 anchors" in refused.causes[0]
+
+
+# --- failures
+
+
+def test_both_rewards_read_one_measurement(calls_made):
+    measurer = PoseMeasurer()
+    videos = torch.stack([shot("arc_right"), shot("zoom_in")])
+    conditions = [asked("arc_right"), asked("arc_right", slot=1)]
+    first = PoseRot(measurer)(videos, conditions)
+    second = PoseTrans(measurer)(videos.clone(), conditions)
+    assert calls_made == ["make_source", "locate_video", "locate_video"]
+    assert first.valid.all() and second.valid.all()
+    PoseRot(measurer)(videos.flip(0), conditions)
+    assert calls_made == ["make_source", *["locate_video"] * 4]
+
+
+def test_the_command_is_part_of_the_measurement():
+    video = shot("arc_right")[None]
+    right, wrong = (PoseRot(MEASURER)(video, [asked(name)]).values for name in ("arc_right", "arc_left"))
+    assert right > -0.01 and wrong < -0.3
+
+
+def test_without_a_focal_length_there_is_no_value():
+    conditions = [asked("arc_right"), asked("arc_right", intrinsics=None)]
+    result = PoseRot(MEASURER)(torch.stack([shot("arc_right")] * 2), conditions)
+    assert result.valid.tolist() == [True, False]
+    assert "no known focal length" in result.causes[1] and result.values[1].isnan()
+    assert not result.faulty.any()  # measuring did not fail, there is nothing to measure by
+
+
+def test_a_wrong_focal_length_makes_the_source_unusable():
+    factor = torch.tensor([1, 363.6 / 630.3, 1, 1])
+    wrong = asked("arc_right", intrinsics=factor * intrinsics(SMALL))
+    result = PoseRot(PoseMeasurer())(shot("arc_right")[None], [wrong])
+    assert not result.valid.any() and "is unusable" in result.causes[0]
+    assert result.values.isnan().all() and result.info["rot_deg"].isnan().all()
+    assert not result.faulty.any()
+
+
+def test_a_crash_masks_its_own_row_and_is_tried_again(monkeypatch):
+    measurer = PoseMeasurer()
+    videos = torch.stack([shot("arc_right"), 0.2 * shot("arc_right")])
+    conditions = [asked("arc_right")] * 2
+
+    def sometimes(pictures, *others):
+        if pictures.mean() < 60:
+            raise RuntimeError("the scorer is broken")
+        return locate_video(pictures, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(camera_pose, "locate_video", sometimes)
+        result = PoseRot(measurer)(videos, conditions)
+        assert result.valid.tolist() == [True, False]
+        assert result.values[1].isnan() and "the scorer is broken" in result.causes[1]
+        assert result.faulty.tolist() == [False, True]
+    assert PoseRot(measurer)(videos, conditions).valid.all()
+
+
+def _exit(*_):
+    os._exit(1)
+
+
+def test_a_process_that_dies_masks_its_rows(monkeypatch):
+    measurer = PoseMeasurer(workers=1)
+    video, conditions = shot("arc_right")[None], [asked("arc_right")]
+    with monkeypatch.context() as patch:
+        patch.setattr(camera_pose, "locate_video", _exit)
+        result = PoseRot(measurer)(video, conditions)
+        assert not result.valid.any() and result.values.isnan().all()
+        assert "died" in result.causes[0] and result.faulty.all()
+    in_processes = PoseRot(measurer)(video, conditions)
+    measurer.pool.close()
+    assert torch.equal(in_processes.values, PoseRot(MEASURER)(video, conditions).values)
+
+
+def test_a_measurement_that_takes_too_long_masks_its_rows():
+    measurer = PoseMeasurer(workers=1, seconds=0.0)
+    result = PoseTrans(measurer)(shot("arc_right")[None], [asked("arc_right")])
+    assert not result.valid.any() and result.values.isnan().all() and "0 s" in result.causes[0]
+    assert result.faulty.all()
+
+
+def test_anchors_that_take_their_time_leave_the_poses_theirs(monkeypatch):
+    measurer, given = PoseMeasurer(seconds=100.0), {}
+
+    def run(function, arguments, *, seconds, what):
+        given[what] = seconds
+        return CallPool.run(measurer.pool, function, arguments, seconds=seconds, what=what)
+
+    monkeypatch.setattr(measurer.pool, "run", run)
+    assert PoseRot(measurer)(shot("arc_right")[None], [asked("arc_right")]).valid.all()
+    assert given == {"anchors": 100.0, "camera poses": 100.0}
+
+
+def test_a_measurer_keeps_only_so_many_sources(monkeypatch):
+    monkeypatch.setattr(camera_pose, "SOURCES_KEPT", 1)
+    measurer = PoseMeasurer()
+    video = shot("arc_right")[None]
+    for scene in ("a", "b"):
+        PoseRot(measurer)(video, [asked("arc_right", scene=scene)])
+    assert [key[0] for key in measurer._sources] == ["b"]
+
+
+def test_rewards_declare_what_they_measure():
+    for reward in (PoseRot(MEASURER), PoseTrans(MEASURER)):
+        result = reward(shot("arc_right")[None], [asked("arc_right")])
+        assert set(result.info) == set(reward.measures)
+        assert result.values.dtype == torch.float32 and math.isfinite(reward.floor)
+    assert PoseRot.name == "pose_rot" and PoseTrans.name == "pose_trans"
+
+
+def test_rewards_without_a_measurer_share_one():
+    assert PoseRot().measurer is PoseTrans().measurer
+
+
+# --- the size of the real model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["pan_right", "zoom_in", "translate_up", "arc_right"])
+def test_order_at_full_size(preset):
+    frames = 21
+    asked_for = condition(preset, film("source", LARGE, frames), source_path(frames))
+    right, slow = film.__wrapped__(preset, LARGE, frames), film.__wrapped__(preset, LARGE, frames, 0.5)
+    videos = [right, slow, right[:, :1].expand_as(right), spoiled(right, sigma=2.5, quality=70, sprite=True)]
+    results = [reward(MEASURER)(torch.stack(videos), [asked_for] * 4) for reward in (PoseRot, PoseTrans)]
+    rotation, translation = results[0].values, results[1].values
+    print(f"\n| {preset} |", " | ".join(f"{r:.4f}, {t:.4f}" for r, t in zip(rotation, translation, strict=True)), "|")
+    for value in [rotation] * (preset in TURNS) + [translation] * (preset in MOVES) + [rotation + translation]:
+        assert value[0] > value[1] > value[2]
+        assert value[3] > value[1]

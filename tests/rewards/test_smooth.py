@@ -1,0 +1,158 @@
+"""Smoothness: changes of speed by hand, and trembling paths on filmed rooms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
+from flow_grpo.rewards.camera.pose import (
+    PoseErrors,
+    PoseMeasurer,
+    PoseRot,
+    PoseTrans,
+    compare,
+    rotation_value,
+    translation_value,
+)
+from flow_grpo.rewards.camera.smooth import MOVE_NOISE_M, TURN_NOISE_DEG, Smooth, unsteadiness
+from tools.hacking.textured_room import condition, film, shoot, source_path
+from tools.hacking.tricks import along
+
+SIZE, FRAMES = (120, 208), 5
+SMOOTH = Smooth(PoseMeasurer())
+
+
+def path(turn_deg: list[float], metres: list[float]) -> Tensor:
+    """Return poses (T, 4, 4) turned about y and moved along x."""
+    turns = torch.tensor([[0.0, degrees, 0.0] for degrees in turn_deg], dtype=torch.float64).deg2rad()
+    moves = torch.tensor([[x, 0.0, 0.0] for x in metres], dtype=torch.float64)
+    return pose(rotation_matrix(turns), moves)
+
+
+def compared(commanded: Tensor, seen: Tensor, lost: tuple[int, ...] = (), unseen: tuple[int, ...] = ()) -> PoseErrors:
+    """Return the errors of a path of which some frames are not located and some cannot be judged."""
+    seen, visible = seen.clone(), torch.ones(len(seen), dtype=torch.bool)
+    seen[list(lost)], visible[list(unseen)] = torch.nan, False
+    return compare(commanded, seen, commanded, visible)
+
+
+def test_changes_of_speed_are_second_differences():
+    turn, move = unsteadiness(path([0, 2, 7, 7], [0, 0.1, 0.1, 0.4]), torch.arange(4))
+    assert torch.allclose(turn, torch.tensor([3.0, 5.0], dtype=torch.float64))
+    assert torch.allclose(move, torch.tensor([0.1, 0.3], dtype=torch.float64))
+
+
+def test_a_steady_path_is_steady_at_uneven_frames_too():
+    frames = [0, 2, 5, 7, 10]
+    seen = path([3.0 * frame for frame in frames], [0.1 * frame for frame in frames])
+    assert all(part.abs().max() < 1e-9 for part in unsteadiness(seen, torch.tensor(frames)))
+    turn, _ = unsteadiness(seen, torch.arange(5))
+    assert turn.min() > 1
+
+
+def test_the_value_is_that_of_the_formula():
+    commanded = path([0, 0, 0, 0], [0, 0.5, 1.0, 1.5])
+    seen = path([0, 1.1, 0, 0], [0, 0.5, 1.0, 1.61])
+    value, turn, move = SMOOTH.read(compared(commanded, seen))
+    # Second differences of -2.2 and 1.1 degrees, 0 and 0.11 m; less the noise; caps of 45 degrees and 3 m.
+    assert turn == pytest.approx((2.1 + 1.0) / 2) and move == pytest.approx((0 + 0.1) / 2)
+    assert value == pytest.approx(-(2.1 + 1.0) / 2 / 45 / 2 - 0.1 / 2 / 3 / 2)
+
+
+def test_only_what_the_command_does_not_ask_for_counts():
+    jerky = path([0, 4, 0, 4, 0], [0, 0.3, 0.2, 0.5, 0.6])
+    assert SMOOTH.read(compared(jerky, jerky))[0] == 0
+    assert SMOOTH.read(compared(jerky, path([0] * 5, [0] * 5)))[0] == 0
+    assert SMOOTH.read(compared(path([0] * 5, [0] * 5), jerky))[0] < -0.25
+
+
+def test_the_noise_of_the_estimate_is_free():
+    still = path([0] * 5, [0] * 5)
+    shaking = [0, 0.25, 0, 0.25, 0]
+    trembling = path([TURN_NOISE_DEG * part for part in shaking], [MOVE_NOISE_M * part for part in shaking])
+    assert SMOOTH.read(compared(still, trembling))[0] == 0
+    wilder = path([4 * TURN_NOISE_DEG * part for part in shaking], [0] * 5)
+    assert SMOOTH.read(compared(still, wilder))[0] == pytest.approx(-TURN_NOISE_DEG / 45 / 2)
+
+
+def test_what_touches_a_lost_frame_takes_the_cap():
+    steady = path([0] * 7, [0.1 * frame for frame in range(7)])
+    # Frame 1 takes part in two of the five second differences.
+    assert SMOOTH.read(compared(steady, steady, lost=(1,)))[0] == pytest.approx(-2 / 5)
+
+
+def test_a_video_that_is_mostly_lost_is_worst():
+    steady = path([0] * 7, [0.1 * frame for frame in range(7)])
+    value, turn, move = SMOOTH.read(compared(steady, steady, lost=(0, 5, 6, 4)))
+    assert value == pytest.approx(-1) and turn == pytest.approx(45) and move == pytest.approx(2 * 0.6)
+
+
+def test_frames_that_cannot_be_judged_are_left_out():
+    commanded = path([0] * 7, [0.1 * frame for frame in range(7)])
+    seen = path([0, 0, 30, 0, 0, 0, 0], [0.1 * frame for frame in range(7)])
+    assert SMOOTH.read(compared(commanded, seen, unseen=(2,)))[0] == 0
+    assert SMOOTH.read(compared(commanded, seen, lost=(2,), unseen=(2,)))[0] == 0
+
+
+def test_two_frames_show_no_steadiness():
+    with pytest.raises(ValueError, match="at least 3 frames that may be judged, got 2"):
+        SMOOTH.read(compared(path([0] * 3, [0] * 3), path([0] * 3, [0] * 3), unseen=(1,)))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_static_video_is_smooth_but_loses_beside_the_pose_rewards(preset):
+    """The right path gains as much here, so what decides is where the camera went."""
+    commanded = preset_path(preset, 21)
+    static, right = (compared(commanded, seen) for seen in (commanded[:1].expand(21, 4, 4), commanded))
+    assert SMOOTH.read(static)[0] == SMOOTH.read(right)[0] == 0
+    assert rotation_value(static) + translation_value(static) < -0.1
+    trembling = compared(commanded, commanded @ path([0.2, -0.2] * 10 + [0.2], [0.01, -0.01] * 10 + [0.01]))
+    sums = [rotation_value(e) + translation_value(e) + SMOOTH.read(e)[0] for e in (right, trembling, static)]
+    assert sums[0] > sums[1] > sums[2]
+
+
+# --- filmed rooms
+
+
+def shot(preset: str) -> Tensor:
+    return film(preset, SIZE, FRAMES)
+
+
+def test_trembling_is_noticed_where_the_pose_rewards_see_nothing():
+    places = torch.linspace(0, 1, FRAMES, dtype=torch.float64)
+    to_and_fro = 0.0075 * torch.tensor([1, -1, 1, -1, 1], dtype=torch.float64)
+    trembling = shoot(along("arc_right", places + to_and_fro), SIZE)
+    videos = torch.stack([shot("arc_right"), trembling])
+    chosen = [condition("arc_right", shot("source"), source_path(FRAMES))] * 2
+    rewards = [SMOOTH, PoseRot(SMOOTH.measurer), PoseTrans(SMOOTH.measurer)]
+    smooth, rotation, translation = (reward(videos, chosen) for reward in rewards)
+    assert smooth.valid.all() and smooth.values[0] > -SMOOTH.floor and smooth.values[1] < -3 * SMOOTH.floor
+    for reward, result in zip(rewards[1:], (rotation, translation), strict=True):
+        assert result.values[0] - result.values[1] < 3 * reward.floor
+    assert set(smooth.info) == set(SMOOTH.measures)
+    assert smooth.info["shake_deg"][1] > 0.5 > 0.1 > smooth.info["shake_deg"][0]
+    assert smooth.info["valid_frames"].tolist() == [1, 1] and smooth.info["unregistered"].tolist() == [0, 0]
+
+
+def test_it_reads_the_measurement_of_the_pose_rewards(calls_made):
+    measurer = PoseMeasurer()
+    chosen = [condition("arc_right", shot("source"), source_path(FRAMES))]
+    for reward in (PoseRot, Smooth, PoseTrans):
+        assert reward(measurer)(shot("arc_right")[None], chosen).valid.all()
+    assert calls_made == ["make_source", "locate_video"]
+    assert Smooth().measurer is PoseRot().measurer
+
+
+def test_a_source_that_cannot_be_measured_by_masks_the_row_with_its_cause():
+    blind = condition("arc_right", shot("source"), source_path(FRAMES), intrinsics=None)
+    result = SMOOTH(shot("arc_right")[None], [blind])
+    assert not result.valid.any() and result.values.isnan().all()
+    assert "no known focal length" in result.causes[0]
+
+
+def test_a_video_that_does_not_show_the_scene_has_the_worst_value():
+    chosen = [condition("arc_right", shot("source"), source_path(FRAMES))]
+    result = SMOOTH(shot("arc_right")[None].flip(-1), chosen)
+    assert result.valid.all() and result.values == pytest.approx(-1) and result.info["unregistered"] == 1

@@ -1,0 +1,300 @@
+"""Checkpoints: atomic, verified, bound to their run, alike on all ranks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flow_grpo.runtime.checkpoints import checkpoint, resume, state_files
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests import workers
+from tests.workers import run_ranks
+
+ALONE = Ranks()
+IDENTITY = {"model": "tiny", "k": "4"}
+
+
+def save(folder: Path, step: int, ranks: Ranks = ALONE, keep: int = 3, identity: dict[str, str] = IDENTITY) -> Path:
+    state = {"weights": torch.full((5,), float(step)), "step": step}
+    mine = {"rng": torch.tensor([ranks.rank, step])}
+    return checkpoint.save(folder, step, state=state, per_rank=mine, identity=identity, ranks=ranks, keep=keep)
+
+
+def load_latest(
+    folder: Path, identity: dict[str, str] = IDENTITY, ranks: Ranks = ALONE
+) -> checkpoint.Checkpoint | None:
+    path = resume.latest(folder, ranks=ranks)
+    return None if path is None else checkpoint.load(path, identity=identity, ranks=ranks)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_is_loaded_and_nothing_temporary_stays(tmp_path: Path) -> None:
+    path = save(tmp_path / "run" / "checkpoints", 7)
+    loaded = load_latest(path.parent)
+    assert loaded is not None and (loaded.path, loaded.step, loaded.world_size) == (path, 7, 1)
+    assert torch.equal(loaded.state["weights"], torch.full((5,), 7.0)) and loaded.state["step"] == 7
+    assert loaded.per_rank is not None and loaded.per_rank["rng"].tolist() == [0, 7]
+    assert names(path.parent) == ["checkpoint_000007"]
+    files = ["manifest.json", "rank_0.json", "rank_0.safetensors", "state.json", "state.safetensors"]
+    assert names(path) == files
+    assert sorted(json.loads((path / "manifest.json").read_text())["files"]) == files[1:]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 1000000):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["checkpoint_000010", "checkpoint_1000000"]
+    assert [path.name for path in checkpoint.published(tmp_path)] == names(tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint\.keep=0 must be at least 1"):
+        save(tmp_path, 11, keep=0)
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    def kept(step: int, score: float | None) -> list[str]:
+        identity = {"model": "m"}
+        checkpoint.save(tmp_path, step, state={}, per_rank={}, identity=identity, ranks=ALONE, keep=1, score=score)
+        return [path.name[-1] for path in checkpoint.published(tmp_path)]
+
+    assert kept(1, 0.5) == ["1"]
+    assert kept(2, 0.7) == ["2"]
+    assert kept(3, None) == ["2", "3"]
+    assert kept(4, 0.6) == ["2", "4"]
+    assert kept(5, float("nan")) == ["2", "5"]
+    assert kept(6, 0.7) == ["6"]  # of equals the newest
+
+
+def test_saving_after_going_back_replaces_the_steps_that_were_given_up(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    state = {"again": True}
+    checkpoint.save(tmp_path, 2, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=3)
+    loaded = load_latest(tmp_path)
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
+    assert loaded is not None and loaded.state == state
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def rewrite(path: Path, **fields: object) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | fields))
+
+
+DAMAGES = [
+    ("state.safetensors has another sha256", lambda path: flip_a_bit(path / "state.safetensors")),
+    ("rank_0.json has 0 bytes instead of", lambda path: (path / "rank_0.json").write_bytes(b"")),
+    ("rank_0.safetensors does not exist", lambda path: (path / "rank_0.safetensors").unlink()),
+    ("manifest.json does not exist", lambda path: (path / "manifest.json").unlink()),
+    ("manifest.json is not readable", lambda path: (path / "manifest.json").write_text('{"files"')),
+    ("manifest.json is not readable", lambda path: (path / "manifest.json").write_text("[]")),
+    ("manifest.json is not readable", lambda path: (path / "manifest.json").write_text("[" * 100_000)),
+    ("manifest.json holds step='1', must be of type int", lambda path: rewrite(path, step="1")),
+    ("manifest.json holds identity=5, must be of type dict", lambda path: rewrite(path, identity=5)),
+    ("manifest.json lists 0 files, must be 4", lambda path: rewrite(path, files={})),
+    ("manifest.json lists 4 files, must be 2000000002", lambda path: rewrite(path, world_size=10**9)),
+]
+
+
+@pytest.mark.parametrize(("text", "damage"), DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(
+    text: str, damage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    damaged = save(tmp_path, 2)
+    damage(damaged)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_latest(tmp_path)
+    assert loaded is not None and loaded.step == 1
+    assert str(damaged) in caplog.text and text in caplog.text
+    with pytest.raises(ValueError, match=text):
+        checkpoint.load(damaged, identity=IDENTITY, ranks=ALONE)
+    with pytest.raises(ValueError, match=text):
+        resume.resolve(str(damaged), tmp_path, ranks=ALONE)
+
+
+def test_a_checkpoint_of_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(ValueError, match="belongs to another run") as caught:
+        load_latest(tmp_path, {"model": "large", "k": "4", "data": "rooms"})
+    text = str(caught.value)
+    assert "data is absent there and 'rooms' here; model is 'tiny' there and 'large' here" in text
+    assert "k is" not in text and "another run_name" in text and "\n" not in text
+
+
+def test_files_that_were_mended_are_said_and_do_not_keep_a_run_from_going_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, identity=IDENTITY | {checkpoint.FILES: "one"})
+    with caplog.at_level(logging.WARNING):
+        assert load_latest(tmp_path, IDENTITY | {checkpoint.FILES: "one"}) is not None
+        assert not caplog.text
+        assert load_latest(tmp_path, IDENTITY | {checkpoint.FILES: "other"}) is not None
+    assert "checkpoint_000001 was saved with files of other sizes" in caplog.text
+
+
+def test_a_replaced_checkpoint_goes_only_when_the_new_one_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    rename, killed = os.rename, ConnectionAbortedError("killed")
+
+    def until_killed(source: Path, target: Path) -> None:
+        if target.name == "checkpoint_000001":
+            raise killed
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", until_killed)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # what a killed process does not come to
+    with pytest.raises(RuntimeError, match="killed"):
+        checkpoint.save(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+    monkeypatch.undo()
+    resume.remove_stale(tmp_path, ranks=ALONE)
+    loaded = load_latest(tmp_path)
+    assert loaded is not None and loaded.state == {"new": 1} and names(tmp_path) == ["checkpoint_000001"]
+
+
+def test_a_replaced_checkpoint_comes_back_where_the_new_one_cannot_be_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    rename = os.rename
+
+    def stale(source: Path, target: Path) -> None:
+        if ".tmp-" in source.name:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", stale)
+    with pytest.raises(RuntimeError, match="Stale file handle"):
+        checkpoint.save(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+    assert names(tmp_path) == ["checkpoint_000001"]
+    assert "weights" in load_latest(tmp_path).state
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_only_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(path: Path, **_: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    for step in (1, 2):
+        save(tmp_path, step, keep=1)
+    assert [path.name for path in checkpoint.published(tmp_path)] == ["checkpoint_000002"]
+    resume.remove_stale(tmp_path, ranks=ALONE)
+    assert caplog.text.count("cannot be removed") == 2
+
+
+def test_a_full_disk_publishes_nothing_and_leaves_the_previous_one_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state_files, "to_disk", full)
+    with pytest.raises(RuntimeError, match=r"rank 0 failed in saving a checkpoint \(files\): OSError.*No space left"):
+        save(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint_000001"]
+    loaded = load_latest(tmp_path)
+    assert loaded is not None and loaded.step == 1
+
+
+def test_the_manifest_is_last_and_everything_is_on_the_disk_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    to_disk, rename = state_files.to_disk, os.rename
+
+    def watched_to_disk(path: Path) -> None:
+        events.append(path.name)
+        to_disk(path)
+
+    def watched_rename(source: Path, target: Path) -> None:
+        events.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(state_files, "to_disk", watched_to_disk)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    save(tmp_path / "c", 3)
+    assert events[:4] == ["state.safetensors", "state.json", "rank_0.safetensors", "rank_0.json"]
+    assert events[4] == "manifest.json" and events[5].startswith("checkpoint_000003.tmp-")
+    assert events[6:] == ["rename", "c"]
+
+
+def save_on_all(ranks: Ranks, folder: Path, unpicklable_rank: int | None) -> str:
+    save(folder, 1, ranks)
+    if unpicklable_rank is None:
+        loaded = load_latest(folder, ranks=ranks)
+        assert loaded is not None and loaded.per_rank is not None
+        return f"{loaded.path.name} {loaded.world_size} {loaded.per_rank['rng'].tolist()}"
+    mine = {"rng": object() if ranks.rank == unpicklable_rank else 0}
+    with pytest.raises(RuntimeError) as caught:
+        checkpoint.save(folder, 2, state={}, per_rank=mine, identity={}, ranks=ranks, keep=3)
+    return str(caught.value)
+
+
+def test_every_rank_gets_its_own_part_back_and_a_new_rank_gets_none(tmp_path: Path) -> None:
+    results = run_ranks(save_on_all, 3, tmp_path, None)
+    assert results == [f"checkpoint_000001 3 [{rank}, 1]" for rank in range(3)]
+    newcomer = Ranks(rank=3)
+    loaded = checkpoint.load(tmp_path / "checkpoint_000001", identity=IDENTITY, ranks=newcomer)
+    assert loaded.per_rank is None and loaded.world_size == 3
+
+
+def test_one_failing_rank_means_that_nothing_is_published(tmp_path: Path) -> None:
+    results = run_ranks(save_on_all, 3, tmp_path, 2)
+    assert set(results) == {results[0]}
+    assert "rank 2 failed in saving a checkpoint (files): ValueError: rng cannot be saved: object" in results[0]
+    assert names(tmp_path) == ["checkpoint_000001"]
+
+
+def save_for_ever(folder: Path, step: int) -> None:
+    while True:
+        step += 1
+        state = {"weights": torch.full((20000,), float(step)), "step": step}
+        checkpoint.save(folder, step, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=2)
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name.split("_")[1]) for path in checkpoint.published(folder)), default=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killing_a_process_while_it_saves_leaves_a_checkpoint_that_loads(seed: int, tmp_path: Path) -> None:
+    delay = random.Random(seed)
+    for _ in range(4):
+        before = newest(tmp_path)
+        process = workers.context().Process(target=save_for_ever, args=(tmp_path, before))
+        process.start()
+        while newest(tmp_path) == before and process.is_alive():
+            time.sleep(0.002)
+        time.sleep(delay.uniform(0.0, 0.05))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        loaded = load_latest(tmp_path)
+        assert loaded is not None and loaded.step == newest(tmp_path) > before
+        assert torch.equal(loaded.state["weights"], torch.full((20000,), float(loaded.step)))
+        resume.remove_stale(tmp_path, ranks=ALONE)
+        assert names(tmp_path) == [path.name for path in checkpoint.published(tmp_path)]

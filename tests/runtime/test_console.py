@@ -1,0 +1,78 @@
+"""What rank 0 prints."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting.console import Progress, print_before_after
+
+METRICS = {"reward/mean": 0.12345, "reward/group_std": 0.04, "train/unlisted": 1.0}
+
+
+def run(progress: Progress, epochs: int) -> None:
+    with progress:
+        for _ in range(epochs):
+            progress.start_epoch(rollouts=2)
+            progress.rollout(2)
+            progress.start_update(1)
+            progress.update()
+            progress.finish_epoch(METRICS)
+
+
+def test_without_a_terminal_there_is_exactly_one_plain_line_per_epoch() -> None:
+    out = io.StringIO()
+    run(Progress(12, Ranks(), finished=8, console=Console(file=out, width=40)), 2)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(
+        r"epoch  9/12  reward/mean 0.1235   reward/group_std 0.04     \d+\.\d s  ETA 0:00:0\d", lines[0]
+    )
+    assert lines[1].startswith("epoch 10/12  ")
+
+
+def test_time_left_counts_only_epochs_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 0.0, 10.0, 10.0])
+    monkeypatch.setattr("flow_grpo.runtime.reporting.console.time.monotonic", lambda: next(clock))
+    out = io.StringIO()
+    progress = Progress(100, Ranks(), finished=90, console=Console(file=out))
+    progress._begin = 0.0
+    progress.start_epoch(rollouts=1)
+    monkeypatch.setattr("flow_grpo.runtime.reporting.console.time.monotonic", lambda: 10.0)
+    progress.finish_epoch({})
+    assert out.getvalue().strip() == "epoch  91/100  10.0 s  ETA 0:01:30"
+
+
+def test_a_terminal_shows_the_bars_of_the_epoch() -> None:
+    out = io.StringIO()
+    run(Progress(3, Ranks(), console=Console(file=out, force_terminal=True, width=100)), 1)
+    text = out.getvalue()
+    assert "epochs" in text and "rollouts" in text and "updates" in text and "1/3" in text
+    assert "epoch 1/3" in text
+
+
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    others = Ranks(rank=1, world_size=2)
+    run(Progress(3, others), 1)
+    print_before_after({"eval/a": 1.0}, {"eval/a": 2.0}, Path("x"), others)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_closing_table_shows_both_values_their_change_and_the_folder() -> None:
+    out = io.StringIO()
+    before = {"eval/trans_err_m": 0.5, "eval/psnr": 18.0, "eval/zero": 0.0, "eval/only_before": 1.0}
+    after = {"eval/trans_err_m": 0.4, "eval/psnr": 18.9, "eval/zero": 0.1}
+    folder = Path("outputs") / ("long_name_" * 12)
+    print_before_after(before, after, folder, Ranks(), Console(file=out, width=80))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
+    assert rows == [
+        ["eval/trans_err_m", "0.5000", "0.4000", "-0.1000", "-20.0"],
+        ["eval/psnr", "18.0000", "18.9000", "+0.9000", "+5.0"],
+        ["eval/zero", "0.0000", "0.1000", "+0.1000", ""],
+    ]
+    assert out.getvalue().splitlines()[-1] == f"run folder: {folder}"

@@ -1,0 +1,331 @@
+"""Ranks: exchanges, shared failures, start-up and leaving."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.runtime.ranks.watchdog import Heartbeat
+from tests.workers import run_ranks
+
+WORLD = 3
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def gather_of_each_dtype(ranks: Ranks) -> list[torch.Tensor]:
+    dtypes = [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]
+    rows = torch.arange(4).view(2, 2) + 10 * ranks.rank
+    gathered = [ranks.all_gather(rows.to(dtype)) for dtype in dtypes]
+    odd = torch.tensor([float("nan"), float("inf"), -0.0])[: 3 * ranks.rank or 3]
+    return [*gathered, ranks.all_gather(odd), ranks.all_gather(rows.T), ranks.all_gather(torch.empty(0, 5))]
+
+
+def test_all_gather_returns_the_rows_of_all_ranks_in_rank_order() -> None:
+    expected = torch.cat([torch.arange(4).view(2, 2) + 10 * rank for rank in range(WORLD)])
+    for results in run_ranks(gather_of_each_dtype, WORLD):
+        for result in results[:5]:
+            assert torch.equal(result, expected.to(result.dtype))
+        assert [result.dtype for result in results[:5]] == [
+            torch.float32,
+            torch.float64,
+            torch.int64,
+            torch.bool,
+            torch.bfloat16,
+        ]
+        odd = results[5].view(WORLD, 3)
+        assert odd[:, 0].isnan().all() and odd[:, 1].isposinf().all() and torch.signbit(odd[:, 2]).all()
+        assert torch.equal(results[6], torch.cat([torch.arange(4).view(2, 2).T + 10 * rank for rank in range(WORLD)]))
+        assert results[7].shape == (0, 5)
+
+
+def gather_errors(ranks: Ranks) -> list[str]:
+    mine = {0: torch.zeros(16, 3), 1: torch.zeros(14, 3), 2: torch.zeros(16, 3)}[ranks.rank]
+    cases = [mine, torch.zeros(4, dtype=torch.float32 if ranks.rank else torch.float64), torch.tensor(1.0)]
+    texts = []
+    for tensor in cases:
+        with pytest.raises(ValueError, match="all_gather needs") as caught:
+            ranks.all_gather(tensor)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_all_gather_of_unlike_tensors_is_one_error_naming_every_shape_on_every_rank() -> None:
+    results = run_ranks(gather_errors, WORLD)
+    assert results[0] == results[1] == results[2]
+    shapes, dtypes, scalar = results[0]
+    assert "(16, 3) torch.float32 cpu on rank 0, (14, 3) torch.float32 cpu on rank 1" in shapes
+    assert "torch.float64 cpu on rank 0, (4,) torch.float32 cpu on rank 1" in dtypes
+    assert "() torch.float32 cpu on rank 0" in scalar
+
+
+def exchange_texts(ranks: Ranks) -> tuple[list[str], str, list[str]]:
+    gathered = ranks.gather_text("ü" * ranks.rank)
+    return gathered, ranks.broadcast_text(f"from {ranks.rank}"), ranks.gather_text("")
+
+
+def test_texts_of_different_length_arrive_whole() -> None:
+    for result in run_ranks(exchange_texts, WORLD):
+        assert result == (["", "ü", "üü"], "from 0", ["", "", ""])
+
+
+def compare_fingerprints(ranks: Ranks) -> str:
+    ranks.all_equal("same", "dataset")
+    with pytest.raises(ValueError, match="dataset must be the same") as caught:
+        ranks.all_equal("other" if ranks.rank == 2 else "same", "dataset")
+    return str(caught.value)
+
+
+def test_unequal_fingerprints_are_refused_on_every_rank() -> None:
+    results = run_ranks(compare_fingerprints, WORLD)
+    assert set(results) == {results[0]}
+    assert "dataset must be the same on all ranks, got same on rank 0, same on rank 1, other on rank 2" in results[0]
+
+
+def score(ranks: Ranks, failing: tuple[int, ...]) -> None:
+    with ranks.sync_errors("score"):
+        if ranks.rank in failing:
+            raise KeyError(f"no video {ranks.rank}")
+
+
+def fail_in_phase(ranks: Ranks, failing: tuple[int, ...]) -> tuple[str, str, float]:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="failed in score") as caught:
+        score(ranks, failing)
+    cause = caught.value.__cause__
+    with ranks.sync_errors("next"):  # the ranks are still in step
+        pass
+    return str(caught.value), type(cause).__name__, time.monotonic() - begin
+
+
+def test_one_failing_rank_makes_all_ranks_raise_the_same_text_within_a_second() -> None:
+    results = run_ranks(fail_in_phase, WORLD, (2,))
+    assert {text for text, _, _ in results} == {"rank 2 failed in score: KeyError: 'no video 2'"}
+    assert [cause for _, cause, _ in results] == ["NoneType", "NoneType", "KeyError"]
+    assert max(seconds for _, _, seconds in results) < 1.0
+
+
+def test_every_failing_rank_is_named() -> None:
+    results = run_ranks(fail_in_phase, WORLD, (0, 1))
+    assert {text for text, _, _ in results} == {
+        "rank 0 failed in score: KeyError: 'no video 0'; rank 1 failed in score: KeyError: 'no video 1'"
+    }
+
+
+def input_or_bug(ranks: Ranks, errors: tuple[Exception | None, ...]) -> tuple[str, str]:
+    with pytest.raises((InputError, RuntimeError)) as caught:
+        ranks.raise_together(errors[ranks.rank], "phase")
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_input_that_is_not_fit_is_told_as_such_on_every_rank_unless_a_rank_fails_otherwise() -> None:
+    unfit = InputError("video a is short")
+    assert set(run_ranks(input_or_bug, WORLD, (unfit, None, unfit))) == {("InputError", "video a is short")}
+    both = "rank 0 failed in phase: InputError: video a is short; rank 1 failed in phase: KeyError: 'x'"
+    assert set(run_ranks(input_or_bug, WORLD, (unfit, KeyError("x"), None))) == {("RankError", both)}
+
+
+class Heart:
+    """Remembers what it was asked to tell."""
+
+    phase = "sampling"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def announce(self, text: str) -> None:
+        self.asked.append(text)
+
+    def withdraw(self) -> None:
+        self.asked.append("withdrawn")
+
+    def leave(self, text: str) -> None:
+        self.asked.append(f"left: {text}")
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+
+    def waiting(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+
+def others(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, *, come: bool) -> Ranks:
+    """Return ranks of which the other one comes to an exchange, or ends."""
+
+    def exchange(*_: object, **__: object) -> None:
+        if not come:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_reduce", exchange)
+    monkeypatch.setattr(Ranks, "gather_text", lambda _, text: ["", text])
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("error", "asked", "raised"),
+    [
+        (KeyError("x"), ["KeyError: 'x'", "withdrawn"], "rank 1 failed in phase: KeyError: 'x'"),
+        (InputError("video a is short"), [], "video a is short"),
+    ],
+)
+def test_an_error_is_announced_while_the_others_are_waited_for(error, asked, raised, monkeypatch) -> None:
+    ranks = others(Ranks(1, 2, 1, object(), Heart()), monkeypatch, come=True)
+    with pytest.raises((InputError, RankError), match=raised), ranks.sync_errors("phase"):
+        raise error
+    assert ranks.heartbeat.asked == asked
+
+
+def test_an_error_is_named_even_if_the_others_do_not_come(monkeypatch) -> None:
+    ranks = others(Ranks(1, 2, 1, object(), Heart()), monkeypatch, come=False)
+    with pytest.raises(RankError, match=r"^rank 1 failed in sampling: KeyError: 'x'$"), ranks.sync_errors("sampling"):
+        raise KeyError("x")
+
+
+def test_an_error_outside_of_exchanges_is_told_and_named_and_one_that_all_have_is_not() -> None:
+    ranks = Ranks(1, 2, 1, None, Heart())
+    with pytest.raises(RankError, match=r"^rank 1 failed in sampling: KeyError: 'x'$"), ranks.broadcast_failure():
+        raise KeyError("x")
+    with pytest.raises(RankError, match="rank 0 failed"), ranks.broadcast_failure():
+        raise RankError("rank 0 failed in update: KeyError: 'y'")
+    assert ranks.heartbeat.asked == ["left: KeyError: 'x'"]
+    with pytest.raises(KeyError), Ranks().broadcast_failure():
+        raise KeyError("x")
+
+
+def test_a_launcher_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "LAUNCHER_S", 0.5)
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 finds no store to meet the others by: its launcher is gone"):
+        process_group.start(CPU, process_group.Patience(1800.0))
+    assert time.monotonic() - begun < 10
+
+
+FAILS_TO_MEET = """
+import os, torch
+from flow_grpo.runtime.ranks import process_group
+if os.environ["RANK"] == "1":
+    def broken(*_): raise RuntimeError("no room for a communicator")
+    distributed.dist.all_reduce = broken
+distributed.start(torch.device("cpu"), distributed.Patience(600.0, dead_s=6.0))
+"""
+
+
+def test_a_rank_that_fails_while_all_meet_ends_the_others_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in ("0", "1"):
+        environment = os.environ | given | {"RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, "-c", FAILS_TO_MEET]
+        ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "rank 1 failed in start-up: RuntimeError: no room for a communicator" in said[0]
+
+
+def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    ranks = process_group.start(CPU, process_group.Patience(1800.0))
+    rows = torch.randn(2, 3)
+    gathered = ranks.all_gather(rows)
+    assert ranks == Ranks(0, 1, 0, None) and ranks.is_main and not dist.is_initialized()
+    assert torch.equal(gathered, rows) and gathered.data_ptr() != rows.data_ptr()
+    assert ranks.broadcast_text("x") == "x"
+    ranks.all_equal("x", "y")
+    ranks.raise_together(None, "phase")
+    with pytest.raises(RuntimeError, match="rank 0 failed in phase: OSError: disk"):
+        ranks.raise_together(OSError("disk"), "phase")
+    with pytest.raises(ValueError, match="rows"):
+        ranks.all_gather(torch.tensor(1.0))
+    process_group.stop(ranks)
+
+
+def test_a_process_without_launcher_that_hangs_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    ended: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda _, problem: ended.put(problem))
+    ranks = process_group.start(CPU, process_group.Patience(1800.0, dead_s=0.6, silent_s=0.5))
+    ranks.enter("sampling")
+    problem = ended.get(timeout=10)
+    assert "rank 0 has made no progress for" in problem and "in sampling: it hangs" in problem
+    process_group.stop(ranks)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RankError("rank 0 failed in update: x")])
+def test_an_error_of_a_process_alone_is_raised_as_it_is_and_nothing_watches_it_any_more(error, monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    ranks = process_group.start(CPU, process_group.Patience(1800.0, dead_s=0.6))
+    assert any(thread.name == "heartbeat" for thread in threading.enumerate())
+    with pytest.raises(type(error)) as caught, ranks.broadcast_failure():
+        raise error
+    assert caught.value is error
+    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+
+
+def test_exchanges_between_devices_are_waited_for_as_long_as_is_asked_and_no_less_than_those_between_cpus() -> None:
+    patience, npu = process_group.Patience(control_s=3600.0, device_s=7200.0), types.SimpleNamespace(type="npu")
+    assert (patience.group_s(CPU), patience.group_s(npu)) == (3600.0, 7200.0)
+    assert process_group.Patience(control_s=3600.0, device_s=60.0).group_s(npu) == 3600.0
+
+
+def group_facts(ranks: Ranks) -> tuple[bool, str, float, float, str]:
+    default, control = dist.group.WORLD, ranks.control_group
+    assert default is not None and control is not None
+    timeouts = [group._get_backend(CPU).options._timeout.total_seconds() for group in (default, control)]
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    return default is not control, dist.get_backend(control), timeouts[0], timeouts[1], interface
+
+
+def test_control_group_is_a_gloo_group_of_its_own_with_the_asked_timeout_over_loopback() -> None:
+    assert run_ranks(group_facts, WORLD) == [(True, "gloo", 30.0, 30.0, "lo")] * WORLD
+
+
+def die_in_the_middle(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        os._exit(7)
+    ranks.all_gather(torch.zeros(1))
+
+
+def say_rank(ranks: Ranks) -> int:
+    return ranks.rank
+
+
+def hang(ranks: Ranks) -> None:
+    time.sleep(60 * ranks.rank)
+
+
+def process_of(ranks: Ranks) -> int:
+    assert ranks.world_size == 2
+    return os.getpid()
+
+
+def test_a_dead_or_late_rank_fails_the_call_and_the_next_call_works() -> None:
+    with pytest.raises(AssertionError, match="rank 1: process ended with exit code 7"):
+        run_ranks(die_in_the_middle, 2)
+    with pytest.raises(AssertionError, match=r"no answer within 0.3 s.* from rank\(s\) \[1\]"):
+        run_ranks(hang, 2, timeout=0.3)
+    assert run_ranks(say_rank, 2) == [0, 1]
+
+
+def test_ranks_serve_many_calls_and_fresh_ones_leave_with_exit_code_zero() -> None:
+    first = run_ranks(process_of, 2)
+    assert run_ranks(process_of, 2) == first
+    assert set(run_ranks(process_of, 2, fresh=True)).isdisjoint(first)

@@ -1,0 +1,105 @@
+"""metrics.jsonl and metrics.csv."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from flow_grpo.runtime.reporting.metric_files import MetricFiles
+
+
+def lines(folder: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_call_is_a_line_and_every_step_a_row(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path)
+    files.append({"reward/mean": 0.1, "train/loss": 2.0}, 1)
+    files.append({"eval/psnr": 20.0}, 1)
+    files.append({"reward/mean": 0.2, "train/loss": 1.5}, 2)
+    files.append({"eval/psnr": 21.0}, 2)
+    assert lines(tmp_path) == [
+        {"step": 1, "reward/mean": 0.1, "train/loss": 2.0},
+        {"step": 1, "eval/psnr": 20.0},
+        {"step": 2, "reward/mean": 0.2, "train/loss": 1.5},
+        {"step": 2, "eval/psnr": 21.0},
+    ]
+    assert table(tmp_path) == [
+        {"step": "1", "reward/mean": "0.1", "train/loss": "2.0", "eval/psnr": "20.0"},
+        {"step": "2", "reward/mean": "0.2", "train/loss": "1.5", "eval/psnr": "21.0"},
+    ]
+
+
+def test_a_new_column_appears_in_the_table_and_older_rows_stay_empty_there(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path)
+    files.append({"a": 1.0}, 1)
+    files.append({"b": 2.0, "a": 3.0}, 2)
+    files.append({"b": 4.0}, 3)
+    assert table(tmp_path) == [
+        {"step": "1", "a": "1.0", "b": ""},
+        {"step": "2", "a": "3.0", "b": "2.0"},
+        {"step": "3", "a": "", "b": "4.0"},
+    ]
+
+
+def test_numbers_without_a_value_are_null_in_json_and_named_in_the_table(tmp_path: Path) -> None:
+    MetricFiles(tmp_path).append({"a": math.nan, "b": math.inf}, 1)
+    assert lines(tmp_path) == [{"step": 1, "a": None, "b": None}]
+    assert table(tmp_path) == [{"step": "1", "a": "nan", "b": "inf"}]
+
+
+def test_a_resumed_run_appends_and_has_nothing_past_the_resumed_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = MetricFiles(tmp_path)
+    for step in (0, 1, 2, 3):
+        files.append({"a": float(step), "b": math.nan}, step)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "a": 4')  # killed while writing
+    with caplog.at_level(logging.WARNING):
+        files = MetricFiles(tmp_path, resumed_step=2)
+    assert "unreadable line dropped" in caplog.text
+    assert math.isnan(files.rows[1]["b"])
+    files.append({"a": 30.0, "c": 1.0}, 3)
+    assert [(line["step"], line["a"]) for line in lines(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(row["step"], row["a"], row["c"]) for row in table(tmp_path)] == [
+        ("0", "0.0", ""),
+        ("1", "1.0", ""),
+        ("2", "2.0", ""),
+        ("3", "30.0", "1.0"),
+    ]
+
+
+def test_what_was_recorded_after_the_checkpoint_of_its_step_is_recorded_once(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path)
+    assert files.append({"a": 1.0}, 2) and files.append({"held_out": 2.0}, 2)
+    files = MetricFiles(tmp_path, resumed_step=2)
+    assert not files.append({"held_out": 2.5}, 2)
+    assert files.append({"other": 3.0}, 2) and files.append({"held_out": 4.0}, 3)
+    assert lines(tmp_path) == [
+        {"step": 2, "a": 1.0},
+        {"step": 2, "held_out": 2.0},
+        {"step": 2, "other": 3.0},
+        {"step": 3, "held_out": 4.0},
+    ]
+
+
+def test_a_fresh_run_starts_empty_files(tmp_path: Path) -> None:
+    MetricFiles(tmp_path).append({"a": 1.0}, 1)
+    files = MetricFiles(tmp_path)
+    assert files.rows == {} and lines(tmp_path) == [] and table(tmp_path) == []
+
+
+def test_resuming_without_files_starts_them(tmp_path: Path) -> None:
+    MetricFiles(tmp_path, resumed_step=5).append({"a": 1.0}, 6)
+    assert lines(tmp_path) == [{"step": 6, "a": 1.0}]

@@ -1,0 +1,259 @@
+"""Whole weights on every rank, or shards: the numbers of a single process either way."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from flow_grpo.models.adapters import Ema, apply_training_mode
+from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.recam_transformer import stays_fp32
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharding import (
+    accelerator,
+    averaging_gradients,
+    is_sharded,
+    local,
+    on_every_call,
+    parallelize,
+    part_like,
+    partition,
+    take_step,
+    unwrap,
+    whole,
+)
+from tests.models.test_adapters import LORA
+from tests.models.test_recam_policy import condition, noisy, policy
+from tests.tiny_models import CPU, tiny_networks
+from tests.toy import train_config
+from tests.workers import run_ranks
+
+ROWS = 4
+
+
+def made(mode: str, dtype: torch.dtype = torch.float32) -> RecamPolicy:
+    parts = tiny_networks()
+    if dtype != torch.float32:
+        for name, parameter in parts.transformer.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if stays_fp32(name) else dtype)
+    apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode, gradient_checkpointing=True))
+    parts.transformer.enable_gradient_checkpointing()
+    return RecamPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)
+
+
+def train(policy: RecamPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:
+    """Take AdamW steps over one sample at a time; return gradient norms and all trained weights, averaged ones last."""
+    optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
+    policy.module = partition(policy.module, optimizer, train_config(sharding=kind), CPU, ranks)
+    ema = Ema(policy.trained_parameters(), 0.5)
+    share, norms = ROWS // ranks.world_size, []
+    rows = range(share * ranks.rank, share * (ranks.rank + 1))
+    conditions = [condition(index) for index in range(ROWS)]
+    encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)
+    for _ in range(steps):
+        for row in rows:
+            one = slice(row, row + 1)
+            with averaging_gradients(policy.module, now=row == rows[-1]) as backward:
+                backward(policy.velocity(latents[one], sigma[one], encoded.rows(one)).square().sum())
+        if ranks.world_size == 1:
+            for parameter in policy.trained_parameters():
+                parameter.grad /= 2  # two ranks average their sums
+        norms.append(take_step(policy.module, optimizer, 1.0).item())
+        ema.update()
+        with torch.no_grad():  # a rollout between updates
+            policy.velocity(latents[rows[0] : rows[0] + 1], sigma[:1], encoded.rows(slice(0, 1)))
+    weights = [whole(p).flatten().clone() for p in policy.trained_parameters()]
+    with ema.applied():
+        weights += [whole(p).flatten().clone() for p in policy.trained_parameters()]
+    return norms, torch.cat(weights)
+
+
+def train_on_ranks(ranks: Ranks, kind: str, mode: str, dtype: torch.dtype) -> tuple[bool, list[float], torch.Tensor]:
+    torch.manual_seed(0)
+    policy = made(mode, dtype)
+    policy.module = parallelize(policy.module, kind, CPU, ranks)
+    norms, weights = train(policy, ranks, kind)
+    return is_sharded(policy.module), norms, weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "dtype"),
+    [
+        ("ddp", "lora", torch.float32),
+        ("fsdp2", "lora", torch.float32),
+        ("fsdp2", "attention", torch.float32),
+        ("fsdp2", "full", torch.float32),
+        ("fsdp2", "lora", torch.bfloat16),
+    ],
+)
+def test_two_ranks_learn_the_numbers_of_one(kind, mode, dtype):
+    norms, weights = train(made(mode, dtype), Ranks())
+    for sharded, other_norms, other_weights in run_ranks(train_on_ranks, 2, kind, mode, dtype, timeout=120):
+        assert sharded == (kind == "fsdp2")
+        assert other_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(other_weights, weights, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 1e-4)
+    assert len({round(norm, 3) for norm in norms}) == 3  # the weights moved, and the rollouts between saw it
+
+
+def shares_of_shards(ranks: Ranks) -> list[tuple[int, int]]:
+    policy = made("full")
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    return [(local(p).numel(), p.numel()) for p in unwrap(policy.module).parameters()]
+
+
+def test_each_rank_holds_its_share_only():
+    shares = run_ranks(shares_of_shards, 2)
+    assert all(sum(rank[n][0] for rank in shares) == shares[0][n][1] for n in range(len(shares[0])))
+    held = [sum(own for own, _ in rank) / sum(total for _, total in rank) for rank in shares]
+    assert max(held) < 0.6
+
+
+def reference_under_shards(ranks: Ranks, mode: str, offload: bool) -> list[bool]:
+    policy = made(mode)
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    policy.keep_reference(offload=offload)
+    encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
+    with torch.no_grad():
+        start = policy.velocity(*arguments, encoded)
+    optimizer = torch.optim.SGD(policy.trained_parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        with torch.no_grad(), policy.reference():
+            found.append(torch.equal(policy.velocity(*arguments, encoded), start))
+        policy.velocity(*arguments, encoded).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            found.append(not torch.equal(policy.velocity(*arguments, encoded), start))
+    return found
+
+
+@pytest.mark.parametrize(("mode", "offload"), [("lora", False), ("attention", False), ("attention", True)])
+def test_the_reference_policy_stays_under_shards(mode, offload):
+    assert run_ranks(reference_under_shards, 2, mode, offload) == [[True] * 4] * 2
+
+
+def parts_of_values(ranks: Ranks) -> list[bool]:
+    policy = made("full")
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    found = []
+    for parameter in policy.trained_parameters():
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        part = part_like(values, parameter)
+        found.append(local(part).shape == local(parameter).shape and torch.equal(whole(part), values))
+    return found
+
+
+def test_a_part_of_whole_values_lies_as_the_parameter_does():
+    for found in run_ranks(parts_of_values, 2):
+        assert all(found)
+    plain = torch.nn.Parameter(torch.zeros(3))
+    assert torch.equal(part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
+
+
+def calls_told(ranks: Ranks, kind: str) -> list[int]:
+    policy, told = made("lora"), []
+    policy.module = parallelize(policy.module, kind, CPU, ranks)
+    on_every_call(policy.module, lambda: told.append(torch.is_grad_enabled()))
+    conditions = [condition(0)]
+    encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)
+    with torch.no_grad():
+        for _ in range(2):
+            policy.velocity(latents, sigma, encoded)
+    policy.velocity(latents, sigma, encoded).square().sum().backward()
+    return [told.count(False), told.count(True)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_calls_of_a_rollout_are_told_as_those_of_an_update_are(kind):
+    assert run_ranks(calls_told, 2, kind) == [[2, 1], [2, 1]]
+
+
+def test_a_single_process_keeps_its_module():
+    module = policy(mode="camera").module
+    optimizer = torch.optim.SGD(module.parameters())
+    for kind in ("ddp", "zero2", "fsdp2"):
+        assert parallelize(module, kind, CPU, Ranks()) is module and not is_sharded(module)
+        assert partition(module, optimizer, train_config(sharding=kind), CPU, Ranks()) is module
+    with pytest.raises(ValueError, match="must be one of ddp, zero2, fsdp2"):
+        parallelize(module, "zero", CPU, Ranks())
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = module.weight.detach().clone()
+    (module(torch.ones(1, 1)) * torch.inf).sum().backward()
+    assert not take_step(module, optimizer, 1.0).isfinite() and torch.equal(module.weight, before)
+
+
+def gradients_between_passes(ranks: Ranks) -> list[bool]:
+    policy = made("attention")
+    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
+    with averaging_gradients(policy.module, now=False) as backward:
+        backward(policy.velocity(*arguments, encoded).square().mean())
+    return [local(p.grad).numel() == local(p).numel() for p in policy.trained_parameters() if p.grad is not None]
+
+
+def test_under_shards_gradients_are_shards_between_micro_batches_too():
+    for found in run_ranks(gradients_between_passes, 2):
+        assert found and all(found)
+
+
+def accelerator_gradients(ranks: Ranks) -> tuple[int, int, list[float]]:
+    made = accelerator(CPU, ranks)
+    model = made.prepare(torch.nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), float(ranks.rank))).sum().backward()
+    return made.num_processes, made.process_index, [p.grad.item() for p in model.parameters()]
+
+
+def test_accelerator_takes_part_on_cpu_and_averages_gradients_over_all_ranks() -> None:
+    results = run_ranks(accelerator_gradients, 3)
+    assert results == [(3, rank, [1.0]) for rank in range(3)]
+
+
+def accelerator_threads(ranks: Ranks) -> int:
+    del os.environ["OMP_NUM_THREADS"]  # accelerate then divides the cores itself
+    torch.set_num_threads(3)
+    accelerator(CPU, ranks)
+    return torch.get_num_threads()
+
+
+def test_accelerator_leaves_the_number_of_threads_alone() -> None:
+    assert run_ranks(accelerator_threads, 2, fresh=True) == [3, 3]
+
+
+def accelerator_that_disagrees(ranks: Ranks) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        accelerator(CPU, Ranks(ranks.rank, 5, ranks.local_rank, ranks.control_group))
+    return str(caught.value)
+
+
+def test_accelerator_with_another_number_of_processes_is_refused() -> None:
+    assert "accelerate sees 3 processes where 5 were started" in run_ranks(accelerator_that_disagrees, 3)[0]
+
+
+def test_an_accelerate_that_would_move_the_model_elsewhere_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(accelerate, "Accelerator", lambda: types.SimpleNamespace(num_processes=1, device=CPU))
+    with pytest.raises(RuntimeError, match="would move the model to cpu, this rank's device is cuda:0; unset ACCEL"):
+        accelerator(torch.device("cuda", 0), Ranks())
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch, kind) -> None:
+    class Sharding:
+        num_processes = 1
+        device = CPU
+        distributed_type = DistributedType(kind)
+
+        def __init__(self, **options: object) -> None: ...
+
+    monkeypatch.setattr(accelerate, "Accelerator", Sharding)
+    with pytest.raises(ValueError, match=f"configured for {kind}.*start with torchrun"):
+        accelerator(CPU, Ranks())

@@ -1,0 +1,75 @@
+"""The picture of the curves."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from flow_grpo.runtime.reporting import plots
+
+
+def rows(count: int) -> dict[int, dict[str, float]]:
+    made = {
+        step: {"reward/mean": 0.1 * step, "reward/group_std": 0.2, "reward/source_match/mean": 1.0, "train/loss": 3.0}
+        for step in range(1, count + 1)
+    }
+    made[0] = {"eval/trans_err_m": 0.5}
+    made[count]["eval/trans_err_m"] = 0.25
+    return made
+
+
+def drawn_axes(path: Path, data: dict[int, dict[str, float]]) -> list[Any]:
+    figure = Figure(layout="constrained")
+    with mock.patch.object(plots, "Figure", return_value=figure):
+        plots.draw_curves(data, path, "run")
+    return figure.axes
+
+
+def test_there_is_a_panel_for_each_reward_and_held_out_metric_and_no_other(tmp_path: Path) -> None:
+    axes = drawn_axes(tmp_path / "curves.png", rows(3))
+    assert [a.get_title() for a in axes] == [
+        "reward/mean",
+        "reward/source_match/mean",
+        "eval/trans_err_m: 0.5 → 0.25",
+    ]
+    assert list(axes[2].lines[0].get_xdata()) == [0, 3]
+
+
+def test_a_run_with_dynamic_sampling_shows_how_it_fares(tmp_path: Path) -> None:
+    data = rows(3)
+    for step in (1, 2, 3):
+        data[step] |= {"dyn/valid_groups_ratio_initial": 0.5, "dyn/resample_rounds": 1.0, "dyn/fallback_rate": 0.1}
+    titles = [axes.get_title() for axes in drawn_axes(tmp_path / "curves.png", data)]
+    assert titles[3:] == ["dyn/valid_groups_ratio_initial", "dyn/resample_rounds", "dyn/fallback_rate"]
+
+
+def test_the_band_is_the_spread_inside_the_groups(tmp_path: Path) -> None:
+    combined, single, _ = drawn_axes(tmp_path / "curves.png", rows(3))
+    band = combined.collections[0].get_paths()[0].vertices
+    assert band[:, 1].min() == pytest.approx(0.1 - 0.2) and band[:, 1].max() == pytest.approx(0.3 + 0.2)
+    assert not single.collections
+
+
+def test_a_running_mean_is_drawn_over_many_points_only(tmp_path: Path) -> None:
+    assert len(drawn_axes(tmp_path / "curves.png", rows(19))[0].lines) == 1
+    assert len(drawn_axes(tmp_path / "curves.png", rows(20))[0].lines) == 2
+
+
+def test_the_running_mean_of_a_constant_is_that_constant_up_to_the_ends() -> None:
+    assert np.allclose(plots._running_mean(np.full(57, 2.5)), 2.5)
+    assert plots._running_mean(np.arange(30.0))[10] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("data", [{}, {1: {"train/loss": 1.0}}, {1: {"reward/mean": math.nan, "eval/x": math.nan}}])
+def test_missing_values_still_give_a_picture(data: dict[int, dict[str, float]], tmp_path: Path) -> None:
+    plots.draw_curves(data, tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as picture:
+        assert picture.size[0] > 100
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]

@@ -1,0 +1,130 @@
+"""Checkpoints of shards: written by every rank, read back on any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.models.adapters import Ema
+from flow_grpo.runtime.checkpoints import state_files
+from flow_grpo.runtime.checkpoints.sharded_state import join, map_tensors, own_part
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, whole
+from tests.models.test_recam_policy import condition, noisy
+from tests.runtime.test_parallel import made
+from tests.tiny_models import CPU
+from tests.toy import train_config
+from tests.workers import run_ranks
+
+MODES = ["lora", "full"]
+
+
+def a_run(ranks: Ranks, mode: str, kind: str) -> tuple[RunState, object]:
+    policy = made(mode)
+    policy.module = parallelize(policy.module, kind, CPU, ranks)
+    optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
+    policy.module = partition(policy.module, optimizer, train_config(sharding=kind), CPU, ranks)
+    state = RunState(
+        module=policy.module,
+        optimizer=optimizer,
+        sampler=DistributedKRepeatSampler(24, 4, 4, ranks.world_size, ranks.rank, seed=1),
+        ema=Ema(policy.trained_parameters(), 0.5),
+        device=CPU,
+        identity={"model": "x"},
+    )
+    return state, policy
+
+
+def step(state: RunState, policy, ranks: Ranks) -> None:
+    """Learn from one sample, the same on every rank."""
+    encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
+    with averaging_gradients(policy.module, now=True) as backward:
+        backward(policy.velocity(*arguments, encoded).square().mean())
+    take_step(policy.module, state.optimizer, 1.0)
+    state.ema.update()
+    state.finished += 1
+
+
+def weights(state: RunState, policy) -> torch.Tensor:
+    learned = [whole(p).flatten().clone() for p in policy.trained_parameters()]
+    with state.ema.applied():
+        learned += [whole(p).flatten().clone() for p in policy.trained_parameters()]
+    return torch.cat(learned)
+
+
+def save_and_go_on(ranks: Ranks, folder: Path, mode: str, kind: str) -> tuple[Path, torch.Tensor]:
+    state, policy = a_run(ranks, mode, kind)
+    step(state, policy, ranks)
+    path = state.save(folder, keep=2, ranks=ranks)
+    step(state, policy, ranks)
+    return path, weights(state, policy)
+
+
+def resume_and_go_on(ranks: Ranks, path: Path, mode: str, kind: str) -> torch.Tensor:
+    state, policy = a_run(ranks, mode, kind)
+    state.sampler.load_state_dict = lambda state: None  # whose numbers are those of the ranks that saved
+    state.restore(path, ranks=ranks)
+    assert state.finished == 1
+    step(state, policy, ranks)
+    return weights(state, policy)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sharded_run_resumes_bit_by_bit_and_on_other_numbers_of_ranks(tmp_path, mode):
+    (path, expected), _ = run_ranks(save_and_go_on, 2, tmp_path, mode, "fsdp2", timeout=120)
+    for resumed in run_ranks(resume_and_go_on, 2, path, mode, "fsdp2", timeout=120):
+        assert torch.equal(resumed, expected)
+    alone = resume_and_go_on(Ranks(), path, mode, "ddp")
+    torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path):
+    path, expected = save_and_go_on(Ranks(), tmp_path, "full", "ddp")
+    for resumed in run_ranks(resume_and_go_on, 2, path, "full", "fsdp2", timeout=120):
+        torch.testing.assert_close(resumed, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_rank_writes_more_than_its_share(tmp_path):
+    (path, _), _ = run_ranks(save_and_go_on, 2, tmp_path, "full", "fsdp2", timeout=120)
+    names = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    shares = [names["rank_0.safetensors"], names["rank_1.safetensors"]]
+    assert max(shares) < 0.65 * sum(shares)
+    assert names["state.safetensors"] < 0.05 * sum(shares)
+
+
+def test_parts_are_joined_one_tensor_after_the_other(tmp_path):
+    full = {"a": {"b": torch.arange(10.0).view(5, 2), "step": torch.tensor(3.0)}, "none": None, "rows": torch.arange(1)}
+    parts = [{"learned": map_tensors(full, lambda _, t, r=r: (*t.chunk(2), t[:0])[r] if t.ndim else t)} for r in (0, 1)]
+    stems = [tmp_path / f"rank_{rank}" for rank in (0, 1)]
+    for stem, part in zip(stems, parts, strict=True):
+        state_files.write(stem, part)
+    asked = []
+    joined = join(stems, "learned", lambda path, tensor: asked.append(path) or tensor)
+    assert sorted(asked) == ["a/b", "a/step", "rows"]
+    assert torch.equal(joined["a"]["b"], full["a"]["b"]) and joined["a"]["step"] == 3 and joined["none"] is None
+    assert torch.equal(joined["rows"], full["rows"])
+
+
+def test_what_is_not_sharded_is_its_own_part():
+    tree = {"a": {"b": torch.ones(2)}, "c": 1}
+    assert own_part(tree)["c"] == 1 and torch.equal(own_part(tree)["a"]["b"], torch.ones(2))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(tmp_path):
+    path, _ = save_and_go_on(Ranks(), tmp_path, "lora", "ddp")
+    state = state_files.read(path / "state")
+    state["trained"] = state.pop("learned")["trained"]
+    state_files.write(path / "state", state)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in ("state.safetensors", "state.json"):
+        content = (path / name).read_bytes()
+        manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="so another version saved it; resume with that version"):
+        resume_and_go_on(Ranks(), path, "lora", "ddp")

@@ -1,0 +1,243 @@
+"""The tracker: files always, libraries as asked, rank 0 only."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageSequence
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting.tracker import Tracker
+
+ALONE = Ranks()
+CONFIG = {"seed": 1, "sample": {"k": 4, "sde_steps": (1, 2)}}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def video(tmp_path: Path) -> Path:
+    path = tmp_path / "video.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height = 32, 16
+        for value in (0, 120, 240):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((16, 32, 3), value, np.uint8))))
+        container.mux(stream.encode())
+    return path
+
+
+def test_the_files_are_written_without_any_tracker(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "run", CONFIG, (), ALONE)
+    tracker.log({"reward/mean": torch.tensor(0.5), "train/steps": 3}, 1)  # type: ignore[dict-item]
+    assert names(tmp_path / "run") == ["config.json", "metrics.csv", "metrics.jsonl"]
+    tracker.close()
+    assert names(tmp_path / "run") == ["config.json", "curves.png", "metrics.csv", "metrics.jsonl"]
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5, "train/steps": 3}
+    assert json.loads((tmp_path / "run/config.json").read_text())["sample"] == {"k": 4, "sde_steps": [1, 2]}
+
+
+def test_curves_are_drawn_at_each_evaluation(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, CONFIG, (), ALONE)
+    tracker.log({"reward/mean": 0.5}, 1)
+    assert not (tmp_path / "curves.png").exists()
+    tracker.log({"eval/trans_err_m": 0.5}, 1)
+    with Image.open(tmp_path / "curves.png") as picture:
+        assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize("name", ["loss", "reward", "reward/", "rewards/mean", "/mean"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_outside_the_groups_is_refused_on_every_rank(name: str, rank: int, tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, CONFIG, (), Ranks(rank=rank, world_size=2))
+    with pytest.raises(ValueError, match=f"'{name}' has no known group; name it <group>/<name> with one of reward, po"):
+        tracker.log({"train/fine": 1.0, name: 1.0}, 1)
+    with pytest.raises(ValueError, match="has no known group"):
+        tracker.log_video(name, tmp_path, "", 1)
+
+
+def test_ranks_other_than_zero_write_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    tracker = Tracker(folder, CONFIG, ("tensorboard",), Ranks(rank=1, world_size=2))
+    tracker.log({"eval/x": 1.0}, 1)
+    tracker.log_video("eval/v", tmp_path / "missing.mp4", "", 1)
+    tracker.log_image("eval/i", tmp_path / "missing.png", "", 1)
+    tracker.log_table("eval/t", ["a"], [[1]], 1)
+    tracker.write_summary({}, {}, 1.0)
+    tracker.close()
+    assert not folder.exists()
+
+
+def test_an_unknown_or_missing_tracker_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="trackers='mlflow' is not known; use any of wandb, tensorboard"):
+        Tracker(tmp_path, CONFIG, ("mlflow",), ALONE)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match="trackers='wandb' is not installed; pip install wandb"):
+        Tracker(tmp_path, CONFIG, ("wandb",), ALONE)
+
+
+def test_the_summary_holds_before_after_and_seconds(tmp_path: Path) -> None:
+    Tracker(tmp_path, CONFIG, (), ALONE).write_summary({"eval/a": 1.0}, {"eval/a": 0.5}, 12.5)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"before": {"eval/a": 1.0}, "after": {"eval/a": 0.5}, "train_seconds": 12.5}
+
+
+def test_a_run_that_goes_beyond_its_end_is_complete_no_more(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, CONFIG, (), ALONE)
+    tracker.begin()
+    tracker.write_summary({"eval/a": 1.0}, {"eval/a": 0.5}, 12.5)
+    tracker.begin()
+    assert not (tmp_path / "summary.json").exists()
+
+
+def events(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_gets_scalars_moving_pictures_and_tables(tmp_path: Path, video: Path) -> None:
+    tracker = Tracker(tmp_path / "run", CONFIG, ("tensorboard",), ALONE)
+    tracker.log({"reward/mean": 0.5, "eval/trans_err_m": 0.25}, 3)
+    tracker.log_video("eval/room", video, "reward 0.7", 3)
+    tracker.log_table("eval/worst", ["scene", "error"], [["a", 1.5], ["b", 2]], 3)
+    tracker.close()
+    seen = events(tmp_path / "run")
+    assert [(event.step, event.value) for event in seen.Scalars("eval/trans_err_m")] == [(3, 0.25)]
+    assert seen.Tags()["scalars"] == ["reward/mean", "eval/trans_err_m"]
+    assert seen.Images("eval/curves")[0].encoded_image_string == (tmp_path / "run/curves.png").read_bytes()
+    event = seen.Images("eval/room")[0]
+    (tmp_path / "room.gif").write_bytes(event.encoded_image_string)
+    with Image.open(tmp_path / "room.gif") as gif:
+        assert (event.width, event.height, gif.n_frames, gif.info["duration"]) == (32, 16, 3, 100)
+        brightness = [float(np.asarray(frame.convert("L")).mean()) for frame in ImageSequence.Iterator(gif)]
+    assert brightness == pytest.approx([0, 120, 240], abs=6)
+    texts = {tag: seen.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in seen.Tags()["tensors"]}
+    assert texts["eval/worst/text_summary"] == "scene|error\n---|---\na|1.5\nb|2"
+    assert texts["eval/room/caption/text_summary"] == "reward 0.7"
+    assert '"k": 4' in texts["config/text_summary"]
+
+
+def test_a_resumed_tensorboard_shows_nothing_of_the_course_that_was_given_up(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, CONFIG, ("tensorboard",), ALONE)
+    for step in (1, 2, 3):
+        tracker.log({"reward/mean": float(step)}, step)
+    tracker.close()
+    tracker = Tracker(tmp_path, CONFIG, ("tensorboard",), ALONE, resumed_step=2)
+    tracker.log({"reward/mean": 30.0}, 3)
+    tracker.close()
+    assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == [(1, 1), (2, 2), (3, 30)]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reward/mean"] for line in lines] == [1, 2, 30]
+
+
+def checked(real: Callable[..., Any], answer: Callable[..., Any]) -> mock.Mock:
+    """Return a stand-in that refuses calls which the installed library would refuse."""
+    signature = inspect.signature(real)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signature.bind(*args, **kwargs)
+        return answer(*args, **kwargs)
+
+    return mock.Mock(side_effect=call)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    real = pytest.importorskip("wandb")
+    methods = ("define_metric", "log", "finish")
+    run = SimpleNamespace(
+        **{
+            method: checked(partial(getattr(real.Run, method), None), lambda *_args, **_kwargs: None)
+            for method in methods
+        }
+    )
+    media = {name: checked(getattr(real, name), lambda *args, **kwargs: (args, kwargs)) for name in ("Video", "Table")}
+    media["Image"] = checked(real.Image, lambda *args, **kwargs: (args, kwargs))
+    fake = SimpleNamespace(run=run, init=checked(real.init, lambda **_kwargs: run), Settings=real.Settings, **media)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for variable in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(variable, raising=False)
+    return fake
+
+
+def test_wandb_shows_the_groups_as_sections_over_their_own_axes(tmp_path: Path, wandb: Any) -> None:
+    tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
+    arguments = wandb.init.call_args.kwargs
+    assert (arguments["name"], arguments["dir"], arguments["config"]) == ("run", str(tmp_path / "run"), CONFIG)
+    axes = {call.args[0]: call.kwargs.get("step_metric") for call in wandb.run.define_metric.call_args_list}
+    epoch_groups = ("reward", "reward_by_camera", "policy", "dyn", "train", "time", "system", "server")
+    assert axes == {
+        "train/epoch": None,
+        "eval/epoch": None,
+        "eval/*": "eval/epoch",
+        "eval_by_camera/*": "eval/epoch",
+        **{f"{group}/*": "train/epoch" for group in epoch_groups},
+    }
+    tracker.log({"reward/mean": 0.5}, 3)
+    tracker.log({"time/epoch": 0.5, "eval/x": 1.0}, 4)
+    logged = [call.args[0] for call in wandb.run.log.call_args_list]
+    assert logged[:2] == [
+        {"reward/mean": 0.5, "train/epoch": 3},
+        {"time/epoch": 0.5, "eval/x": 1.0, "train/epoch": 4, "eval/epoch": 4},
+    ]
+    assert set(logged[2]) == {"eval/curves", "eval/epoch"}
+    tracker.close()
+    wandb.run.finish.assert_called_once()
+
+
+def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: Path, wandb: Any) -> None:
+    tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
+    tracker.log_video("train/room", video, "reward 0.7", 2)
+    tracker.log_table("eval/worst", ["a"], [(1,)], 2)
+    first, second = (call.args[0] for call in wandb.run.log.call_args_list)
+    assert first == {"train/room": ((str(video),), {"caption": "reward 0.7", "format": "mp4"}), "train/epoch": 2}
+    assert second == {"eval/worst": ((), {"columns": ["a"], "data": [[1]]}), "eval/epoch": 2}
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode", "resume"),
+    [
+        ({}, "offline", None),
+        ({"WANDB_API_KEY": "0" * 40}, None, "allow"),
+        ({"WANDB_MODE": "disabled"}, None, "allow"),
+        ({"NETRC_CONTENT": "machine api.wandb.ai login user password x"}, None, "allow"),
+        ({"NETRC_CONTENT": "machine example.org login user password x"}, "offline", None),
+    ],
+)
+def test_wandb_is_offline_unless_a_key_or_a_mode_is_set(
+    environment: dict[str, str], mode: str | None, resume: str | None, tmp_path: Path, monkeypatch: Any, wandb: Any
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/.netrc").write_text(environment.pop("NETRC_CONTENT", ""))
+    (tmp_path / "home/.netrc").chmod(0o600)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
+    arguments = wandb.init.call_args.kwargs
+    assert (arguments["mode"], arguments["resume"]) == (mode, resume)
+
+
+def test_a_resumed_wandb_run_keeps_its_id_and_a_fresh_one_gets_another(tmp_path: Path, wandb: Any) -> None:
+    ids = []
+    for resumed_step in (None, 2, None):
+        Tracker(tmp_path, CONFIG, ("wandb",), ALONE, resumed_step=resumed_step)
+        ids.append(wandb.init.call_args.kwargs["id"])
+    assert ids[0] == ids[1] != ids[2]

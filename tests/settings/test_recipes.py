@@ -1,0 +1,134 @@
+"""The recipes say what they promise, and every knob of `config/base.py` has its line of meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from config import grpo
+from config.base import get_config
+from flow_grpo.settings.loading import check_world, load_config
+from flow_grpo.settings.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = {
+    "tiny_recam": 2,
+    "tiny_recam_hacking": 2,
+    "my_recam_8npu": 8,
+    "my_recam_8npu_tiny": 8,
+    "my_recam_8npu_dapo": 8,
+    "my_recam_8npu_dapo_tiny": 8,
+    "my_recam_8npu_fast": 8,
+    "my_recam_1gpu": 1,
+    "my_recam_full": 8,
+    "my_recam_2node": 16,
+}
+
+
+def recipe(name: str) -> Config:
+    return load_config(f"{ROOT}/config/grpo.py:{name}")
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_recipe_passes_every_check_on_its_own_number_of_ranks(name: str) -> None:
+    check_world(recipe(name), RANKS[name])
+
+
+def test_every_recipe_is_tested() -> None:
+    found = {name for name, value in vars(grpo).items() if callable(value) and value.__module__ == grpo.__name__}
+    assert found == set(RANKS)
+
+
+@pytest.mark.parametrize("name", [name for name in RANKS if "8npu" in name])
+def test_8_ranks_sample_32_videos_of_8_conditions_4_times_each_an_epoch(name: str) -> None:
+    sample = recipe(name).sample
+    assert (sample.train_batch_size, sample.k, sample.num_batches_per_epoch) == (2, 4, 2)
+    assert sample.num_image_per_prompt == sample.k
+    per_batch = 8 * sample.train_batch_size
+    per_epoch = per_batch * sample.num_batches_per_epoch
+    assert (per_batch, per_batch // sample.k, per_epoch, per_epoch // sample.k) == (16, 4, 32, 8)
+    assert sample.expanded_batch_size == 4
+
+
+def test_my_recam_8npu_has_the_sizes_and_starting_values_it_was_decided_to_have() -> None:
+    config = recipe("my_recam_8npu")
+    data, model, sample, train = config.data, config.model, config.sample, config.train
+    assert (data.num_frames, data.height, data.width) == (81, 480, 832)
+    assert (data.num_frames - 1) // 4 + 1 == 21
+    assert config.trackers == ("wandb",)
+    assert (sample.num_steps, sample.shift, sample.sde, sample.noise_level) == (16, 5.0, "constant", 0.3)
+    assert (sample.sde_steps, sample.sde_window, sample.guidance_scale) == ((1, 2, 3, 4, 5, 6, 7), 2, 1.0)
+    assert (model.trained, model.lora_rank, model.lora_full_modules) == ("lora", 64, ("cam_encoder",))
+    assert (train.learning_rate, train.clip_range, train.kl_coef, train.updates_per_epoch) == (1e-4, 1e-3, 0.0, 1)
+    seen, companions = ("pose_rot", "pose_trans", "view_disp"), ("source_match", "motion_mag", "exposure")
+    assert config.reward.weights == dict.fromkeys(seen, 1.0) | dict.fromkeys(companions, 0.3)  # decision 23
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "conditions", "samples", "local"),
+    [("my_recam_8npu_fast", 16, 8, 32, 4), ("my_recam_1gpu", 4, 4, 16, 16), ("my_recam_2node", 32, 8, 64, 4)],
+)
+def test_the_siblings_sample_what_their_comments_say(name, batch, conditions, samples, local) -> None:
+    sample, ranks = recipe(name).sample, RANKS[name]
+    assert ranks * sample.train_batch_size == batch
+    assert ranks * sample.expanded_batch_size == samples
+    assert samples // sample.k == conditions
+    assert sample.expanded_batch_size == local
+
+
+def test_the_fast_recipe_draws_noise_in_the_first_half_only() -> None:
+    sample = recipe("my_recam_8npu_fast").sample
+    assert max(sample.sde_steps) < sample.num_steps / 2
+
+
+def test_the_dapo_recipes_differ_from_their_bases_in_dynamic_sampling_and_what_it_judges_by() -> None:
+    full, base = recipe("my_recam_8npu_dapo"), recipe("my_recam_8npu")
+    assert full.dynamic_sampling.enabled and not base.dynamic_sampling.enabled
+    assert (full.dynamic_sampling.max_resample_times, full.dynamic_sampling.policy) == (3, "fallback_original")
+    assert dataclasses.replace(full, dynamic_sampling=base.dynamic_sampling) == base
+    tiny, small = recipe("my_recam_8npu_dapo_tiny"), recipe("my_recam_8npu_tiny")
+    assert dataclasses.replace(tiny, dynamic_sampling=small.dynamic_sampling, reward=small.reward) == small
+    assert tiny.dynamic_sampling == dataclasses.replace(full.dynamic_sampling, metric="target_view")
+    assert full.dynamic_sampling.metric in full.reward.weights
+
+
+def test_the_adapters_of_my_recam_8npu_are_on_self_attention_only() -> None:
+    targets = recipe("my_recam_8npu").model.lora_targets
+    assert re.fullmatch(targets, "blocks.29.attn1.to_out.0")
+    assert not re.fullmatch(targets, "blocks.29.attn2.to_q")
+
+
+def test_tiny_recam_is_the_demo_that_2_cores_can_hold() -> None:
+    config = recipe("tiny_recam")
+    assert config.model.path == "assets/tiny_recam" and config.data.tiny_world == "tiny"
+    assert 0 < config.max_minutes <= 10 and config.num_threads == 1
+    assert config.eval.gold == "room_pose" and "room_pose" not in config.reward.weights
+    assert config.train.batch_size == config.sample.train_batch_size  # rollout and update share their calls
+
+
+def test_recipes_do_not_share_state() -> None:
+    first = grpo.tiny_recam()
+    first.sample.k = 2
+    first.reward.weights.motion_mag = 9.0
+    assert grpo.tiny_recam().sample.k != 2
+    assert "motion_mag" not in get_config().reward.weights
+
+
+def test_every_knob_has_its_line_of_meaning() -> None:
+    lines = (ROOT / "config" / "base.py").read_text(encoding="utf-8").splitlines()
+    bare = []
+    for number, line in enumerate(lines):
+        knob = re.match(r"    \w+\.\w+ = (?!_)", line)
+        if knob and "  # " not in line and not lines[number - 1].lstrip().startswith("#"):
+            bare.append(line.strip())
+    assert bare == []
+
+
+def test_my_recam_full_trains_recammaster_s_own_weights_in_shards() -> None:
+    config, adapters = recipe("my_recam_full"), recipe("my_recam_8npu")
+    assert (config.model.trained, config.train.sharding) == ("attention", "fsdp2")
+    assert config.train.learning_rate < adapters.train.learning_rate
+    assert (config.sample, config.data) == (adapters.sample, adapters.data)

@@ -1,0 +1,118 @@
+"""The tool that finds out which sources can be measured by."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import train_grpo
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.rewards.camera.pose import PoseMeasurer
+from flow_grpo.rewards.process_pool import Outcome
+from tools import check_sources
+
+SMALL = ["data.num_frames=5", "data.height=24", "data.width=32", "data.tiny_world=unit_test"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data") / "world"
+    ensure_tiny_world(root, "unit_test")
+    return root
+
+
+def verdicts_in(file) -> dict[str, dict[str, str]]:
+    return json.loads(file.read_text())["verdicts"]
+
+
+def words(root, out, *more: str) -> list[str]:
+    given = [f"--config.{text}" for text in (f"data.root={root}", *SMALL)]
+    return ["--config", "config/grpo.py:tiny_recam", "--out", str(out), "--workers", "0", *given, *more]
+
+
+def pretend(monkeypatch, judge) -> list[tuple[str, str]]:
+    """Let `judge(scene, camera)` give the verdicts; return the items that are asked for."""
+    asked = []
+
+    def sources(self, conditions):
+        asked.extend((c.scene, c.target_camera) for c in conditions)
+        return [judge(c.scene, c.target_camera) for c in conditions]
+
+    monkeypatch.setattr(PoseMeasurer, "sources", sources)
+    return asked
+
+
+def test_pictures_too_small_for_features_are_found_unusable(world, tmp_path, capsys):
+    assert check_sources.main(words(world, tmp_path / "usable.json")) == 0
+    verdicts = verdicts_in(tmp_path / "usable.json")
+    assert all("anchors" in text for row in verdicts.values() for text in row.values())
+    printed = capsys.readouterr().out
+    count = sum(map(len, verdicts.values()))
+    assert f"0 of {count} items are usable, {count} are not" in printed
+    assert printed.count(" is unusable: ") == count
+
+
+def test_it_goes_on_where_it_stopped_and_tries_what_failed_again(world, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "usable.json"
+    broken = Outcome(None, "anchors: no result after 600 s")
+    asked = pretend(monkeypatch, lambda scene, camera: broken if camera == "cam02" else Outcome(None))
+    assert check_sources.main(words(world, out)) == 1
+    everything = list(asked)
+    assert "cam02: anchors: no result after 600 s" in capsys.readouterr().err
+    assert all("cam02" not in row for row in verdicts_in(out).values())
+    again = pretend(monkeypatch, lambda scene, camera: Outcome(None, "dark", lacking=True))
+    assert check_sources.main(words(world, out)) == 0
+    assert again == [(scene, camera) for scene, camera in everything if camera == "cam02"]
+    assert check_sources.main(words(world, out)) == 0
+    assert len(again) == len({scene for scene, _ in everything})
+
+
+def test_a_video_that_cannot_be_read_is_told_and_has_no_verdict(world, tmp_path, monkeypatch, capsys):
+    root = tmp_path / "world"
+    shutil.copytree(world, root)
+    next((root / "train").rglob("cam03.mp4")).write_bytes(b"torn")
+    pretend(monkeypatch, lambda scene, camera: Outcome(None))
+    assert check_sources.main(words(root, tmp_path / "usable.json")) == 1
+    assert "cam03.mp4" in capsys.readouterr().err
+
+
+def test_what_it_finds_unusable_is_never_drawn(world, tmp_path, monkeypatch):
+    out = tmp_path / "usable.json"
+    pretend(monkeypatch, lambda scene, camera: Outcome(None, "dark" if camera == "cam01" else "", lacking=True))
+    assert check_sources.main(words(world, out)) == 0
+    given = words(world, out)
+    config, _ = train_grpo.read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
+    data = train_grpo.parts.dataset(config, "train")
+    assert {data.name_of(index)[1] for index in range(len(data))}.isdisjoint({"cam01"})
+    assert len(data) > 0
+
+
+def test_held_out_items_are_not_looked_at_and_stay(world, tmp_path, monkeypatch):
+    """The published held-out scene has no focal length: nothing of it can be measured by, and it can be looked at."""
+    out = tmp_path / "usable.json"
+    asked = pretend(monkeypatch, lambda scene, camera: Outcome(None))
+    assert check_sources.main(words(world, out)) == 0
+    assert {scene.partition("/")[0] for scene, _ in asked} == {"train"}
+    content = json.loads(out.read_text())
+    whole = {"val/f17_aperture10/scene1": {f"cam{number:02d}": "no known focal length" for number in range(1, 11)}}
+    out.write_text(json.dumps(content | {"verdicts": whole}))
+    given = words(world, out)
+    config, _ = train_grpo.read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
+    assert len(train_grpo.parts.dataset(config, "val")) == 10
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--workers", "-1"], "--workers is -1, must be at least 0"),
+        (["--config.data.root=nowhere"], "dataset folder nowhere does not exist"),
+        (["--out", "/dev/null/usable.json"], "/dev/null"),
+    ],
+)
+def test_what_cannot_work_is_one_line(world, tmp_path, capsys, more, message):
+    assert check_sources.main(words(world, tmp_path / "usable.json", *more)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error

@@ -1,0 +1,183 @@
+"""The doctor on a small recipe: sound it passes, and every planted fault is a failed check of the right name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+import train_grpo
+from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.preflight import doctor_fast, doctor_full
+from flow_grpo.preflight.findings import Finding
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.loading import load_config
+from tests import doctor_cases
+from tests.doctor_cases import make_places, words
+from tests.workers import run_ranks
+from tools import doctor
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    return make_places(tmp_path_factory.mktemp("doctor"))
+
+
+def examined(given: list[str], fault=contextlib.nullcontext) -> tuple[int, dict[str, dict[str, str]]]:
+    """Return the doctor's exit code and its findings by name."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, fault():
+        code = doctor.main([*given, "--json"])
+    told = json.loads(printed.getvalue() or '{"findings": []}')  # other ranks than the first print nothing
+    return code, {row["name"]: row for row in told["findings"]}
+
+
+def statuses(findings: dict[str, dict[str, str]], status: str) -> set[str]:
+    return {name for name, found in findings.items() if found["status"] == status}
+
+
+def test_a_sound_recipe_passes_every_check(places):
+    code, findings = examined(words(places, model__trained="lora", train__kl_coef=0.1))
+    assert (code, statuses(findings, "fail")) == (0, set()), findings
+    sampled = {"residuals", "stored", "ratio", "geometry", "noise", "rewards", "reward_order"}
+    learned = {"groups", "clip", "kl", "carried", "received", "gradients", "parameters", "update"}
+    seen = {"disk", "shared_memory", "versions", "device", "backends", "run_folder", "adapters", "weights"}
+    assert set(findings) == sampled | learned | seen | {"steps", "ode_limit", "window", "windows", "last_step"}
+    assert findings["ratio"]["measured"] == "largest log-ratio 0, at most 0"
+
+
+def test_the_clip_range_is_judged_by_the_updates_of_the_recipe(places):
+    changes = {"train__clip_range": 9e-3, "sample__num_batches_per_epoch": 2}
+    for updates, wanted in ((1, "ok"), (2, "warn")):
+        _, findings = examined(words(places, train__updates_per_epoch=updates, **changes))
+        assert findings["clip"]["status"] == wanted, findings["clip"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "name", "said"),
+    [
+        (doctor_cases.another_gaussian, {}, "residuals", "std 1.2"),
+        (doctor_cases.guidance_in_the_rollout_only, {"sample__guidance_scale": 3}, "ratio", "gave (4, "),
+        (doctor_cases.the_last_step_trained, {}, "last_step", "step 5 is trained"),
+        (doctor_cases.latents_stored_in_half_precision, {}, "ratio", "input 0 differs first"),
+        (doctor_cases.latents_stored_in_half_precision, {}, "stored", "were rounded to torch.bfloat16"),
+    ],
+)
+def test_a_fault_planted_into_rollout_or_update_is_found(places, fault, changes, name, said):
+    code, findings = examined(words(places, **changes), fault)
+    assert code == 1
+    assert findings[name]["status"] == "fail" and said in findings[name]["measured"]
+
+
+def test_rounded_latents_are_found_where_calls_need_not_agree_to_the_last_bit(places):
+    def as_on_an_accelerator():
+        stack = contextlib.ExitStack()
+        for module in (doctor_fast, doctor_full):
+            stack.enter_context(mock.patch.object(module, "calls_are_exact", return_value=False))
+        stack.enter_context(doctor_cases.latents_stored_in_half_precision())
+        return stack
+
+    _, findings = examined(words(places), as_on_an_accelerator)
+    assert findings["stored"]["status"] == "fail"
+
+
+def test_lora_names_that_match_nothing_are_a_failed_check(places):
+    code, findings = examined(words(places, model__trained="lora", model__lora_targets=r"blocks\.\d+\.attn1\.q_proj"))
+    assert (code, statuses(findings, "fail")) == (1, {"adapters"})
+    assert "matches no module" in findings["adapters"]["measured"]
+
+
+def test_one_adapter_without_gradient_is_found_and_named(places):
+    given = words(places, model__trained="lora")
+    code, findings = examined(given, doctor_cases.an_adapter_without_gradient)
+    assert (code, statuses(findings, "fail")) == (1, {"received"})
+    assert findings["received"]["measured"].count("blocks.0.attn1.to_q.lora_") == 2
+
+
+def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Examine on ranks that have met already and stay together afterwards."""
+    with (
+        mock.patch.object(train_grpo, "join", return_value=(torch.device("cpu"), ranks)),
+        mock.patch.object(process_group, "stop"),
+    ):
+        return examined(given, getattr(doctor_cases, fault) if fault else contextlib.nullcontext)
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        ("", set()),
+        ("no_synchronisation", {"gradients", "parameters"}),
+        ("one_seed_for_every_rank", {"noise", "epoch"}),
+        ("other_steps_on_every_rank", {"windows"}),
+        ("other_weights_on_every_rank", {"weights", "parameters"}),
+    ],
+)
+def test_what_goes_wrong_between_ranks_is_found(places, fault, names):
+    given = words(places, sample__train_batch_size=1, train__batch_size=1, sample__num_batches_per_epoch=2)
+    (code, findings), (other, _) = run_ranks(_examined, 2, given, fault)
+    assert code == other == (1 if names else 0)
+    assert statuses(findings, "fail") == names
+
+
+def _out_of_memory(ranks: Ranks, given: list[str]) -> str:
+    """Examine where no device has memory for an update; return what is said on stderr."""
+    full = mock.patch.object(Updater, "run", side_effect=RuntimeError("out of memory in the update"))
+    with contextlib.redirect_stderr(io.StringIO()) as said, full, pytest.raises(RuntimeError, match="out of memory"):
+        _examined(ranks, given, "")
+    return said.getvalue()
+
+
+def test_what_was_found_is_shown_before_an_error_that_ends_the_doctor(places):
+    said, other = run_ranks(_out_of_memory, 2, words(places, sample__train_batch_size=1, train__batch_size=1))
+    assert "ok    ratio" in said and "reward_order" in said and not other
+
+
+def test_what_cannot_be_built_is_one_line_and_exit_code_2(places, capsys):
+    for changes, message in (({"sample__kk": 1}, "no such knob"), ({"model__path": "nowhere"}, "does not exist")):
+        assert doctor.main(words(places, **changes)) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+        assert message in line
+
+
+def test_with_json_stdout_holds_one_object_whoever_talks_on_the_way(places, capfd):
+    def talkative(*_: object) -> list[Finding]:
+        print("a check talks")
+        os.write(1, b"so does a library\n")
+        return [doctor.finding("a", "1")]
+
+    with mock.patch.object(doctor, "examine", talkative):
+        assert doctor.main([*words(places), "--json"]) == 0
+    printed = capfd.readouterr()
+    assert [found["name"] for found in json.loads(printed.out)["findings"]] == ["a"]
+    for said in ("device cpu", "a check talks", "so does a library"):
+        assert said in printed.err
+
+
+def test_an_epoch_is_shortened_as_far_as_its_groups_and_micro_batches_allow():
+    def batches(world_size: int, *overrides: str) -> int:
+        config = load_config("config/grpo.py:tiny_recam", overrides)
+        return doctor.shortened(config, world_size).sample.num_batches_per_epoch
+
+    assert batches(2) == 1
+    assert batches(2, "--config.train.batch_size=40") == 3
+    small = ("--config.sample.train_batch_size=4", "--config.train.batch_size=4", "--config.sample.layout=contiguous")
+    assert batches(2, *small) == 2
+    updates = doctor.shortened(load_config("config/grpo.py:tiny_recam", ("--config.train.updates_per_epoch=4",)), 2)
+    assert updates.train.updates_per_epoch == 1
+
+
+def test_the_table_ends_with_what_matters(capsys):
+    findings = [doctor.finding("a", "1", fail="mend"), doctor.finding("b", "2")]
+    doctor.show(findings, 3.0, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "ok    b  2",
+        "fail  a  1",
+        "         -> mend",
+        "doctor: 1 ok, 0 warn, 1 fail in 3.0 s (a)",
+    ]

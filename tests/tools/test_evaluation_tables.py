@@ -1,0 +1,101 @@
+"""Means, failure rates, differences and their tables, from rows written by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tools.evaluation.tables import METRICS, as_markdown, compare, read_baseline, summarise, write_tables
+
+SETTINGS = {"estimator": "an estimator", "most_frames": 21}
+
+
+def row(video: str, value: float | None, source: str = "", kind: str = "arc", **changes: object) -> dict:
+    """Return the row of a video whose errors all have one value; None: not registered."""
+    made = dict.fromkeys(METRICS, value) | {
+        "video": video,
+        "source": source or video,
+        "camera_type": kind,
+        "registered": value is not None,
+        "cause": "" if value is not None else "lost",
+        "fault": False,
+        "frames": 21,
+        "frames_registered": 21 if value is not None else 4,
+        "shares_estimator": False,
+        "asked": "path",
+    }
+    return made | changes
+
+
+def test_means_are_over_registered_rows_and_stand_beside_the_failure_rate():
+    summary = summarise([row("a", 1.0), row("b", 3.0), row("c", None), row("d", None, kind="pan")])
+    assert summary["failure_rate"] == 0.5 and summary["registered"] == 2
+    cell = summary["metrics"]["rot_deg_mean"]
+    assert (cell["mean"], cell["low"], cell["high"], cell["rows"], cell["sources"]) == (2, 1, 3, 2, 2)
+    assert summary["failure_rate_interval"] == [0, 1]
+    assert summary["camera_types"]["pan"]["metrics"] == {} and summary["camera_types"]["pan"]["failure_rate"] == 1
+    assert "read them beside failure_rate" in summary["reading"]
+
+
+def test_an_undefined_error_is_left_out_of_its_mean_alone_and_the_count_says_so():
+    rows = [row("a", 1.0), row("b", 5.0, trans_sim3_rel=None)]
+    metrics = summarise(rows)["metrics"]
+    assert metrics["rot_deg_mean"]["mean"] == 3
+    assert metrics["trans_sim3_rel"] == {"mean": 1.0, "low": None, "high": None, "rows": 1, "sources": 1}
+    assert "| 3 [1, 5] | 1 (n=1) |" in as_markdown(SETTINGS, rows, summarise(rows))
+
+
+def test_camera_types_are_in_the_order_of_their_numbers():
+    rows = [row(kind, 1.0, kind=kind) for kind in ("cam_type10", "cam_type9", "other", "cam_type1", "arc_left")]
+    kinds = list(summarise(rows)["camera_types"])
+    assert kinds == ["arc_left", "cam_type1", "cam_type9", "cam_type10", "other"]
+
+
+def test_intervals_are_over_sources():
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    apart = summarise([row(str(v), v) for v in values])["metrics"]["rot_deg_mean"]
+    hung = summarise([row(str(v), v, source=str(v > 4)) for v in values])["metrics"]["rot_deg_mean"]
+    assert hung["sources"] == 2 and (hung["low"], hung["high"]) == (2.5, 6.5)
+    assert apart["sources"] == 8 and 2.5 < apart["low"] < apart["high"] < 6.5
+
+
+def test_differences_are_taken_video_by_video():
+    """Both means are 4 and 3, but the videos themselves differ: 1 down twice, and one that only one side has."""
+    ours = [row("a", 1.0), row("b", 5.0), row("c", 3.0), row("d", None)]
+    theirs = [row("a", 2.0), row("b", 6.0), row("c", None), row("d", 0.1)]
+    compared = compare(ours, theirs)
+    cell = compared["metrics"]["rot_deg_mean"]
+    assert (cell["mean"], cell["low"], cell["high"], cell["rows"]) == (-1, -1, -1, 2)
+    assert (compared["only_registered_here"], compared["only_registered_in_baseline"]) == (1, 1)
+    assert compared["failure_rate"]["mean"] == 0
+    assert compare(ours[3:], theirs[3:])["failure_rate"]["mean"] == 1 and compare(ours[3:], theirs[3:])["metrics"] == {}
+
+
+def test_a_baseline_gives_the_rows_in_common(tmp_path):
+    theirs = [row("b", 2.0), row("a", 1.0), row("x", 9.0)]
+    write_tables(tmp_path, SETTINGS, theirs, summarise(theirs))
+    asked = [{"video": name, "asked": "path"} for name in ("a", "b", "new")]
+    found = read_baseline(tmp_path / "metrics.json", SETTINGS, asked)
+    assert [each["video"] for each in found] == ["a", "b"]
+    with pytest.raises(ValueError, match="must be the same; evaluate the baseline again"):
+        read_baseline(tmp_path / "metrics.json", SETTINGS | {"most_frames": 81}, asked)
+
+
+def test_tables_are_whole_and_plain(tmp_path):
+    rows = [row("a", 1.0), row("b|c", None, cause="two\nlines")]
+    write_tables(tmp_path, SETTINGS, rows, summarise(rows))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.json", "rows.csv", "summary.csv", "summary.md"]
+    content = json.loads((tmp_path / "metrics.json").read_text())
+    assert content["rows"] == rows and content["settings"] == SETTINGS
+    text = (tmp_path / "summary.md").read_text()
+    assert "| b\\|c | arc | no | 4 of 21 |" in text and "| two lines |" in text
+    widths = {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith(("| a ", "| b"))}
+    assert len(widths) == 1
+
+
+def test_the_difference_to_a_baseline_has_its_table():
+    rows = [row("a", 1.0), row("b", 2.0)]
+    summary = summarise(rows) | {"baseline": compare(rows, [row("a", 2.0), row("b", 4.0)])}
+    text = as_markdown(SETTINGS, rows, summary)
+    assert "over 2 common videos" in text and "| rot_deg_mean | -1.5 [-2, -1] | 2 |" in text

@@ -1,0 +1,151 @@
+"""Filming a recipe's held-out conditions: the same ones as in a run, once, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.evaluate import held_out_indices
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.data.video_io import read_video, video_size
+from flow_grpo.maths.keys import key
+from flow_grpo.models.recam_transformer import load_recam_transformer
+from tools import evaluate
+from tools.evaluation import videos
+from tools.generate import generate
+
+ROOT = Path(__file__).parents[2]
+FRAMES, COUNT = 5, 3
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("films") / "world"
+    ensure_tiny_world(root, "unit_test")
+    return root
+
+
+def words(world: Path, out: Path, *more: str, **knobs: object) -> list[str]:
+    small = {"data.root": world, "data.tiny_world": "unit_test", "eval.num_conditions": COUNT, "eval.videos": 0}
+    small |= {"eval.num_steps": 2, "model.path": ROOT / "assets" / "tiny_recam", "device": "cpu"}
+    small |= {name.replace("__", "."): value for name, value in knobs.items()}
+    given = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", *(f"--config.{k}={v}" for k, v in small.items())]
+    return [*given, "--out", str(out), "--workers", "0", *more]
+
+
+def test_held_out_conditions_are_filmed_and_too_small_to_be_found_without_a_crash(world, tmp_path):
+    assert evaluate.main(words(world, tmp_path / "out")) == 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert [row["registered"] for row in metrics["rows"]] == [False] * COUNT
+    assert {row["cause"] for row in metrics["rows"]} == {"0 of 5 frames registered, needs half and 3"}
+    assert metrics["summary"]["failure_rate"] == 1 and metrics["summary"]["metrics"] == {}
+    assert metrics["summary"]["estimator_faults"] == 0 and metrics["summary"]["shares_estimator"] == 0
+    assert f"| all | {COUNT} | {COUNT} (100%) | 0% |" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_what_is_filmed_is_what_a_run_measures_along_its_commands(world, tmp_path, monkeypatch):
+    """A run draws the noise of condition i of its evaluations by gid i and this seed, see `Evaluator`."""
+    asked = []
+
+    def recorded(policy, condition, sigmas, seed):
+        asked.append((condition.index, condition.gid, seed))
+        return generate(policy, condition, sigmas, seed)
+
+    monkeypatch.setattr(videos, "generate", recorded)
+    assert evaluate.main(words(world, tmp_path)) == 0
+    dataset = MultiCamDataset(world, "val", num_frames=FRAMES, height=24, width=32, prompt="", reference="source")
+    conditions = [dataset.condition(index) for index in held_out_indices(len(dataset), COUNT)]
+    cameras = json.loads((tmp_path / videos.CAMERAS).read_text())
+    assert len(cameras) == len(list((tmp_path / videos.VIDEOS).iterdir())) == COUNT
+    for condition, (name, entry) in zip(conditions, cameras.items(), strict=True):
+        assert name.startswith(f"{condition.index:05d}_") and f"_to_{condition.target_camera}.mp4" in name
+        assert torch.equal(torch.tensor(entry["poses"], dtype=torch.float64), condition.target_poses)
+        assert entry["focal_px"] == float(condition.intrinsics[0]) and entry["shares_estimator"] is False
+        assert entry["source"] == f"{condition.scene}/{condition.source_camera}"
+        assert video_size(tmp_path / videos.VIDEOS / name) == (FRAMES, 24, 32)
+    assert asked == [(condition.index, condition.index, key("eval", "noise")) for condition in conditions]
+
+
+def test_what_was_trained_films_otherwise(world, tmp_path):
+    transformer = load_recam_transformer(ROOT / "assets" / "tiny_recam" / "transformer")
+    transformer.proj_out.weight.data *= 1.05
+    transformer.save_pretrained(tmp_path / "adapter")
+    assert evaluate.main(words(world, tmp_path / "plain")) == 0
+    assert evaluate.main(words(world, tmp_path / "trained", "--adapter", str(tmp_path / "adapter"))) == 0
+    for film in (tmp_path / "plain" / videos.VIDEOS).iterdir():
+        other = tmp_path / "trained" / videos.VIDEOS / film.name
+        assert (read_video(film, FRAMES).float() - read_video(other, FRAMES)).abs().mean() > 0.2
+    assert evaluate.main(words(world, tmp_path / "trained")) == 2
+
+
+def test_a_second_call_films_only_what_is_missing(world, tmp_path, monkeypatch):
+    evaluate.main(words(world, tmp_path))
+    films = sorted((tmp_path / videos.VIDEOS).iterdir())
+    before = [film.read_bytes() for film in films]
+    monkeypatch.setattr(videos, "generate", None)
+    assert evaluate.main(words(world, tmp_path)) == 0
+    monkeypatch.undo()
+    films[1].unlink()
+    assert evaluate.main(words(world, tmp_path)) == 0
+    assert [film.read_bytes() for film in films] == before
+
+
+def test_a_folder_of_other_films_is_refused(world, tmp_path, capsys):
+    evaluate.main(words(world, tmp_path))
+    capsys.readouterr()
+    for given in (words(world, tmp_path, eval__num_steps=3), words(world, tmp_path, sample__guidance_scale=2)):
+        assert evaluate.main(given) == 2
+        assert "holds videos of another recipe, adapter or origin" in capsys.readouterr().err
+    (tmp_path / videos.RECORD).unlink()
+    assert evaluate.main(words(world, tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--videos", "x"], "--config films the videos itself"),
+        (["--adapter", "nowhere"], "--adapter nowhere is no folder, must be the adapter folder of a run"),
+        (["--config.eval.num_conditions=1000"], "eval.num_conditions=1000 must be within 1.."),
+        (["--config.eval.spets=3"], "spets"),
+        (["--config.model.path=nowhere"], "model.path 'nowhere' does not exist"),
+    ],
+)
+def test_what_cannot_be_filmed_is_one_line(world, tmp_path, capsys, more, message):
+    assert evaluate.main([*words(world, tmp_path / "out"), *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert not (tmp_path / "out" / videos.VIDEOS).exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--videos and --cameras are both needed, or --config FILE:RECIPE"),
+        (["--videos", "a", "--cameras", "b", "--stpes=3"], "--stpes=3 is no option without --config"),
+        (["--videos", "a", "--cameras", "b", "--adapter", "c"], "--adapter is no option without --config"),
+    ],
+)
+def test_without_a_recipe_videos_and_cameras_are_needed(tmp_path, capsys, given, message):
+    assert evaluate.main([*given, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_scene_without_a_focal_length_needs_one_from_outside(world, tmp_path, capsys):
+    """The published held-out scene is such a one."""
+    root = tmp_path / "world"
+    shutil.copytree(world, root)
+    scene = next((root / "val").glob("*/*"))
+    scene.rename(root / "val" / "10basic_trajectories")
+    scene.parent.rmdir()
+    given = words(root, tmp_path / "out", data__tiny_world="")
+    assert evaluate.main(given) == 2
+    assert "10basic_trajectories has no known focal length: give that of the videos with --focal-px" in (
+        capsys.readouterr().err
+    )
+    assert evaluate.main([*given, "--focal-px", "28"]) == 0
+    assert {row["focal_px"] for row in json.loads((tmp_path / "out" / "metrics.json").read_text())["rows"]} == {28.0}

@@ -1,0 +1,92 @@
+"""A checkpoint as an adapter folder: the one that the run leaves when it ends there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_grpo
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.runtime.reporting import plots
+from tests.tiny_models import make_tiny_folder
+from tools import evaluate, export_adapter
+from tools.evaluation import videos
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> dict[str, str]:
+    """A finished run of two epochs and a checkpoint after each; returns its knobs."""
+    folder = tmp_path_factory.mktemp("export")
+    ensure_tiny_world(folder / "world", "unit_test")
+    knobs = {"output_root": folder, "run_name": "run", "model.path": make_tiny_folder(folder / "model")}
+    knobs |= {"data.root": folder / "world", "data.tiny_world": "unit_test", "device": "cpu", "trackers": ""}
+    knobs |= {"num_epochs": 2, "checkpoint.every": 1, "log_videos_every": 0, "sample.num_steps": 3, "eval.every": 0}
+    knobs |= {"sample.sde_steps": "0,1", "sample.k": 4, "sample.train_batch_size": 4, "sample.num_batches_per_epoch": 1}
+    knobs |= {"train.batch_size": 4, "train.ema_decay": 0.5, "reward.weights": "motion_mag=1"}
+    knobs |= {"eval.num_conditions": 2, "eval.num_steps": 2, "eval.videos": 0, "eval.gold": ""}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+        assert train_grpo.main(words(knobs)) == 0
+    return {name: str(value) for name, value in knobs.items()}
+
+
+def words(knobs: dict[str, object], *more: str) -> list[str]:
+    recipe = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
+    return [*recipe, *(f"--config.{name}={value}" for name, value in knobs.items()), *more]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        f"{file.name}/{name}": tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def exported(run: dict[str, str], step: int, out: Path, *more: str) -> int:
+    place = Path(run["output_root"]) / "run" / "checkpoints" / f"checkpoint_{step:06d}"
+    return export_adapter.main(words(run, "--checkpoint", str(place), "--out", str(out), *more))
+
+
+def test_the_last_checkpoint_is_the_adapter_of_the_run_and_an_earlier_one_is_not(run, tmp_path):
+    left = weights(Path(run["output_root"]) / "run" / "adapter")
+    assert exported(run, 2, tmp_path / "last") == 0 == exported(run, 1, tmp_path / "first")
+    last, first = (weights(tmp_path / name) for name in ("last", "first"))
+    assert left.keys() == last.keys() == first.keys() and len(left) > 0
+    assert all(torch.equal(left[name], last[name]) for name in left)
+    assert any(not torch.equal(left[name], first[name]) for name in left)
+
+
+def test_what_does_not_fit_is_one_line(run, tmp_path, capsys):
+    assert exported(run, 2, tmp_path / "a", "--config.model.trained=camera") == 2
+    assert "trained is" in capsys.readouterr().err
+    assert exported(run, 7, tmp_path / "b") == 2
+    assert "checkpoint_000007" in capsys.readouterr().err
+    assert exported(run, 2, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --out") and error.count("\n") == 1
+
+
+def test_a_checkpoint_is_filmed_for_the_evaluation_and_leaves_other_videos_alone(run, tmp_path, capsys):
+    pytest.importorskip("pycolmap")
+    checkpoint = Path(run["output_root"]) / "run" / "checkpoints" / "checkpoint_000002"
+    adapter = Path(run["output_root"]) / "run" / "adapter"
+    for name, given in (("a", ("--adapter", str(adapter))), ("c", ("--checkpoint", str(checkpoint)))):
+        assert evaluate.main(words(run, *given, "--out", str(tmp_path / name), "--workers", "0")) == 0
+    films = sorted((tmp_path / "a" / videos.VIDEOS).iterdir())
+    assert len(films) == 2
+    for film in films:
+        assert film.read_bytes() == (tmp_path / "c" / videos.VIDEOS / film.name).read_bytes()
+    before = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
+    again = words(run, "--checkpoint", str(checkpoint), "--out", str(tmp_path / "c"), "--workers", "0")
+    assert evaluate.main(again) == 0
+    earlier = checkpoint.with_name("checkpoint_000001")
+    capsys.readouterr()
+    assert evaluate.main(words(run, "--checkpoint", str(earlier), "--out", str(tmp_path / "a"), "--workers", "0")) == 2
+    assert "holds videos of another recipe, adapter or origin" in capsys.readouterr().err
+    assert before == {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}

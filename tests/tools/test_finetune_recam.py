@@ -1,0 +1,357 @@
+"""Fine-tuning on a filmed tiny world in two sizes, with a random tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import train_grpo
+from flow_grpo.data.tiny_world import WorldSpec, ensure_tiny_world, write_tiny_world
+from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.runtime.checkpoints import checkpoint, state_files
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting import plots
+from tests.models.test_recam_transformer import inputs
+from tests.tiny_models import make_tiny_folder
+from tests.workers import run_ranks
+from tools import finetune_recam
+
+ROOT = Path(__file__).parents[2]
+BUCKETS = "5x24x32,5x24x16"  # 24 and 12 tokens
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    """A model folder, and a data folder: of 3 scenes to train on and 2 held out, one is filmed upright."""
+    folder = tmp_path_factory.mktemp("fine")
+    ensure_tiny_world(folder / "world", "unit_test")
+    write_tiny_world(folder / "tall", WorldSpec(seed=3, scenes={"train": 1, "val": 1}, height=32, width=24))
+    for split in ("train", "val"):
+        (scene,) = (folder / "tall" / split).rglob("scene1")
+        shutil.move(scene, folder / "world" / split / scene.parent.name / "scene9")
+    return {"model.path": make_tiny_folder(folder / "model"), "data.root": str(folder / "world")}
+
+
+def words(places: dict[str, str], output: Path, *given: str, **changes: object) -> list[str]:
+    knobs = {
+        **places,
+        "output_root": str(output),
+        "device": "cpu",
+        "data.tiny_world": "",
+        "data.buckets": BUCKETS,
+        "train.learning_rate": 1e-3,
+    }
+    knobs |= {name.replace("__", "."): value for name, value in changes.items()}
+    options = ["--run-name", "run", "--num-workers", "0", "--max-points", "96", "--log-every", "1"]
+    options += ["--eval-items", "4", *given]
+    spec = f"{ROOT}/config/grpo.py:tiny_recam"
+    return ["--config", spec, *options, *(f"--config.{name}={value}" for name, value in knobs.items())]
+
+
+def metrics_of(run: Path, name: str) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if name in row]
+
+
+def newest(run: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of the newest checkpoint by path."""
+    return state_files.flatten(state_files.read(checkpoint.published(run / "checkpoints")[-1] / "state"))[0]
+
+
+def made(given: list[str], ranks: Ranks = Ranks()) -> finetune_recam.FineTuning:  # noqa: B008 - frozen
+    return finetune_recam.build(*finetune_recam.read_command_line(given), CPU, ranks)
+
+
+def test_the_options_have_the_published_defaults() -> None:
+    """004-9."""
+    args = finetune_recam.options().parse_args(["--config", "file:recipe"])
+    assert (args.use_dynamic_batch, args.max_points, args.batch_size) == (True, 500_000, 4)
+    assert (args.num_workers, args.drop_last, args.seed) == (4, False, 42)
+    assert not finetune_recam.options().parse_args(["--config", "f:r", "--no-use-dynamic-batch"]).use_dynamic_batch
+
+
+@pytest.mark.parametrize(("drop_last", "batches"), [(False, 13), (True, 12)])
+def test_fixed_batches_are_as_many_on_both_ranks(drop_last, batches) -> None:
+    """004-11."""
+    given = ["--config", "f:r", "--no-use-dynamic-batch", "--num-workers", "0", *["--drop-last"] * drop_last]
+    dataset = mock.MagicMock(structure=lambda index: (5, 24, 32))
+    dataset.__len__.return_value = 100
+    plans = [
+        finetune_recam.Batches(finetune_recam.options().parse_args(given), dataset, mock.Mock(), Ranks(rank, 2)).plan
+        for rank in range(2)
+    ]
+    assert [len(plan) for plan in plans] == [batches, batches]
+    assert max(len(batch) for plan in plans for batch in plan) == 4
+
+
+def test_worker_processes_are_kept_over_epochs_of_training_only() -> None:
+    """004-9."""
+    args = finetune_recam.options().parse_args(["--config", "f:r", "--no-use-dynamic-batch", "--num-workers", "2"])
+    dataset = mock.MagicMock(structure=lambda index: (5, 24, 32))
+    dataset.__len__.return_value = 100
+    both = [finetune_recam.Batches(args, dataset, mock.Mock(), Ranks(), held)._loader for held in (None, [1, 2])]
+    assert [(loader.num_workers, loader.persistent_workers) for loader in both] == [(2, True), (2, False)]
+    assert [loader.prefetch_factor for loader in both] == [2, 2]
+
+
+def test_batches_are_bounded_by_tokens_or_by_items_and_hold_one_size(places, tmp_path) -> None:
+    run = made(words(places, tmp_path))
+    sizes = [{condition.size for condition in batch} for batch in run.batches]
+    assert {frozenset(found) for found in sizes} == {frozenset({(5, 24, 32)}), frozenset({(5, 24, 16)})}
+    assert sorted(map(len, run.batches)) == [2, 4, 4, 4, 4, 4, 8]
+    fixed = made(words(places, tmp_path, "--no-use-dynamic-batch", "--batch-size", "3"))
+    assert sorted(map(len, fixed.batches)) == [1, 2, *[3] * 9]
+
+
+def test_guidance_of_the_recipe_is_not_trained_through(places, tmp_path) -> None:
+    assert made(words(places, tmp_path, sample__guidance_scale=5.0)).policy.guidance_scale == 1.0
+
+
+def test_an_items_loss_does_not_depend_on_its_batch_but_on_seed_and_epoch(places, tmp_path) -> None:
+    run = made(words(places, tmp_path))
+    conditions = [run.batches.dataset.condition(index) for index in (0, 3, 11)]
+    together = finetune_recam.flow_losses(run.policy, conditions, 3.0, 42, 0)
+    alone = [finetune_recam.flow_losses(run.policy, [one], 3.0, 42, 0) for one in reversed(conditions)]
+    torch.testing.assert_close(together, torch.cat(alone).flip(0))
+    assert len(set(together.tolist())) == 3
+    for seeds in ((43, 0), (42, 1)):
+        assert (finetune_recam.flow_losses(run.policy, conditions, 3.0, *seeds) != together).all()
+
+
+def test_every_epoch_draws_noise_anew_and_measuring_never_does(places, tmp_path) -> None:
+    run = made(words(places, tmp_path, "--epochs", "2", "--max-points", "500000", "--seed", "7"))
+    with mock.patch.object(finetune_recam, "flow_losses", wraps=finetune_recam.flow_losses) as losses:
+        run.train()
+        run.evaluate()
+    measured, trained = [("held out",)] * 2, [(7, 0), (7, 0), (7, 1), (7, 1)]
+    assert [call.args[3:] for call in losses.call_args_list] == [*measured, *trained, *measured]
+
+
+def test_the_loss_is_that_of_flow_matching(places, tmp_path) -> None:
+    """A network that knows the clean latents has no error, whatever the level; levels follow the shift."""
+    run = made(words(places, tmp_path))
+    conditions = [run.batches.dataset.condition(index) for index in range(10)]
+    clean, levels = run.policy.encode_targets(conditions), []
+
+    def oracle(latents, sigma, conditioning):
+        levels.append(sigma)
+        return (latents - clean) / sigma.view(-1, 1, 1, 1, 1)
+
+    with mock.patch.object(run.policy, "velocity", oracle):
+        losses = [finetune_recam.flow_losses(run.policy, conditions, shift, 42, 0) for shift in (1.0, 5.0)]
+    assert torch.cat(losses).max() < 1e-6
+    uniform, shifted = levels
+    torch.testing.assert_close(shifted, 5 * uniform / (1 + 4 * uniform))
+    assert 0 <= uniform.min() < 0.3 < 0.7 < uniform.max() < 1
+
+
+@pytest.fixture(scope="module")
+def finished(places, tmp_path_factory) -> Path:
+    """The folder of a run over two sizes with adapters."""
+    output = tmp_path_factory.mktemp("finished")
+    given = words(
+        places, output, "--epochs", "4", "--eval-items", "64", model__trained="lora", train__learning_rate=1e-2
+    )
+    assert finetune_recam.main(given) == 0
+    return output / "run"
+
+
+def test_the_loss_falls_over_batches_of_two_sizes(finished) -> None:
+    before, after = metrics_of(finished, "eval/loss")
+    assert after < 0.9 * before
+    assert len(metrics_of(finished, "train/loss")) == 4 * 7
+    assert len(checkpoint.published(finished / "checkpoints")) == 1
+
+
+def test_the_finished_folder_computes_what_the_adapted_network_does(finished, places) -> None:
+    start = load_recam_transformer(f"{places['model.path']}/transformer")
+    given = ["--run-name", "run", "--resume", "--num-workers", "0", "--max-points", "96"]
+    resumed = made(words(places, finished.parent, *given, model__trained="lora"))
+    model = load_recam_transformer(finished / "model" / "transformer")
+    with torch.no_grad():
+        adapted, merged, first = (network(*inputs())[0] for network in (resumed.policy.module, model, start))
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+    assert (merged - first).abs().max() > 0.05
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in start.named_parameters()}
+    assert (finished / "adapter").is_dir()
+
+
+def test_grpo_starts_from_the_finished_folder(finished, places, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+    knobs = {
+        **places,
+        "model.path": finished / "model",
+        "output_root": tmp_path,
+        "run_name": "run",
+        "device": "cpu",
+        "num_epochs": 1,
+        "trackers": "",
+        "data.tiny_world": "",
+        "data.buckets": BUCKETS,
+        "sample.k": 2,
+        "sample.train_batch_size": 4,
+        "sample.num_batches_per_epoch": 1,
+        "sample.num_steps": 3,
+        "sample.sde_steps": "0,1",
+        "train.batch_size": 4,
+        "reward.weights": "target_view=1",
+        "eval.num_conditions": 2,
+        "eval.num_steps": 2,
+        "eval.gold": "",
+        "eval.videos": 1,
+    }
+    spec = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
+    assert train_grpo.main([*spec, *(f"--config.{name}={value}" for name, value in knobs.items())]) == 0
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path) -> None:
+    """Stopped within the first epoch of seven batches, and at its end."""
+    assert finetune_recam.main(words(places, tmp_path / "whole", "--epochs", "2")) == 0
+    for steps in (3, 7, 14):
+        limit = ["--max-steps", str(steps), "--checkpoint-every", "2"]
+        given = words(places, tmp_path / "parts", "--epochs", "2", *limit, *["--resume"] * (steps > 3))
+        assert finetune_recam.main(given) == 0
+    whole, parts = newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run")
+    assert set(whole) == set(parts)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert any(name.endswith("exp_avg_sq") and value.max() > 0 for name, value in whole.items())
+    losses = [metrics_of(tmp_path / part / "run", "train/loss") for part in ("whole", "parts")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 14
+
+
+def test_a_batch_plan_that_changed_is_not_resumed(places, tmp_path, capsys) -> None:
+    assert finetune_recam.main(words(places, tmp_path, "--max-steps", "1", "--eval-items", "0")) == 0
+    assert finetune_recam.main(words(places, tmp_path, "--resume", "--max-points", "48")) == 2
+    assert "max_points was 96, is 48" in capsys.readouterr().err
+    assert finetune_recam.main(words(places, tmp_path)) == 2
+    assert "already holds checkpoint_000001" in capsys.readouterr().err
+
+
+def _tune(ranks: Ranks, given: list[str]) -> int:
+    """Run main() on ranks that have met already and stay together afterwards."""
+    with (
+        mock.patch.object(train_grpo, "join", return_value=(CPU, ranks)),
+        mock.patch.object(process_group, "stop"),
+    ):
+        return finetune_recam.main(given)
+
+
+def test_two_ranks_train_as_one_process_that_sees_whole_rows(places, tmp_path) -> None:
+    """Seven batches make three rows of two and one with filler; one row holds both sizes."""
+    # A large epsilon keeps AdamW from turning rounding of tiny gradients into whole steps.
+    given = words(places, tmp_path, "--eval-items", "64", train__adam_eps=1e-3)
+    assert run_ranks(_tune, 2, given) == [0, 0]
+    alone = made(words(places, tmp_path / "one", "--eval-items", "64", train__adam_eps=1e-3))
+    plans = [dataclasses.replace(alone.batches, ranks=Ranks(rank, 2)).plan for rank in range(2)]
+    rows, mixed, losses = list(zip(*plans, strict=True)), 0, []
+    for number, row in enumerate(rows):
+        batches = [batch for plan, batch in zip(plans, row, strict=True) if plan.batch_weight(number)]
+        conditions = [[alone.batches.dataset.condition(index) for index in batch] for batch in batches]
+        mixed += len({condition.size for batch in conditions for condition in batch}) > 1
+        shift = alone.config.sample.shift
+        errors = torch.cat([finetune_recam.flow_losses(alone.policy, batch, shift, 42, 0) for batch in conditions])
+        errors.mean().backward()
+        torch.nn.utils.clip_grad_norm_(alone.policy.trained_parameters(), alone.config.train.max_grad_norm)
+        alone.optimizer.step()
+        alone.optimizer.zero_grad()
+        losses.append(errors.mean().item())
+    assert len(rows) == 4 and mixed >= 1
+    alone.step = 4
+    alone.save()
+    two, one = newest(tmp_path / "run"), newest(tmp_path / "one" / "run")
+    assert set(one) == set(two)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name} {text}")
+    assert metrics_of(tmp_path / "run", "train/loss") == pytest.approx(losses, rel=1e-4)
+    alone.evaluate()
+    assert metrics_of(tmp_path / "one" / "run", "eval/loss")[0] == pytest.approx(
+        metrics_of(tmp_path / "run", "eval/loss")[1], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "message"),
+    [
+        (["--epochs", "0"], {}, "--epochs: got 0, must be at least 1"),
+        (["--num-workers", "-1"], {}, "--num-workers: got -1, must be at least 0"),
+        (["--max-points", "23"], {}, "20 of 30 items cost more than max_points=23"),
+        (["--steps", "3"], {}, "argument '--steps' is not understood"),
+        (["--run-name", "a/b"], {}, "config.run_name: got 'a/b'"),
+        (["--run-name", "", "--resume"], {}, "resume='auto' needs the name of the run"),
+        ([], {"data__root": "nowhere"}, "dataset folder nowhere does not exist"),
+        ([], {"data__buckets": "5x24x36"}, "config.data.buckets: got '5x24x36'"),
+        ([], {"model__path": "nowhere"}, "model.path 'nowhere' does not exist"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(places, tmp_path, capsys, given, changes, message) -> None:
+    assert finetune_recam.main(words(places, tmp_path, *given, **changes)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_an_item_that_cannot_be_read_ends_the_run_in_one_line(places, tmp_path, capsys) -> None:
+    """Found by a worker process long after the start, which looks at one item of each size."""
+    root = tmp_path / "world"
+    shutil.copytree(places["data.root"], root)
+    scene = next((root / "train").rglob("scene1"))
+    broken = sorted((scene / "videos").iterdir())[4]
+    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
+    given = words(places, tmp_path, "--num-workers", "1", "--eval-items", "0", data__root=root)
+    assert finetune_recam.main(given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: item ") and error.count("\n") == 1
+    assert "cam05.mp4" in error
+
+
+def _refused(ranks: Ranks, given: list[str], which: str) -> str:
+    """Return the error that a rank meets when the last one has other data, a broken item, or what is not finite."""
+    odd = ranks.rank == ranks.world_size - 1
+    if which == "data" and odd:
+        given = [*given, "--config.data.train_split=val", "--config.data.eval_split=train"]
+    if which == "plan" and odd:
+        given = [*given, "--max-points", "48"]
+    try:
+        run = made(given, ranks)
+    except ValueError as error:
+        return str(error)
+    before = [parameter.detach().clone() for parameter in run.policy.trained_parameters()]
+    if which == "item" and odd:
+        run.batches._loader.dataset.dataset = SimpleNamespace(condition=mock.Mock(side_effect=ValueError("torn")))
+    elif which == "loss" and odd:
+        run.policy.encode_targets = lambda conditions: torch.full((len(conditions), 4, 2, 6, 8), torch.nan)
+    elif which == "gradient" and odd:
+        run.policy.trained_parameters()[0].register_hook(lambda gradient: gradient + torch.inf)
+    try:
+        run.train()
+    except (ValueError, RuntimeError) as error:
+        assert all(map(torch.equal, before, run.policy.trained_parameters()))
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("data", "model and data must be the same on all ranks"),
+        ("plan", "batch plan must be the same on all ranks"),
+        ("item", "ItemError item "),
+        ("gradient", "RuntimeError gradient norm is inf in step 1: weights were left as they are"),
+        ("loss", "RankError rank 1 failed in step 1: RuntimeError: loss of items [0, 6, 26, 25] is not finite"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_ends_both(places, tmp_path, which, message) -> None:
+    given = words(places, tmp_path, "--eval-items", "0", data__buckets="", data__num_frames=5)
+    errors = run_ranks(_refused, 2, given, which)
+    assert errors[0] == errors[1]
+    assert message in errors[0]

@@ -1,0 +1,303 @@
+"""Generating: the files beside the source, the record that makes them again, adapters, and one line for what cannot be.
+
+All in one process with the embedded model and a few steps; what is generated is then no picture worth looking at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import types
+from pathlib import Path
+from unittest import mock
+
+import av
+import pytest
+import torch
+
+from flow_grpo.data.video_io import fit_video, read_video, video_size, write_video
+from flow_grpo.maths.poses import preset_path
+from flow_grpo.models import adapter_files, adapters
+from flow_grpo.models.recam_transformer import load_recam_transformer
+from tests.models.test_adapters import LORA, move
+from tools import generate
+
+MODEL = Path(__file__).parents[2] / "assets" / "tiny_recam"
+SIZE = ["--frames", "5", "--height", "24", "--width", "32", "--max-prompt-tokens", "8"]
+
+
+def film(number: int = 0) -> torch.Tensor:
+    """Return a (3, 7, 30, 40) uint8 video of moving colours."""
+    t, y, x = torch.meshgrid(*(torch.arange(size) for size in (7, 30, 40)), indexing="ij")
+    return torch.stack([6 * x + 2 * t, 8 * y, 120 + 15 * t + 8 * number - x]).to(torch.uint8)
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    write_video(tmp_path / "mine" / "room.mp4", film(), lossless=True)
+    return tmp_path / "mine" / "room.mp4"
+
+
+def words(source: Path, *given: object, model: Path = MODEL, camera: str = "arc_left:0.5") -> list[str]:
+    sampling = ["--steps", "2", "--guidance", "1", "--dtype", "fp32", "--device", "cpu"]
+    cameras = ["--camera", camera] if camera else []
+    return ["--model", str(model), "--source", str(source), *cameras, *SIZE, *sampling, *map(str, given)]
+
+
+def made(source: Path, *given: object, name: str = "room_arc_left-0.5", **changes: object) -> torch.Tensor:
+    """Generate, and return the frames (3, 5, 24, 32) of a result."""
+    assert generate.main([*words(source, *given, **changes), "--overwrite"]) == 0
+    out = Path(given[given.index("--out") + 1]) if "--out" in given else source.parent
+    return read_video(out / f"{name}.mp4", 5)
+
+
+def refusal(capsys, given: list[str]) -> str:
+    """Return the one line that says why nothing is generated; no network may be loaded before."""
+    with mock.patch.object(generate, "load_networks", side_effect=AssertionError("loaded")):
+        assert generate.main(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+# --- what appears
+
+
+def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(source, capsys):
+    assert generate.main(words(source)) == 0
+    names = {"room.mp4", *(f"room_arc_left-0.5{end}" for end in (".mp4", "_beside.mp4", ".json"))}
+    assert {file.name for file in source.parent.iterdir()} == names
+    for name, size in (("room_arc_left-0.5", (5, 24, 32)), ("room_arc_left-0.5_beside", (5, 240, 640))):
+        file = source.with_name(f"{name}.mp4")
+        assert video_size(file) == size
+        with av.open(str(file)) as container:
+            stream = container.streams.video[0]
+            assert (stream.average_rate, stream.codec_context.name, stream.pix_fmt) == (15, "h264", "yuv420p")
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert f"1/1 room.mp4 along arc_left:0.5: {source.with_name('room_arc_left-0.5.mp4')} (" in output.out
+
+
+def test_the_source_stands_on_the_left_and_what_was_generated_on_the_right(source):
+    generated = made(source).float()
+    beside = read_video(source.with_name("room_arc_left-0.5_beside.mp4"), 5)[..., 5::10, 5::10].float()
+    left, right = beside.chunk(2, dim=-1)
+    apart = (left - generated).abs().mean()
+    assert (left - fit_video(film()[:, :5], 24, 32)).abs().mean() < 0.4 * apart
+    assert (right - generated).abs().mean() < 0.4 * apart  # the small video loses colours to its coding
+
+
+def test_every_source_goes_along_every_camera_and_results_are_no_sources(source, tmp_path):
+    write_video(source.with_name("dog.mp4"), film(1), lossless=True)
+    assert generate.main(words(source.parent, "--camera", "tilt_up", "--steps", "1")) == 0
+    first = {f"{video}_{camera}" for video in ("room", "dog") for camera in ("arc_left-0.5", "tilt_up")}
+    assert {file.stem for file in source.parent.glob("*.json")} == first
+    assert generate.main(words(source.parent, "--steps", "1", camera="zoom_in")) == 0
+    assert {file.stem for file in source.parent.glob("*.json")} == first | {"room_zoom_in", "dog_zoom_in"}
+    outputs = shutil.move(source.parent, tmp_path / "moved")
+    for name in ("room.mp4", "dog.mp4"):
+        (outputs / name).unlink()
+    with pytest.raises(ValueError, match="holds only videos that this tool made"):
+        list(generate.find_sources([outputs]))
+
+
+def test_another_folder_is_made_for_the_results(source, tmp_path):
+    made(source, "--out", tmp_path / "new" / "results")
+    assert [file.name for file in source.parent.iterdir()] == ["room.mp4"]
+    assert len(list((tmp_path / "new" / "results").iterdir())) == 3
+
+
+def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tmp_path):
+    adapter = saved_adapter(tmp_path / "adapter")
+    given = ["--adapter", adapter, "--camera", "tilt_up", "--prompt", 'a - "room" =\n', "--negative-prompt=-dark"]
+    given += ["--seed", "7", "--first-number", "3", "--shift", "2.5", "--guidance", "1.5", "--offload"]
+    first = made(source, *given, name="room_tilt_up")
+    file = source.with_name("room_tilt_up.json")
+    record = json.loads(file.read_text())
+    poses = torch.tensor(record.pop("poses"), dtype=torch.float64)
+    assert torch.equal(poses, preset_path("tilt_up", 5))
+    again = record.pop("again")
+    assert record == {
+        "tool": "tools/generate.py",
+        "model": str(MODEL),
+        "adapter": str(adapter),
+        "source": str(source),
+        "camera": "tilt_up",
+        "out": str(source.parent),
+        "prompt": 'a - "room" =\n',
+        "negative_prompt": "-dark",
+        "max_prompt_tokens": 8,
+        "seed": 7,
+        "first_number": 4,
+        "steps": 2,
+        "shift": 2.5,
+        "guidance": 1.5,
+        "frames": 5,
+        "height": 24,
+        "width": 32,
+        "dtype": "fp32",
+        "device": "cpu",
+        "offload": True,
+        "tiling": False,
+        "fps": 15,
+        "torch": torch.__version__,
+    }
+    for path in source.parent.glob("room_*"):
+        path.unlink()
+    assert generate.main(again) == 0
+    assert sorted(path.name for path in source.parent.glob("room_*")) == [
+        *("room_tilt_up.json", "room_tilt_up.mp4", "room_tilt_up_beside.mp4")
+    ]
+    assert torch.equal(read_video(source.with_name("room_tilt_up.mp4"), 5), first)
+    assert json.loads(file.read_text())["again"] == again
+
+
+# --- what a video depends on
+
+
+def test_the_noise_depends_on_the_seed_and_the_number_alone(source):
+    first = made(source)
+    assert torch.equal(made(source), first)
+    assert not torch.equal(made(source, "--seed", "1"), first)
+    assert not torch.equal(made(source, "--first-number", "1"), first)
+    third = made(source, "--camera", "tilt_up", "zoom_in", name="room_zoom_in")
+    assert torch.equal(made(source, "--first-number", "2", name="room_zoom_in", camera="zoom_in"), third)
+
+
+def test_camera_prompt_guidance_steps_and_shift_reach_the_model(source):
+    first = made(source)
+    write_video(source, film(3), lossless=True)
+    assert not torch.equal(made(source), first)
+    write_video(source, film(), lossless=True)
+    changes = [("--steps", "3"), ("--shift", "1"), ("--prompt", "a red wall"), ("--max-prompt-tokens", "64")]
+    for change in changes:
+        assert not torch.equal(made(source, *change), first), change
+    guided = made(source, "--guidance", "9")
+    assert not torch.equal(guided, first)
+    assert not torch.equal(made(source, "--guidance", "9", "--negative-prompt", "a red wall"), guided)
+    assert torch.equal(made(source, "--negative-prompt", "a red wall"), first)
+    assert not torch.equal(made(source, "--dtype", "bf16"), first)
+
+
+def saved_adapter(folder: Path, by: float = 0.05, **changes: object) -> Path:
+    transformer = load_recam_transformer(MODEL / "transformer")
+    adapters.apply_training_mode(transformer, dataclasses.replace(LORA, **changes))
+    move(transformer, by)
+    adapter_files.save_adapter(types.SimpleNamespace(module=transformer), folder)
+    return folder
+
+
+@pytest.mark.parametrize("trained", ["lora", "camera"])
+def test_what_was_trained_is_put_in_place(source, tmp_path, trained):
+    first = made(source)
+    assert torch.equal(made(source, "--adapter", saved_adapter(tmp_path / "none", 0.0, trained=trained)), first)
+    moved = made(source, "--adapter", saved_adapter(tmp_path / "some", trained=trained))
+    assert (moved.float() - first).abs().mean() > 1
+
+
+def test_a_file_of_poses_is_a_camera(source, tmp_path):
+    preset = made(source)
+    file = tmp_path / "orbit.json"
+    file.write_text(json.dumps(preset_path("arc_left", 9)[:5].tolist()))  # half the way, as arc_left:0.5
+    poses = made(source, name="room_orbit", camera=str(file))
+    assert (poses.float() - preset).abs().max() <= 2
+    record = json.loads(source.with_name("room_orbit.json").read_text())
+    assert record["camera"] == str(file)
+    assert f"--camera={file}" in record["again"]
+
+
+def test_a_path_outside_the_training_range_is_one_line_and_a_video(source, capsys):
+    made(source, camera="pan_left:4", name="room_pan_left-4")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: camera path 'pan_left:4' lies outside the training range: pan of 79.5 degrees")
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--camera", "pan"], "names 'pan', must be among pan_right"),
+        (["--camera", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--camera", "arc_left : 0.5"], "trajectories are ['arc_left:0.5', 'arc_left:0.5']"),
+        (["--source", "nowhere.mp4"], "video nowhere.mp4 does not exist"),
+        (["--source", str(MODEL)], "is no folder with videos"),
+        (["--frames", "9"], "is too short, got 7 of 9 frames"),
+        (["--frames", "0"], "--frames is 0, must be"),
+        (["--height", "25"], "--height is 25 and --width 32, must be multiples of "),
+        (["--width", "36.5"], "argument --width: invalid int value"),
+        (["--width", "33"], "--height is 24 and --width 33, must be multiples of "),
+        (["--width", "0"], "--width 0, must be"),
+        (["--steps", "0"], "num_steps is 0"),
+        (["--shift", "0"], "shift is 0"),
+        (["--guidance", "nan"], "--guidance is nan"),
+        (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0, must be"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
+        (["--stpes", "3"], "unrecognized arguments: --stpes 3"),
+        (["--device", "abacus"], "device='abacus' is not known"),
+        (["--model", "nowhere"], "--model nowhere has no vae/config.json, expected a folder in diffusers layout"),
+        (["--adapter", "nowhere"], "--adapter nowhere holds neither pytorch_lora_weights.safetensors nor"),
+        (["--out", __file__], "is a file, must be a folder"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2_before_a_network_is_loaded(source, capsys, given, message):
+    assert message in refusal(capsys, words(source, *given))
+    assert [file.name for file in source.parent.iterdir()] == ["room.mp4"]
+
+
+def test_a_needed_option_that_is_missing_is_one_line_too(capsys):
+    assert "required: --model, --source, --camera" in refusal(capsys, [])
+
+
+def test_frames_must_fit_a_codec_that_compresses_time(source, tmp_path, capsys):
+    """By the layers, where a configuration like Wan 2.1's own does not name its factors."""
+    config = {"temperal_downsample": [False, True, True], "dim_mult": [1, 2, 4, 4]}
+    for part, content in (("vae", config), ("transformer", {"patch_size": [1, 2, 2]})):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps(content))
+    given = words(source, "--height", "32", "--frames", "7", model=tmp_path)
+    assert "--frames is 7, must be 4n+1 for this codec, such as 21" in refusal(capsys, given)
+    assert "must be multiples of 16 and 16 (codec 8, patches 2x2)" in refusal(capsys, words(source, model=tmp_path))
+
+
+def test_results_that_exist_are_not_replaced_unasked(source, capsys):
+    for name in ("room_arc_left-0.5.mp4", "room_arc_left-0.5.json", "room_arc_left-0.5_beside.mp4"):
+        file = source.with_name(name)
+        file.write_text("kept")
+        assert "1 of 3 results exist already" in refusal(capsys, words(source))
+        assert file.read_text() == "kept"
+        file.unlink()
+
+
+def test_a_result_replaces_neither_another_nor_what_it_is_made_from(source, tmp_path, capsys):
+    other = source.with_name("room_tilt_up.mp4")
+    shutil.copy(source, other)
+    given = [*words(source, "--source", other, camera="tilt_up"), "--overwrite"]
+    assert f"{other} is a source or camera and would be replaced" in refusal(capsys, given)
+    other.unlink()
+    path = source.with_name("room_orbit.json")
+    path.write_text(json.dumps(preset_path("arc_left", 5).tolist()))
+    renamed = shutil.copy(path, source.with_name("orbit.json"))
+    given = [*words(source, "--camera", renamed, camera=str(path)), "--overwrite"]
+    assert f"{path} is a source or camera" in refusal(capsys, given)
+    twin = shutil.copytree(source.parent, tmp_path / "twin") / "room.mp4"
+    given = words(source, "--source", twin, "--out", tmp_path / "out")
+    assert f"two videos would be written to {tmp_path / 'out' / 'room_arc_left-0.5.mp4'}" in refusal(capsys, given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_out_first(source, capsys):
+    with mock.patch.object(os, "access", return_value=False):  # modes do not stop every user
+        assert "cannot be written to; choose another folder with --out" in refusal(capsys, words(source))
+
+
+def test_an_adapter_of_another_model_is_one_line(source, tmp_path, capsys):
+    folder = saved_adapter(tmp_path / "adapter")
+    (folder / adapter_files.CAMERA_FILE).unlink()
+    assert generate.main(words(source, "--adapter", folder)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: adapter {folder} lacks camera_modules.safetensors with 10 tensors; copy the whole folder"

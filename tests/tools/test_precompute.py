@@ -1,0 +1,140 @@
+"""Encoding ahead of training: complete, resumable, shared out, and then no encoder is needed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_grpo
+from flow_grpo.algorithm.build import dataset
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.models import codec, texts
+from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.loading import load_config
+from tests.workers import run_ranks
+from tools import precompute
+
+RECIPE = ["--config", "config/grpo.py:tiny_recam"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("world") / "data"
+    ensure_tiny_world(str(root), "tiny")
+    for split in ("train", "val"):  # two scenes each are enough
+        for scene in sorted(path.parent for path in (root / split).rglob("videos"))[2:]:
+            shutil.rmtree(scene)
+    return root
+
+
+def words(world: Path, cache: Path, *more: str) -> list[str]:
+    return [
+        *RECIPE,
+        f"--config.data.root={world}",
+        "--config.data.tiny_world=",
+        f"--config.model.encodings={cache}",
+        *more,
+    ]
+
+
+def entries(cache: Path) -> dict[str, int]:
+    return {path.relative_to(cache).as_posix(): path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")}
+
+
+def refuse_to_load(*_: object) -> None:
+    raise AssertionError("an encoder was loaded")
+
+
+def test_after_it_an_epoch_and_an_evaluation_load_no_encoder(world, tmp_path, monkeypatch, capsys):
+    cache = tmp_path / "cache"
+    assert precompute.main(words(world, cache)) == 0
+    said = capsys.readouterr().out
+    assert f"{len(entries(cache))} encoded, 0 were there, 0 failed" in said
+    real = codec._load_half
+    monkeypatch.setattr(
+        codec, "_load_half", lambda path, half: refuse_to_load() if half == "encoder" else real(path, half)
+    )
+    monkeypatch.setattr(texts, "_load", refuse_to_load)
+    run = [
+        "--config.num_epochs=1",
+        "--config.eval.num_conditions=4",
+        "--config.eval.videos=0",
+        "--config.eval.batch_size=4",
+    ]
+    run += ["--config.sample.train_batch_size=8", "--config.train.batch_size=8", "--config.trackers="]
+    run += [f"--config.output_root={tmp_path}", "--config.run_name=warm", "--config.eval.gold="]
+    assert train_grpo.main(words(world, cache, *run)) == 0
+    assert (tmp_path / "warm" / "metrics.jsonl").is_file()
+    with pytest.raises(RuntimeError, match="an encoder was loaded"):  # the guard works
+        train_grpo.main(words(world, tmp_path / "empty", *run[:-2], "--config.run_name=cold", "--config.doctor=off"))
+
+
+def test_it_goes_on_where_it_was_stopped_and_mends_what_is_damaged(world, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    assert precompute.main(words(world, cache)) == 0
+    before = entries(cache)
+    names = sorted(before)
+    (cache / names[0]).unlink()
+    content = (cache / names[1]).read_bytes()
+    (cache / names[1]).write_bytes(content[:-5])
+    untouched = {name: before[name] for name in names[2:]}
+    capsys.readouterr()
+    assert precompute.main(words(world, cache)) == 0
+    assert f"2 encoded, {len(names) - 2} were there" in capsys.readouterr().out
+    after = entries(cache)
+    assert sorted(after) == names and {name: after[name] for name in names[2:]} == untouched
+    assert len((cache / names[1]).read_bytes()) == len(content)
+
+
+def share_of_rank(ranks: Ranks, arguments: list[str]) -> set[str]:
+    config = load_config(arguments[1], arguments[2:])
+    splits = [dataset(config, split) for split in ("train", "val")]
+    encodings = precompute.open_encodings(config, torch.device("cpu"))
+    tasks = precompute.share([*precompute.video_tasks(splits, encodings)], ranks)
+    precompute.work(tasks, ranks)
+    return {task.name for task in tasks}
+
+
+def test_ranks_share_the_work_out_and_make_the_same_files_as_one(world, tmp_path):
+    shares = run_ranks(share_of_rank, 2, words(world, tmp_path / "two"))
+    assert not shares[0] & shares[1] and abs(len(shares[0]) - len(shares[1])) <= 1
+    alone = share_of_rank(Ranks(), words(world, tmp_path / "one"))
+    assert alone == shares[0] | shares[1]
+    assert set(entries(tmp_path / "one")) == set(entries(tmp_path / "two"))
+    for name in entries(tmp_path / "one"):
+        one, two = (load_file(tmp_path / part / name)["value"] for part in ("one", "two"))
+        assert torch.equal(one, two)
+
+
+def test_cached_conditioning_equals_fresh(world, tmp_path):
+    arguments = words(world, tmp_path / "cache")
+    assert precompute.main(arguments) == 0
+    config = load_config(arguments[1], arguments[2:])
+    fresh = load_config(arguments[1], [*arguments[2:], "--config.model.encodings="])
+    data = dataset(config, "train")
+    conditions = [data.condition(index) for index in range(3)]
+    warm, cold = (RecamPolicy.from_config(c.model, c.sample, torch.device("cpu")) for c in (config, fresh))
+    cached, made = warm.encode(conditions).tensors(), cold.encode(conditions).tensors()
+    assert warm.codec.loaded == () and cold.codec.loaded == ("encoder",)
+    assert all(torch.equal(cached[name], made[name]) for name in made)
+
+
+def test_a_broken_video_is_listed_and_the_rest_is_encoded(world, tmp_path, capsys):
+    broken = tmp_path / "data"
+    shutil.copytree(world, broken)
+    video = next(iter(sorted(broken.rglob("cam01.mp4"))))
+    video.write_bytes(video.read_bytes()[:200])
+    assert precompute.main(words(broken, tmp_path / "cache")) == 1
+    output = capsys.readouterr()
+    assert "1 failed" in output.out and output.err.count("error:") == 1 and str(video) in output.err
+    assert entries(tmp_path / "cache")
+
+
+def test_without_a_folder_it_says_what_to_pass(capsys):
+    assert precompute.main([*RECIPE, "--config.model.encodings="]) == 2
+    assert "pass --config.model.encodings=FOLDER" in capsys.readouterr().err

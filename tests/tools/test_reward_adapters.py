@@ -1,0 +1,199 @@
+"""Adapters call the published packages as those document, and say what is missing; the packages here are stand-ins."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
+from tests.room_films import INTRINSICS, conditions, film
+from tools.serving import adapters
+from tools.serving.adapters import ADAPTERS, Settings, build_adapter, checksum, pose_scores
+
+FILM = film(["pan_left", "zoom_in"])
+CONDITIONS = conditions(FILM)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def weights(tmp_path) -> Path:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for name in ("model_config.json", "config.json", "preprocessor_config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def stand_in(monkeypatch, name: str, **contents: object) -> None:
+    package = types.ModuleType(name)
+    package.__dict__.update(contents)
+    monkeypatch.setitem(sys.modules, name, package)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_missing_weights_are_named_with_what_is_expected(name, tmp_path):
+    for path in (None, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=r"^--weights is .*, must be (a|the) \w+ .*; nothing is downloaded here$"):
+            build_adapter(name, Settings(path, None, CPU))
+    if ADAPTERS[name].need.files:
+        with pytest.raises(ValueError, match=r"without .*config\.json"):
+            build_adapter(name, Settings(tmp_path, None, CPU))
+    else:
+        with pytest.raises(ValueError, match=r"^--weights is .*, must be the file"):
+            build_adapter(name, Settings(tmp_path, None, CPU))
+
+
+@pytest.mark.parametrize("name", ["videoalign", "hpsv3", "mapanything"])
+def test_a_missing_package_is_named_with_the_way_to_get_it(name, weights):
+    place = weights if ADAPTERS[name].need.files else weights / "model.safetensors"
+    with pytest.raises(ValueError, match=r"^package '\w+.*' cannot be imported .*: (git clone|pip install)[^\n]*$"):
+        build_adapter(name, Settings(place, None, CPU))
+
+
+def test_videoalign_gets_a_file_and_gives_two_scores(monkeypatch, weights):
+    class Inference:
+        def __init__(self, load_from_pretrained, load_from_pretrained_step=-1, device="x", dtype=None):
+            assert (load_from_pretrained, device, dtype) == (str(weights), "cpu", torch.bfloat16)
+
+        def reward(self, video_paths, prompts, fps=None, num_frames=None, max_pixels=None, use_norm=True):
+            assert prompts == ["a room"] and use_norm and Path(video_paths[0]).stat().st_size > 0
+            return [{"VQ": 0.5, "MQ": -1.5, "TA": 9.0, "Overall": 8.0}]
+
+    stand_in(monkeypatch, "inference", VideoVLMRewardInference=Inference)
+    judge = build_adapter("videoalign", Settings(weights, None, CPU))
+    said = judge(FILM.videos, CONDITIONS)
+    assert {name: result.values.tolist() for name, result in said.items()} == {
+        "videoalign_vq": [0.5, 0.5],
+        "videoalign_mq": [-1.5, -1.5],
+    }
+
+
+def test_hpsv3_gets_files_of_frames_and_its_first_column_counts(monkeypatch, weights):
+    sizes = []
+
+    class Inferencer:
+        def __init__(self, config_path=None, checkpoint_path=None, device="x", differentiable=False):
+            assert checkpoint_path == str(weights / "model.safetensors") and device == "cpu"
+
+        def reward(self, prompts, image_paths):
+            for path in image_paths:
+                with Image.open(path) as picture:
+                    sizes.append(picture.size)
+            return torch.tensor([[float(number), 100.0] for number in range(len(prompts))])
+
+    stand_in(monkeypatch, "hpsv3", HPSv3RewardInferencer=Inferencer)
+    judge = build_adapter("hpsv3", Settings(weights / "model.safetensors", None, CPU, frames=3))
+    assert judge(FILM.videos, CONDITIONS)["hpsv3"].values.tolist() == [1.0, 1.0]
+    assert sizes == [(32, 24)] * 6
+    assert judge.model == "hpsv3:model.safetensors"
+
+
+@pytest.mark.parametrize("name", ["clip", "pickscore"])
+def test_a_clip_of_the_real_library_is_loaded_and_scores(name, tmp_path):
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    letters = list("abcdefghijklmnopqrstuvwxyz")
+    words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"), model_max_length=16)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = small | {"vocab_size": len(words), "max_position_embeddings": 16}
+    text |= {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
+    vision = small | {"image_size": 16, "patch_size": 8}
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
+    image = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    CLIPProcessor(image, tokenizer).save_pretrained(folder)
+    if not (folder / "preprocessor_config.json").exists():  # newer libraries write one file for both halves
+        image.save_pretrained(folder)
+    judge = build_adapter(name, Settings(folder, None, CPU, frames=2))
+    said = judge(FILM.videos, CONDITIONS)[name]
+    assert said.values.isfinite().all() and said.values[0] != said.values[1]
+    assert torch.equal(judge(FILM.videos[1:], CONDITIONS[1:])[name].values, said.values[1:])
+
+
+def test_map_anything_is_told_k_and_never_the_poses(monkeypatch, weights):
+    seen = []
+    path = FILM.commanded[0]
+
+    class MapAnything:
+        @classmethod
+        def from_pretrained(cls, place, local_files_only):
+            assert place == str(weights) and local_files_only
+            return cls()
+
+        def to(self, device):
+            return self
+
+        eval = to
+
+        def infer(self, views):
+            seen.extend(views)
+            elsewhere = pose(rotation_matrix(torch.tensor([0.1, 0.2, 0.3])), torch.tensor([1.0, 2.0, 3.0])).double()
+            return [{"camera_poses": (elsewhere @ one)[None].float()} for one in path]
+
+    MapAnything.eval = lambda self: self
+    stand_in(monkeypatch, "mapanything")
+    stand_in(monkeypatch, "mapanything.models", MapAnything=MapAnything)
+    stand_in(monkeypatch, "mapanything.utils")
+    stand_in(monkeypatch, "mapanything.utils.image", preprocess_inputs=list)
+    judge = build_adapter("mapanything", Settings(weights, None, CPU))
+    said = judge(FILM.videos[:1], CONDITIONS[:1])
+    assert said["mapanything_rot"].values.item() == pytest.approx(0, abs=1e-4)
+    assert said["mapanything_trans"].values.item() == pytest.approx(0, abs=1e-4)
+    assert len(seen) == 5 and all(set(view) == {"img", "intrinsics"} for view in seen)
+    fx, fy, cx, cy = INTRINSICS.tolist()
+    assert seen[0]["intrinsics"].tolist() == [[fx, 0, cx], [0, fy, cy], [0, 0, 1]]
+    assert seen[0]["img"].shape == (24, 32, 3) and seen[0]["img"].dtype == torch.uint8
+
+
+def test_pose_scores_have_their_values():
+    still = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
+    turned = torch.stack([torch.eye(4, dtype=torch.float64)] * 3)
+    turned[2, :3, :3] = rotation_matrix(torch.tensor([0.0, math.radians(9.0), 0.0], dtype=torch.float64))
+    turned[1, 0, 3] = 0.3
+    turned[2, 0, 3] = 5.0
+    # Weights 1, 2, 3 of 6; the path's length counts as 0.3 m, so the cap is 0.6 m.
+    assert pose_scores(still, still) == {"mapanything_rot": 0.0, "mapanything_trans": 0.0}
+    said = pose_scores(still, turned)
+    assert said["mapanything_rot"] == pytest.approx(-0.5 * 9 / 45)
+    assert said["mapanything_trans"] == pytest.approx(-(2 / 6 * 0.5 + 3 / 6 * 1.0))
+
+
+def test_slower_and_other_paths_score_below_the_commanded_one():
+    commanded = preset_path("arc_right", 5)
+    scores = [pose_scores(commanded, preset_path("arc_right", 5, translation_scale=s)) for s in (1.0, 0.8, 0.5, 0.0)]
+    values = [score["mapanything_trans"] for score in scores]
+    assert values == sorted(values, reverse=True) and values[0] == pytest.approx(0, abs=1e-6) and values[3] < values[2]
+
+
+def test_a_checksum_follows_content_and_names(weights):
+    before = checksum(weights)
+    assert checksum(weights) == before and len(before) == 16
+    (weights / "config.json").write_text("{ }")
+    changed = checksum(weights)
+    (weights / "config.json").rename(weights / "other.json")
+    assert len({before, changed, checksum(weights), checksum(weights / "other.json")}) == 4
+
+
+def test_nothing_is_downloaded_once_that_is_refused(monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "0")
+    hub = importlib.import_module("torch.hub")
+    for name in ("download_url_to_file", "urlopen"):
+        monkeypatch.setattr(hub, name, getattr(hub, name))
+    adapters.refuse_downloads()
+    assert os.environ["HF_HUB_OFFLINE"] == os.environ["TRANSFORMERS_OFFLINE"] == "1"
+    with pytest.raises(ValueError, match=r"wants to download http://127\.0\.0\.1/weights\.pth"):
+        torch.hub.load_state_dict_from_url("http://127.0.0.1/weights.pth", model_dir="/nonexistent/here")

@@ -1,0 +1,367 @@
+"""A hosted reward gives the very scores of the local one, and every request that is not as agreed is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import io
+import json
+import math
+import pickle
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flow_grpo import rewards
+from flow_grpo.records import RewardResult
+from flow_grpo.rewards.base import build_reward
+from flow_grpo.rewards.remote.http_client import TOKEN
+from flow_grpo.rewards.remote.reward import Patience, RemoteReward, protocol
+from tests.room_films import conditions, film, like_a_codec
+from tools import reward_server
+from tools.reward_server import RewardServer, build, parse
+from tools.serving.scoring_service import NEEDS, Desk, Local
+
+ROOT = Path(__file__).resolve().parents[2]
+FILM = film(["pan_left", "zoom_in"])
+TRUE = (FILM.videos * 255).round() / 255
+VIDEOS = (like_a_codec(TRUE) * 255).round() / 255
+PATIENCE = Patience(timeout_s=20.0, delays_s=())
+
+
+def judged_conditions(root: Path | None = None):
+    return conditions(dataclasses.replace(FILM, videos=TRUE), source=VIDEOS.flip(0), root=root)
+
+
+@contextlib.contextmanager
+def running(server: RewardServer) -> Iterator[RewardServer]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+class Fake:
+    """A judge of two scores: `answer` says what it makes of the videos."""
+
+    model, version, scores, needs = "fake", "v1", ("first", "second"), ()
+
+    def __init__(self, answer=lambda videos: videos.mean(dim=(1, 2, 3, 4))) -> None:
+        self.answer = answer
+        self.calls = 0
+
+    def __call__(self, videos, conditions):
+        self.calls += 1
+        values = self.answer(videos)
+        valid = torch.ones(len(values), dtype=torch.bool)
+        return {
+            name: RewardResult(sign * values, valid, ("",) * len(values))
+            for name, sign in (("first", 1), ("second", -1))
+        }
+
+
+@contextlib.contextmanager
+def hosting(judge, *, max_bytes: int = 2**26, timeout_s: float = 5.0, token: str = "") -> Iterator[RewardServer]:
+    with running(RewardServer(("127.0.0.1", 0), Desk(judge, max_bytes, timeout_s), token)) as server:
+        yield server
+
+
+def ask(server: RewardServer, name: str = "first"):
+    return RemoteReward(name, server.url, PATIENCE)(VIDEOS, judged_conditions())
+
+
+def request(reward: str = "first", samples: int = 2, **changes) -> protocol.Message:
+    described = [protocol.describe(condition) for condition in judged_conditions()][:samples]
+    meta = {"protocol": 1, "reward": reward, "fps": 15.0, "samples": described}
+    return protocol.encode(meta | changes, {"videos": protocol.to_pixels(VIDEOS)})
+
+
+def post(
+    server: RewardServer, message: protocol.Message | bytes, path: str = "/score", **headers: str
+) -> tuple[int, str]:
+    """Send a request by hand and return status and error."""
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    kind = message.content_type if isinstance(message, protocol.Message) else "multipart/form-data; boundary=x"
+    body = b"".join(message.chunks) if isinstance(message, protocol.Message) else message
+    connection.request("POST", path, body, {"Content-Type": kind, **headers})
+    response = connection.getresponse()
+    said = json.loads(response.read())
+    connection.close()
+    assert "\n" not in said.get("error", "")
+    return response.status, said.get("error", "")
+
+
+@pytest.mark.parametrize("name", ["target_view", "target_psnr", "source_match", "motion_mag", "room_pose"])
+def test_a_hosted_reward_gives_the_scores_of_the_local_one_bit_for_bit(name, tmp_path):
+    asked = judged_conditions(tmp_path)
+    local = build_reward(name, data_root=tmp_path)(VIDEOS, asked)
+    with running(build(parse(["--reward", name, "--port", "0", "--data-root", str(tmp_path)]))) as server:
+        far = RemoteReward(name, server.url, PATIENCE)(VIDEOS, asked)
+    assert local.valid.all() and far.valid.all(), far.causes
+    assert torch.equal(far.values, local.values)
+
+
+def test_what_the_reward_cannot_score_arrives_as_not_valid_with_its_cause():
+    asked = [dataclasses.replace(judged_conditions()[0], target_video=None), judged_conditions()[1]]
+    with running(build(parse(["--reward", "target_view", "--port", "0"]))) as server:
+        far = RemoteReward("target_view", server.url, PATIENCE)(VIDEOS, asked)
+    assert far.valid.tolist() == [False, True] and "has no target video" in far.causes[0]
+    assert not far.faulty.any()  # nothing failed: there is nothing to measure by
+
+
+class Unable(Fake):
+    """Fails at its first score of the first video, and has nothing to measure the second one by."""
+
+    def __call__(self, videos, conditions):
+        neither, faulty = torch.tensor([False, False]), torch.tensor([True, False])
+        first = RewardResult(torch.ones(2), neither, ("timeout", "no true view"), faulty=faulty)
+        return super().__call__(videos, conditions) | {"first": first}
+
+
+def test_what_the_judge_failed_at_arrives_as_a_fault():
+    with hosting(Unable()) as server:
+        for name in ("first", "second"):
+            far = ask(server, name)
+            assert far.causes == ("timeout", "no true view") and far.faulty.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_local_reward_needs_no_video_that_it_does_not_ask_for(name, tmp_path):
+    asked, needs = judged_conditions(tmp_path), Local(build_reward(name, data_root=tmp_path)).needs
+    bare = [
+        dataclasses.replace(
+            condition,
+            source_video=condition.source_video if "source" in needs else condition.source_video[:, :0],
+            target_video=condition.target_video if "target" in needs else None,
+        )
+        for condition in asked
+    ]
+    whole, less = (build_reward(name, data_root=tmp_path)(VIDEOS, given) for given in (asked, bare))
+    assert whole.causes == less.causes
+    assert torch.equal(whole.values.nan_to_num(7.0), less.values.nan_to_num(7.0))
+
+
+def test_the_version_of_a_local_reward_changes_with_the_code_beside_it(tmp_path, monkeypatch):
+    for file in Path(rewards.__file__).parent.glob("*.py"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = Local(build_reward("pose_rot", data_root=".")).version
+    monkeypatch.setattr(rewards, "__file__", str(tmp_path / "__init__.py"))
+    assert Local(build_reward("pose_rot", data_root=".")).version == before
+    (tmp_path / "pnp.py").write_text("# other\n")
+    assert Local(build_reward("pose_rot", data_root=".")).version != before
+
+
+def test_the_program_says_where_it_listens_and_serves():
+    words = [sys.executable, "tools/reward_server.py", "--reward", "motion_mag", "--port", "0"]
+    program = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        line = program.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert url, line
+        far = RemoteReward("motion_mag", url[0], PATIENCE)(VIDEOS, judged_conditions())
+        assert torch.equal(far.values, build_reward("motion_mag", data_root=".")(VIDEOS, judged_conditions()).values)
+    finally:
+        program.kill()
+        program.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--reward", "target_view", "--host", "0.0.0.0"], "error: --host is 0.0.0.0, which other machines reach"),
+        (["--reward", "target_view", "--token-env", "NO_SUCH_NAME"], "error: --token-env names NO_SUCH_NAME"),
+        (["--reward", "hpsv3"], "error: --weights is None, must be the file HPSv3.safetensors"),
+        (["--reward", "hpsv3", "--weights", "tests"], "error: --weights is tests, must be the file HPSv3.safetensors"),
+    ],
+)
+def test_the_program_refuses_to_start_in_one_line(words, error, monkeypatch):
+    monkeypatch.setattr(reward_server, "refuse_downloads", lambda: None)  # for good, which is meant for a process
+    with pytest.raises(SystemExit) as caught:
+        reward_server.main([*words, "--port", "0"])
+    assert str(caught.value).startswith(error) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost"])
+def test_loopback_needs_no_token_and_other_addresses_do(host):
+    assert reward_server._is_loopback(host)
+    assert not any(map(reward_server._is_loopback, ("", "0.0.0.0", "10.0.0.1", "example.org", "::", "localhost.evil")))
+    RewardServer(("0.0.0.0", 0), Desk(Fake(), 1, 1.0), "token").server_close()
+
+
+def test_only_the_token_opens(monkeypatch, capfd):
+    monkeypatch.delenv(TOKEN, raising=False)
+    with hosting(Fake(), token="secret") as server:
+        assert "refused, status 401: the token is missing or wrong" in ask(server).causes[0]
+        assert post(server, request())[0] == 401
+        for wrong in ("Bearer secre", "Bearer secret2", "secret", "Bearer \xe4"):
+            assert post(server, request(), Authorization=wrong)[0] == 401
+        assert server.desk.judge.calls == 0
+        monkeypatch.setenv(TOKEN, "secret")
+        assert ask(server).valid.all()
+    out = capfd.readouterr()
+    assert "secret" not in out.out + out.err and "POST /score 200" in out.out
+
+
+def test_too_large_a_request_is_refused_before_it_is_read():
+    with hosting(Fake(), max_bytes=10_000) as server:
+        with socket.create_connection(server.server_address[:2], timeout=10) as raw:
+            raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 10001\r\n\r\n")  # and nothing of the body
+            said = raw.recv(65536).decode()
+        assert " 413 " in said.splitlines()[0]
+        large = ask(server)  # every video alone is still too large
+        assert "refused, status 413: request of" in large.causes[0] and not large.valid.any()
+        assert server.desk.judge.calls == 0
+
+
+def test_a_large_body_that_is_refused_does_not_hide_the_refusal():
+    with hosting(Fake(), max_bytes=10_000) as server:
+        assert post(server, b"x" * 2**24)[0] == 413
+
+
+class Bomb:
+    def __reduce__(self):
+        return (pytest.fail, ("it was unpickled",))
+
+
+def npy_of_objects() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.array([Bomb()], dtype=object), allow_pickle=True)
+    return stream.getvalue()
+
+
+def with_videos(content: bytes) -> protocol.Message:
+    message = request()
+    return dataclasses.replace(message, chunks=(*message.chunks[:-3], content, message.chunks[-1]))
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (pickle.dumps(Bomb()), "multipart body"),
+        (with_videos(npy_of_objects()), "holds object"),
+        (with_videos(pickle.dumps(Bomb())), "no .npy file"),
+        (b"", "multipart body"),
+        (request(samples=1), "meta must list as many samples as there are videos, 2"),
+        (request("third"), "reward is 'third', hosted here: first, second"),
+        (request(samples=None, protocol=7), "protocol is 7, this server speaks 1"),
+        (protocol.encode({"protocol": 1, "reward": "first"}, {}), "part 'videos' is missing"),
+        (
+            protocol.encode({"protocol": 1, "reward": "first"}, {"videos": np.zeros((1, 2, 3), np.uint8)}),
+            "not of shape",
+        ),
+    ],
+)
+def test_a_request_of_another_form_is_a_400_and_never_unpickled(message, error):
+    with hosting(Fake()) as server:
+        status, said = post(server, message)
+        assert status == 400 and error in said
+        assert server.desk.judge.calls == 0
+
+
+def test_a_video_that_belongs_to_no_sample_is_refused():
+    message = request()
+    meta, arrays = protocol.decode(message.content_type, bytearray(b"".join(message.chunks)))
+    for name, shape in (("target.2", (1, 2, 2, 3)), ("extra", (1,)), ("source.0", (2, 2, 3))):
+        with hosting(Fake()) as server:
+            status, said = post(server, protocol.encode(meta, {**arrays, name: np.zeros(shape, np.uint8)}))
+            assert status == 400 and ("belong to no sample" in said or "a source or target has shape" in said)
+
+
+def test_other_paths_and_lengths_are_refused():
+    with hosting(Fake()) as server:
+        assert post(server, request(), "/elsewhere") == (404, "here are GET /health and POST /score")
+        with socket.create_connection(server.server_address[:2], timeout=10) as raw:
+            raw.sendall(b"POST /score HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+            assert " 411 " in raw.recv(65536).decode().splitlines()[0]
+        with socket.create_connection(server.server_address[:2], timeout=10) as raw:
+            raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 100\r\n\r\nshort")
+            raw.shutdown(socket.SHUT_WR)
+            assert " 400 " in raw.recv(65536).decode().splitlines()[0]
+
+
+def test_a_sender_that_stalls_or_drips_is_given_up():
+    with hosting(Fake(), timeout_s=0.3) as server:
+        for drips in (0, 100):
+            begin = time.monotonic()
+            with socket.create_connection(server.server_address[:2], timeout=10) as raw:
+                raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(drips):
+                    raw.sendall(b"x")
+                    if select.select([raw], [], [], 0.05)[0]:
+                        break
+                assert " 408 " in raw.recv(65536).decode().splitlines()[0]
+            assert time.monotonic() - begin < 3
+
+
+def explode(videos):
+    raise RuntimeError("out of\nmemory")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (explode, "RuntimeError: out of memory"),
+        (lambda videos: torch.ones(3), "gave ['first', 'second'] of shapes [(3,)]"),
+        (lambda videos: torch.ones(2, 2), "of shapes [(2,), (2, 2)]"),
+    ],
+)
+def test_a_judge_that_fails_is_a_500_with_its_words(answer, error):
+    with hosting(Fake(answer)) as server:
+        status, said = post(server, request())
+        assert status == 500 and error in said
+        assert ask(server).valid.tolist() == [False, False]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_judge_s_nan_is_not_passed_off_as_a_score(bad):
+    with hosting(Fake(lambda videos: torch.tensor([bad, 1.0]))) as server:
+        far = ask(server)
+    assert far.valid.tolist() == [False, True] and far.causes[0].startswith("first is ")
+
+
+def test_a_request_that_comes_again_is_not_scored_again_nor_is_the_second_score():
+    with hosting(Fake()) as server:
+        first, again, second = ask(server), ask(server), ask(server, "second")
+        assert server.desk.judge.calls == 1
+        assert torch.equal(first.values, again.values) and torch.equal(second.values, -first.values)
+        other = RemoteReward("first", server.url, PATIENCE)(VIDEOS.flip(0), judged_conditions())
+        assert server.desk.judge.calls == 2 and torch.equal(other.values, first.values.flip(0))
+
+
+def test_a_busy_server_says_so_and_health_is_answered_meanwhile():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(videos):
+        begun.set()
+        assert go_on.wait(20)
+        return torch.ones(len(videos))
+
+    with hosting(Fake(slowly), timeout_s=0.3) as server:
+        held: list[int] = []
+        thread = threading.Thread(target=lambda: held.append(post(server, request())[0]))
+        thread.start()
+        assert begun.wait(20)
+        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+        connection.request("GET", "/health")
+        assert json.loads(connection.getresponse().read())["rewards"] == ["first", "second"]
+        connection.close()
+        status, said = post(server, request(extra=1))
+        assert status == 503 and "busy for more than 0.3 s" in said
+        go_on.set()
+        thread.join(20)
+        assert held == [200]

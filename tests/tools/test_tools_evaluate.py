@@ -1,0 +1,328 @@
+"""The evaluation command with a stand-in for the estimator: rows, failures, resuming, processes, tables, plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flow_grpo.data.video_io import read_video, write_video
+from flow_grpo.maths.path_errors import CONVENTIONS, path_errors
+from flow_grpo.maths.poses import opencv_to_multicam, preset_path
+from flow_grpo.rewards.camera.structure_from_motion import Estimate
+from tools import evaluate
+
+FRAMES = 5
+CALLS: list[str] = []
+# What the stand-in makes of a video, told by its brightness.
+FINE, WORSE, PARTLY, LOST, BROKEN, DEADLY, LATE = (round(0.1 + 0.1 * step, 1) for step in range(7))
+
+
+def stand_in(video: Path, num_frames: int, frames: list[int], focal_px: float) -> Estimate:
+    """Return the arc turned too far by a share that the brightness tells, in a world and unit of its own."""
+    CALLS.append(video.name)
+    level = round(float(read_video(video, num_frames).float().mean() / 255), 1)
+    if level == LATE:
+        time.sleep(60)
+    if level == DEADLY:
+        os._exit(1)
+    if level == BROKEN:
+        raise RuntimeError("the estimator is broken")
+    poses = preset_path("arc_left", num_frames, rotation_scale=1 + level)[frames].numpy().copy()
+    poses[:, :3, 3] *= 7
+    lost = {PARTLY: 2, LOST: 3}.get(level, 0)
+    poses[len(poses) - lost :] = np.nan
+    return Estimate(poses, points=100, parallax_deg=level)
+
+
+def film(path: Path, level: float) -> None:
+    write_video(path, torch.full((3, FRAMES, 24, 32), level), lossless=True)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Return a folder with a folder of videos, cameras and a stand-in for the estimator."""
+    monkeypatch.setattr(evaluate, "estimate", stand_in)
+    CALLS.clear()
+    path = preset_path("arc_left", FRAMES).tolist()
+    levels = {"a.mp4": FINE, "b.mp4": WORSE, "sub/c.mp4": PARTLY, "d.mp4": LOST}
+    for name, level in levels.items():
+        film(tmp_path / "videos" / name, level)
+    cameras = dict.fromkeys(levels, path) | {"a.mp4": {"poses": path, "source": "s", "camera_type": "mine"}}
+    (tmp_path / "cameras.json").write_text(json.dumps(cameras))
+    return tmp_path
+
+
+def words(place: Path, *more: object) -> list[str]:
+    """Return a command line; in this process unless `more` says otherwise."""
+    given = ["--videos", place / "videos", "--cameras", place / "cameras.json", "--focal-px", 30, "--workers", 0]
+    return list(map(str, [*given, "--out", place / "out", *more]))
+
+
+def run(place: Path, *more: object, plots: bool = False) -> dict:
+    assert evaluate.main(words(place, *more) + ["--no-plots"] * (not plots)) == 0
+    return json.loads((place / "out" / "metrics.json").read_text())
+
+
+def by_name(metrics: dict) -> dict[str, dict]:
+    return {row["video"]: row for row in metrics["rows"]}
+
+
+# --- rows and tables
+
+
+def test_rows_hold_the_errors_of_the_path(place):
+    rows = by_name(run(place))
+    assert list(rows) == ["a.mp4", "b.mp4", "d.mp4", "sub/c.mp4"]
+    commanded = preset_path("arc_left", FRAMES)
+    for name, level in (("a.mp4", FINE), ("b.mp4", WORSE)):
+        errors = path_errors(commanded, preset_path("arc_left", FRAMES, rotation_scale=1 + level))
+        assert rows[name]["rot_deg_mean"] == pytest.approx(29.82 * level * 0.5, rel=1e-6)  # mean over pairs: half
+        assert {key: rows[name][key] for key in CONVENTIONS} == pytest.approx(errors, abs=1e-9)
+        assert rows[name]["registered"] and rows[name]["cause"] == "" and rows[name]["frames_registered"] == FRAMES
+    assert (rows["a.mp4"]["source"], rows["a.mp4"]["camera_type"]) == ("s", "mine")
+    assert (rows["b.mp4"]["source"], rows["b.mp4"]["camera_type"]) == ("b.mp4", "arc_left")
+    assert rows["b.mp4"]["shares_estimator"] is False and rows["b.mp4"]["trans_m_mean"] is None
+
+
+def test_a_partly_registered_video_has_means_and_its_share_and_a_lost_one_is_a_failed_row(place):
+    metrics = run(place)
+    partly, lost = (by_name(metrics)[name] for name in ("sub/c.mp4", "d.mp4"))
+    assert partly["registered"] and partly["frames_registered"] == 3 and partly["rot_rad_sum"] is None
+    assert partly["rot_deg_mean"] > 0
+    assert not lost["registered"] and lost["cause"] == "2 of 5 frames registered, needs half and 3"
+    assert all(lost[name] is None for name in CONVENTIONS) and not lost["fault"]
+    summary = metrics["summary"]
+    assert summary["videos"] == 4 and summary["registered"] == 3 and summary["failure_rate"] == 0.25
+    assert summary["partly_registered"] == 1 and summary["frames_registered_share"] == (5 + 5 + 3 + 2) / 20
+    assert summary["metrics"]["rot_deg_mean"]["rows"] == 3 and summary["metrics"]["rot_rad_sum"]["rows"] == 2
+    assert summary["camera_types"]["arc_left"]["failure_rate"] == pytest.approx(1 / 3)
+    assert summary["camera_types"]["mine"]["videos"] == 1
+
+
+def test_what_the_estimator_is_to_blame_for_is_a_failed_row_and_tried_again(place):
+    film(place / "videos" / "b.mp4", BROKEN)
+    row = by_name(run(place))["b.mp4"]
+    assert not row["registered"] and row["fault"] and row["cause"] == "RuntimeError: the estimator is broken"
+    assert run(place)["summary"]["estimator_faults"] == 1
+    assert CALLS == ["a.mp4", "b.mp4", "d.mp4", "c.mp4", "b.mp4"]
+
+
+def test_drift_is_told_where_the_command_only_turns(place):
+    film(place / "videos" / "b.mp4", WORSE)
+    cameras = json.loads((place / "cameras.json").read_text()) | {"b.mp4": preset_path("pan_left", FRAMES).tolist()}
+    (place / "cameras.json").write_text(json.dumps(cameras))
+    rows = by_name(run(place))
+    assert rows["b.mp4"]["drift_parallax_deg"] == WORSE and rows["b.mp4"]["trans_sim3_rel"] is None
+    assert rows["a.mp4"]["drift_parallax_deg"] is None and rows["a.mp4"]["trans_sim3_rel"] is not None
+
+
+def test_rows_that_share_the_estimator_with_a_reward_are_flagged(place):
+    cameras = json.loads((place / "cameras.json").read_text())
+    cameras["b.mp4"] = {"poses": cameras["b.mp4"], "shares_estimator": True}
+    (place / "cameras.json").write_text(json.dumps(cameras))
+    metrics = run(place)
+    assert [row["video"] for row in metrics["rows"] if row["shares_estimator"]] == ["b.mp4"]
+    assert metrics["summary"]["shares_estimator"] == 1
+
+
+def test_tables_say_the_same_in_every_format(place):
+    metrics = run(place)
+    lines = list(csv.DictReader((place / "out" / "rows.csv").read_text().splitlines()))
+    assert [line["video"] for line in lines] == [row["video"] for row in metrics["rows"]]
+    assert float(lines[1]["rot_deg_mean"]) == metrics["rows"][1]["rot_deg_mean"] and lines[2]["rot_deg_mean"] == ""
+    groups = {
+        line["camera_type"]: line for line in csv.DictReader((place / "out" / "summary.csv").read_text().splitlines())
+    }
+    every = metrics["summary"]["metrics"]["rot_deg_mean"]
+    assert set(groups) == {"mine", "arc_left", "all"} and groups["all"]["failure_rate"] == "0.25"
+    for end, part in (("", "mean"), ("_low", "low"), ("_high", "high"), ("_rows", "rows")):
+        assert float(groups["all"][f"rot_deg_mean{end}"]) == every[part]
+    text = (place / "out" / "summary.md").read_text()
+    assert f"| all | 4 | 1 (25%) | 75% | {every['mean']:.3g} [{every['low']:.3g}, {every['high']:.3g}] |" in text
+    assert "| d.mp4 | arc_left | no | 2 of 5 | – |" in text and "rot_deg_mean (B)" in text
+
+
+def test_a_plot_is_drawn_of_every_registered_video_once(place):
+    run(place)
+    assert not list((place / "out").rglob("*.png"))
+    run(place, plots=True)
+    drawn = {file.relative_to(place / "out" / "plots").as_posix(): file for file in (place / "out").rglob("*.png")}
+    assert set(drawn) == {"a.mp4.png", "b.mp4.png", "sub/c.mp4.png"}
+    with Image.open(drawn["sub/c.mp4.png"]) as picture:
+        assert min(picture.size) > 200 and len(np.unique(np.asarray(picture.convert("L")))) > 20
+    before = {name: file.stat().st_mtime_ns for name, file in drawn.items()}
+    drawn["b.mp4.png"].unlink()
+    film(place / "videos" / "a.mp4", LOST)
+    run(place, plots=True)
+    assert not drawn["a.mp4.png"].exists() and drawn["b.mp4.png"].is_file()
+    assert drawn["sub/c.mp4.png"].stat().st_mtime_ns == before["sub/c.mp4.png"]
+
+
+# --- going on
+
+
+def test_a_second_call_measures_only_what_changed(place):
+    first = run(place)
+    CALLS.clear()
+    assert run(place) == first and CALLS == []
+    film(place / "videos" / "a.mp4", WORSE)
+    cameras = json.loads((place / "cameras.json").read_text()) | {"d.mp4": preset_path("zoom_in", FRAMES).tolist()}
+    (place / "cameras.json").write_text(json.dumps(cameras))
+    (place / "out" / "rows" / "sub" / "c.mp4.json").write_text("{")
+    assert by_name(run(place))["a.mp4"]["rot_deg_mean"] > by_name(first)["a.mp4"]["rot_deg_mean"]
+    assert CALLS == ["a.mp4", "d.mp4", "c.mp4"]
+    CALLS.clear()
+    run(place, "--focal-px", 31)
+    assert len(CALLS) == 4
+
+
+def test_a_call_that_was_cut_off_is_gone_on_with(place, monkeypatch):
+    def interrupted(video, *others):
+        if video.name == "d.mp4":
+            raise KeyboardInterrupt
+        return stand_in(video, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "estimate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate.main(words(place))
+    done = CALLS.copy()
+    CALLS.clear()
+    run(place)
+    assert {"a.mp4", "b.mp4"} <= set(done) and sorted(CALLS) == sorted({"a.mp4", "b.mp4", "c.mp4", "d.mp4"} - set(done))
+
+
+# --- processes
+
+
+def test_processes_find_the_same_rows_and_one_that_dies_loses_its_own_video(place):
+    serial = run(place)
+    film(place / "videos" / "dead.mp4", DEADLY)
+    cameras = json.loads((place / "cameras.json").read_text())
+    (place / "cameras.json").write_text(json.dumps(cameras | {"dead.mp4": cameras["b.mp4"]}))
+    shutil.rmtree(place / "out")
+    rows = by_name(run(place, "--workers", 2))
+    dead = rows.pop("dead.mp4")
+    assert not dead["registered"] and dead["fault"] and "died" in dead["cause"]
+    assert list(rows.values()) == serial["rows"]
+    assert CALLS == ["a.mp4", "b.mp4", "d.mp4", "c.mp4"]  # of the first call; the second ones were elsewhere
+
+
+def test_a_video_that_takes_too_long_is_a_failed_row(place):
+    for name in ("b.mp4", "d.mp4", "sub/c.mp4"):
+        (place / "videos" / name).unlink()
+    film(place / "videos" / "a.mp4", LATE)
+    (row,) = run(place, "--workers", 1, "--seconds", 5)["rows"]
+    assert not row["registered"] and row["fault"] and "5 s" in row["cause"]  # however long a process takes to start
+
+
+# --- a baseline
+
+
+def test_a_baseline_is_compared_video_by_video(place):
+    baseline = run(place)
+    shutil.copy(place / "out" / "metrics.json", place / "baseline.json")
+    film(place / "videos" / "b.mp4", FINE)
+    film(place / "videos" / "a.mp4", LOST)
+    shutil.rmtree(place / "out")
+    metrics = run(place, "--baseline", place / "baseline.json")
+    compared = metrics["summary"]["baseline"]
+    assert compared["videos"] == 4 and compared["only_registered_in_baseline"] == 1
+    assert compared["only_registered_here"] == 0 and compared["failure_rate"]["mean"] == 0.25
+    better = by_name(metrics)["b.mp4"]["rot_deg_mean"] - by_name(baseline)["b.mp4"]["rot_deg_mean"]
+    assert compared["metrics"]["rot_deg_mean"]["mean"] == pytest.approx(better / 2)  # b and c; c did not change
+    assert compared["metrics"]["rot_deg_mean"]["rows"] == 2 and better < -1
+    assert "| rot_deg_mean | -" in (place / "out" / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content["settings"].update(estimator="another"), "must be the same; evaluate the baseline"),
+        (
+            lambda content: content["rows"][0].update(asked="else"),
+            "has other cameras, frames or focal length for a.mp4",
+        ),
+        (lambda content: content.update(rows=[]), "has no video of the same name"),
+        (lambda content: content.pop("rows"), "has no rows and settings, must be a metrics.json"),
+    ],
+)
+def test_a_baseline_that_cannot_be_compared_is_refused(place, capsys, change, message):
+    content = run(place)
+    change(content)
+    (place / "baseline.json").write_text(json.dumps(content))
+    capsys.readouterr()
+    assert message in refusal(capsys, words(place, "--baseline", place / "baseline.json"))
+
+
+# --- ReCamMaster's folders
+
+
+def test_result_folders_of_recammaster_are_read_as_they_are(place, tmp_path):
+    mirror = torch.diag(torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=torch.float64))  # the file's world is left-handed
+    paths = {"cam01": mirror @ preset_path("arc_left", FRAMES), "cam10": mirror @ preset_path("pan_left", FRAMES)}
+    content = {}
+    for frame in range(FRAMES):
+        texts = {
+            camera: " ".join(f"[{' '.join(map(str, row))}]" for row in opencv_to_multicam(path)[frame].tolist()) + " "
+            for camera, path in paths.items()
+        }
+        content[f"frame{frame}"] = texts
+    (tmp_path / "camera_extrinsics.json").write_text(json.dumps(content))
+    for kind in (1, 10):
+        for number, level in enumerate((FINE, WORSE)):
+            film(tmp_path / "results" / f"cam_type{kind}" / f"video{number}.mp4", level)
+    given = ("--videos", tmp_path / "results", "--cameras", tmp_path / "camera_extrinsics.json")
+    metrics = run(place, *given)
+    rows = by_name(metrics)
+    assert [(row["camera_type"], row["source"]) for row in rows.values()] == [
+        *(("cam_type1", "video0"), ("cam_type1", "video1"), ("cam_type10", "video0"), ("cam_type10", "video1"))
+    ]
+    assert rows["cam_type1/video0.mp4"]["rot_deg_mean"] == pytest.approx(29.82 * FINE / 2, rel=1e-3)
+    assert rows["cam_type10/video0.mp4"]["trans_sim3_rel"] is None
+    assert metrics["summary"]["sources"] == 2 and set(metrics["summary"]["camera_types"]) == {"cam_type1", "cam_type10"}
+
+
+# --- what cannot be
+
+
+def refusal(capsys, given: list[str]) -> str:
+    """Return the one line of a call that cannot work."""
+    assert evaluate.main(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--focal-px", "0"], "--focal-px is 0, must be the focal length in pixels, above 0"),
+        (["--focal-px", "nan"], "--focal-px is nan"),
+        (["--workers", "-1"], "--workers is -1"),
+        (["--seconds", "0"], "--seconds 0, must be"),
+        (["--out", __file__], "is a file, must be a folder"),
+        (["--videos", "nowhere"], "--videos nowhere is no folder"),
+        (["--cameras", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--baseline", "nowhere.json"], "nowhere.json cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2_before_anything_is_measured(place, capsys, given, message):
+    assert message in refusal(capsys, words(place, *given))
+    assert CALLS == [] and not (place / "out").exists()
+
+
+def test_without_pycolmap_it_says_where_to_evaluate(place, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate.motion, "pycolmap", None)
+    assert evaluate.main(words(place)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: pycolmap is not installed") and "x86" in error and error.count("\n") == 1

@@ -1,0 +1,192 @@
+"""Which names of torch_npu this project uses, and whether a wheel of it has them and takes the arguments.
+
+Found in the source: `torch_npu.x`, `torch.npu.x`, and what `flow_grpo/runtime/device.py` writes instead, because one
+line serves two vendors: `_module(kind).x`, `getattr(torch, kind).x`, `sys.modules["torch_npu"].x`, and local names for
+any of these. Where a vendor is chosen while running, the NPU is assumed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.audit.wheel import Definition, Wheel
+
+VENDOR = ("torch_npu", "torch.npu")
+BACKEND = "hccl"
+_WORDS = ("npu", "getattr(torch", "_module(")  # a file without any of them has no use
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        check: "name", "environment", "operator" or "dtype".
+        status: "ok", "warn" or "fail".
+        subject: what was looked at.
+        text: what was found; for anything but "ok" also the way out.
+    """
+
+    check: str
+    status: str
+    subject: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One place where a vendor's name is used.
+
+    Attributes:
+        name: dotted, beginning with "torch_npu" or "torch.npu".
+        place: file and line.
+        arguments: positional arguments of a call, or None where it is not called.
+        keywords: names of a call's keyword arguments.
+    """
+
+    name: str
+    place: str
+    arguments: int | None = None
+    keywords: tuple[str, ...] = ()
+
+
+def uses(files: Sequence[Path], root: Path) -> list[Use]:
+    """Return every use of torch_npu in the files, in order; places are relative to `root`."""
+    found = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        if not any(word in text for word in _WORDS):
+            continue
+        tree = ast.parse(text)
+        place = file.relative_to(root).as_posix()
+        for scope in ast.walk(tree):
+            if isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
+                found += _Scope(scope, place).uses()
+    return found
+
+
+def check_names(wheel: Wheel, found: Sequence[Use]) -> list[Finding]:
+    """Return one finding for each name and way of calling it."""
+    calls = {(use.name, use.arguments, use.keywords): use for use in reversed(found)}
+    return [_check(wheel, use) for use in reversed(calls.values())]
+
+
+def check_backend(wheel: Wheel) -> Finding:
+    """Return whether the wheel brings the process group backend that the project asks for."""
+    if wheel.registers_backend(BACKEND):
+        return Finding("name", "ok", BACKEND, "registered as a process group backend")
+    return Finding("name", "fail", BACKEND, "no such process group backend: change `process_group_backend`")
+
+
+def check_environment(wheel: Wheel, variables: Sequence[str]) -> list[Finding]:
+    """Return for every environment variable whether the wheel's binaries know it; CANN reads some by itself."""
+    return [
+        Finding("environment", "ok", variable, "stands in a binary")
+        if wheel.mentions(variable)
+        else Finding("environment", "warn", variable, "not in the wheel: look for it in CANN's documents")
+        for variable in variables
+    ]
+
+
+def _check(wheel: Wheel, use: Use) -> Finding:
+    found = wheel.find(use.name)
+    if found is None:
+        text = f"not in {wheel.name}, used in {use.place}: use another name or leave it out for this version"
+        return Finding("name", "fail", use.name, text)
+    if use.arguments is None:
+        return Finding("name", "ok", use.name, f"{found.kind} in {found.module}")
+    return _check_call(wheel, use, found)
+
+
+def _check_call(wheel: Wheel, use: Use, found: Definition) -> Finding:
+    called = f"{use.name}({', '.join(['_'] * (use.arguments or 0) + [f'{word}=_' for word in use.keywords])})"
+    signature = wheel.signature(found)
+    if signature is None:
+        text = f"called in {use.place}, but its arguments cannot be read ({found.kind} in {found.module}): look at it"
+        return Finding("name", "warn", called, text)
+    try:
+        signature.bind(*[None] * (use.arguments or 0), **dict.fromkeys(use.keywords))
+    except TypeError as error:
+        text = f"{error}: {found.module} has {signature}; change the call in {use.place}"
+        return Finding("name", "fail", called, text)
+    return Finding("name", "ok", called, f"{signature} in {found.module}")
+
+
+class _Scope:
+    """The uses in one module or function, without those of the functions inside it."""
+
+    def __init__(self, scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef, place: str) -> None:
+        self._body, self._place = scope.body, place
+        self._known: dict[str, str] = {}
+        for node in self._walk():
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                name = self._name(node.value)
+                if isinstance(target, ast.Name) and name:
+                    self._known[target.id] = name
+
+    def uses(self) -> list[Use]:
+        """Return every longest dotted name that begins at a vendor, and how it is called."""
+        found: list[Use] = []
+        inner: set[int] = set()  # expressions that belong to a longer name
+        for node in self._walk():
+            name = self._name(node) if isinstance(node, ast.expr) and id(node) not in inner else ""
+            if isinstance(node, ast.Call) and not name:
+                called = self._name(node.func)
+                if called.startswith(VENDOR):
+                    words = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
+                    found.append(Use(called, f"{self._place}:{node.lineno}", len(node.args), words))
+                    inner |= {id(part) for part in ast.walk(node.func)}
+            elif name.startswith(VENDOR):
+                found.append(Use(name, f"{self._place}:{node.lineno}"))
+                inner |= {id(part) for part in ast.walk(node)}
+        return found
+
+    def _walk(self) -> Iterator[ast.AST]:
+        """Yield the nodes of this scope, outer ones first."""
+        waiting: list[ast.AST] = list(reversed(self._body))
+        while waiting:
+            node = waiting.pop()
+            yield node
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                waiting += reversed(list(ast.iter_child_nodes(node)))
+
+    def _name(self, node: ast.expr) -> str:
+        """Return the dotted name an expression stands for: "torch", or a vendor's; else ""."""
+        if isinstance(node, ast.Name):
+            return node.id if node.id in ("torch", "torch_npu") else self._known.get(node.id, "")
+        if isinstance(node, ast.Attribute):
+            owner = self._name(node.value)
+            return f"{owner}.{node.attr}" if owner else ""
+        if isinstance(node, ast.IfExp):
+            return next((name for name in map(self._name, (node.body, node.orelse)) if name.startswith(VENDOR)), "")
+        if isinstance(node, ast.Subscript):
+            return _loaded(ast.unparse(node.value) == "sys.modules", node.slice)
+        return self._named_by_call(node) if isinstance(node, ast.Call) and node.args else ""
+
+    def _named_by_call(self, node: ast.Call) -> str:
+        function, first = ast.unparse(node.func), node.args[0]
+        if function == "_module":
+            chosen = _chosen(first)
+            return f"torch.{chosen}" if chosen else ""
+        if function == "getattr":
+            owner, chosen = self._name(first), _chosen(node.args[1])
+            return f"{owner}.{chosen}" if owner and chosen else ""
+        return _loaded(function.endswith("import_module"), first)
+
+
+def _loaded(by_name: bool, name: ast.expr) -> str:
+    return "torch_npu" if by_name and isinstance(name, ast.Constant) and name.value == "torch_npu" else ""
+
+
+def _chosen(node: ast.expr) -> str:
+    """Return the name that an expression gives on an NPU: a text itself, or a kind of device."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "upper":
+        return _chosen(node.func.value).upper()
+    named = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return "npu" if named in ("type", "kind") else ""

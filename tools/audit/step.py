@@ -1,0 +1,273 @@
+"""Which ATen operators a tiny training step asks a device for, and with which number types.
+
+An epoch of the tiny recipe runs on a stand-in for an NPU: tensors that say they live on `npu:0`, carry their values in
+CPU memory, and record every operator between autograd and the device. So what stays on the CPU is told from what would
+run on the device, and reading a device tensor's memory (`.numpy()`) fails as it does there. Says nothing about kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+import tempfile
+import types
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from tools.audit.names import Finding
+
+ROOT = Path(__file__).resolve().parents[2]
+REGISTERED = "registered"
+WIDE = (torch.float64, torch.complex64, torch.complex128)
+# Replaced as a whole on an NPU, forward and backward; on other devices only its parts reach the dispatcher.
+ATTENTION = "scaled_dot_product_attention"
+MIXED = ("_to_copy", "copy_", "index.Tensor", "index_put_", "_index_put_impl_")  # take tensors of two devices
+SMALL = {
+    "device": "npu",
+    "max_minutes": 0,
+    "log_videos_every": 0,
+    "trackers": "",
+    "data.tiny_world": "unit_test",
+    "sample.k": 2,
+    "sample.train_batch_size": 2,
+    "sample.num_batches_per_epoch": 1,
+    "sample.num_steps": 3,
+    "sample.sde_steps": "0,1",
+    "sample.guidance_scale": 2.0,
+    "train.batch_size": 2,
+    "train.kl_coef": 0.01,
+    "reward.weights": "target_view=1",
+    "eval.every": 0,
+    "eval.num_conditions": 2,
+    "eval.num_steps": 1,
+    "eval.gold": "",
+    "eval.videos": 1,
+}
+
+
+@dataclasses.dataclass
+class Record:
+    """What a device was asked for.
+
+    Attributes:
+        operators: how often each ATen operator ran, by name: "add.Tensor", or "add" for the default overload.
+        wide: how often an operator gave a tensor of 64-bit or complex floating point, by operator and type.
+    """
+
+    operators: Counter[str] = dataclasses.field(default_factory=Counter)
+    wide: Counter[tuple[str, torch.dtype]] = dataclasses.field(default_factory=Counter)
+
+
+class DeviceTensor(Tensor):
+    """A tensor that says it is on the stand-in; `values` is the CPU tensor that it stands for."""
+
+    values: Tensor
+    record: Record
+
+    @staticmethod
+    def __new__(cls, values: Tensor, record: Record) -> DeviceTensor:
+        """Wrap a CPU tensor."""
+        made: DeviceTensor = Tensor._make_wrapper_subclass(
+            cls,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=torch.device("npu", 0),
+        )
+        made.values, made.record = values, record
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator without the mode, as in the thread that computes gradients."""
+        leaves = tree_leaves((args, kwargs))
+        return run(func, args, kwargs or {}, next(leaf.record for leaf in leaves if isinstance(leaf, cls)))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run(func, args, kwargs or {}, self.record)
+
+
+class _Attention(TorchFunctionMode):
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and args and args[0].device.type == "npu":
+            self.record.operators[ATTENTION] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> Any:
+    """Run one operator on the CPU tensors behind its arguments, and record it if it meets the stand-in.
+
+    Raises:
+        RuntimeError: it mixes tensors of the device with others that are more than numbers.
+    """
+    leaves = tree_leaves((args, kwargs))
+    elsewhere = any(isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim() for leaf in leaves)
+    if elsewhere and any(isinstance(leaf, DeviceTensor) for leaf in leaves) and _name(func) not in MIXED:
+        raise RuntimeError(f"{_name(func)} was given tensors of two devices, npu:0 and cpu")
+    wrappers: dict[int, DeviceTensor] = {}
+
+    def values_of(tensor: DeviceTensor) -> Tensor:
+        wrappers[id(tensor.values)] = tensor
+        return tensor.values
+
+    args, kwargs = tree_map_only(DeviceTensor, values_of, (args, kwargs))
+    wanted = kwargs.get("device")
+    there = torch.device(wanted).type == "npu" if wanted is not None else bool(wrappers)
+    if wanted is not None and there:
+        kwargs["device"] = torch.device("cpu")
+    if there or wrappers:
+        record.operators[_name(func)] += 1
+    result = func(*args, **kwargs)
+
+    def on_device(tensor: Tensor) -> Tensor:
+        record.wide.update([(_name(func), tensor.dtype)] if tensor.dtype in WIDE else [])
+        return wrappers[id(tensor)] if id(tensor) in wrappers else DeviceTensor(tensor, record)
+
+    return tree_map_only(Tensor, on_device, result) if there else result
+
+
+def _name(func: Any) -> str:
+    return str(func).removeprefix("aten.").removesuffix(".default")
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Record]:
+    """Inside, `torch.device("npu", 0)` is a stand-in that records; the process is of no other use afterwards.
+
+    Raises:
+        ValueError: there is a real torch_npu.
+    """
+    if importlib.util.find_spec("torch_npu") is not None:
+        raise ValueError("torch_npu is installed, whose device cannot be stood in for; audit where it is not")
+    library = types.ModuleType("torch_npu")
+    library.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)  # accelerate looks for it
+    _setup_privateuseone_for_python_backend("npu", _answering())
+    torch._C._set_only_lift_cpu_tensors(True)  # else `torch.tensor(..., device=...)` looks for memory on the device
+    record = Record()
+    with mock.patch.dict(sys.modules, {"torch_npu": library}), _Operators(record), _Attention(record):
+        yield record
+
+
+def _answering() -> Any:
+    """Return what stands for `torch.npu`: its functions give fixed answers."""
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "_is_in_bad_fork": False,
+        "get_device_name": "stand-in",
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "mem_get_info": (0, 0),
+    }
+    numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved")
+    orders = ("set_device", "set_compile_mode", "synchronize", "empty_cache", "reset_peak_memory_stats")
+    answers |= dict.fromkeys((*numbers, *orders, "set_rng_state", "manual_seed_all"), 0)
+    functions = {name: functools.partial(_answer, value) for name, value in answers.items()}
+    return types.SimpleNamespace(**functions, config=types.SimpleNamespace(), conv=types.SimpleNamespace())
+
+
+def _answer(value: Any, *_asked: Any, **_named: Any) -> Any:
+    return value
+
+
+def training_step(folder: Path) -> Record:
+    """Train the tiny model for one epoch on the stand-in, with an evaluation and a checkpoint around it.
+
+    Args:
+        folder: for the world that is filmed and what the run leaves.
+    """
+    import train_grpo  # here: it loads every model library, which the other checks do without
+
+    places = {
+        "model.path": ROOT / "assets" / "tiny_recam",
+        "data.root": folder / "world",
+        "output_root": folder,
+        "run_name": "audit",
+    }
+    words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
+    words += [f"--config.{name}={value}" for name, value in {**SMALL, **places}.items()]
+    config, recipe = train_grpo.read_command_line(words)
+    with recording() as record:
+        device, ranks = train_grpo.join(config)
+        trainer = train_grpo.build(config, recipe, device, ranks)
+        with trainer.progress:
+            trainer.evaluate_before()
+            train_grpo.train_epoch(trainer, 0)
+        trainer.save()
+        trainer.tracker.close()
+    return record
+
+
+def observe() -> Record:
+    """Run `training_step` in a folder that is removed; what it prints goes to stderr."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        return training_step(Path(folder))
+
+
+def check_operators(operators: Mapping[str, int], registered: Collection[str]) -> list[Finding]:
+    """Return one finding for each operator: it has an NPU kernel, is made of others, or would run on the CPU."""
+    return [_check(name, registered) for name in sorted(operators)]
+
+
+def check_dtypes(wide: Mapping[tuple[str, torch.dtype], int]) -> list[Finding]:
+    """Return one finding for each operator that gave a device tensor of a type that NPUs lack, or one that none did."""
+    if not wide:
+        return [Finding("dtype", "ok", "float64, complex", "none on the device")]
+    way_out = "on the device: compute it on the CPU, or in float32"
+    return [
+        Finding("dtype", "fail", name, f"{str(dtype).removeprefix('torch.')} x {count} {way_out}")
+        for (name, dtype), count in sorted(wide.items(), key=str)
+    ]
+
+
+def _check(name: str, registered: Collection[str]) -> Finding:
+    if name in registered:
+        return Finding("operator", "ok", name, REGISTERED)
+    if _has_kernel(name, "CompositeImplicitAutograd") or _has_kernel(name, "CompositeExplicitAutograd"):
+        return Finding("operator", "ok", name, "composite")
+    into = [other for other in registered if other.split(".")[0] == name.split(".")[0] and other.endswith("out")]
+    if into and _has_kernel(name, "CompositeExplicitAutogradNonFunctional"):
+        return Finding("operator", "ok", name, f"composite over {min(into)}")
+    text = "not registered, runs on the CPU: use other operators, or accept the copies"
+    return Finding("operator", "fail", name, text)
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+    except RuntimeError:  # torch knows no such operator
+        return False

@@ -1,0 +1,161 @@
+"""Dynamic sampling's exchange against gathering objects, on several CPU processes: time and peak memory.
+
+One group of the first round is flat, and a resampled group takes its place on another rank. Both ways begin with the
+scored samples of a rank and end with the record it trains on. Every way runs in processes of its own. Linux only: the
+peak is read from /proc, since what getrusage calls the peak may be that of the process this one was started by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
+from flow_grpo.algorithm.rollout.collector import Collected
+from flow_grpo.records import Condition, Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.schema import DynamicSamplingConfig
+
+K = 2  # two groups of two on every rank
+MEBIBYTE = 2**20
+
+
+def measure(ranks: int = 4, local: int = 4, mebibytes: int = 32) -> dict[str, float]:
+    """Return seconds and MiB of peak memory growth of both ways, the worst rank of each, and their ratios."""
+    # A tenth of a second is at the mercy of a shared machine: the short way is timed several times.
+    ours = _run(_pooled, ranks, local, mebibytes, repeats=5)
+    objects = _run(_gathered_objects, ranks, local, mebibytes, repeats=1)
+    return {
+        "exchange_s": ours[0],
+        "objects_s": objects[0],
+        "time_ratio": objects[0] / ours[0],
+        "exchange_mib": ours[1],
+        "objects_mib": objects[1],
+        "memory_ratio": objects[1] / max(ours[1], 1.0),  # small moves reuse memory that the process has already
+    }
+
+
+def _run(way: Callable[..., object], ranks: int, local: int, mebibytes: int, *, repeats: int) -> tuple[float, float]:
+    """Return the median seconds and the MiB by which the first time made memory grow, of the worst rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (way, ranks, local, mebibytes, folder, repeats)
+        torch.multiprocessing.start_processes(_rank, arguments, nprocs=ranks, start_method="spawn")
+        results = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return max(seconds for seconds, _ in results), max(growth for _, growth in results)
+
+
+def _rank(
+    rank: int, way: Callable[..., object], world: int, local: int, mebibytes: int, folder: str, repeats: int
+) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    ranks = process_group.start(
+        torch.device("cpu"), process_group.Patience(300.0), init_method=f"file://{folder}/rendezvous"
+    )
+    rounds = [_round(ranks, number, local, mebibytes) for number in range(2)]
+    dist.barrier(group=ranks.control_group)
+    before, seconds, growth = resident_mib(), [], 0.0
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        kept = way(ranks, rounds, local)
+        dist.barrier(group=ranks.control_group)
+        seconds.append(time.perf_counter() - begun)
+        growth = growth or peak_mib() - before
+        del kept
+    torch.save((statistics.median(seconds), growth), f"{folder}/{rank}.pt")
+    process_group.stop(ranks)
+    os._exit(0)  # gloo may abort in the interpreter's own teardown after large transfers
+
+
+def resident_mib() -> float:
+    """Return the MiB this process holds now, and begin a new peak."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _status_mib("VmRSS")
+
+
+def peak_mib() -> float:
+    """Return the most MiB this process held since `resident_mib`."""
+    return _status_mib("VmHWM")
+
+
+def _status_mib(name: str) -> float:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
+
+
+def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> Collected:
+    """Return a rank's samples; of all groups the last of the first round is flat, and all but one of the second."""
+    groups = ranks.world_size * local // K
+    rows = [ranks.rank * local + row for row in range(local)]
+    conditions = [_condition(number * groups + row // K, row % K) for row in rows]
+    flat = [(row // K == groups - 1) if number == 0 else (row // K != 0) for row in rows]
+    rewards = torch.tensor([0.0 if same else float(row % K) for row, same in zip(rows, flat, strict=True)])
+    states = torch.rand(local, 4, mebibytes, MEBIBYTE // 16)
+    ids = torch.tensor([[2 * (number * 1000 + row), 2 * (number * 1000 + row) + 1] for row in rows])
+    batch = ScoredBatch(
+        conditions=tuple(conditions),
+        positions=tuple(range(local)),
+        conditioning=Conditioning(torch.zeros(local, 1, 1), torch.zeros(local, 1), torch.zeros(local, 1, 12)),
+        trajectory=Trajectory(states, torch.zeros(local, 3), (0, 1, 2), (1, 2, 3)),
+        noise_ids=ids,
+        rewards={"reward": RewardResult(rewards, torch.ones(local, dtype=torch.bool), ("",) * local)},
+    )
+    return Collected((batch,), torch.zeros(0))
+
+
+def _condition(gid: int, slot: int) -> Condition:
+    video = torch.zeros(3, 1, 1, 1)
+    return Condition(gid, gid, slot, "", video, torch.eye(4, dtype=torch.float64)[None], "", "cam01", "cam02")
+
+
+RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
+
+
+def _pooled(ranks: Ranks, rounds: list[Collected], local: int) -> Any:
+    """What a run does."""
+    sampling = DynamicSampling(
+        config=DynamicSamplingConfig(True, 3, "fallback_original", "", skip_step_if_all_flat=False),
+        reward=dataclasses.replace(load_config(RECIPE).reward, weights={"reward": 1.0}),
+        floors={},
+        k=K,
+        local=local,
+        seed=0,
+        ranks=ranks,
+        history=[],
+        say=lambda _: None,
+    )
+
+    def draw(number: int) -> tuple[Collected, compare.Gathered]:
+        return rounds[number], compare.gather(rounds[number].batches, ranks)
+
+    chosen, metrics = sampling.choose(*draw(0), draw)
+    assert metrics["dyn/moved_samples"] == K, metrics
+    return chosen
+
+
+def _gathered_objects(ranks: Ranks, rounds: list[Collected], local: int) -> Any:
+    """What published trainers do: gather everybody's valid samples as objects, then take one's own slice."""
+    pool: list[tuple[float, Experience]] = []
+    for collected in rounds:
+        (batch,) = collected.batches
+        rewards = batch.rewards["reward"].values.view(-1, K)
+        valid = (rewards.max(dim=1).values > rewards.min(dim=1).values).repeat_interleave(K)
+        mine = [batch.experience.rows(slice(row, row + 1)).map(torch.clone) for row in range(local) if valid[row]]
+        everyone: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(everyone, mine, group=ranks.control_group)
+        pool += [sample for samples in everyone for sample in samples]
+    assert len(pool) == ranks.world_size * local
+    return Experience.concatenate(pool[ranks.rank * local : (ranks.rank + 1) * local])

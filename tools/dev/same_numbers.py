@@ -1,0 +1,185 @@
+"""Do the working tree's runs give the numbers of another commit's? Four small runs, compared bit for bit.
+
+    make same-numbers REF=HEAD
+    python tools/dev/same_numbers.py --ref 0ac0199 --only tiny_recam,lora
+
+Both sides run on this machine: the commit in a checkout of its own under `.work/same_numbers/`, whose results are kept
+for the next call. Compared are metrics (times, rates and memory aside), the lines of the debug print, and every tensor
+of the last checkpoint and of the adapter. One line a run. Exit code: 0 when all are equal, 1 when one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
+
+import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / ".work" / "same_numbers"
+MEASURED = re.compile(r"^(time/|system/|remote/)|_latency|_s$")  # differs between two runs of one program
+DEBUG_LINE = re.compile(r"样本|副本|prompt|latents|log_probs|cameras|group_size|DynSample", re.IGNORECASE)
+LONGEST_S = 1200
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run to compare: a recipe of `config/grpo.py`, its number of ranks, and its overrides."""
+
+    name: str
+    recipe: str
+    ranks: int
+    overrides: tuple[str, ...]
+
+
+CASES = (
+    Case("tiny_recam", "tiny_recam", 2, ("num_epochs=3",)),
+    Case("debug", "my_recam_8npu_tiny", 8, ("num_epochs=1", "debug=True")),
+    Case("dapo", "my_recam_8npu_dapo_tiny", 4, ("num_epochs=2", "debug=True")),
+    Case(
+        "lora",
+        "tiny_recam",
+        1,
+        (
+            "num_epochs=2",
+            "model.trained=lora",
+            "model.lora_rank=4",
+            "model.lora_alpha=8",
+            "train.kl_coef=0.01",
+            "train.updates_per_epoch=2",
+            "train.batch_size=4",
+            "sample.guidance_scale=2.0",
+            "sample.num_batches_per_epoch=2",
+            "eval.num_conditions=16",
+        ),
+    ),
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run, compare, print; see the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ref", default="HEAD", help="commit to compare with (default: HEAD)")
+    parser.add_argument("--only", default="", help=f"some of {','.join(case.name for case in CASES)}")
+    asked = parser.parse_args(words)
+    names = asked.only.split(",") if asked.only else [case.name for case in CASES]
+    unknown = set(names) - {case.name for case in CASES}
+    if unknown:
+        parser.error(f"--only: got {', '.join(sorted(unknown))}, known: {', '.join(case.name for case in CASES)}")
+    reference = checked_out(asked.ref)
+    equal = True
+    for case in (case for case in CASES if case.name in names):
+        there = run(case, reference, KEPT / "results" / reference.name, keep=True)
+        here = run(case, ROOT, KEPT / "results" / "working_tree", keep=False)
+        found = differences(there, here)
+        equal = equal and not found
+        print(f"{case.name} ({case.recipe}, {case.ranks} ranks): {'; '.join(found) or 'equal'}", flush=True)
+    return 0 if equal else 1
+
+
+def checked_out(ref: str) -> Path:
+    """Return a checkout of a commit under `KEPT`, made where there is none."""
+    commit = _git("rev-parse", "--verify", f"{ref}^{{commit}}")
+    folder = KEPT / "trees" / commit[:12]
+    if not folder.is_dir():
+        _git("worktree", "prune")
+        _git("worktree", "add", "--detach", str(folder), commit)
+    return folder
+
+
+def run(case: Case, tree: Path, results: Path, *, keep: bool) -> Path:
+    """Run a case with a tree's code, or take the result that is there; return the folder that holds it.
+
+    Raises:
+        SystemExit: the run failed; its output is shown.
+    """
+    folder = results / case.name
+    if keep and (folder / "output.txt").is_file():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    words = [f"config/grpo.py:{case.recipe}", f"--config.output_root={folder}", "--config.run_name=run"]
+    words += [f"--config.data.root={results / 'data'}", "--config.max_minutes=0.0", "--config.trackers=()"]
+    words += [f"--config.{override}" for override in case.overrides]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    command = [*launch, "train_grpo.py", "--config", *words]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST_S)
+    if done.returncode:
+        raise SystemExit(f"{case.name} failed in {tree}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    (folder / "output.txt").write_text(done.stdout, encoding="utf-8")
+    return folder
+
+
+def differences(there: Path, here: Path) -> list[str]:
+    """Return what differs between two runs of a case, in a few words each."""
+    found = _differing("metrics", metrics(there / "run"), metrics(here / "run"))
+    found += _differing("tensors", tensors(there / "run"), tensors(here / "run"))
+    lines = Counter(debug_lines(there)), Counter(debug_lines(here))
+    if lines[0] != lines[1]:
+        other = [*(lines[0] - lines[1]), *(lines[1] - lines[0])]
+        found.append(f"{len(other)} debug lines differ, such as {other[0]!r}")
+    return found
+
+
+def metrics(run_folder: Path) -> dict[str, float]:
+    """Return every metric that a run determines, by its row and name."""
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {
+        f"row {number}: {name}": value
+        for number, row in enumerate(rows)
+        for name, value in row.items()
+        if not MEASURED.search(name)
+    }
+
+
+def tensors(run_folder: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a run's newest checkpoint and of its adapter, by its file and name."""
+    newest = max((run_folder / "checkpoints").iterdir())
+    files = sorted([*newest.rglob("*.safetensors"), *(run_folder / "adapter").rglob("*.safetensors")])
+    return {
+        f"{file.parent.name}/{file.name}: {name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
+
+
+def debug_lines(folder: Path) -> Iterable[str]:
+    """Return the printed lines that tell of groups, sizes and resampling."""
+    lines = (folder / "output.txt").read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if DEBUG_LINE.search(line)]
+
+
+def _differing(what: str, there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    names = [name for name in there if name in here and not _same(there[name], here[name])]
+    missing = sorted(set(there) ^ set(here))
+    found = [f"{len(names)} of {len(there)} {what} differ, first {names[0]}"] if names else []
+    return found + ([f"{len(missing)} {what} on one side only, such as {missing[0]}"] if missing else [])
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+    return a == b or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b))
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

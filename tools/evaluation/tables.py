@@ -1,0 +1,217 @@
+"""Rows of an evaluation to means with intervals, compared with a baseline row by row, as JSON, CSV and Markdown.
+
+Errors are means over registered videos, so a model whose hard videos fail looks better than it is: the failure rate
+stands beside every mean, and differences to a baseline are taken over videos that are registered in both.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.data.camera_files import read_json_object
+from flow_grpo.maths.bootstrap import DRAWS, LEVEL, mean_interval
+from flow_grpo.maths.path_errors import CONVENTIONS
+from flow_grpo.runtime.atomic_file import write_whole
+
+Row = Mapping[str, Any]
+
+METRICS = (*CONVENTIONS, "drift_parallax_deg")
+READING = (
+    "Errors are means over registered videos only; read them beside failure_rate. Numbers of conventions A and B may "
+    "not be compared with each other. Translation errors have no unit and cannot see speed, except trans_m_mean."
+)
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return counts, failure rate and metrics of all rows and of every camera type."""
+    kinds = sorted({row["camera_type"] for row in rows}, key=_by_number)
+    return {
+        "reading": READING,
+        "interval": f"{LEVEL:.0%} bootstrap over sources, {DRAWS} draws",
+        **_group(rows),
+        "camera_types": {kind: _group([row for row in rows if row["camera_type"] == kind]) for kind in kinds},
+    }
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """Return a sort key that puts cam_type10 behind cam_type9."""
+    return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _group(rows: Sequence[Row]) -> dict[str, Any]:
+    registered = [row for row in rows if row["registered"]]
+    failures = _interval(rows, lambda row: float(not row["registered"]))
+    metrics = {name: _interval(registered, lambda row, name=name: row[name]) for name in METRICS}
+    return {
+        "videos": len(rows),
+        "sources": len({row["source"] for row in rows}),
+        "registered": len(registered),
+        "failure_rate": failures["mean"],
+        "failure_rate_interval": [failures["low"], failures["high"]],
+        "partly_registered": sum(row["frames_registered"] < row["frames"] for row in registered),
+        "frames_registered_share": sum(row["frames_registered"] for row in rows) / sum(row["frames"] for row in rows),
+        "estimator_faults": sum(bool(row["fault"]) for row in rows),
+        "shares_estimator": sum(row["shares_estimator"] for row in rows),
+        "metrics": {name: found for name, found in metrics.items() if found["rows"]},
+    }
+
+
+def _interval(rows: Sequence[Row], read: Callable[[Row], float | None]) -> dict[str, Any]:
+    """Return mean, interval and counts over the rows that have a value; None for what is undefined."""
+    found = [(value, row["source"]) for row in rows if (value := read(row)) is not None]
+    interval = mean_interval([value for value, _ in found], [source for _, source in found])
+    ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
+    plain: dict[str, Any] = {name: value if math.isfinite(value) else None for name, value in ends.items()}
+    return plain | {"rows": interval.rows, "sources": interval.groups}
+
+
+def read_baseline(file: Path, settings: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of another evaluation that can be compared with these, in the same order.
+
+    Raises:
+        ValueError: no metrics.json, other settings, no common video, or a common video with other cameras.
+    """
+    content = read_json_object(file)
+    if not isinstance(content.get("rows"), list) or not isinstance(content.get("settings"), dict):
+        raise ValueError(f"--baseline {file} has no rows and settings, must be a metrics.json of this tool")
+    if content["settings"] != settings:
+        raise ValueError(
+            f"--baseline {file} was measured with {content['settings']}, these videos with {dict(settings)}, must be "
+            "the same; evaluate the baseline again"
+        )
+    theirs = {row["video"]: row for row in content["rows"]}
+    common = [row for row in rows if row["video"] in theirs]
+    if not common:
+        raise ValueError(f"--baseline {file} has no video of the same name; both folders must be laid out alike")
+    for row in common:
+        if row["asked"] != theirs[row["video"]]["asked"]:
+            raise ValueError(
+                f"--baseline {file} has other cameras, frames or focal length for {row['video']}, must be the same; "
+                "give both evaluations one camera file"
+            )
+    return [theirs[row["video"]] for row in common]
+
+
+def compare(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, Any]:
+    """Return differences, these minus baseline, with intervals over sources; below 0 these are better."""
+    ours = {row["video"]: row for row in rows}
+    changes = [_change(ours[row["video"]], row) for row in baseline]
+    found = {name: _interval(changes, lambda change, name=name: change[name]) for name in METRICS}
+    return {
+        "videos": len(changes),
+        "only_registered_here": sum(change["failed"] < 0 for change in changes),
+        "only_registered_in_baseline": sum(change["failed"] > 0 for change in changes),
+        "failure_rate": _interval(changes, lambda change: change["failed"]),
+        "metrics": {name: interval for name, interval in found.items() if interval["rows"]},
+    }
+
+
+def _change(mine: Row, theirs: Row) -> dict[str, Any]:
+    """Return a video's differences; None where either has no value."""
+    missing = {name for name in METRICS if mine[name] is None or theirs[name] is None}
+    errors = {name: None if name in missing else mine[name] - theirs[name] for name in METRICS}
+    return {"source": mine["source"], "failed": float(theirs["registered"]) - float(mine["registered"]), **errors}
+
+
+def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
+    """Write metrics.json, rows.csv, summary.csv and summary.md into a folder, each whole or not at all."""
+    content = {"settings": dict(settings), "rows": list(rows), "summary": dict(summary)}
+    write_whole(folder / "metrics.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(folder / "rows.csv", _csv(list(rows[0]), [list(row.values()) for row in rows]))
+    head = ["camera_type", "videos", "sources", "registered", "failure_rate"]
+    ends = [f"{name}{end}" for name in METRICS for end in ("", "_low", "_high", "_rows")]
+    lines = []
+    for kind, group in _groups(summary):
+        cells = [group["metrics"].get(name, {}) for name in METRICS]
+        values = [cell.get(part) for cell in cells for part in ("mean", "low", "high", "rows")]
+        lines.append([kind, *(group[name] for name in head[1:]), *values])
+    write_whole(folder / "summary.csv", _csv([*head, *ends], lines))
+    write_whole(folder / "summary.md", as_markdown(settings, rows, summary))
+
+
+def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
+    """Return the tables for people."""
+    shown = [name for name in METRICS if name in summary["metrics"]]
+    named = [f"{name} ({CONVENTIONS[name]})" if name in CONVENTIONS else name for name in shown]
+    lines = [
+        "# Camera evaluation",
+        "",
+        f"{settings['estimator']}, {settings['most_frames']} frames of a video at most; mean [{summary['interval']}].",
+        READING,
+        "",
+        *_table(
+            ["camera type", "videos", "failed", "frames found", *named],
+            [_line(kind, group, shown) for kind, group in _groups(summary)],
+        ),
+        "",
+        f"{summary['partly_registered']} of {summary['registered']} registered videos miss frames; sums are left out "
+        f"there. The estimator itself failed (time limit, crash, unreadable file) on {summary['estimator_faults']} "
+        f"videos, which count as failures. {summary['shares_estimator']} videos come from a model whose rewards used "
+        "this estimator.",
+    ]
+    if "baseline" in summary:
+        lines += ["", *_baseline_lines(summary["baseline"])]
+    lines += ["", "| video | camera type | registered | frames found | " + " | ".join(shown) + " | cause |"]
+    lines.append("|---" * (5 + len(shown)) + "|")
+    for row in rows:
+        found = f"{row['frames_registered']} of {row['frames']}"
+        cells = [row["video"], row["camera_type"], "yes" if row["registered"] else "no", found]
+        lines.append(_cells([*cells, *(_number(row[name]) for name in shown), row["cause"]]))
+    return "\n".join(lines) + "\n"
+
+
+def _baseline_lines(compared: Mapping[str, Any]) -> list[str]:
+    found = {"failure_rate": compared["failure_rate"]} | compared["metrics"]
+    head = (
+        f"Minus the baseline, over {compared['videos']} common videos; below 0 is better, and an interval without 0 "
+        f"tells the two apart. Registered here only: {compared['only_registered_here']}, in the baseline only: "
+        f"{compared['only_registered_in_baseline']}."
+    )
+    rows = [[name, _with_interval(cell), str(cell["rows"])] for name, cell in found.items()]
+    return [head, "", *_table(["metric", "difference", "videos in both"], rows)]
+
+
+def _groups(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [*summary["camera_types"].items(), ("all", summary)]
+
+
+def _line(kind: str, group: Mapping[str, Any], shown: Sequence[str]) -> list[str]:
+    cells = []
+    for name in shown:
+        cell = group["metrics"].get(name)
+        few = cell is not None and cell["rows"] < group["registered"]
+        cells.append("–" if cell is None else _with_interval(cell) + (f" (n={cell['rows']})" if few else ""))
+    failed = f"{group['videos'] - group['registered']} ({group['failure_rate']:.0%})"
+    return [kind, str(group["videos"]), failed, f"{group['frames_registered_share']:.0%}", *cells]
+
+
+def _with_interval(cell: Mapping[str, Any]) -> str:
+    ends = "" if cell["low"] is None else f" [{_number(cell['low'])}, {_number(cell['high'])}]"
+    return _number(cell["mean"]) + ends
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_cells(head), "|---" * len(head) + "|", *map(_cells, rows)]
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return text.getvalue()

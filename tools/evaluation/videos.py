@@ -1,0 +1,122 @@
+"""Videos for `tools/evaluate.py`: a recipe's held-out conditions, filmed by its model and what was trained of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from flow_grpo.algorithm import build as parts
+from flow_grpo.algorithm.evaluate import held_out_indices
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.data.video_io import write_video
+from flow_grpo.maths.keys import key
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.adapter_files import load_adapter
+from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
+from flow_grpo.records import Condition
+from flow_grpo.runtime import device as devices
+from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.settings.loading import to_dict
+from flow_grpo.settings.schema import Config
+from tools.evaluation.inputs import OTHER_TYPE
+from tools.generate import generate
+
+VIDEOS, CAMERAS, RECORD = "videos", "cameras.json", "recipe.json"
+
+
+def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float | None = None) -> tuple[Path, Path]:
+    """Film the recipe's held-out conditions along their commands; return the folder of videos and the camera file.
+
+    Conditions, noise and sampling are those of the evaluations in a run. What an earlier call made stays.
+
+    Args:
+        config: of the recipe; `eval` says how many conditions and steps.
+        adapter: adapter folder of a run, or None for the model as it is.
+        out: folder of the evaluation.
+        focal_px: of scenes whose folder names no focal length.
+
+    Raises:
+        ValueError: missing model, data or adapter, no focal length, or a folder with videos of something else.
+    """
+    _claim(config, adapter, out)
+    if config.data.tiny_world:
+        ensure_tiny_world(config.data.root, config.data.tiny_world)
+    dataset = parts.dataset(config, config.data.eval_split)
+    indices = held_out_indices(len(dataset), config.eval.num_conditions)
+    names, cameras = {}, {}
+    for index in indices:  # not kept: at full size a condition's videos take most of a GB
+        condition = dataset.condition(index, gid=index)
+        names[index] = _name(condition)
+        cameras[names[index]] = _entry(condition, focal_px)
+    write_whole(out / CAMERAS, json.dumps(cameras))
+    missing = [index for index, name in names.items() if not (out / VIDEOS / name).is_file()]
+    policy = _policy(config, adapter) if missing else None
+    sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
+    for index in tqdm(missing, desc="films", unit="video", disable=None):
+        assert policy is not None
+        video = generate(policy, dataset.condition(index, gid=index), sigmas, key("eval", "noise"))
+        write_video(out / VIDEOS / names[index], video)
+    return out / VIDEOS, out / CAMERAS
+
+
+def _claim(config: Config, adapter: Path | None, out: Path) -> None:
+    """Write down what the videos of a folder are made with, and refuse one whose videos were made with something else.
+
+    Raises:
+        ValueError: there are other videos, or there is no such adapter.
+    """
+    if adapter is not None and not adapter.is_dir():
+        raise ValueError(f"--adapter {adapter} is no folder, must be the adapter folder of a run: outputs/RUN/adapter")
+    files = sorted(adapter.glob("*.*")) if adapter else []
+    content = {file.name: hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files}
+    settings = {name: to_dict(config)[name] for name in ("model", "data", "sample", "eval")}
+    record: dict[str, Any] = {"settings": settings, "adapter": content, "torch": torch.__version__}
+    file = out / RECORD
+    if (out / VIDEOS).exists() and not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == record):
+        raise ValueError(f"--out {out} holds videos of another recipe, adapter or origin; choose another folder")
+    write_whole(file, json.dumps(record))
+
+
+def _name(condition: Condition) -> str:
+    scene = condition.scene.replace("/", "-")
+    return f"{condition.index:05d}_{scene}_{condition.source_camera}_to_{condition.target_camera}.mp4"
+
+
+def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
+    """Return the camera file's entry of a condition; rewards use the estimator where a source has no poses."""
+    focal = focal_px if condition.intrinsics is None else float(condition.intrinsics[0])
+    if focal is None:
+        raise ValueError(f"scene {condition.scene} has no known focal length: give that of the videos with --focal-px")
+    return {
+        "poses": condition.target_poses.tolist(),
+        "camera_type": condition.preset or OTHER_TYPE,
+        "source": f"{condition.scene}/{condition.source_camera}",
+        "focal_px": focal,
+        "shares_estimator": condition.source_poses is None,
+    }
+
+
+def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
+    """Load the model with what was trained of it."""
+    model, sample = config.model, config.sample
+    device, dtype = devices.resolve(config.device), DTYPES[config.model.dtype]
+    devices.setup(device, config.deterministic, config.num_threads)
+    networks = load_networks(
+        model.path, dtype, device, offload=model.offload, tiling=model.vae_tiling, slicing=model.vae_slicing
+    )
+    if adapter is not None:
+        networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, adapter, dtype))
+    return RecamPolicy(
+        networks,
+        guidance_scale=sample.guidance_scale,
+        negative_prompt=sample.negative_prompt,
+        max_prompt_tokens=model.max_prompt_tokens,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,205 @@
+"""A room with fine texture, which maths/room.py's does not have, seen by known cameras: what feature matching needs.
+
+Eight metres square, four and a half high, with five free-standing panels so that a picture is not one plane. Poses are
+OpenCV camera-to-world in metres, relative to a camera 4.5 m before the far wall.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also when imported from elsewhere
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
+from flow_grpo.records import Condition
+
+TEXELS = 100  # per metre
+SMALL, LARGE = (240, 416), (480, 832)
+# Corner, the two edges: x right, y down, z forward, metres from the reference camera.
+WALLS = [
+    ((-4.0, -2.25, 4.5), (8.0, 0, 0), (0, 4.5, 0)),
+    ((-4.0, -2.25, -3.5), (8.0, 0, 0), (0, 4.5, 0)),
+    ((-4.0, -2.25, -3.5), (0, 0, 8.0), (0, 4.5, 0)),
+    ((4.0, -2.25, -3.5), (0, 0, 8.0), (0, 4.5, 0)),
+    ((-4.0, 2.25, -3.5), (8.0, 0, 0), (0, 0, 8.0)),
+    ((-4.0, -2.25, -3.5), (8.0, 0, 0), (0, 0, 8.0)),
+    ((-1.6, 0.2, 3.4), (0.8, 0, 0.2), (0, 2.0, 0)),
+    ((0.9, -0.9, 3.8), (0.9, 0, -0.3), (0, 1.2, 0)),
+    ((-0.4, -1.9, 3.0), (0.7, 0, 0.3), (0, 1.0, 0)),
+    ((2.2, -0.3, 3.2), (0.2, 0, 0.9), (0, 1.4, 0)),
+    ((-3.0, -1.2, 3.0), (0.9, 0, 0.4), (0, 1.5, 0)),
+]
+WALKER = 6  # the panel that may move
+
+
+def intrinsics(size: tuple[int, int]) -> Tensor:
+    """Return fx, fy, cx, cy in pixels of a 24 mm lens on MultiCamVideo's sensor: 840.4 at 832 columns."""
+    height, width = size
+    focal = 24 / 23.76 * width
+    return torch.tensor([focal, focal, width / 2, height / 2])
+
+
+@functools.cache
+def _textures(seed: int) -> list[NDArray[np.float32]]:
+    draw = np.random.default_rng(seed)
+    made = []
+    for _, right, down in WALLS:
+        shape = (round(np.linalg.norm(down) * TEXELS), round(np.linalg.norm(right) * TEXELS))
+        layers = [cv2.GaussianBlur(draw.normal(size=shape).astype(np.float32), (0, 0), s) * s for s in (1.2, 3, 7, 16)]
+        made.append(np.clip(128 + 75 * sum(layers), 5, 250).astype(np.float32))
+    return made
+
+
+@functools.cache
+def _paints(seed: int) -> NDArray[np.float32]:
+    """Return each wall's colour: (walls, 3) factors whose mean over the channels is 1."""
+    factors = np.random.default_rng(seed + 2).uniform(0.6, 1.4, (len(WALLS), 3))
+    paints: NDArray[np.float32] = (factors / factors.mean(1, keepdims=True)).astype(np.float32)
+    return paints
+
+
+def shoot(
+    poses: Tensor,
+    size: tuple[int, int],
+    *,
+    seed: int = 0,
+    noise: float = 3.0,
+    walk: float = 0.0,
+    take: int = 1,
+    painted: bool = False,
+) -> Tensor:
+    """Return a video (3, T, h, w) fp32 in [0, 1] of poses (T, 4, 4).
+
+    Args:
+        poses: relative to the reference camera.
+        size: rows and columns.
+        seed: of textures and noise.
+        noise: of the sensor, in grey levels.
+        walk: metres that one panel moves to the right from the first to the last frame.
+        take: videos of another take differ in their noise.
+        painted: whether walls have colours; else all is grey.
+    """
+    height, width = size
+    fx, fy, cx, cy = intrinsics(size).tolist()
+    x, y = np.meshgrid((np.arange(width) + 0.5 - cx) / fx, (np.arange(height) + 0.5 - cy) / fy)
+    rays = np.stack([x, y, np.ones_like(x)], -1).reshape(-1, 3)
+    draw = np.random.default_rng(seed + take)
+    paints = _paints(seed) if painted else np.ones((len(WALLS), 1), np.float32)
+    frames = []
+    for number, camera in enumerate(poses.numpy()):
+        moved = walk * number / max(len(poses) - 1, 1)
+        frame, wall = (part.reshape(height, width) for part in _frame(camera, rays, _textures(seed), moved))
+        colours = np.moveaxis(paints[wall], -1, 0) * frame
+        frames.append(np.clip(colours + noise * draw.normal(size=colours.shape), 0, 255))
+    video = torch.from_numpy(np.stack(frames, 1).round().astype(np.float32)) / 255
+    return video.expand(3, -1, -1, -1).contiguous()
+
+
+def _frame(
+    camera: NDArray, rays: NDArray, textures: Sequence[NDArray], moved: float
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the grey level that each ray (n, 3) meets, and which wall it is on."""
+    frame, nearest = np.zeros(len(rays), np.float32), np.full(len(rays), np.inf)
+    met = np.zeros(len(rays), np.int64)
+    for wall, ((x, y, z), right, down) in enumerate(WALLS):
+        texture, corner = textures[wall], (x + moved * (wall == WALKER), y, z)
+        # Solve centre + depth * ray = corner + u * right + v * down with the plane's own three directions.
+        basis = np.stack([right, down, -np.cross(right, down)], 1).astype(np.float64)
+        inside = np.linalg.inv(basis)
+        start, steps = inside @ (camera[:3, 3] - corner), rays @ (inside @ camera[:3, :3]).T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            depth = -start[2] / steps[:, 2]
+        hit = (depth > 0) & (depth < nearest)
+        rows = hit.nonzero()[0]
+        place = start[:2] + depth[rows, None] * steps[rows, :2]
+        within = ((place >= 0) & (place <= 1)).all(1)
+        rows, place = rows[within], place[within]
+        size = np.array([texture.shape[1], texture.shape[0]])
+        places = (place * size - 0.5).astype(np.float32).reshape(-1, 1, 2)
+        for part in range(0, len(rows), 30000):  # remap takes at most 32767 rows
+            chosen = slice(part, part + 30000)
+            seen = cv2.remap(texture, places[chosen], None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT)
+            frame[rows[chosen]] = seen[:, 0]
+        nearest[rows] = depth[rows]
+        met[rows] = wall
+    return frame, met
+
+
+def source_path(frames: int) -> Tensor:
+    """Return a source that moves in all six ways, by 0.9 m and 8 degrees."""
+    progress = torch.arange(frames, dtype=torch.float64)[:, None] / max(frames - 1, 1)
+    turn = torch.tensor([2.0, -8.0, 1.0], dtype=torch.float64).deg2rad()
+    return pose(rotation_matrix(progress * turn), progress * torch.tensor([0.8, -0.3, 0.3], dtype=torch.float64))
+
+
+def slowed(preset: str, frames: int, speed: float) -> Tensor:
+    """Return a preset's path at a share of its speed."""
+    return preset_path(preset, frames, translation_scale=speed, rotation_scale=speed)
+
+
+@functools.cache
+def film(preset: str, size: tuple[int, int] = SMALL, frames: int = 5, speed: float = 1.0) -> Tensor:
+    """Return a preset's video (3, T, h, w) at a share of its speed; "source" is the source's."""
+    path = source_path(frames) if preset == "source" else slowed(preset, frames, speed)
+    return shoot(path, size, seed=0)
+
+
+def grey(video: Tensor) -> NDArray[np.uint8]:
+    """Return (T, h, w) grey levels of a video whose colours are grey."""
+    return (255 * video[0]).round().numpy().astype(np.uint8)
+
+
+def spoiled(video: Tensor, *, sigma: float = 0.0, quality: int | None = None, sprite: bool = False) -> Tensor:
+    """Blur a video, let an object of 0.4 of its width and half its height cross it, and press it as JPEG.
+
+    Args:
+        video: (3, T, h, w).
+        sigma: of the blur, in pixels of a picture 832 wide.
+        quality: of the JPEG, or None.
+        sprite: whether there is an object.
+    """
+    frames, height, width = video.shape[1:]
+    rows, columns = height // 2, round(0.4 * width)
+    look = cv2.GaussianBlur(np.random.default_rng(9).normal(128, 300, (rows, columns)), (0, 0), 2.5 * width / 832)
+    made = []
+    for number, picture in enumerate(grey(video).astype(np.float64)):
+        if sprite:
+            left = round(number / max(frames - 1, 1) * (width - columns))
+            top = round(height / 4 + height / 8 * np.sin(number))
+            picture[top : top + rows, left : left + columns] = look
+        soft = cv2.GaussianBlur(picture, (0, 0), sigma * width / 832) if sigma else picture
+        levels = np.clip(soft, 0, 255).round().astype(np.uint8)
+        if quality is not None:
+            code = cv2.imencode(".jpg", levels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
+            levels = cv2.imdecode(code, cv2.IMREAD_GRAYSCALE)
+        made.append(levels.astype(np.float32) / 255)
+    return torch.from_numpy(np.stack(made)).expand(3, frames, height, width).contiguous()
+
+
+def condition(preset: str, source: Tensor, poses: Tensor, target: Tensor | None = None, **changes: object) -> Condition:
+    """Return what asks for a preset from a source video (3, T, h, w) that was taken from poses (T, 4, 4)."""
+    values: dict[str, object] = {
+        "index": 0,
+        "gid": 0,
+        "slot": 0,
+        "prompt": "a room",
+        "source_video": source,
+        "source_poses": poses,
+        "target_poses": preset_path(preset, source.shape[1]),
+        "scene": "val/f24_aperture5/scene1",
+        "source_camera": "cam01",
+        "target_camera": preset,
+        "intrinsics": intrinsics((source.shape[2], source.shape[3])),
+        "target_video": target,
+        "preset": preset,
+    }
+    return Condition(**(values | changes))

@@ -1,0 +1,303 @@
+"""Published judges behind `tools/reward_server.py`, each in the environment that its authors pin.
+
+Written from their documentation and not run here: no weights were at hand. Packages are imported when a server starts,
+and nothing is downloaded then: what is missing is named, with the way to get it. Licences: docs/remote_rewards.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from einops import rearrange
+from PIL import Image
+from torch import Tensor
+
+from flow_grpo.data.video_io import write_video
+from flow_grpo.maths.poses import relative, rot_err, trans_err
+from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.remote.protocol import FPS, to_pixels
+
+ROT_CAP_DEG, SMALLEST_PATH_M = 45.0, 0.3  # of the pose scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Where an adapter finds its model.
+
+    Attributes:
+        weights: folder or file, or None when it was not given.
+        code: clone of a repository that is no package, or None.
+        device: where the model runs.
+        frames: how many frames of a video a judge of pictures looks at.
+    """
+
+    weights: Path | None
+    code: Path | None
+    device: torch.device
+    frames: int = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What an adapter cannot do without.
+
+    Attributes:
+        module: that is imported.
+        install: how to get it.
+        weights: what `--weights` must name.
+        files: that must lie there; none for a single file.
+    """
+
+    module: str
+    install: str
+    weights: str
+    files: tuple[str, ...] = ()
+
+
+class Adapter:
+    """A published model as a judge of videos; subclasses load it and score."""
+
+    need: Need
+    scores: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+    def __init__(self, settings: Settings) -> None:
+        """Find package and weights, then load.
+
+        Raises:
+            ValueError: either is missing.
+        """
+        self._settings = settings
+        self._weights = _weights(self.need, settings.weights)
+        package = _package(self.need, settings.code)
+        self.model = f"{self.scores[0].partition('_')[0]}:{self._weights.name}"
+        self.version = checksum(self._weights)
+        self.load(package)
+
+    def load(self, package: ModuleType) -> None:
+        """Load the model from `self._weights`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
+        """Return score name -> result of B rows for fp32 videos (B, 3, T, h, w) in [0, 1]."""
+        rows = [self.judge(video, condition) for video, condition in zip(videos, conditions, strict=True)]
+        valid, causes = torch.ones(len(rows), dtype=torch.bool), ("",) * len(rows)
+        return {name: RewardResult(torch.tensor([row[name] for row in rows]), valid, causes) for name in self.scores}
+
+    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        """Return the scores of one video (3, T, h, w): more is better."""
+        raise NotImplementedError
+
+
+class VideoAlign(Adapter):
+    """Visual and motion quality (2501.13918); its text alignment is left out, as the source decides what is shown."""
+
+    need = Need(
+        "inference",
+        "git clone https://github.com/KwaiVGI/VideoAlign, make the environment of its environment.yaml, pass --code",
+        "the folder of KwaiVGI/VideoReward (model_config.json); Qwen/Qwen2-VL-2B-Instruct must be in the local cache",
+        ("model_config.json",),
+    )
+    scores = ("videoalign_vq", "videoalign_mq")
+
+    def load(self, package: ModuleType) -> None:
+        """Load `VideoVLMRewardInference`."""
+        device = str(self._settings.device)
+        self._model = package.VideoVLMRewardInference(str(self._weights), device=device, dtype=torch.bfloat16)
+
+    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        """Score a file of the video, which is what the model takes."""
+        with tempfile.TemporaryDirectory(prefix="videoalign_") as folder:
+            path = Path(folder) / "video.mp4"
+            write_video(path, video, fps=FPS)
+            said = self._model.reward([str(path)], [condition.prompt], use_norm=True)[0]
+        return {"videoalign_vq": float(said["VQ"]), "videoalign_mq": float(said["MQ"])}
+
+
+class Hpsv3(Adapter):
+    """Preference for single frames (2508.03789), the mean over some."""
+
+    need = Need(
+        "hpsv3",
+        "pip install hpsv3, in an environment of its own",
+        "the file HPSv3.safetensors of MizzenAI/HPSv3; Qwen/Qwen2-VL-7B-Instruct must be in the local cache",
+    )
+    scores = ("hpsv3",)
+
+    def load(self, package: ModuleType) -> None:
+        """Load `HPSv3RewardInferencer`."""
+        weights, device = str(self._weights), str(self._settings.device)
+        self._model = package.HPSv3RewardInferencer(checkpoint_path=weights, device=device)
+
+    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        """Score files of frames; of the two columns, mean and spread, the first counts."""
+        with _frame_files(video, self._settings.frames) as paths:
+            said = self._model.reward(prompts=[condition.prompt] * len(paths), image_paths=paths)
+        return {"hpsv3": float(torch.as_tensor(said).float()[:, 0].mean())}
+
+
+class Clip(Adapter):
+    """How well frames go with the prompt: cosine times the model's scale, the mean over some frames."""
+
+    need = Need(
+        "transformers",
+        "pip install transformers",
+        "a folder of openai/clip-vit-large-patch14 with weights, tokenizer and preprocessor_config.json",
+        ("config.json", "preprocessor_config.json"),
+    )
+    scores: tuple[str, ...] = ("clip",)
+
+    def load(self, package: ModuleType) -> None:
+        """Load model and processor."""
+        processor = package.AutoProcessor.from_pretrained(str(self._weights), local_files_only=True)
+        model = package.AutoModel.from_pretrained(str(self._weights), local_files_only=True)
+        self._processor, self._model = processor, model.eval().to(self._settings.device)
+
+    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        """Score some frames against the prompt."""
+        texts = {"text": [condition.prompt], "padding": True, "truncation": True}
+        images = _frames(video, self._settings.frames)
+        inputs = self._processor(images=images, return_tensors="pt", **texts).to(self._settings.device)
+        return {self.scores[0]: float(self._model(**inputs).logits_per_image.float().mean())}
+
+
+class PickScore(Clip):
+    """The same of a CLIP trained on preferences."""
+
+    need = dataclasses.replace(
+        Clip.need,
+        weights="a folder of yuvalkirstain/PickScore_v1 with weights, tokenizer and preprocessor_config.json",
+    )
+    scores = ("pickscore",)
+
+
+class MapAnythingPoses(Adapter):
+    """How far the estimated camera is from the commanded one (2509.13414), in metres and degrees.
+
+    Both paths are taken relative to their own first frame: the model sees the generated video alone. Scores are
+    -sum_i w_i min(error_i, cap) / cap with w_i rising to three times the first frame's; the caps are 45 degrees and
+    twice the longest commanded way, at least 0.3 m. The model is told K where it is known, never the commanded poses.
+    """
+
+    need = Need(
+        "mapanything.models",
+        "git clone https://github.com/facebookresearch/map-anything && pip install -e map-anything",
+        "a folder of facebook/map-anything-apache (config.json and model.safetensors)",
+        ("config.json", "model.safetensors"),
+    )
+    scores = ("mapanything_rot", "mapanything_trans")
+
+    def load(self, package: ModuleType) -> None:
+        """Load `MapAnything`."""
+        model = package.MapAnything.from_pretrained(str(self._weights), local_files_only=True)
+        self._model = model.to(self._settings.device).eval()
+        self._preprocess = importlib.import_module("mapanything.utils.image").preprocess_inputs
+
+    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        """Estimate the poses of all frames together and compare."""
+        known: dict[str, Tensor] = {}
+        if condition.intrinsics is not None:
+            fx, fy, cx, cy = condition.intrinsics.tolist()
+            known = {"intrinsics": torch.tensor([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])}
+        views: list[dict[str, Any]] = [{"img": frame, **known} for frame in torch.from_numpy(to_pixels(video))]
+        said = self._model.infer(self._preprocess(views))
+        poses = torch.cat([view["camera_poses"].cpu() for view in said]).double()
+        return pose_scores(condition.target_poses, poses)
+
+
+def pose_scores(commanded: Tensor, estimated: Tensor) -> dict[str, float]:
+    """Return both scores of `MapAnythingPoses` for paths (T, 4, 4)."""
+    commanded, estimated = relative(commanded[0], commanded), relative(estimated[0], estimated)
+    weights = 1 + 2 * torch.linspace(0, 1, len(commanded), dtype=torch.float64)
+    weights = weights / weights.sum()
+    cap = 2 * commanded[:, :3, 3].norm(dim=-1).max().clamp_min(SMALLEST_PATH_M)
+    turned = rot_err(commanded, estimated).rad2deg().clamp(max=ROT_CAP_DEG) / ROT_CAP_DEG
+    moved = trans_err(commanded, estimated).clamp(max=cap) / cap
+    return {"mapanything_rot": -float(weights @ turned), "mapanything_trans": -float(weights @ moved)}
+
+
+ADAPTERS: Mapping[str, type[Adapter]] = {
+    "videoalign": VideoAlign,
+    "hpsv3": Hpsv3,
+    "clip": Clip,
+    "pickscore": PickScore,
+    "mapanything": MapAnythingPoses,
+}
+
+
+def build_adapter(name: str, settings: Settings) -> Adapter:
+    """Return a judge by name.
+
+    Raises:
+        ValueError: its package or weights are missing.
+    """
+    return ADAPTERS[name](settings)
+
+
+def refuse_downloads() -> None:
+    """Keep this process's libraries from fetching what was not put in place: call it before they are imported."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    # torch.hub knows no such variable.
+    for name in ("download_url_to_file", "urlopen"):
+        setattr(torch.hub, name, _no_download)
+
+
+def _no_download(url: object, *_: object, **__: object) -> None:
+    raise ValueError(f"a model wants to download {getattr(url, 'full_url', url)}: fetch it once beforehand, by hand")
+
+
+def checksum(path: Path) -> str:
+    """Return a name for the content of a file, or of all files of a folder."""
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    for file in files:
+        digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while piece := stream.read(2**24):
+                digest.update(piece)
+    return digest.hexdigest()[:16]
+
+
+def _weights(need: Need, path: Path | None) -> Path:
+    missing = [name for name in need.files if path is not None and not (path / name).is_file()]
+    if path is None or missing or not (path.is_dir() if need.files else path.is_file()):
+        got = f"{path}{' without ' + ', '.join(missing) if missing else ''}"
+        raise ValueError(f"--weights is {got}, must be {need.weights}; nothing is downloaded here")
+    return path.resolve()
+
+
+def _package(need: Need, code: Path | None) -> ModuleType:
+    if code is not None:
+        sys.path.insert(0, str(code.resolve()))
+    try:
+        return importlib.import_module(need.module)
+    except ImportError as error:
+        raise ValueError(f"package {need.module!r} cannot be imported ({error}): {need.install}") from None
+
+
+def _frames(video: Tensor, count: int) -> list[Image.Image]:
+    """Return `count` frames of a video (3, T, h, w), the first and last among them: the same ones of every video."""
+    rows = torch.linspace(0, video.shape[1] - 1, min(count, video.shape[1])).round().long()
+    pictures = rearrange((video[:, rows] * 255).round().to(torch.uint8), "c t h w -> t h w c").numpy()
+    return [Image.fromarray(picture) for picture in pictures]
+
+
+@contextlib.contextmanager
+def _frame_files(video: Tensor, count: int) -> Iterator[list[str]]:
+    with tempfile.TemporaryDirectory(prefix="frames_") as folder:
+        paths = [f"{folder}/{number}.png" for number in range(min(count, video.shape[1]))]
+        for path, picture in zip(paths, _frames(video, count), strict=True):
+            picture.save(path)
+        yield paths

@@ -1,0 +1,117 @@
+"""What the tiny model is asked while it is pre-trained: how sharp its videos are, and how far they move.
+
+Held-out conditions whose label only one data source gives ("sure") or both give ("unsure"), each compared with the true
+video filmed at every scale of the commanded translation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
+
+import torch
+from diffusers import AutoencoderKLWan
+from tiny_text import CAPTIONS
+from torch import Tensor, nn
+
+from flow_grpo.data.tiny_world import TinyScene, WorldSpec, caption, film, make_scene
+from flow_grpo.maths.keys import generator
+from flow_grpo.maths.poses import camera_tokens
+from flow_grpo.maths.room import render_video, stack_rooms
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.rewards.target_view import psnr_db
+
+UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 1.0))  # labels both sources give
+SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source gives
+LADDER = torch.linspace(0.0, 1.4, 15)  # scales of the commanded translation a sample is compared with
+SHIFT = 3.0  # of the noise levels, in pre-training and sampling alike
+MOVING = (4, 5, 6, 7, 8, 9)  # presets whose translation is not zero
+
+
+@torch.no_grad()
+def encode(codec: AutoencoderKLWan, videos: Tensor) -> Tensor:
+    """Return normalised latents (B, C, F, H, W) of videos in [0, 1]."""
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (codec.config.latents_mean, codec.config.latents_std))
+    return (codec.encode(videos * 2 - 1).latent_dist.mode() - mean) / std
+
+
+@torch.no_grad()
+def decode(codec: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """Return videos in [0, 1]."""
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (codec.config.latents_mean, codec.config.latents_std))
+    return (codec.decode(latents * std + mean).sample.clamp(-1, 1) + 1) / 2
+
+
+def scene_cameras(scene: TinyScene, codec: AutoencoderKLWan) -> Tensor:
+    """Return (cameras, F, 12) relative to the scene's start pose, in metres, one pose per latent frame of the codec."""
+    relative = torch.linalg.inv(scene.poses[:, :1]) @ scene.poses
+    return torch.stack([camera_tokens(path, codec.config.scale_factor_temporal) for path in relative])
+
+
+def in_unit(cameras: Tensor, factor: float) -> Tensor:
+    """Scale the translation part of (B, F, 12) row-major 3x4 poses."""
+    scaled = cameras.clone().unflatten(-1, (3, 4))
+    scaled[..., 3] *= factor
+    return scaled.flatten(-2)
+
+
+class Probe:
+    """Held-out conditions, and what the true video would be at every scale of the commanded translation."""
+
+    def __init__(self, codec: AutoencoderKLWan, world: WorldSpec, conditions: int = 24) -> None:
+        self.codec = codec
+        pairs = [(make_scene(world, "probe", n), MOVING[n % len(MOVING)]) for n in range(conditions)]
+        self.cameras = torch.stack([scene_cameras(scene, codec)[c] for scene, c in pairs])
+        self.truth = torch.cat([film(world, [scene], [c]) for scene, c in pairs])
+        sources = torch.cat([film(world, [scene], [(c + 1 + n % 9) % 10]) for n, (scene, c) in enumerate(pairs)])
+        self.source = encode(codec, sources)
+        self.captions = torch.tensor([CAPTIONS.index(caption(video)) for video in self.truth])
+        self.ladder = torch.stack([self._scaled(world, scene, c) for scene, c in pairs])
+        self.ceiling_db = float(psnr_db(decode(codec, encode(codec, self.truth)), self.truth).mean())
+
+    @staticmethod
+    def _scaled(world: WorldSpec, scene: TinyScene, camera: int) -> Tensor:
+        """Return (scales, 3, T, h, w): the scene filmed with the path's translation at every scale."""
+        paths = scene.poses[camera].expand(len(LADDER), -1, -1, -1).clone()
+        start = paths[:, :1, :3, 3].clone()
+        paths[..., :3, 3] = start + LADDER.view(-1, 1, 1) * (paths[..., :3, 3] - start)
+        rooms = stack_rooms([scene.room] * len(LADDER))
+        return render_video(rooms, paths.float(), world.intrinsics(), world.height, world.width)
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, text: Tensor, copies: int = 4, steps: int = 12) -> dict[str, float]:
+        """Sample `copies` videos a condition by ODE and find the scale each chose."""
+        rows = torch.arange(len(self.truth)).repeat_interleave(copies)
+        noise = torch.randn(len(rows), *self.source.shape[1:], generator=generator("probe"))
+        conditioning = self.source[rows], self.cameras[rows], text[self.captions[rows]]
+        videos = decode(self.codec, ode(model, noise, *conditioning, steps))
+        error = (videos[:, None, :, -4:] - self.ladder[rows][:, :, :, -4:]).square().mean(dim=(2, 3, 4, 5))
+        chosen = LADDER[error.argmin(dim=1)].view(-1, copies)
+        return {
+            "psnr_db": float(psnr_db(videos, self.truth[rows]).mean()),
+            "ceiling_db": self.ceiling_db,
+            "best_scale_psnr_db": float((-10 * error.min(dim=1).values.log10()).mean()),
+            "scale_mean": float(chosen.mean()),
+            "scale_group_std": float(chosen.std(dim=1).mean()),
+            "share_moved": float((chosen > 0.7).float().mean()),
+            "share_still": float((chosen < 0.3).float().mean()),
+        }
+
+
+def ode(model: nn.Module, latents: Tensor, source: Tensor, cameras: Tensor, text: Tensor, steps: int) -> Tensor:
+    """Return clean latents by Euler steps."""
+    sigmas = flow_sigmas(steps, SHIFT)
+    for i in range(steps):
+        latents = latents + (sigmas[i + 1] - sigmas[i]) * predict(
+            model, latents, sigmas[i].expand(len(latents)), source, cameras, text
+        )
+    return latents
+
+
+def predict(model: nn.Module, latents: Tensor, sigma: Tensor, source: Tensor, cameras: Tensor, text: Tensor) -> Tensor:
+    """Return the velocity of the target half."""
+    hidden = torch.cat([latents, source], dim=2)
+    return model(hidden, 1000 * sigma, text, cameras, return_dict=False)[0][:, :, : latents.shape[2]]
