@@ -110,7 +110,7 @@ def show_plan(config: Config, devices: int) -> None:
 
 
 def train(trainer: Trainer) -> None:
-    """Train for the epochs that are left."""
+    """Evaluate, then train for the remaining epochs."""
     with trainer.progress:
         trainer.evaluate_before()
         for epoch in trainer.epochs():
@@ -118,13 +118,16 @@ def train(trainer: Trainer) -> None:
 
 
 def train_epoch(trainer: Trainer, epoch: int) -> None:
-    """Sample, score, compare within groups, update; a function, so that nothing of an epoch outlives it."""
-    samples = trainer.sample(epoch)
-    gathered = trainer.gather(samples)
-    chosen = trainer.choose(samples, gathered, epoch)
-    batch = trainer.compare(chosen)
-    trainer.update(batch, epoch)
-    trainer.log(samples)
+    """Train for one epoch; a function, so that an epoch's samples are freed before the next one."""
+    batches = trainer.sample(epoch)
+    gathered = trainer.gather(batches)
+    chosen = trainer.choose(batches, gathered, epoch)
+    training_batch = trainer.compare(chosen)
+    trainer.update(training_batch, epoch)
+    trainer.finish_epoch(epoch)
+    trainer.log(batches)
+    trainer.evaluate_if_due()
+    trainer.save_if_due()
 
 
 def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
@@ -236,7 +239,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         device=device,
         run_folder=run_folder,
         lock=lock,
-        dynamic_sampling=parts.build_dynamic_sampling(config, rewards, state, progress, ranks),
+        dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, ranks),
         cameras=cameras,
         conditions=train,
         from_own=from_own,

@@ -1,4 +1,4 @@
-"""What travels through a run, with the shape of every field.
+"""The records that travel through a run, with the shape of every field.
 
 Letters: B rows (samples) of a batch, K stochastic (trained) steps, C F H W latent channels, frames, height, width,
 L D prompt tokens and width, T video frames, h w video rows and columns. Latents follow
@@ -19,7 +19,7 @@ RowsType = TypeVar("RowsType", bound="Rows")
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Everything one sample is asked to do, and what is known of the right answer.
+    """What one sample is asked to show, and what is known of the right answer.
 
     Attributes:
         index: position in the dataset, the condition's id.
@@ -36,7 +36,7 @@ class Condition:
         intrinsics: (4,) fp32 fx, fy, cx, cy in pixels of the (resized, cropped) video, or None.
         target_video: (3, T, h, w) fp32 in [0, 1], the synchronised ground truth, or None.
         preset: name of the camera motion when known.
-        source_id: names the content of the source video's file, or "" for none: what is encoded of it is kept by this.
+        source_id: names the content of the source video's file, the cache key of its encoding; "" for none.
     """
 
     index: int
@@ -69,10 +69,10 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A record of tensors, or tables of tensors, whose first dimension is the sample; all samples share the rest."""
+    """A record whose tensors share their first dimension, one row per sample; other fields belong to all samples."""
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return every tensor by its dotted name, those of records inside included; what is None is left out."""
+        """Return every tensor by its dotted name, nested records included; fields that are None are left out."""
         found: dict[str, Tensor] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -85,7 +85,7 @@ class Rows:
         return found
 
     def with_tensors(self: RowsType, tensors: Mapping[str, Tensor], prefix: str = "") -> RowsType:
-        """Return a copy with other tensors, by the names that `tensors` gives."""
+        """Return a copy with its tensors replaced by name, as `tensors` names them."""
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -118,7 +118,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Conditioning(Rows):
-    """What the transformer is given beside latents.
+    """The transformer's inputs other than the latents.
 
     Attributes:
         prompt_embeds: (B, L, D), zero after the prompt's true length.
@@ -138,31 +138,67 @@ class Conditioning(Rows):
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory(Rows):
-    """The remembered part of a rollout: enough to replay it.
+    """The stochastic steps of a rollout: enough to replay them.
 
     Attributes:
         states: (B, M, C, F, H, W) fp32: the latents before and after every stochastic step, each stored once
             (M = K + 1 for a contiguous window).
         log_probs: (B, K) fp32 mean log-density per latent element, in nats.
-        positions: for each of the K stochastic steps, where its `latents` stand in `states`; its `next_latents` are
+        state_index: for each of the K stochastic steps, the index of its `latents` in `states`; its `next_latents` are
             the following entry.
         steps: the K step numbers in the schedule.
     """
 
     states: Tensor
     log_probs: Tensor
-    positions: tuple[int, ...]
+    state_index: tuple[int, ...]
     steps: tuple[int, ...]
 
-    @property
-    def latents(self) -> Tensor:
-        """(B, K, C, F, H, W) before each stochastic step."""
-        return self.states[:, list(self.positions)]
+    def latents(self, column: int) -> Tensor:
+        """Return the (B, C, F, H, W) latents before stochastic step `column`, 0..K-1."""
+        return self.states[:, self.state_index[column]]
 
-    @property
-    def next_latents(self) -> Tensor:
-        """(B, K, C, F, H, W) after each stochastic step."""
-        return self.states[:, [position + 1 for position in self.positions]]
+    def next_latents(self, column: int) -> Tensor:
+        """Return the (B, C, F, H, W) latents after stochastic step `column`, 0..K-1."""
+        return self.states[:, self.state_index[column] + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples(Rows):
+    """n rolled-out samples of one video size on one rank: everything an update may learn from.
+
+    Attributes:
+        keys: (n, 3) int64 CPU: gid, slot, index.
+        places: (n,) int64 CPU: each sample's place in its rank's order, which is the sampler's until samples are chosen
+            and the update's afterwards; -1 for a sample that is not trained on.
+        noise_ids: (n, 2) int64 CPU: hashes of the initial noise and of the step noise.
+        conditioning: n rows.
+        trajectory: n rows.
+        final_latents: (n, C, F, H, W) fp32 clean latents.
+        advantages: (n,) fp32 CPU, normalised within groups; None until groups are compared.
+        weights: (n,) fp32 CPU sample weights, 0 leaves a sample out of the loss; None until groups are compared.
+    """
+
+    keys: Tensor
+    places: Tensor
+    noise_ids: Tensor
+    conditioning: Conditioning
+    trajectory: Trajectory
+    final_latents: Tensor
+    advantages: Tensor | None = None
+    weights: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device | str) -> Samples:
+        """Return a copy whose conditioning and latents are on `device`; the small columns stay on the CPU."""
+        return dataclasses.replace(
+            self,
+            conditioning=self.conditioning.to(device),
+            trajectory=self.trajectory.to(device),
+            final_latents=self.final_latents.to(device),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +210,8 @@ class RewardResult:
         valid: (B,) bool; a value that could not be computed is masked, never replaced by a default score.
         causes: one text per sample, "" where valid, else why there is no value.
         info: name -> (B,) extra measurements for the log, such as PSNR in dB.
-        faulty: (B,) bool, not valid because measuring failed (an exception, a timeout, a dead server), and not for lack
-            of what it measures by (source poses, a true view); None: nowhere.
+        faulty: (B,) bool, not valid because measuring failed (an exception, a timeout, a dead server) rather than for
+            lack of data to measure by (source poses, a true view); None: nowhere.
     """
 
     values: Tensor
@@ -186,127 +222,64 @@ class RewardResult:
 
     @property
     def faults(self) -> Tensor:
-        """(B,) bool: `faulty`, written out."""
+        """`faulty` as a (B,) bool tensor."""
         return torch.zeros_like(self.valid) if self.faulty is None else self.faulty
 
 
 @dataclasses.dataclass(frozen=True)
-class Experience(Rows):
-    """What one rank keeps of n samples of one size, enough to replay them.
-
-    Attributes:
-        keys: (n, 3) int64 CPU: gid, slot, index.
-        conditioning: n rows.
-        trajectory: n rows.
-    """
-
-    keys: Tensor
-    conditioning: Conditioning
-    trajectory: Trajectory
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def to(self, device: torch.device | str) -> Experience:
-        """Return a copy on `device`, its keys on the CPU."""
-        return Experience(self.keys, self.conditioning.to(device), self.trajectory.to(device))
-
-
-@dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """B rolled-out and scored samples of one size on one rank.
+    """n samples of one video size on one rank, with what their videos were worth.
 
     Attributes:
-        conditions: the B conditions, in row order.
-        positions: where each stands among the samples of its rank and epoch.
-        conditioning: what the transformer was given, B rows.
-        trajectory: the remembered steps.
-        noise_ids: (B, 2) int64 CPU hashes of each sample's initial noise and step noise, to find copies that are not.
-        rewards: reward name -> result of B rows.
+        conditions: the n conditions, in row order.
+        samples: n rows.
+        rewards: reward name -> result of n rows.
+        videos: (b, 3, T, h, w) CPU fp32, the decoded videos of the first b <= n samples, for the log.
     """
 
     conditions: tuple[Condition, ...]
-    positions: tuple[int, ...]
-    conditioning: Conditioning
-    trajectory: Trajectory
-    noise_ids: Tensor
+    samples: Samples
     rewards: dict[str, RewardResult]
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """Video frames, rows and columns of all its samples."""
-        return self.conditions[0].size
-
-    @property
-    def experience(self) -> Experience:
-        """What stays of the samples once they are scored; shares memory."""
-        keys = torch.tensor([[c.gid, c.slot, c.index] for c in self.conditions], dtype=torch.int64)
-        return Experience(keys, self.conditioning, self.trajectory)
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingPart(Rows):
-    """Samples of one size on one rank, with what an epoch learns from them.
-
-    Attributes:
-        positions: (n,) int64 CPU: where each stands among the samples the rank trains on; -1 where it does not.
-        conditioning: n rows.
-        trajectory: n rows.
-        advantages: (n,) fp32 CPU, group-normalised.
-        weights: (n,) fp32 CPU sample weights; 0 leaves a sample out of the loss.
-        gids: (n,) int64 CPU group of every row, for messages.
-    """
-
-    positions: Tensor
-    conditioning: Conditioning
-    trajectory: Trajectory
-    advantages: Tensor
-    weights: Tensor
-    gids: Tensor
+    videos: Tensor
 
     def __len__(self) -> int:
-        return len(self.gids)
-
-    def to(self, device: torch.device | str) -> TrainingPart:
-        """Return a copy whose conditioning and trajectory are on `device`."""
-        conditioning, trajectory = self.conditioning.to(device), self.trajectory.to(device)
-        return dataclasses.replace(self, conditioning=conditioning, trajectory=trajectory)
+        return len(self.conditions)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatch:
-    """What the update replays: one rank's samples of an epoch, as many on every rank.
+    """What the update learns from: one rank's samples of an epoch, as many on every rank.
 
-    The parts stay where they were made or arrived; nothing is copied before its micro-batch is due.
+    The parts stay where they were made or received; nothing is copied before its micro-batch is due.
 
     Attributes:
-        parts: records that hold the samples at positions 0..length-1 between them, several of one size where samples
+        parts: records that hold the samples at places 0..length-1 between them; several of one size where samples
             were drawn in several rounds or came from other ranks.
-        length: how many samples.
+        length: number of samples.
         as_rolled_out: one part per size, and the rows of each are those of the rollout's batches, in their order.
     """
 
-    parts: tuple[TrainingPart, ...]
+    parts: tuple[Samples, ...]
     length: int
     as_rolled_out: bool = True
 
     def __post_init__(self) -> None:
-        steps = {(part.trajectory.steps, part.trajectory.positions) for part in self.parts}
+        steps = {(part.trajectory.steps, part.trajectory.state_index) for part in self.parts}
         assert len(steps) == 1, f"samples of one epoch share their stochastic steps, got {sorted(steps)}"
 
     def __len__(self) -> int:
         return self.length
 
     def sizes(self) -> Tensor:
-        """Return (length,) int64: which samples may share a call; equal numbers mean equal latent shapes."""
-        shapes = [tuple(part.trajectory.states.shape[1:]) for part in self.parts]
+        """Return (length,) int64: equal numbers mean equal latent shapes, which may share a call."""
+        shapes = [tuple(part.final_latents.shape[1:]) for part in self.parts]
         numbers = torch.full((self.length,), -1)
         for part, shape in zip(self.parts, shapes, strict=True):
-            numbers[part.positions[part.positions >= 0]] = shapes.index(shape)
+            numbers[part.places[part.places >= 0]] = shapes.index(shape)
         assert (numbers >= 0).all(), f"no part holds the samples at {(numbers < 0).nonzero().flatten().tolist()}"
         return numbers
 
-    def take(self, positions: Tensor, device: torch.device | str) -> TrainingPart:
-        """Return the samples at some positions, all of one size, as one record on `device`."""
-        found = [(part, torch.isin(part.positions, positions).nonzero().flatten()) for part in self.parts]
-        return TrainingPart.concatenate([part.rows(rows) for part, rows in found if len(rows)]).to(device)
+    def take(self, places: Tensor, device: torch.device | str) -> Samples:
+        """Return the samples at some places, all of one size, as one record on `device`."""
+        found = [(part, torch.isin(part.places, places).nonzero().flatten()) for part in self.parts]
+        return Samples.concatenate([part.rows(rows) for part, rows in found if len(rows)]).to(device)

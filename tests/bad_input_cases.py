@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.data.video_io import read_video, write_video
+from flow_grpo.data.video_io import read_video
+from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 
 ROOT = Path(__file__).parents[1]

@@ -5,6 +5,7 @@ Every tensor of a sample tells its (gid, slot), so that a mix-up shows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from unittest import mock
 
@@ -14,9 +15,8 @@ import torch.distributed as dist
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.rollout.collector import Collected
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.records import Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
+from flow_grpo.records import Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import DynamicSamplingConfig
 from tests.toy import condition, reward_config
@@ -48,14 +48,16 @@ def scripted_batch(
     marks = torch.tensor([[100.0 * gid + slot] for _, gid, slot, _ in draws])
     latent = marks.view(-1, 1, 1, 1, 1, 1).expand(-1, 3, 2, frames, 2, 2).clone()
     reward = torch.tensor(values)
-    return ScoredBatch(
-        conditions=tuple(conditions),
-        positions=tuple(range(len(draws))),
-        conditioning=Conditioning(marks[:, None].repeat(1, 3, 4), latent[:, 0] + 0.5, latent[:, 0, 0, :, 0, :1] - 0.5),
-        trajectory=Trajectory(latent, marks.repeat(1, 2) / 7, positions=(0, 1), steps=(1, 2)),
+    samples = Samples(
+        keys=torch.tensor([[gid, slot, index] for _, gid, slot, index in draws]),
+        places=torch.arange(len(draws)),
         noise_ids=torch.tensor([[2**40 + 100 * gid + slot, -(100 * gid + slot)] for _, gid, slot, _ in draws]),
-        rewards={"scripted": RewardResult(reward, reward.isfinite(), ("",) * len(draws))},
+        conditioning=Conditioning(marks[:, None].repeat(1, 3, 4), latent[:, 0] + 0.5, latent[:, 0, 0, :, 0, :1] - 0.5),
+        trajectory=Trajectory(latent, marks.repeat(1, 2) / 7, state_index=(0, 1), steps=(1, 2)),
+        final_latents=latent[:, 0] + 0.25,
     )
+    rewards = {"scripted": RewardResult(reward, reward.isfinite(), ("",) * len(draws))}
+    return ScoredBatch(tuple(conditions), samples, rewards, torch.zeros(len(draws), 3, 5, 2, 2))
 
 
 def split_by_size(batch: ScoredBatch, frames: Callable[[int], int], kinds: Kinds, groups: int) -> list[ScoredBatch]:
@@ -67,8 +69,8 @@ def split_by_size(batch: ScoredBatch, frames: Callable[[int], int], kinds: Kinds
     for size, rows in sizes.items():
         draws = [(0, c.gid, c.slot, c.index) for c in (batch.conditions[row] for row in rows)]
         part = scripted_batch(draws, kinds, groups, size)
-        object.__setattr__(part, "positions", tuple(rows))
-        parts.append(part)
+        placed = dataclasses.replace(part.samples, places=torch.tensor(rows))
+        parts.append(dataclasses.replace(part, samples=placed))
     return parts
 
 
@@ -97,20 +99,19 @@ class Rounds:
         self.ranks, self.kinds, self.frames = ranks, kinds, frames
         self.groups = local * ranks.world_size // k
         self.sampler = DistributedKRepeatSampler(CONDITIONS, local, k, ranks.world_size, ranks.rank, 1, layout=layout)
-        self.drawn: list[Collected] = []
+        self.drawn: list[list[ScoredBatch]] = []
 
-    def draw(self, number: int) -> tuple[Collected, Gathered]:
+    def draw(self, number: int) -> tuple[list[ScoredBatch], Gathered]:
         assert number == len(self.drawn)
         draws = self.sampler.plan(self.sampler.next_step)[self.ranks.rank]
         self.sampler.seek(self.sampler.next_step + 1)
         batch = scripted_batch(draws, self.kinds, self.groups)
         batches = [batch] if self.frames is None else split_by_size(batch, self.frames, self.kinds, self.groups)
-        collected = Collected(tuple(batches), torch.zeros(len(draws), 3, 5, 2, 2))
-        self.drawn.append(collected)
-        return collected, compare.gather(batches, self.ranks)
+        self.drawn.append(batches)
+        return batches, compare.gather(batches, self.ranks)
 
 
-def dynamic(ranks: Ranks, *, local: int, k: int = 4, say=None, history=None, **changes: object) -> DynamicSampling:
+def dynamic(ranks: Ranks, *, local: int, k: int = 4, say=None, **changes: object) -> DynamicSampling:
     """Return dynamic sampling over the scripted reward."""
     knobs = {
         "enabled": True,
@@ -121,40 +122,44 @@ def dynamic(ranks: Ranks, *, local: int, k: int = 4, say=None, history=None, **c
     }
     return DynamicSampling(
         config=DynamicSamplingConfig(**(knobs | changes)),
-        reward=reward_config(weights={"scripted": 1.0}, flat_eps=1e-4),
         floors={"scripted": 0.0},
         k=k,
         local=local,
         seed=5,
         ranks=ranks,
-        history=[] if history is None else history,
         say=say or (lambda line: None),
     )
 
 
-def choose(sampling: DynamicSampling, rounds: Rounds) -> tuple[Chosen, dict[str, float]]:
+REWARD = reward_config(weights={"scripted": 1.0}, flat_eps=1e-4)
+
+
+def choose(
+    sampling: DynamicSampling, rounds: Rounds, shortages: list[int] | None = None
+) -> tuple[Chosen, dict[str, float]]:
     """Draw the first round and choose."""
-    return sampling.choose(*rounds.draw(0), rounds.draw)
+    memory = [] if shortages is None else shortages
+    return sampling.choose(*rounds.draw(0), rounds.draw, reward=REWARD, shortages=memory)
 
 
 def rows_by_position(chosen: Chosen) -> dict[int, tuple[int, int]]:
     """Return position -> (gid, slot) of this rank's samples, after checking that every tensor is of that sample."""
     found: dict[int, tuple[int, int]] = {}
-    for experience, positions in zip(chosen.experiences, chosen.positions, strict=True):
-        check_marks(experience)
-        for position, (gid, slot, _) in zip(positions, experience.keys.tolist(), strict=True):
+    for samples in chosen.parts:
+        check_marks(samples)
+        for position, (gid, slot, _) in zip(samples.places.tolist(), samples.keys.tolist(), strict=True):
             if position >= 0:
                 assert position not in found
                 found[position] = gid, slot
     return found
 
 
-def check_marks(experience: Experience) -> None:
+def check_marks(samples: Samples) -> None:
     """Assert that every tensor of a record belongs to the sample its keys name."""
-    marks = (100.0 * experience.keys[:, 0] + experience.keys[:, 1]).float()
-    shifts = {"source_latents": 0.5, "target_cameras": -0.5}
-    for name, tensor in experience.tensors().items():
-        if name == "keys":
+    marks = (100.0 * samples.keys[:, 0] + samples.keys[:, 1]).float()
+    shifts = {"source_latents": 0.5, "target_cameras": -0.5, "final_latents": 0.25}
+    for name, tensor in samples.tensors().items():
+        if name in ("keys", "places", "noise_ids"):
             continue
         wanted = marks / 7 if name.endswith("log_probs") else marks + shifts.get(name.rpartition(".")[2], 0.0)
         assert torch.equal(tensor.flatten(1), wanted[:, None].expand(-1, tensor[0].numel())), name

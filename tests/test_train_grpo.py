@@ -19,7 +19,8 @@ import torch
 import train_grpo
 from flow_grpo.algorithm.evaluate import Evaluator
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.data.video_io import read_video, write_video
+from flow_grpo.data.video_io import read_video
+from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.rewards import target_view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.groups.compare import everything, gather, own_rows
-from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge
-from flow_grpo.algorithm.rollout.denoise import SdeSettings, rollout
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge_results
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingBatch
+from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import RewardConfig, SampleConfig, TrainConfig
@@ -154,26 +156,34 @@ def scored(
     first: int = 0,
 ) -> ScoredBatch:
     """Roll out and score one batch, whose samples stand at `first` and after it in the rank's order."""
-    conditioning = policy.encode(conditions)
-    rolled = rollout(policy, conditions, conditioning, sigmas=SIGMAS, window=window, sde=SDE, seed=seed)
+    samples = rollout(policy, conditions, policy.encode(conditions), window, RolloutSettings(SIGMAS, SDE, seed))
     reward = reward or BrightnessReward()
-    result = reward(policy.decode(rolled.final_latents), conditions)
-    positions = tuple(range(first, first + len(conditions)))
-    rewards = {reward.name: result}
-    return ScoredBatch(tuple(conditions), positions, conditioning, rolled.trajectory, rolled.noise_ids, rewards)
+    videos = policy.decode(samples.final_latents)
+    samples = dataclasses.replace(samples, places=samples.places + first)
+    return ScoredBatch(tuple(conditions), samples, {reward.name: reward(videos, conditions)}, videos)
+
+
+def merged(batches: Sequence[ScoredBatch]) -> ScoredBatch:
+    """Return batches of one size as one."""
+    return ScoredBatch(
+        conditions=tuple(condition for batch in batches for condition in batch.conditions),
+        samples=Samples.concatenate([batch.samples for batch in batches]),
+        rewards={name: merge_results([batch.rewards[name] for batch in batches]) for name in batches[0].rewards},
+        videos=batches[0].videos,
+    )
 
 
 def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **options: Any) -> TrainingBatch:
     """Roll out batch by batch, join, and compare within groups, as one rank would."""
     starts = [sum(map(len, batches[:number])) for number in range(len(batches))]
     parts = [scored(policy, part, first=first, **options) for part, first in zip(batches, starts, strict=True)]
-    merged = merge(parts)
-    gathered = gather([merged], Ranks())
+    whole = merged(parts)
+    gathered = gather([whole], Ranks())
     k = int((gathered.gids == gathered.gids[0]).sum())
     compared = combine_rewards(
         gathered.rewards, gathered.valid, {"brightness": 1.0}, gathered.gids, k=k, floors={}, flat_eps=0.0
     )
-    return own_rows(everything([merged], gathered, Ranks()), compared, Ranks())
+    return own_rows(everything([whole], gathered, Ranks()), compared, Ranks())
 
 
 def train_config(**changes: Any) -> TrainConfig:
@@ -221,11 +231,17 @@ def reward_config(**changes: Any) -> RewardConfig:
 def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, ranks: Ranks | None = None, **changes: Any) -> Updater:
     """Return an Updater over plain SGD, so that an update is proportional to its gradient."""
     train = train_config(**changes)
-    settings = UpdateSettings(
-        sigmas=SIGMAS, sde=SDE, step_weight=None, rollout_batch_size=rollout_batch_size, seed=5, train=train
-    )
+    settings = UpdateSettings(rollout_batch_size, seed=5, train=train)
     optimizer = torch.optim.SGD(policy.trained_parameters(), lr=train.learning_rate)
-    return Updater(policy, optimizer, settings, ranks or Ranks())
+    objective = GrpoObjective(policy, SIGMAS, SDE, step_weight=None, train=train)
+    return Updater(policy, objective, optimizer, settings, ranks or Ranks())
+
+
+def update(
+    moving: Updater, batch: TrainingBatch, epoch: int = 0, *, bad_steps: list[str] | None = None, probe: bool = False
+) -> dict[str, float]:
+    """Plan and take the optimizer steps of an epoch."""
+    return moving.run(batch, moving.plan(batch, epoch), [] if bad_steps is None else bad_steps, probe=probe)
 
 
 def weights_of(policy: ToyPolicy) -> Tensor:
@@ -288,7 +304,7 @@ def collector(
         num_batches_per_epoch=sample.num_batches_per_epoch,
         layout=sample.layout,
     )
-    settings = SampleSettings(sample, SIGMAS, SDE, seed=1, debug=debug)
+    settings = SampleSettings(sample, RolloutSettings(SIGMAS, SDE, seed=1), debug=debug)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     return Collector(
         policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, settings, is_main=ranks.is_main

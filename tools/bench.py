@@ -92,6 +92,7 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
         samples = trainer.sample(epoch)
         batch = trainer.compare(trainer.choose(samples, trainer.gather(samples), epoch))
         trainer.update(batch, epoch)
+        trainer.finish_epoch(epoch)
         spent = time.perf_counter() - begun
         seconds = bare_seconds(trainer, batch, epoch)
         if epoch:  # the first warms up
@@ -121,7 +122,7 @@ def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
         for size in sizes.unique()
         for rows in (sizes == size).nonzero().flatten().split(config.sample.train_batch_size)
     ]
-    replays = [rows for step in trainer.updater.plan(batch, epoch) for rows in step]
+    replays = [rows for step in trainer.updater.plan(batch, epoch).steps for rows in step]
     rollouts, replays = ([_inputs(trainer, batch, rows) for rows in calls] for calls in (rollouts, replays))
     columns = range(len(batch.parts[0].trajectory.steps))
     device_door.synchronize(trainer.device)

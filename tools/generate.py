@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from config.base import get_config
-from flow_grpo.algorithm.evaluate import side_by_side
-from flow_grpo.algorithm.rollout.denoise import SdeSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
-from flow_grpo.data.video_io import write_video
+from flow_grpo.runtime.reporting.clips import side_by_side
+from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models import codec
 from flow_grpo.models.adapter_files import LORA_FILE, load_adapter
@@ -294,9 +294,8 @@ def generate(policy: RecamPolicy, condition: Condition, sigmas: Tensor, seed: in
         seed: of the noise.
     """
     conditioning = policy.encode([condition])
-    ode = SdeSettings("ode", 0.0)
-    rolled = rollout(policy, [condition], conditioning, sigmas=sigmas, window=(), sde=ode, seed=seed)
-    return policy.decode(rolled.final_latents)[0].float().cpu()
+    samples = rollout(policy, [condition], conditioning, (), RolloutSettings(sigmas, SdeSettings("ode", 0.0), seed))
+    return policy.decode(samples.final_latents)[0].float().cpu()
 
 
 def describe(args: argparse.Namespace, request: Request, condition: Condition, device: torch.device) -> dict[str, Any]:

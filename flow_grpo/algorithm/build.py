@@ -1,4 +1,4 @@
-"""The parts of a run as its recipe asks for them: everything that knows no model by name."""
+"""From a recipe to the parts of a run: data, sampler, collector, updater, rewards, evaluator."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from flow_grpo.algorithm.debug_print import show
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings
-from flow_grpo.algorithm.rollout.denoise import SdeSettings
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
 from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.exclude import read_verdicts, settings_of
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
@@ -73,9 +74,15 @@ def build_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
     )
 
 
-def sde_settings(config: Config) -> SdeSettings:
-    """Return the noise of the stochastic steps."""
-    return SdeSettings(config.sample.sde, config.sample.noise_level, config.sample.max_step_std)
+def rollout_settings(config: Config) -> RolloutSettings:
+    """Return noise levels, SDE and seed of the training rollouts."""
+    sample = config.sample
+    return RolloutSettings(
+        sigmas=flow_sigmas(sample.num_steps, sample.shift),
+        sde=SdeSettings(sample.sde, sample.noise_level, sample.max_step_std),
+        seed=config.seed,
+        same_initial_noise=sample.same_initial_noise,
+    )
 
 
 def build_collector(
@@ -92,9 +99,7 @@ def build_collector(
     loader = make_loader(train, sampler, config.data.num_workers)
     settings = SampleSettings(
         sample=config.sample,
-        sigmas=flow_sigmas(config.sample.num_steps, config.sample.shift),
-        sde=sde_settings(config),
-        seed=config.seed,
+        rollout=rollout_settings(config),
         debug=config.debug,
         offload=config.sample.offload or config.dynamic_sampling.enabled,
         overlap=config.reward.overlap,
@@ -104,53 +109,46 @@ def build_collector(
 
 
 def build_dynamic_sampling(
-    config: Config, rewards: RewardSet, state: RunState, progress: Progress, ranks: Ranks
+    config: Config, rewards: RewardSet, progress: Progress, ranks: Ranks
 ) -> DynamicSampling | None:
-    """Return what draws further rounds when groups are flat, or None when that is not asked for."""
+    """Return what samples further rounds when groups are flat, or None when it is switched off."""
     if not config.dynamic_sampling.enabled:
         return None
     return DynamicSampling(
         config=config.dynamic_sampling,
-        reward=config.reward,
         floors=rewards.floors,
         k=config.sample.k,
         local=config.sample.expanded_batch_size,
         seed=config.seed,
         ranks=ranks,
-        history=state.shortages,
         say=progress.say if ranks.is_main else lambda line: show([line]),
     )
 
 
-def build_updater(config: Config, policy: Policy, state: RunState, progress: Progress, ranks: Ranks) -> Updater:
-    """Return what moves the weights."""
-    sample, train = config.sample, config.train
-    sigmas, sde = flow_sigmas(sample.num_steps, sample.shift), sde_settings(config)
+def build_objective(config: Config, policy: Policy) -> GrpoObjective:
+    """Return the loss of the recorded steps."""
+    train, rollout = config.train, rollout_settings(config)
     weights = step_weights(
         "inverse_delta" if train.guard else train.step_weight,
-        sigmas,
-        sample.sde_steps,
-        kind=sde.kind,
-        noise_level=sde.noise_level,
-        max_step_std=sde.max_step_std,
+        rollout.sigmas,
+        config.sample.sde_steps,
+        kind=rollout.sde.kind,
+        noise_level=rollout.sde.noise_level,
+        max_step_std=rollout.sde.max_step_std,
     )
-    settings = UpdateSettings(
-        sigmas=sigmas,
-        sde=sde,
-        step_weight=weights,
-        rollout_batch_size=sample.train_batch_size,
-        seed=config.seed,
-        train=train,
-    )
-    after_step = None if state.ema is None else state.ema.update
+    return GrpoObjective(policy, rollout.sigmas, rollout.sde, step_weight=weights, train=train)
+
+
+def build_updater(config: Config, policy: Policy, state: RunState, progress: Progress, ranks: Ranks) -> Updater:
+    """Return what takes the gradient steps."""
     return Updater(
         policy,
+        build_objective(config, policy),
         state.optimizer,
-        settings,
+        UpdateSettings(config.sample.train_batch_size, config.seed, config.train),
         ranks,
-        after_step=after_step,
-        on_replay=progress.update,
-        bad_steps=state.bad_steps,
+        after_step=(lambda: None) if state.ema is None else state.ema.update,
+        on_pass=progress.update,
     )
 
 

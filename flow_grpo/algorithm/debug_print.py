@@ -1,6 +1,6 @@
-"""The group structure of an epoch, printed for the eye by `config.debug`, and its counts, asserted always.
+"""The group structure of an epoch: printed with `config.debug`, its counts always asserted.
 
-The lines are part of the interface: users of the k-repeat sampler look for them word for word.
+The lines are an interface: users of the k-repeat sampler look for them word for word.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ SHOWN = 30  # characters of a prompt
 
 
 def batch_view(batch: ScoredBatch, sigmas: Tensor, weights: dict[str, float]) -> dict[str, object]:
-    """Return a batch under the key names that flow_grpo's scripts use, without copying more than an index.
+    """Return a batch under the key names that flow_grpo's scripts use.
 
     Args:
-        batch: B samples with K remembered steps.
-        sigmas: (S+1,) noise levels; `timesteps` (B, K) is 1000 times the remembered ones.
+        batch: B samples with K recorded steps.
+        sigmas: (S+1,) noise levels; `timesteps` (B, K) is 1000 times the recorded ones.
         weights: reward name -> weight, for the weighted sum `rewards["avg"]` (B,) over the valid rewards.
     """
-    trajectory = batch.trajectory
+    samples, trajectory = batch.samples, batch.samples.trajectory
+    columns = range(len(trajectory.steps))
     kept = sigmas[list(trajectory.steps)]
     rewards = {name: result.values for name, result in batch.rewards.items()}
     return {
         "prompts": [condition.prompt for condition in batch.conditions],
-        "prompt_embeds": batch.conditioning.prompt_embeds,
-        "source_latents": batch.conditioning.source_latents,
-        "target_cameras": batch.conditioning.target_cameras,
+        "prompt_embeds": samples.conditioning.prompt_embeds,
+        "source_latents": samples.conditioning.source_latents,
+        "target_cameras": samples.conditioning.target_cameras,
         "timesteps": (1000 * kept).repeat(len(batch.conditions), 1),
-        "latents": trajectory.latents,
-        "next_latents": trajectory.next_latents,
+        "latents": torch.stack([trajectory.latents(column) for column in columns], dim=1),
+        "next_latents": torch.stack([trajectory.next_latents(column) for column in columns], dim=1),
         "log_probs": trajectory.log_probs,
         "rewards": {**rewards, "avg": average_reward(batch, weights)},
     }
 
 
 def average_reward(batch: ScoredBatch, weights: dict[str, float]) -> Tensor:
-    """Return the (B,) weighted sum of the valid rewards, for the eye only: advantages never use it."""
+    """Return the (B,) weighted sum of the valid rewards, for printing only: advantages never use it."""
     results = batch.rewards
     terms = [weights[name] * results[name].values.where(results[name].valid, torch.zeros(())) for name in results]
     return torch.stack(terms).sum(dim=0)
 
 
 def repeat_over_steps(values: Tensor, steps: int) -> Tensor:
-    """Return (N, steps): each sample's value once per remembered step."""
+    """Return (N, steps): each sample's value once per recorded step."""
     return values[:, None].repeat(1, steps)
 
 
@@ -111,6 +112,6 @@ def check_gathered(gids: Tensor, slots: Tensor, expected: int, k: int) -> None:
 
 
 def show(lines: Sequence[str]) -> None:
-    """Write lines to standard output at once, so that those of one call stay together."""
+    """Write lines to standard output in one call, so that other processes do not interleave with them."""
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

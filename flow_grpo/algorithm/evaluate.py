@@ -12,24 +12,21 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.reward_log import pooled
-from flow_grpo.algorithm.rollout.denoise import SdeSettings, rollout
-from flow_grpo.algorithm.rollout.scoring import score
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
-from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
-
-SHOWN_ROWS = 240  # pixels: smaller videos are enlarged to about this height
+from flow_grpo.runtime.reporting.clips import Clip, make_clip
 
 
 class ConditionSource(Protocol):
@@ -63,21 +60,6 @@ class EvalSettings:
     num_conditions: int
     batch_size: int
     videos: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """One video to look at.
-
-    Attributes:
-        video: (3, T, rows, columns) in [0, 1]: source | generated | target, enlarged.
-        name: file name without ending; tells the condition and its rewards.
-        caption: the same for the eye.
-    """
-
-    video: Tensor
-    name: str
-    caption: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,17 +152,10 @@ class Evaluator:
             conditions = [self.dataset.condition(index, gid=index) for index in indices]
             conditioning = self.policy.encode(conditions)
         with self.ranks.sync_errors("evaluation"):
-            rolled = rollout(
-                self.policy,
-                conditions,
-                conditioning,
-                sigmas=self.settings.sigmas,
-                window=(),
-                sde=SdeSettings("ode", 0.0),
-                seed=key("eval", "noise"),
-            )
+            deterministic = RolloutSettings(self.settings.sigmas, SdeSettings("ode", 0.0), seed=key("eval", "noise"))
+            samples = rollout(self.policy, conditions, conditioning, (), deterministic)
         with self.ranks.sync_errors("evaluation"):
-            self._score(positions, conditions, rolled.final_latents, rows, clips)
+            self._score(positions, conditions, samples.final_latents, rows, clips)
 
     def _score(
         self,
@@ -190,19 +165,20 @@ class Evaluator:
         rows: list[dict[str, Any]],
         clips: list[Clip],
     ) -> None:
-        scores = score(self.policy, conditions, latents, self.rewards, batch_size=len(conditions))
+        videos = decode(self.policy, conditions, latents)
+        rewards = self.rewards(videos, conditions)
         columns: dict[str, Tensor] = {}
-        for name, result in scores.rewards.items():
+        for name, result in rewards.items():
             columns |= _columns(name, result, prefix=f"{name}_")
         if self.gold is not None:
-            columns |= _columns(self.gold.name, self.gold(scores.videos, conditions), prefix="")
+            columns |= _columns(self.gold.name, self.gold(videos, conditions), prefix="")
         for row, (position, condition) in enumerate(zip(positions, conditions, strict=True)):
             values = {name: float(column[row]) for name, column in columns.items()}
             rows.append(
                 {"position": position, "camera": condition.camera, "preset": condition.preset or "", "values": values}
             )
             if self.ranks.is_main and len(clips) < self.settings.videos:
-                clips.append(make_clip(condition, scores.videos[row], {name: values[name] for name in scores.rewards}))
+                clips.append(make_clip(condition, videos[row], {name: values[name] for name in rewards}))
 
     def _summary(self, rows: list[dict[str, Any]], clips: list[Clip]) -> Evaluation:
         """Bring all ranks' rows into the order of positions and average; alike on every rank."""
@@ -244,37 +220,6 @@ def held_out_indices(total: int, count: int) -> list[int]:
         )
     order: list[int] = torch.randperm(total, generator=generator("eval", "conditions", total)).tolist()
     return order[:count]
-
-
-def write_clips(folder: Path, prefix: str, clips: Sequence[Clip]) -> list[Path]:
-    """Write clips as mp4 files `<prefix>_<name>.mp4` and return their paths."""
-    paths = [folder / f"{prefix}_{clip.name}.mp4" for clip in clips]
-    for path, clip in zip(paths, clips, strict=True):
-        write_video(path, clip.video)
-    return paths
-
-
-def side_by_side(condition: Condition, generated: Tensor) -> Tensor:
-    """Return source | generated | target (3, T, rows, columns), enlarged by a whole factor when small."""
-    parts = [condition.source_video, generated]
-    if condition.target_video is not None:
-        parts.append(condition.target_video)
-    video = torch.cat([part.float() for part in parts], dim=-1)
-    factor = max(1, round(SHOWN_ROWS / video.shape[-2]))
-    return video.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
-
-
-def make_clip(condition: Condition, generated: Tensor, rewards: dict[str, float]) -> Clip:
-    """Return a clip of one sample, named after its condition and rewards."""
-    values = " ".join(f"{name} {value:.3f}" for name, value in rewards.items())
-    path = f"{condition.source_camera} to {condition.target_camera}"
-    if condition.preset:
-        path += f" ({condition.preset})"
-    return Clip(
-        video=side_by_side(condition, generated.nan_to_num(0.0, 1.0, 0.0)),  # a broken sample is shown, too
-        name=f"{condition.scene}_{condition.target_camera}_{values.replace(' ', '_')}".replace("/", "-"),
-        caption=f"{condition.scene}, {path}: {values} (source | generated | target)",
-    )
 
 
 def _columns(name: str, result: RewardResult, prefix: str) -> dict[str, Tensor]:

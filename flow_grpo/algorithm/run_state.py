@@ -1,4 +1,4 @@
-"""Everything a run needs to go on: what is saved, what it is compared with, how it is put back."""
+"""The state of a run: what a checkpoint holds, which model and data it belongs to, how it is restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Average(Protocol):
 
 @dataclasses.dataclass
 class RunState:
-    """What changes while a run goes on.
+    """What changes in the course of a run.
 
     Attributes:
         module: the network; its trained weights are saved.
@@ -57,8 +57,8 @@ class RunState:
         finished: number of finished epochs.
         train_seconds: seconds spent in epochs.
         before: held-out metrics before training, None until measured.
-        shortages: of the last epochs with dynamic sampling, 1 where the pool fell short; shared, changed in place.
-        bad_steps: what was wrong with the last optimizer steps, as long as none was finite since; shared likewise.
+        shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
+        bad_steps: causes of the latest optimizer steps that were skipped in a row.
     """
 
     module: nn.Module
@@ -136,8 +136,8 @@ class RunState:
             self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
             device_door.set_rng_state(self.device, found.per_rank["random"])
-        self.shortages[:] = state["shortages"]
-        self.bad_steps[:] = state.get("bad_steps", ())  # not in checkpoints of earlier versions
+        self.shortages = list(state["shortages"])
+        self.bad_steps = list(state.get("bad_steps", ()))  # not in checkpoints of earlier versions
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:

@@ -1,11 +1,14 @@
-"""The verbs of the training loop: sample, gather, compare, update, log; and the evaluations around them."""
+"""The verbs of the training loop: sample, gather, choose, compare, update, log, evaluate, save.
+
+`train_grpo.py` says in which order they are called.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,20 +16,20 @@ from typing import Any
 import torch
 
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.evaluate import Clip, ConditionSource, Evaluation, Evaluator, make_clip, write_clips
+from flow_grpo.algorithm.evaluate import ConditionSource, Evaluator
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.reward_log import camera_metrics, server_metrics
-from flow_grpo.algorithm.rollout.collector import Collected, Collector
+from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.models.adapter_files import save_adapter
-from flow_grpo.records import TrainingBatch
+from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.runtime.reporting.clips import log_clips, log_rows, training_clips
 from flow_grpo.runtime.reporting.console import Progress, print_before_after
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.signals import EndRequest
@@ -35,24 +38,24 @@ from flow_grpo.settings.schema import Config, RewardConfig
 
 @dataclasses.dataclass
 class Trainer:
-    """One run on one rank; every method must be called on every rank.
+    """One run on one rank; every method is a collective call.
 
     Attributes:
         config: the run's configuration.
-        collector: samples an epoch.
-        updater: moves the weights.
+        collector: samples a round.
+        updater: takes the gradient steps.
         evaluator: measures held-out conditions.
-        state: what a checkpoint holds, and how far the run is.
+        state: what a checkpoint holds.
         tracker: metrics, videos, summary.
         progress: the console.
         ranks: who takes part.
         device: this rank's device.
         run_folder: where the run's files are.
         lock: on that folder, held or not.
-        dynamic_sampling: draws further rounds when groups are flat, or None.
-        cameras: the kind of camera of every training condition, for statistics; none keeps none.
-        conditions: what is trained on, by index, for the doctor; None where nobody asks it.
-        from_own: whether it goes on from one of its own checkpoints; from another run's, it has saved nothing yet.
+        dynamic_sampling: samples further rounds when groups are flat, or None.
+        cameras: the kind of camera of every training condition, for statistics; () keeps none.
+        conditions: what is trained on, by index, for the doctor.
+        from_own: the run resumes one of its own checkpoints, so its state is already saved.
     """
 
     config: Config
@@ -75,9 +78,10 @@ class Trainer:
         self.clock = Clock(self.device)
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
+        self._timed_until = time.perf_counter()
         self._saved = self._position() if self.from_own else None
         self._evaluated: tuple[int, dict[str, float]] | None = None
-        self._begun: dict[str, Any] = self.state.sampler.state_dict()
+        self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
 
     @property
     def reward(self) -> RewardConfig:
@@ -85,95 +89,103 @@ class Trainer:
         return compare.in_epoch(self.config.reward, self.state.finished)
 
     def epochs(self) -> Iterator[int]:
-        """Yield the epochs that are left, until the configured time is used up; count the time between."""
+        """Yield the remaining epochs until the configured time is used up or a signal asks to end."""
+        self._timed_until = time.perf_counter()
         for epoch in range(self.state.finished, self.config.num_epochs):
             if self._out_of_time() or self._asked_to_end():
                 break
             self.tracker.begin()
-            begun = time.perf_counter()
             self.clock, self.metrics = Clock(self.device), {}
-            self._begun = self.state.sampler.state_dict()
             device_door.reset_peak_memory(self.device)
             yield epoch
-            self.state.train_seconds += time.perf_counter() - begun
-            if self.state.finished % self.config.checkpoint.every == 0:
-                self.save()
+            self._count_time()
 
-    def sample(self, epoch: int) -> Collected:
+    def sample(self, epoch: int) -> tuple[ScoredBatch, ...]:
         """Roll out and score this rank's samples of an epoch."""
         self.progress.start_epoch(rollouts=self.config.sample.expanded_batch_size)
         return self._collect(epoch, "sampling")
 
-    def gather(self, collected: Collected) -> Gathered:
-        """Exchange the small facts of all samples and check that they are whole groups."""
-        gathered = self._gather(collected)
+    def gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
+        """Exchange ids and rewards of all samples and check that they are whole groups."""
+        gathered = self._gather(batches)
         with self.ranks.sync_errors("measuring"):
             self.metrics |= compare.reward_metrics(gathered, self.reward.weights)
             self.metrics |= compare.rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
-            if self.dynamic_sampling is None:  # which judges by itself, maybe by another reward
-                self.metrics |= compare.group_metrics(self._advantages(gathered))
         return gathered
 
-    def choose(self, collected: Collected, gathered: Gathered, epoch: int) -> Chosen:
-        """Decide what to train on: the samples as they are, or by dynamic sampling groups that carry a signal."""
+    def choose(self, batches: Sequence[ScoredBatch], gathered: Gathered, epoch: int) -> Chosen:
+        """Decide what to train on: the round as it is, or by dynamic sampling only groups that carry a signal."""
         if self.dynamic_sampling is None:
-            return compare.everything(collected.batches, gathered, self.ranks)
+            return compare.everything(batches, gathered, self.ranks)
 
-        def another_round(number: int) -> tuple[Collected, Gathered]:
+        def sample_round(number: int) -> tuple[Sequence[ScoredBatch], Gathered]:
             self.progress.more_rollouts(self.config.sample.expanded_batch_size)
             fresh = self._collect(epoch, f"resample #{number}")
             return fresh, self._gather(fresh)
 
-        self.dynamic_sampling.reward = self.reward
-        chosen, metrics = self.dynamic_sampling.choose(collected, gathered, another_round)
+        chosen, metrics = self.dynamic_sampling.choose(
+            batches, gathered, sample_round, reward=self.reward, shortages=self.state.shortages
+        )
         self.metrics |= metrics
         return chosen
 
     def compare(self, chosen: Chosen) -> TrainingBatch:
         """Turn rewards into advantages within groups and take this rank's own rows."""
         with self.ranks.sync_errors("comparing"):
-            compared = self._advantages(chosen.gathered)
+            floors = self.collector.rewards.floors
+            compared = compare.advantages(chosen.gathered, self.reward, k=self.config.sample.k, floors=floors)
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
-            if (
-                self.dynamic_sampling
-                and self.config.dynamic_sampling.skip_step_if_all_flat
-                and not compared.advantages.any()
-            ):
+            if self.dynamic_sampling is None:  # which counts the groups of its first round itself
+                self.metrics |= compare.group_metrics(compared)
+            elif self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
                 compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
             return compare.own_rows(chosen, compared, self.ranks)
 
     def update(self, batch: TrainingBatch, epoch: int) -> None:
         """Take the epoch's gradient steps."""
-        probe = self.config.debug or self._evaluation_is_due(epoch + 1)
         self.ranks.enter("update")
-        self.progress.start_update(self.updater.replays(batch, epoch))
+        plan = self.updater.plan(batch, epoch)
+        self.progress.start_update(plan.passes)
+        probe = self.config.debug or self._evaluation_is_due(epoch + 1)
         with self.clock.phase("update"):
-            self.metrics |= self.updater.run(batch, epoch=epoch, probe=probe)
-        self.state.finished = epoch + 1
-        self._begun = self.state.sampler.state_dict()
+            self.metrics |= self.updater.run(batch, plan, self.state.bad_steps, probe=probe)
 
-    def log(self, collected: Collected) -> None:
-        """Record the epoch's metrics and videos, and evaluate when it is time."""
+    def finish_epoch(self, epoch: int) -> None:
+        """Count an epoch as finished: from here on a checkpoint contains its update."""
+        self.state.finished = epoch + 1
+        self._sampler_at_update = self.state.sampler.state_dict()
+
+    def log(self, batches: Sequence[ScoredBatch]) -> None:
+        """Record the finished epoch's metrics and, when due, videos of its samples."""
         step, every = self.state.finished, self.config.log_videos_every
         seconds = sum(self.clock.seconds.values())
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
-        samples = len(collected) * self.ranks.world_size * rounds
-        metrics = self.metrics | self.clock.metrics()
-        metrics["time/epoch_s"] = seconds
-        metrics["system/samples_per_s"] = samples / seconds
-        metrics |= server_metrics(self.collector.rewards.stats(), self.ranks)
-        metrics["train/learning_rate"] = self.config.train.learning_rate
-        metrics |= {f"system/memory_{name}_gib": value for name, value in device_door.memory(self.device).items()}
+        self.metrics |= self.clock.metrics() | server_metrics(self.collector.rewards.stats(), self.ranks)
+        self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_door.memory(self.device).items()}
+        self.metrics |= {
+            "time/epoch_s": seconds,
+            "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,
+            "train/learning_rate": self.config.train.learning_rate,
+        }
         with self.ranks.sync_errors("logging"):
-            self.tracker.log(metrics, step)
-            if every and step % every == 0:
-                self._show("train", self._training_clips(collected), step)
-        held_out = self.evaluate() if self._evaluation_is_due(step) else {}
-        self.progress.finish_epoch(metrics | held_out)
+            self.tracker.log(self.metrics, step)
+            if every and step % every == 0 and self.ranks.is_main:
+                clips = training_clips(batches[0], self.config.eval.videos)
+                log_clips(self.tracker, self.run_folder / "videos", "train", clips, step)
+
+    def evaluate_if_due(self) -> None:
+        """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console."""
+        held_out = self.evaluate() if self._evaluation_is_due(self.state.finished) else {}
+        self.progress.finish_epoch(self.metrics | held_out)
+
+    def save_if_due(self) -> None:
+        """Save every `checkpoint.every` epochs."""
+        if self.state.finished % self.config.checkpoint.every == 0:
+            self.save()
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the held-out conditions with the weights as they are, once per state, and record the result."""
+        """Measure the held-out conditions with the current weights, once per epoch, and record the result."""
         step = self.state.finished
         if self._evaluated is None or self._evaluated[0] != step:
             begun = time.perf_counter()
@@ -181,23 +193,23 @@ class Trainer:
             with self.ranks.sync_errors("logging"):
                 seconds = {"time/evaluation_s": time.perf_counter() - begun}
                 self.tracker.log(evaluation.metrics | evaluation.by_camera | seconds, step)
-                self._show_presets(evaluation, step)
-                self._show("eval", evaluation.clips, step)
+                log_rows(self.tracker, "eval/presets", evaluation.presets, step)
+                log_clips(self.tracker, self.run_folder / "videos", "eval", evaluation.clips, step)
             self._evaluated = step, evaluation.metrics
         return self._evaluated[1]
 
     def evaluate_before(self) -> None:
-        """Evaluate the policy training starts from; a resumed run remembers it.
+        """Evaluate the policy training starts from; a resumed run has the result in its checkpoint.
 
         Raises:
-            InputError: `checkpoint.best` is none of what is measured.
+            InputError: `checkpoint.best` is no metric that is measured.
         """
         if self.state.before is None:
             self.state.before = self.evaluate()
             self.progress.say(f"before training: {_in_words(self.state.before)}")
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
-            self.evaluate()  # a held-out file was broken, and is mended
-            self._saved = None  # without a score, that was
+            self.evaluate()  # the run ended in this evaluation, at a broken held-out file that is mended now
+            self._saved = None  # the checkpoint has no score yet
             self.save()
         best = self.config.checkpoint.best
         if best and best.removeprefix("-") not in self.state.before:
@@ -207,7 +219,7 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Save, evaluate once more, and leave the summary, the adapter and the before/after table."""
+        """Save, evaluate once more, and write the summary, the adapter and the before/after table."""
         assert self.state.before is not None, "evaluate_before() comes first"
         self.save()
         after = self.evaluate()
@@ -219,7 +231,7 @@ class Trainer:
         print_before_after(self.state.before, after, self.run_folder, self.ranks)
 
     def leave(self) -> None:
-        """Save and close what is open, on the way out before the last epoch."""
+        """Save and close the trackers, after a signal asked to end before the last epoch."""
         self.save()
         with self.ranks.sync_errors("summary"):
             self.tracker.close()
@@ -228,43 +240,52 @@ class Trainer:
             f"--config.run_name={self.run_folder.name}"
         )
 
-    def _collect(self, epoch: int, phase: str) -> Collected:
+    def rewind(self) -> None:
+        """Reset the sampler to the end of the last update, so that a resumed run samples the broken epoch again."""
+        self.state.sampler.load_state_dict(self._sampler_at_update)
+
+    def save(self) -> None:
+        """Publish a checkpoint of the finished epochs and the sampler's position, unless it is saved already."""
+        if self._saved != self._position():
+            self._count_time()
+            folder, keep = self.run_folder / "checkpoints", self.config.checkpoint.keep
+            self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
+            self._saved = self._position()
+            self._timed_until = time.perf_counter()  # writing does not count as training
+
+    def _collect(self, epoch: int, phase: str) -> tuple[ScoredBatch, ...]:
         return self.collector.collect(epoch, self.clock, lambda: self.ranks.sync_errors(phase))
 
-    def _gather(self, collected: Collected) -> Gathered:
+    def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         sample = self.config.sample
-        self._say_what_failed(collected)
+        self._say_what_failed(batches)
         with self.clock.phase("gather"):
-            gathered = compare.gather(collected.batches, self.ranks)
+            gathered = compare.gather(batches, self.ranks)
         if self.config.debug:
-            compare.show_gathered(collected.batches, gathered, sample, self.ranks, self.reward.weights)
+            compare.show_gathered(batches, gathered, sample, self.ranks, self.reward.weights)
         try:
             compare.check(gathered, sample, self.ranks)
         except (AssertionError, RuntimeError) as error:
             raise RankError(f"gathered samples: {error}") from error  # every rank has the same
-        compare.check_faults(collected.batches, gathered, self.reward, self.ranks)
+        compare.check_faults(batches, gathered, self.reward, self.ranks)
         return gathered
 
-    def _advantages(self, gathered: Gathered) -> CombinedAdvantages:
-        floors = self.collector.rewards.floors
-        return compare.advantages(gathered, self.reward, k=self.config.sample.k, floors=floors)
+    def _say_what_failed(self, batches: Sequence[ScoredBatch]) -> None:
+        for name in self.collector.rewards.weights:
+            causes = [cause for batch in batches for cause in batch.rewards[name].causes if cause]
+            if causes:
+                self.progress.say(f"reward {name}: {len(causes)} samples of rank 0 have no value, first: {causes[0]}")
 
-    def rewind(self) -> None:
-        """Go back to where the last update left: saved now, a resumed run samples an epoch without one again."""
-        self.state.sampler.load_state_dict(self._begun)
-
-    def save(self) -> None:
-        """Publish a checkpoint of the finished epochs and of what was drawn since, unless there is one."""
-        if self._saved != self._position():
-            folder, keep = self.run_folder / "checkpoints", self.config.checkpoint.keep
-            self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
-            self._saved = self._position()
+    def _count_time(self) -> None:
+        now = time.perf_counter()
+        self.state.train_seconds += now - self._timed_until
+        self._timed_until = now
 
     def _position(self) -> tuple[int, int]:
         return self.state.finished, self.state.sampler.next_step
 
     def _score(self) -> float | None:
-        """Return how good the weights are by `checkpoint.best`, if they were evaluated."""
+        """Return the value of `checkpoint.best` for the current weights, larger is better, if they were evaluated."""
         best = self.config.checkpoint.best
         if not best or self._evaluated is None or self._evaluated[0] != self.state.finished:
             return None
@@ -275,53 +296,24 @@ class Trainer:
         return self.config.eval.every > 0 and step % self.config.eval.every == 0
 
     def _has_evaluated(self) -> bool:
-        """Tell whether held-out metrics of the newest state are on record."""
+        """Return whether held-out metrics of the current state are on record."""
         names = self.tracker.recorded(self.state.finished)
         return self.ranks.broadcast_text(str(any(name.startswith("eval/") for name in names))) == "True"
 
     def _out_of_time(self) -> bool:
-        """Tell whether the configured minutes are used up; rank 0's clock decides for all."""
+        """Return whether the configured minutes are used up, by rank 0's clock."""
         limit = 60 * self.config.max_minutes
         return limit > 0 and self.ranks.broadcast_text(str(self.state.train_seconds >= limit)) == "True"
 
     def _asked_to_end(self) -> bool:
-        """Tell whether any rank got a signal to end; all of them then know which."""
+        """Return whether any rank received a signal to end; all ranks then know which."""
         signals = [name for name in self.ranks.gather_text(self.end.signal) if name]
         self.ended_by = signals[0] if signals else ""
         return bool(signals)
 
     def _weights(self) -> AbstractContextManager[Any]:
-        """Return what puts the evaluated weights in place: the average when there is one."""
+        """Return a context in which the evaluated weights are in place: their moving average if there is one."""
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
-
-    def _say_what_failed(self, collected: Collected) -> None:
-        for name in self.collector.rewards.weights:
-            causes = [cause for batch in collected.batches for cause in batch.rewards[name].causes if cause]
-            if causes:
-                self.progress.say(f"reward {name}: {len(causes)} samples of rank 0 have no value, first: {causes[0]}")
-
-    def _training_clips(self, collected: Collected) -> list[Clip]:
-        first = collected.batches[0]
-        shown = min(len(collected.videos), self.config.eval.videos) if self.ranks.is_main else 0
-        return [
-            make_clip(
-                first.conditions[row],
-                collected.videos[row],
-                {name: float(result.values[row]) for name, result in first.rewards.items() if result.valid[row]},
-            )
-            for row in range(shown)
-        ]
-
-    def _show(self, group: str, clips: list[Clip], step: int) -> None:
-        paths = write_clips(self.run_folder / "videos", f"{group}_{step:06d}", clips)
-        for number, (path, clip) in enumerate(zip(paths, clips, strict=True)):
-            self.tracker.log_video(f"{group}/video_{number}", path, clip.caption, step)
-
-    def _show_presets(self, evaluation: Evaluation, step: int) -> None:
-        if evaluation.presets:
-            columns = list(dict.fromkeys(name for row in evaluation.presets for name in row))
-            rows = [[row.get(name, "") for name in columns] for row in evaluation.presets]
-            self.tracker.log_table("eval/presets", columns, rows, step)
 
 
 def _in_words(metrics: dict[str, float]) -> str:

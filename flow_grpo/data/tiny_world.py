@@ -19,11 +19,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path
 from flow_grpo.maths.room import Room, random_room, render_video, stack_rooms
 from flow_grpo.runtime.json_files import read_json
+from flow_grpo.runtime.video_file import write_video
 
 SENSOR_MM = 23.76  # MultiCamVideo's square sensor; the focal length in millimetres is part of the folder name
 LENS_FOLDER = "f{focal:g}_aperture10"

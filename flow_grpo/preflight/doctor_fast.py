@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.rollout.batching import full_batches
-from flow_grpo.algorithm.rollout.collector import SampleSettings, roll_out
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.algorithm.update.updater import Updater, next_latents
+from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.k_repeat_sampler import Draw
 from flow_grpo.maths.sde import log_prob
 from flow_grpo.models.adapters import adapted_modules, trained_parameters
@@ -29,7 +30,7 @@ from flow_grpo.preflight import doctor_checks as checks
 from flow_grpo.preflight import doctor_steps, machine_checks
 from flow_grpo.preflight.findings import Finding, agreed, as_table, attempted, failed, finding, in_one_line
 from flow_grpo.preflight.layer_diff import first_difference, recording
-from flow_grpo.records import Condition, TrainingPart
+from flow_grpo.records import Condition, Samples
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_sharded, local, unwrap
 
@@ -44,12 +45,10 @@ class ProbeBatch:
     Attributes:
         conditions: its B conditions.
         part: what the update would replay.
-        noise_ids: (B, 2) int64 hashes of each sample's noise.
     """
 
     conditions: tuple[Condition, ...]
-    part: TrainingPart
-    noise_ids: Tensor
+    part: Samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +130,16 @@ def machine(trainer: Trainer) -> list[Finding]:
 
 def schedule(trainer: Trainer) -> list[Finding]:
     """Return what is found of noise levels and stochastic steps; every rank must call it."""
-    settings, moving = trainer.collector.settings, trainer.updater.settings
+    settings, objective = trainer.collector.settings, grpo(trainer)
     first = trainer.state.finished
     windows = [settings.window(epoch) for epoch in range(first, first + WINDOWS)]
     allowed = settings.sample.sde_steps
-    findings = doctor_steps.check_steps(settings.sigmas, allowed, settings.sde, moving.step_weight)
+    findings = doctor_steps.check_steps(objective.sigmas, allowed, objective.sde, objective.step_weight)
     if not failed(findings):
-        findings += doctor_steps.check_ode_limit(settings.sigmas, allowed, settings.sde)
+        findings += doctor_steps.check_ode_limit(objective.sigmas, allowed, objective.sde)
     return [
         *findings,
-        *doctor_steps.check_window(windows, allowed, len(settings.sigmas) - 1),
+        *doctor_steps.check_window(windows, allowed, len(objective.sigmas) - 1),
         *checks.check_alike(
             "windows",
             trainer.ranks.gather_text(str(windows)),
@@ -234,28 +233,31 @@ def take(trainer: Trainer) -> ProbeBatch:
     with ranks.sync_errors("loading"):
         conditions = tuple(data.condition(index, gid, slot) for _, gid, slot, index in draws(trainer))
         conditioning = policy.encode(conditions)
-    settings, rows = as_far_as_needed(trainer), len(conditions)
     with ranks.sync_errors("the rollout"):
-        rolled = roll_out(policy, conditions, conditioning, settings.window(trainer.state.finished), settings)
-    part = TrainingPart(
-        positions=torch.arange(rows),
-        conditioning=conditioning,
-        trajectory=rolled.trajectory,
-        advantages=torch.zeros(rows),
-        weights=torch.ones(rows),
-        gids=torch.tensor([condition.gid for condition in conditions]),
-    )
-    return ProbeBatch(conditions, part, rolled.noise_ids)
+        return ProbeBatch(
+            conditions, rollout(policy, conditions, conditioning, window(trainer), as_far_as_needed(trainer))
+        )
 
 
-def as_far_as_needed(trainer: Trainer) -> SampleSettings:
+def window(trainer: Trainer) -> tuple[int, ...]:
+    """Return the stochastic steps of the next epoch."""
+    return trainer.collector.settings.window(trainer.state.finished)
+
+
+def grpo(trainer: Trainer) -> GrpoObjective:
+    """Return the objective of the run, which replays recorded steps."""
+    objective = trainer.updater.objective
+    assert isinstance(objective, GrpoObjective)
+    return objective
+
+
+def as_far_as_needed(trainer: Trainer) -> RolloutSettings:
     """Return the rollout's settings without the steps that come after the stochastic ones and one more."""
-    settings = trainer.collector.settings
-    last = settings.window(trainer.state.finished)[-1]
-    return dataclasses.replace(settings, sigmas=settings.sigmas[: last + 3])
+    settings = trainer.collector.settings.rollout
+    return dataclasses.replace(settings, sigmas=settings.sigmas[: window(trainer)[-1] + 3])
 
 
-def replay(updater: Updater, part: TrainingPart, rows: int, *, gradients: bool | None = None) -> Replayed:
+def replay(updater: Updater, part: Samples, rows: int, *, gradients: bool | None = None) -> Replayed:
     """Replay all steps of B samples in calls of `rows`, as the update does; with more rows than B, some stand twice.
 
     Args:
@@ -276,7 +278,7 @@ def replay(updater: Updater, part: TrainingPart, rows: int, *, gradients: bool |
     return Replayed(torch.cat(ratios)[: len(part)], units[0], dict(zip(part.trajectory.steps, by_step, strict=True)))
 
 
-def by_gradients(updater: Updater, part: TrainingPart, log_ratios: Tensor) -> Tensor:
+def by_gradients(updater: Updater, part: Samples, log_ratios: Tensor) -> Tensor:
     """Return (b, K) log-ratios of the update's call to the same one without gradients, as old ones are scored again.
 
     With b = 0 where the rollout's own batch is replayed with gradients: that shows the same.
@@ -300,11 +302,12 @@ def as_in_update(updater: Updater, rows: int, gradients: bool | None = None) -> 
         yield
 
 
-def _scored(updater: Updater, micro: TrainingPart, column: int, gradients: bool | None) -> tuple[Tensor, float, Tensor]:
+def _scored(updater: Updater, micro: Samples, column: int, gradients: bool | None) -> tuple[Tensor, float, Tensor]:
     """Return one step's log-ratios, their unit and its residuals; a function, so that no graph outlives its call."""
     with as_in_update(updater, len(micro), gradients):
-        step = updater.replay(micro, column)
-    after = next_latents(micro, column)
+        assert isinstance(updater.objective, GrpoObjective)
+        step = updater.objective.replay(micro, column)
+    after = micro.trajectory.next_latents(column)
     unit = float(step.std) if updater.settings.train.guard else 1.0
     ratio = unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column])
     return ratio, unit, ((after - step.mean) / step.std).detach()
@@ -317,13 +320,12 @@ def _largest(values: Tensor) -> float:
 def first_divergent_layer(trainer: Trainer, specimen: ProbeBatch) -> str:
     """Return the layer where the rollout's call of the first stochastic step and its replay part."""
     settings, policy = as_far_as_needed(trainer), trainer.collector.policy
-    window = settings.window(trainer.state.finished)
     network = unwrap(policy.module)
     with recording(network) as rollout_calls:
-        roll_out(policy, specimen.conditions, specimen.part.conditioning, window, settings)
+        rollout(policy, specimen.conditions, specimen.part.conditioning, window(trainer), settings)
     with recording(network) as replay_calls, as_in_update(trainer.updater, len(specimen.part)):
-        trainer.updater.replay(specimen.part, 0)
-    return first_difference(rollout_calls[window[0]], replay_calls[0])
+        grpo(trainer).replay(specimen.part, 0)
+    return first_difference(rollout_calls[window(trainer)[0]], replay_calls[0])
 
 
 def parting_by_gradients(trainer: Trainer, specimen: ProbeBatch) -> str:
@@ -332,13 +334,13 @@ def parting_by_gradients(trainer: Trainer, specimen: ProbeBatch) -> str:
     with recording(unwrap(trainer.updater.policy.module)) as calls:
         for kept in (False, True):
             with as_in_update(trainer.updater, len(few), kept):
-                trainer.updater.replay(few, 0)
+                grpo(trainer).replay(few, 0)
     return f"the same call without gradients and with: {first_difference(*calls)}"
 
 
 def noise(trainer: Trainer, specimen: ProbeBatch) -> list[Finding]:
     """Return whether all samples of all ranks have noise of their own; every rank must call it."""
-    own = [(c.gid, c.slot, *ids) for c, ids in zip(specimen.conditions, specimen.noise_ids.tolist(), strict=True)]
+    own = [(c.gid, c.slot, *ids) for c, ids in zip(specimen.conditions, specimen.part.noise_ids.tolist(), strict=True)]
     rows = [row for text in trainer.ranks.gather_text(json.dumps(own)) for row in json.loads(text)]
     return checks.check_noise(
         [row[0] for row in rows],

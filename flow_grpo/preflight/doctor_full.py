@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.sde import gaussian_kl
 from flow_grpo.models.adapters import trained_parameters
@@ -29,6 +30,7 @@ from flow_grpo.preflight.doctor_fast import (
     digest,
     draws,
     examine,
+    grpo,
     replay,
     take,
 )
@@ -114,10 +116,10 @@ def an_epoch(trainer: Trainer, updates_per_epoch: int) -> list[Finding]:
     before = kl(trainer, specimen)[0]
     findings, batch = groups(trainer)
     with gradients(trainer) as seen:
-        told = [trainer.updater.run(batch, epoch=0)]
+        told = [update(trainer.updater, batch, 0)]
         findings += clip(trainer, specimen, unmoved, updates_per_epoch)
         findings += penalty(trainer, specimen, before)
-        told += [unclipped(trainer.updater).run(batch, epoch=number) for number in range(1, UPDATES)]
+        told += [update(unclipped(trainer.updater), batch, number) for number in range(1, UPDATES)]
     if any(metrics["train/bad_steps"] for metrics in told):
         way_out = "lower train.learning_rate or sample.noise_level, or compute in fp32 (model.dtype)"
         return [*findings, finding("update", "a loss or a gradient was not finite, see above", fail=way_out)]
@@ -139,7 +141,7 @@ def groups(trainer: Trainer) -> tuple[list[Finding], TrainingBatch]:
     """Sample, score and compare an epoch, and return what is found of its groups with what the update replays."""
     samples = trainer.sample(0)
     gathered = trainer.gather(samples)  # which raises where groups are no whole groups
-    batch = trainer.compare(compare.everything(samples.batches, gathered, trainer.ranks))
+    batch = trainer.compare(compare.everything(samples, gathered, trainer.ranks))
     flat = float(trainer.metrics["train/zero_std_ratio"])
     said = f"{len(gathered.gids.unique())} groups of {trainer.config.sample.k} copies, {flat:.0%} of them flat"
     way_out = "copies score alike: raise sample.noise_level or sample.k, or look at the rewards' floors"
@@ -165,10 +167,16 @@ def gradients(trainer: Trainer) -> Iterator[Gradients]:
 
 def unclipped(updater: Updater) -> Updater:
     """Return one that takes every ratio as 1: what the first update moved beyond the clip range has no gradient."""
+    assert isinstance(updater.objective, GrpoObjective)
     train = dataclasses.replace(updater.settings.train, old_log_prob="detach")
     other = copy.copy(updater)
-    other.settings = dataclasses.replace(updater.settings, train=train)
+    other.objective = dataclasses.replace(updater.objective, train=train)
     return other
+
+
+def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, float]:
+    """Take the optimizer steps of an epoch and return their metrics."""
+    return updater.run(batch, updater.plan(batch, epoch), [])
 
 
 def clip(trainer: Trainer, specimen: ProbeBatch, before: Replayed, updates_per_epoch: int) -> list[Finding]:
@@ -202,7 +210,7 @@ def carried(trainer: Trainer, batch: TrainingBatch, specimen: Replayed, gap: flo
     """
     updater = trainer.updater
     alone = (specimen.log_ratios.cpu() / specimen.units).abs().max()
-    exact = calls_are_exact(trainer) and updater.same_geometry(batch, updater.plan(batch, 0))
+    exact = calls_are_exact(trainer) and updater.plan(batch, 0).as_rolled_out
     nats = trainer.config.train.clip_range / float(specimen.units.max())
     found = checks.check_carried(gap, float(trainer.ranks.all_gather(alone[None]).max()), nats, exact=exact)
     for part in batch.parts:
@@ -229,9 +237,9 @@ def kl(trainer: Trainer, specimen: ProbeBatch) -> tuple[float, float]:
     if train.kl_coef == 0:
         return 0.0, 0.0
     part = specimen.part.rows(slice(0, train.batch_size))
-    reference = trainer.updater.reference_mean(part, 0)
+    reference = grpo(trainer).reference_mean(part, 0)
     with averaging_gradients(policy.module, now=False):
-        current = trainer.updater.replay(part, 0)
+        current = grpo(trainer).replay(part, 0)
         value = gaussian_kl(current.mean, reference, current.std).mean()
         if not is_partitioned(policy.module):
             value.backward()
@@ -266,8 +274,8 @@ def _with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
     """Return the samples with advantages +1 and -1 in turn, in another order on every rank, and weights of 1."""
     parts = []
     for part in batch.parts:
-        signs: Tensor = 1.0 - 2.0 * ((part.positions + rank) % 2).float()
-        parts.append(dataclasses.replace(part, advantages=signs, weights=torch.ones_like(part.weights)))
+        signs: Tensor = 1.0 - 2.0 * ((part.places + rank) % 2).float()
+        parts.append(dataclasses.replace(part, advantages=signs, weights=torch.ones_like(signs)))
     return dataclasses.replace(batch, parts=tuple(parts))
 
 

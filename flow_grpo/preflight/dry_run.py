@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm import debug_print
-from flow_grpo.algorithm.rollout.collector import merge
 from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.sde import log_prob, sample
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingPart, Trajectory
+from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
 from flow_grpo.settings.schema import Config
 
 
@@ -58,7 +57,16 @@ def walk(
     """
     seen: list[Shape] = []
     first = _sampled(policy, config, size, sigmas, seen)
-    merged = merge([first] * config.sample.num_batches_per_epoch)
+    nb = config.sample.num_batches_per_epoch
+    merged = ScoredBatch(
+        conditions=first.conditions * nb,
+        samples=Samples.concatenate([first.samples] * nb),
+        rewards=dict.fromkeys(
+            config.reward.weights,
+            RewardResult(torch.empty(len(first) * nb), torch.ones(len(first) * nb, dtype=torch.bool), ("",)),
+        ),
+        videos=first.videos,
+    )
     views = debug_print.batch_view(merged, torch.empty(len(sigmas)), config.reward.weights)
     for name, value in views.items():
         if isinstance(value, Tensor):
@@ -67,7 +75,10 @@ def walk(
     rewards = torch.empty(total)
     _note(seen, "gather", "rewards", rewards)
     _note(
-        seen, "gather", "rewards.avg over steps", debug_print.repeat_over_steps(rewards, len(merged.trajectory.steps))
+        seen,
+        "gather",
+        "rewards.avg over steps",
+        debug_print.repeat_over_steps(rewards, len(merged.samples.trajectory.steps)),
     )
     _update(policy, config, merged, sigmas, seen)
     return seen
@@ -89,11 +100,15 @@ def _sampled(
     for name, tensor in (*trajectory.tensors().items(), ("final_latents", final)):
         _note(seen, "rollout", name, tensor)
     _note(seen, "decode", "videos", videos)
-    values = torch.empty(len(conditions))
-    result = RewardResult(values, torch.ones(len(conditions), dtype=torch.bool), ("",) * len(conditions))
-    rewards = dict.fromkeys(config.reward.weights, result)
-    noise_ids = torch.zeros((len(conditions), 2), dtype=torch.int64)
-    return ScoredBatch(conditions, tuple(range(len(conditions))), conditioning, trajectory, noise_ids, rewards)
+    samples = Samples(
+        keys=torch.zeros((len(conditions), 3), dtype=torch.int64),
+        places=torch.arange(len(conditions)),
+        noise_ids=torch.zeros((len(conditions), 2), dtype=torch.int64),
+        conditioning=conditioning,
+        trajectory=trajectory,
+        final_latents=final,
+    )
+    return ScoredBatch(conditions, samples, {}, videos)
 
 
 def _condition(size: tuple[int, int, int], row: int, prompt: str) -> Condition:
@@ -129,7 +144,7 @@ def _rolled_out(
     trajectory = Trajectory(
         states=torch.stack([latents, *[after] * len(steps)], dim=1),
         log_probs=torch.stack([scored] * len(steps), dim=1),
-        positions=tuple(range(len(steps))),
+        state_index=tuple(range(len(steps))),
         steps=tuple(steps),
     )
     return trajectory, after
@@ -137,21 +152,14 @@ def _rolled_out(
 
 def _update(policy: Policy, config: Config, merged: ScoredBatch, sigmas: Sequence[float], seen: list[Shape]) -> None:
     """Walk one micro-batch forward and back."""
-    count, train = len(merged.conditions), config.train
-    part = TrainingPart(
-        positions=torch.arange(count),
-        conditioning=merged.conditioning,
-        trajectory=merged.trajectory,
-        advantages=torch.empty(count),
-        weights=torch.empty(count),
-        gids=torch.zeros(count, dtype=torch.int64),
-    )
-    micro = part.rows(slice(0, train.batch_size))
+    train = config.train
+    micro = merged.samples.rows(slice(0, train.batch_size))
+    advantages = torch.empty(len(micro))
     states, step = micro.trajectory.states, micro.trajectory.steps[0]
     current = step_transition(policy, states[:, 0], micro.conditioning, sigmas=sigmas, step=step, sde=_sde(config))
     new = log_prob(states[:, 1], current)
     terms = grpo_loss(
-        new[:, None], new.detach()[:, None], micro.advantages, clip_range=train.clip_range, adv_clip=train.adv_clip
+        new[:, None], new.detach()[:, None], advantages, clip_range=train.clip_range, adv_clip=train.adv_clip
     )
     for name, tensor in (("latents", states[:, 0]), ("log_prob", new), ("loss", terms.per_sample)):
         _note(seen, "micro-batch", name, tensor)

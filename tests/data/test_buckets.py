@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flow_grpo.data.buckets import bucket_of_file, nearest_bucket
-from flow_grpo.data.video_io import write_video
+from flow_grpo.runtime.video_file import write_video
 
 WIDE, TALL, SHORT, LARGE = (81, 480, 832), (81, 832, 480), (49, 480, 832), (81, 720, 1248)
 

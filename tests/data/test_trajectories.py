@@ -20,7 +20,8 @@ from flow_grpo.data.trajectories import (
     outside_training,
     user_condition,
 )
-from flow_grpo.data.video_io import fit_video, read_video, write_video
+from flow_grpo.data.video_io import fit_video, read_video
+from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.poses import PRESETS, camera_tokens, pose, preset_path, rotation_angle_deg, rotation_matrix
 
 EYE = torch.eye(4, dtype=torch.float64)

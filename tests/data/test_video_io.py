@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data import video_io
-from flow_grpo.data.video_io import VideoCache, fit_video, fitted_size, read_video, video_size, write_video
+from flow_grpo.data.video_io import VideoCache, fit_video, fitted_size, read_video, video_size
+from flow_grpo.runtime import video_file
+from flow_grpo.runtime.video_file import write_video
 
 
 def gradients(frames: int = 6, height: int = 24, width: int = 32) -> Tensor:
@@ -84,7 +86,7 @@ def test_files_do_not_depend_on_what_memory_held_before(tmp_path):
     """
     torch.save(gradients(), tmp_path / "video.pt")
     write = (
-        "import sys, torch; from flow_grpo.data.video_io import write_video; "
+        "import sys, torch; from flow_grpo.runtime.video_file import write_video; "
         "folder, name = sys.argv[1:]; video = torch.load(f'{folder}/video.pt'); "
         "write_video(f'{folder}/{name}.mp4', video); "
         "write_video(f'{folder}/{name}_lossless.mp4', video, lossless=True)"
@@ -172,7 +174,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         path.write_bytes(b"half a video")
         raise OSError("disk full")
 
-    monkeypatch.setattr(video_io, "_encode", fail)
+    monkeypatch.setattr(video_file, "_encode", fail)
     with pytest.raises(OSError, match="disk full"):
         write_video(tmp_path / "new folder" / "a.mp4", noise(4, 16, 16))
     assert [file.name for file in (tmp_path / "new folder").iterdir()] == ["a.mp4"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.data.video_io import write_video
+from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
 from flow_grpo.rewards.camera import structure_from_motion as motion

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.data.video_io import write_video
+from flow_grpo.runtime.video_file import write_video
 from tools import check_dataset
 
 SCENE = "train/f17_aperture10/scene1"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from flow_grpo.data.video_io import write_video
+from flow_grpo.runtime.video_file import write_video
 from tools.demo_picture import clips, draw
 
 

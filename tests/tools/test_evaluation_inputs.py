@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.data.video_io import write_video
+from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path, relative
 from tools.evaluation.inputs import Task, find_tasks
 

@@ -22,8 +22,7 @@ import torch.multiprocessing
 
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.rollout.collector import Collected
-from flow_grpo.records import Condition, Conditioning, Experience, RewardResult, ScoredBatch, Trajectory
+from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.loading import load_config
@@ -96,7 +95,7 @@ def _status_mib(name: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
 
 
-def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> Collected:
+def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> tuple[ScoredBatch, ...]:
     """Return a rank's samples; of all groups the last of the first round is flat, and all but one of the second."""
     groups = ranks.world_size * local // K
     rows = [ranks.rank * local + row for row in range(local)]
@@ -105,15 +104,16 @@ def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> Collected:
     rewards = torch.tensor([0.0 if same else float(row % K) for row, same in zip(rows, flat, strict=True)])
     states = torch.rand(local, 4, mebibytes, MEBIBYTE // 16)
     ids = torch.tensor([[2 * (number * 1000 + row), 2 * (number * 1000 + row) + 1] for row in rows])
-    batch = ScoredBatch(
-        conditions=tuple(conditions),
-        positions=tuple(range(local)),
+    samples = Samples(
+        keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions]),
+        places=torch.arange(local),
+        noise_ids=ids,
         conditioning=Conditioning(torch.zeros(local, 1, 1), torch.zeros(local, 1), torch.zeros(local, 1, 12)),
         trajectory=Trajectory(states, torch.zeros(local, 3), (0, 1, 2), (1, 2, 3)),
-        noise_ids=ids,
-        rewards={"reward": RewardResult(rewards, torch.ones(local, dtype=torch.bool), ("",) * local)},
+        final_latents=torch.zeros(local, 1),
     )
-    return Collected((batch,), torch.zeros(0))
+    result = RewardResult(rewards, torch.ones(local, dtype=torch.bool), ("",) * local)
+    return (ScoredBatch(tuple(conditions), samples, {"reward": result}, torch.zeros(0)),)
 
 
 def _condition(gid: int, slot: int) -> Condition:
@@ -124,38 +124,36 @@ def _condition(gid: int, slot: int) -> Condition:
 RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
 
 
-def _pooled(ranks: Ranks, rounds: list[Collected], local: int) -> Any:
+def _pooled(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:
     """What a run does."""
     sampling = DynamicSampling(
         config=DynamicSamplingConfig(True, 3, "fallback_original", "", skip_step_if_all_flat=False),
-        reward=dataclasses.replace(load_config(RECIPE).reward, weights={"reward": 1.0}),
         floors={},
         k=K,
         local=local,
         seed=0,
         ranks=ranks,
-        history=[],
         say=lambda _: None,
     )
 
-    def draw(number: int) -> tuple[Collected, compare.Gathered]:
-        return rounds[number], compare.gather(rounds[number].batches, ranks)
+    def draw(number: int) -> tuple[tuple[ScoredBatch, ...], compare.Gathered]:
+        return rounds[number], compare.gather(rounds[number], ranks)
 
-    chosen, metrics = sampling.choose(*draw(0), draw)
+    reward = dataclasses.replace(load_config(RECIPE).reward, weights={"reward": 1.0})
+    chosen, metrics = sampling.choose(*draw(0), draw, reward=reward, shortages=[])
     assert metrics["dyn/moved_samples"] == K, metrics
     return chosen
 
 
-def _gathered_objects(ranks: Ranks, rounds: list[Collected], local: int) -> Any:
+def _gathered_objects(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:
     """What published trainers do: gather everybody's valid samples as objects, then take one's own slice."""
-    pool: list[tuple[float, Experience]] = []
-    for collected in rounds:
-        (batch,) = collected.batches
+    pool: list[Samples] = []
+    for (batch,) in rounds:
         rewards = batch.rewards["reward"].values.view(-1, K)
         valid = (rewards.max(dim=1).values > rewards.min(dim=1).values).repeat_interleave(K)
-        mine = [batch.experience.rows(slice(row, row + 1)).map(torch.clone) for row in range(local) if valid[row]]
+        mine = [batch.samples.rows(slice(row, row + 1)).map(torch.clone) for row in range(local) if valid[row]]
         everyone: list[Any] = [None] * ranks.world_size
         dist.all_gather_object(everyone, mine, group=ranks.control_group)
         pool += [sample for samples in everyone for sample in samples]
     assert len(pool) == ranks.world_size * local
-    return Experience.concatenate(pool[ranks.rank * local : (ranks.rank + 1) * local])
+    return Samples.concatenate(pool[ranks.rank * local : (ranks.rank + 1) * local])

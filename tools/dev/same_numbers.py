@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".work" / "same_numbers"
-MEASURED = re.compile(r"^(time/|system/|remote/)|_latency|_s$")  # differs between two runs of one program
+MEASURED = re.compile(r"^(time/|system/|server/)|^dyn/time$|_s$")  # differs between two runs of one program
 DEBUG_LINE = re.compile(r"样本|副本|prompt|latents|log_probs|cameras|group_size|DynSample", re.IGNORECASE)
 LONGEST_S = 1200
 

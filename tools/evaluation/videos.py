@@ -14,7 +14,6 @@ from tqdm import tqdm
 from flow_grpo.algorithm import build as parts
 from flow_grpo.algorithm.evaluate import held_out_indices
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.adapter_files import load_adapter
@@ -22,6 +21,7 @@ from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as devices
 from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import to_dict
 from flow_grpo.settings.schema import Config
 from tools.evaluation.inputs import OTHER_TYPE

@@ -23,10 +23,10 @@ from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
-from flow_grpo.data.video_io import write_video
 from flow_grpo.maths.poses import relative, rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.remote.protocol import FPS, to_pixels
+from flow_grpo.runtime.video_file import write_video
 
 ROT_CAP_DEG, SMALLEST_PATH_M = 45.0, 0.3  # of the pose scores
 

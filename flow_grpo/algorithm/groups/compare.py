@@ -1,4 +1,4 @@
-"""Gather the small facts of all ranks' samples and turn rewards into advantages, computed alike on every rank."""
+"""Gather rewards and ids of all ranks' samples, and turn rewards into advantages: identical on every rank."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import check_noise
 from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
 from flow_grpo.maths.reward_rules import Gated, gate, weights_at
-from flow_grpo.records import Experience, Rows, ScoredBatch, TrainingBatch, TrainingPart
+from flow_grpo.records import Rows, Samples, ScoredBatch, TrainingBatch
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import RewardConfig, SampleConfig
 
 
 class RewardFaultError(ValueError):
-    """A reward could not be measured for too many samples; the run has to stop."""
+    """A reward could not be measured for too many samples to train on the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(Rows):
-    """What all ranks know of N samples, in rank order and on each rank in sampling order.
+    """Ids and rewards of all ranks' N samples, in rank order and within a rank in sampling order.
 
     Attributes:
         gids: (N,) int64 group.
@@ -53,21 +53,19 @@ class Gathered(Rows):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What an epoch trains on.
+    """The samples an epoch trains on.
 
     Attributes:
-        gathered: the facts of its samples: whole groups, each sample once.
+        gathered: their ids and rewards: whole groups, each sample once.
         placement: per rank, in its order, which row of `gathered` each of its samples is.
-        experiences: records that hold this rank's samples.
-        positions: per record, where each of its rows stands in this rank's order, -1 where it is not trained on. A
-            position past the rank's placement is a stand-in, there so that every rank replays as many samples.
+        parts: records that hold this rank's samples; `places` says where each row is in this rank's order. A place past
+            the rank's placement is a stand-in of weight 0, so that every rank replays as many samples.
         as_rolled_out: nothing was moved or left out.
     """
 
     gathered: Gathered
     placement: tuple[tuple[int, ...], ...]
-    experiences: tuple[Experience, ...]
-    positions: tuple[tuple[int, ...], ...]
+    parts: tuple[Samples, ...]
     as_rolled_out: bool
 
 
@@ -77,23 +75,23 @@ def everything(batches: Sequence[ScoredBatch], gathered: Gathered, ranks: Ranks)
     return Chosen(
         gathered=gathered,
         placement=tuple(tuple(own.tolist()) for own in rows),
-        experiences=tuple(batch.experience for batch in batches),
-        positions=tuple(batch.positions for batch in batches),
+        parts=tuple(batch.samples for batch in batches),
         as_rolled_out=True,
     )
 
 
 def gather(batches: Sequence[ScoredBatch], ranks: Ranks) -> Gathered:
-    """Exchange ids and rewards of every rank's n samples, never latents; ids travel as integers.
+    """Exchange ids and rewards of every rank's n samples, never latents (collective call); ids travel as integers.
 
     Args:
-        batches: this rank's samples of a round; their positions are 0..n-1, each once.
+        batches: this rank's samples of a round; their places are 0..n-1, each once.
         ranks: who takes part, each with n samples.
     """
-    order = torch.tensor([position for batch in batches for position in batch.positions]).argsort()
-    keys = [[c.gid, c.slot, c.index, *c.size] for batch in batches for c in batch.conditions]
-    noise_ids = torch.cat([batch.noise_ids for batch in batches])
-    ids = ranks.all_gather(torch.cat([torch.tensor(keys, dtype=torch.int64), noise_ids], dim=1)[order])
+    order = torch.cat([batch.samples.places for batch in batches]).argsort()
+    sizes = torch.tensor([condition.size for batch in batches for condition in batch.conditions], dtype=torch.int64)
+    keys = torch.cat([batch.samples.keys for batch in batches])
+    noise_ids = torch.cat([batch.samples.noise_ids for batch in batches])
+    ids = ranks.all_gather(torch.cat([keys, sizes, noise_ids], dim=1)[order])
     tables = [_reward_columns(batch) for batch in batches]
     names = list(tables[0])
     table = torch.cat([torch.stack([own[name] for name in names], dim=1) for own in tables])
@@ -138,11 +136,11 @@ def check(gathered: Gathered, sample: SampleConfig, ranks: Ranks) -> None:
 def show_gathered(
     batches: Sequence[ScoredBatch], gathered: Gathered, sample: SampleConfig, ranks: Ranks, weights: dict[str, float]
 ) -> None:
-    """Print the gathered counts on rank 0, from rewards that travelled; every rank must call it.
+    """Print the gathered counts on rank 0, from rewards that were exchanged (collective call).
 
-    The average reward is repeated over the remembered steps for this print only: an advantage has one value per sample.
+    The average reward is repeated over the recorded steps for this print only: an advantage has one value per sample.
     """
-    steps = len(batches[0].trajectory.steps)
+    steps = len(batches[0].samples.trajectory.steps)
     average = torch.cat([debug_print.average_reward(batch, weights) for batch in batches])
     everyone = ranks.all_gather(debug_print.repeat_over_steps(average, steps).cpu())
     assert everyone.shape == (len(gathered.gids), steps)
@@ -151,12 +149,12 @@ def show_gathered(
 
 
 def in_epoch(config: RewardConfig, epoch: int) -> RewardConfig:
-    """Return the settings with the weights that hold in an epoch; whoever compares samples takes those."""
+    """Return the settings with the weights of an epoch, as their schedules give them."""
     return dataclasses.replace(config, weights=weights_at(config.weights, config.schedules, epoch))
 
 
 def gated(gathered: Gathered, config: RewardConfig, floors: Mapping[str, float]) -> dict[str, Gated]:
-    """Return every reward behind a gate as advantages are to see it, see `maths.reward_rules.gate`."""
+    """Return every gated reward with its gate applied, see `maths.reward_rules.gate`."""
     rewards, valid = gathered.rewards, gathered.valid
     return {
         name: gate(
@@ -175,14 +173,14 @@ def gated(gathered: Gathered, config: RewardConfig, floors: Mapping[str, float])
 def advantages(
     gathered: Gathered, config: RewardConfig, *, k: int, floors: Mapping[str, float], metric: str = ""
 ) -> CombinedAdvantages:
-    """Return the advantages of N samples and which of their groups are flat or incomplete; alike on every rank.
+    """Return the advantages of N samples and which of their groups are flat or incomplete.
 
     Args:
-        gathered: all ranks' rewards, whole groups.
+        gathered: of all ranks, whole groups.
         config: weights of the epoch, gates and normalisation.
         k: group size.
         floors: reward name -> range below which a group is flat in it.
-        metric: the one reward to compare by, of weight 1 and alone; "" takes the weighted rewards.
+        metric: compare by this reward alone, with weight 1; "" compares by the weighted rewards.
     """
     behind = gated(gathered, config, floors)
     return combine_rewards(
@@ -203,25 +201,20 @@ def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> Trai
     """Return this rank's samples with their advantages, found by placement and checked by gid and slot."""
     mine = torch.tensor(chosen.placement[ranks.rank], dtype=torch.int64)
     parts = []
-    for experience, places in zip(chosen.experiences, chosen.positions, strict=True):
-        positions = torch.tensor(places)
-        real = (positions >= 0) & (positions < len(mine))
-        rows = mine[positions[real]]
-        held = experience.keys[real, :2]
+    for part in chosen.parts:
+        real = (part.places >= 0) & (part.places < len(mine))
+        rows = mine[part.places[real]]
+        held = part.keys[real, :2]
         found = torch.stack([chosen.gathered.gids[rows], chosen.gathered.slots[rows]], dim=1)
         assert torch.equal(held, found), f"rank {ranks.rank} holds (gid, slot) {held.tolist()}, chosen {found.tolist()}"
-        advantages, weights = torch.zeros(2, len(positions))
+        advantages, weights = torch.zeros(2, len(part))
         advantages[real], weights[real] = compared.advantages[rows].float(), compared.weights[rows].float()
-        parts.append(
-            TrainingPart(
-                positions, experience.conditioning, experience.trajectory, advantages, weights, experience.keys[:, 0]
-            )
-        )
+        parts.append(dataclasses.replace(part, advantages=advantages, weights=weights))
     return TrainingBatch(tuple(parts), max(map(len, chosen.placement)), chosen.as_rolled_out)
 
 
 def rule_metrics(gathered: Gathered, config: RewardConfig) -> dict[str, float]:
-    """Return the weight of every reward, and of those behind a gate the share of known copies that it stops."""
+    """Return the weight of every reward, and for gated ones the share of valid copies that the gate stops."""
     metrics = {f"reward/{name}_weight": weight for name, weight in config.weights.items()}
     for name, found in gated(gathered, config, floors={}).items():
         if found.valid.any():
@@ -230,11 +223,11 @@ def rule_metrics(gathered: Gathered, config: RewardConfig) -> dict[str, float]:
 
 
 def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return `reward/` statistics over all samples, of the values as they were measured.
+    """Return `reward/` statistics over all samples, of the values as measured.
 
     Per reward: mean and std over valid samples, share of valid samples, and over groups the mean std and the 10th, 50th
-    and 90th percentile of the range, which `reward.flat_eps` is compared with; `reward/mean` and its like are those of
-    the weighted sum where every weighted reward is valid.
+    and 90th percentile of the range, which `reward.flat_eps` is compared with; `reward/mean` and the like are of the
+    weighted sum, over samples in which every weighted reward is valid.
     """
     metrics: dict[str, float] = {}
     for name, values in gathered.rewards.items():
@@ -246,17 +239,17 @@ def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str
 
 
 def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, ranks: Ranks) -> None:
-    """Refuse to learn from a step in which too much could not be measured; alike on every rank.
+    """Refuse to learn from a step in which too many samples could not be measured (collective call).
 
     Args:
         batches: this rank's samples.
         gathered: all ranks' samples.
         config: weights of the epoch, gates and `most_faults`, the share of the samples that a reward may fail to
-            measure; one without weight may fail altogether, unless it holds the gate of one with weight.
-        ranks: who takes part; every rank must call it.
+            measure; a reward of weight 0 may fail altogether, unless it is the gate of one with weight.
+        ranks: who takes part.
 
     Raises:
-        RewardFaultError: it failed on more.
+        RewardFaultError: on every rank, when a reward failed on more.
     """
     weighted = {name for name, weight in config.weights.items() if weight}
     needed = weighted | {holder for name, (holder, _) in config.gates.items() if name in weighted}
@@ -272,7 +265,7 @@ def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: Rew
 
 
 def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
-    """Return why the first sample of this rank that a reward failed on has no value, or ""."""
+    """Return the cause of a reward's first fault on this rank, or ""."""
     for result in (batch.rewards[name] for batch in batches):
         if result.faults.any():
             return result.causes[int(result.faults.int().argmax())]
@@ -280,7 +273,7 @@ def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
 
 
 def weighted_sum(gathered: Gathered, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """Return the (N,) float64 weighted sum of the rewards, and (N,) bool where all of them are valid."""
+    """Return the (N,) float64 weighted sum of the rewards, and (N,) bool where all of non-zero weight are valid."""
     active = [name for name, weight in weights.items() if weight != 0]
     total = torch.stack([weights[name] * gathered.rewards[name] for name in active]).sum(dim=0)
     return total, torch.stack([gathered.valid[name] for name in active]).all(dim=0)

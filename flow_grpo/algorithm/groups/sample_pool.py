@@ -1,28 +1,20 @@
-"""The samples of several rounds that one rank holds, and how those that change rank get there.
+"""The samples of several rounds that one rank holds, and how samples that change rank are sent.
 
 A pool row names a sample over all rounds and ranks: round * N + its place among the N gathered samples of its round.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Sequence
-from typing import NamedTuple
 
 import torch
 
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.selection import Placement
-from flow_grpo.algorithm.rollout.collector import Collected
-from flow_grpo.records import Experience
+from flow_grpo.records import Samples, ScoredBatch
 from flow_grpo.runtime.ranks.exchange import exchange_rows
 from flow_grpo.runtime.ranks.process_group import Ranks
-
-
-class Held(NamedTuple):
-    """Where this rank has a sample."""
-
-    experience: Experience
-    row: int
 
 
 class SamplePool:
@@ -36,108 +28,102 @@ class SamplePool:
     def __init__(self, local: int, ranks: Ranks) -> None:
         self._local = local
         self._ranks = ranks
-        self._held: dict[int, Held] = {}
-        self._facts: list[Gathered] = []
+        self._held: dict[int, tuple[Samples, int]] = {}  # pool row -> record and row in it
+        self._gathered: list[Gathered] = []
 
-    def add(self, collected: Collected, gathered: Gathered, wanted: Container[int]) -> None:
+    def add(self, batches: Sequence[ScoredBatch], gathered: Gathered, wanted: Container[int]) -> None:
         """Keep those of a round's samples whose pool rows are wanted; a part of a record is copied out of it."""
-        first = (len(self._facts) * self._ranks.world_size + self._ranks.rank) * self._local
-        self._facts.append(gathered)
-        for batch in collected.batches:
-            kept = [row for row, position in enumerate(batch.positions) if first + position in wanted]
-            whole = len(kept) == len(batch.positions)
-            experience = batch.experience if whole else batch.experience.rows(torch.tensor(kept, dtype=torch.int64))
-            for place, row in enumerate(kept):
-                self._held[first + batch.positions[row]] = Held(experience, place)
+        first = (len(self._gathered) * self._ranks.world_size + self._ranks.rank) * self._local
+        self._gathered.append(gathered)
+        for batch in batches:
+            pool_rows = [first + place for place in batch.samples.places.tolist()]
+            kept = [row for row, pool_row in enumerate(pool_rows) if pool_row in wanted]
+            whole = len(kept) == len(batch)
+            samples = batch.samples if whole else batch.samples.rows(torch.tensor(kept, dtype=torch.int64))
+            self._held |= {pool_rows[row]: (samples, number) for number, row in enumerate(kept)}
 
     def take(self, placement: Placement) -> tuple[Chosen, int]:
-        """Return the placed samples, each on the rank that trains on it, and how many bytes changed rank over all.
+        """Return the placed samples, each on the rank that trains on it, and the bytes sent by all ranks together.
 
-        Every rank must call it. Where ranks get one sample less than others, a stand-in of weight 0 keeps their replays
-        in step.
+        Collective call. Where ranks get one sample less than others, a stand-in of weight 0 keeps the number of replays
+        equal.
         """
-        facts = Gathered.concatenate(self._facts)
-        moved_bytes = self._move(placement, facts)
+        gathered = Gathered.concatenate(self._gathered)
+        moved_bytes = self._move(placement, gathered)
         with self._ranks.sync_errors("choosing"):
-            return self._choose(placement, facts), moved_bytes
+            return self._choose(placement, gathered), moved_bytes
 
-    def _choose(self, placement: Placement, facts: Gathered) -> Chosen:
-        """Return the placed samples once all of this rank's are here.
+    def _choose(self, placement: Placement, gathered: Gathered) -> Chosen:
+        """Return the placed samples once all of this rank's have arrived.
 
         Raises:
-            RuntimeError: a sample arrived under another's name.
+            RuntimeError: a sample arrived under another's key.
         """
-        own = [self._held[row] for row in placement.rows[self._ranks.rank]]
-        stand_in = own[0] if own else next(iter(self._held.values()))
-        own += [stand_in] * (max(map(len, placement.rows)) - len(own))
-        records = _positions_in_records(own)
-        distinct = sorted({row for rows in placement.rows for row in rows})
-        number = {row: place for place, row in enumerate(distinct)}
+        mine = placement.rows[self._ranks.rank]
+        own = [self._held[row] for row in mine]
         wrong = [
             row
-            for row, sample in zip(placement.rows[self._ranks.rank], own, strict=False)
-            if sample.experience.keys[sample.row, :2].tolist() != [int(facts.gids[row]), int(facts.slots[row])]
+            for row, (samples, number) in zip(mine, own, strict=True)
+            if samples.keys[number, :2].tolist() != [int(gathered.gids[row]), int(gathered.slots[row])]
         ]
         if wrong:
             raise RuntimeError(f"pool rows {wrong} are held as other samples than were gathered")
+        stand_in = own[0] if own else next(iter(self._held.values()))
+        own += [stand_in] * (max(map(len, placement.rows)) - len(own))
+        distinct = sorted({row for rows in placement.rows for row in rows})
+        number_of = {row: number for number, row in enumerate(distinct)}
         return Chosen(
-            gathered=facts.rows(torch.tensor(distinct)),
-            placement=tuple(tuple(number[row] for row in rows) for rows in placement.rows),
-            experiences=tuple(experience for experience, _ in records),
-            positions=tuple(tuple(positions) for _, positions in records),
+            gathered=gathered.rows(torch.tensor(distinct)),
+            placement=tuple(tuple(number_of[row] for row in rows) for rows in placement.rows),
+            parts=_placed(own),
             as_rolled_out=False,
         )
 
-    def _move(self, placement: Placement, facts: Gathered) -> int:
-        """Send and receive what changes rank, one video size after the other, and return the bytes."""
+    def _move(self, placement: Placement, gathered: Gathered) -> int:
+        """Send and receive the samples that change rank, one video size after the other, and return the bytes."""
         moved_bytes = 0
-        sizes = {row: tuple(facts.sizes[row].tolist()) for row, _, _ in placement.moves}
+        sizes = {row: tuple(gathered.sizes[row].tolist()) for row, _, _ in placement.moves}
         for size in sorted(set(sizes.values())):
             moves = [move for move in placement.moves if sizes[move[0]] == size]
             arrived, row_bytes = self._move_size(moves)
             mine = sorted((source, row) for row, source, target in moves if target == self._ranks.rank)
-            self._held |= {row: Held(arrived, place) for place, (_, row) in enumerate(mine)}
+            self._held |= {row: (arrived, number) for number, (_, row) in enumerate(mine)}
             moved_bytes += len(moves) * row_bytes
         return moved_bytes
 
-    def _move_size(self, moves: Sequence[tuple[int, int, int]]) -> tuple[Experience, int]:
-        """Exchange samples of one video size; return what arrives by (source rank, pool row), and the bytes of one."""
+    def _move_size(self, moves: Sequence[tuple[int, int, int]]) -> tuple[Samples, int]:
+        """Exchange samples of one video size; return the arrivals by (source rank, pool row), and the bytes of one."""
         rank, world = self._ranks.rank, range(self._ranks.world_size)
-        form = next(iter(self._held.values())).experience  # all samples of an epoch share what is no tensor
+        template = next(iter(self._held.values()))[0]  # fields that are no tensors are equal in all samples of an epoch
         sent = [sorted(row for row, source, target in moves if (source, target) == (rank, to)) for to in world]
-        record, place_of = self._one_record([row for rows in sent for row in rows])
-        send = [[place_of[row] for row in rows] for rows in sent]
+        record, number_of = self._one_record([row for rows in sent for row in rows])
+        send = [[number_of[row] for row in rows] for rows in sent]
         receive = [sum((source, target) == (sender, rank) for _, source, target in moves) for sender in world]
-        tensors = {} if record is None else record.tensors()
-        received, row_bytes = exchange_rows(tensors, send, receive, self._ranks)
-        return form.with_tensors(received), row_bytes
+        received, row_bytes = exchange_rows({} if record is None else record.tensors(), send, receive, self._ranks)
+        return template.with_tensors(received), row_bytes
 
-    def _one_record(self, rows: Sequence[int]) -> tuple[Experience | None, dict[int, int]]:
-        """Return a record that holds these pool rows, and where; a copy only when they lie in several records."""
-        samples = [self._held[row] for row in rows]
-        if not samples:
+    def _one_record(self, rows: Sequence[int]) -> tuple[Samples | None, dict[int, int]]:
+        """Return a record that holds these pool rows, and where; a copy only when they are in several records."""
+        held = [self._held[row] for row in rows]
+        if not held:
             return None, {}
-        if all(sample.experience is samples[0].experience for sample in samples):
-            return samples[0].experience, {row: self._held[row].row for row in rows}
-        parts = [sample.experience.rows(slice(sample.row, sample.row + 1)) for sample in samples]
-        return Experience.concatenate(parts), {row: place for place, row in enumerate(rows)}
+        if all(samples is held[0][0] for samples, _ in held):
+            return held[0][0], {row: self._held[row][1] for row in rows}
+        parts = [samples.rows(slice(number, number + 1)) for samples, number in held]
+        return Samples.concatenate(parts), {row: number for number, row in enumerate(rows)}
 
 
-def _positions_in_records(samples: Sequence[Held]) -> list[tuple[Experience, list[int]]]:
-    """Return the records that hold these samples and, for every row, where it stands among them, or -1.
+def _placed(held: Sequence[tuple[Samples, int]]) -> tuple[Samples, ...]:
+    """Return the records that hold these samples, the place of each among them in `places`, other rows at -1.
 
-    Nothing is copied. A sample that stands there twice makes its record appear twice.
+    Nothing is copied. A record appears twice when one of its rows is held twice.
     """
-    records: list[tuple[Experience, list[int]]] = []
-    for position, sample in enumerate(samples):
-        free = (
-            positions
-            for experience, positions in records
-            if experience is sample.experience and positions[sample.row] < 0
-        )
+    found: list[tuple[Samples, list[int]]] = []
+    for place, (samples, row) in enumerate(held):
+        free = (places for record, places in found if record is samples and places[row] < 0)
         places = next(free, None)
         if places is None:
-            places = [-1] * len(sample.experience)
-            records.append((sample.experience, places))
-        places[sample.row] = position
-    return records
+            places = [-1] * len(samples)
+            found.append((samples, places))
+        places[row] = place
+    return tuple(dataclasses.replace(samples, places=torch.tensor(places)) for samples, places in found)

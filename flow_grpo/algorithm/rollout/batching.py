@@ -1,36 +1,12 @@
-"""Samples of unlike structure in one round: which share a call, in as few and as full batches as possible.
-
-Two samples share a call of the transformer only when everything that shapes its tensors or its loop is equal.
-"""
+"""Batched calls for samples of different video sizes: as few and as full batches as possible."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
-
-
-class Structure(NamedTuple):
-    """Everything that samples must have in common to be rolled out in one call.
-
-    Attributes:
-        frames: T, of the video.
-        height: rows of the video, in pixels.
-        width: columns.
-        num_steps: denoising steps.
-        guidance_scale: of the text guidance.
-        window: the stochastic steps.
-    """
-
-    frames: int
-    height: int
-    width: int
-    num_steps: int
-    guidance_scale: float
-    window: tuple[int, ...]
 
 
 def group_configs_by_structure(structures: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """Return the positions of every structure, structures in the order in which they first appear."""
+    """Return the positions of every structure, structures in the order of their first appearance."""
     groups: dict[Hashable, list[int]] = {}
     for position, structure in enumerate(structures):
         groups.setdefault(structure, []).append(position)
@@ -38,9 +14,13 @@ def group_configs_by_structure(structures: Sequence[Hashable]) -> dict[Hashable,
 
 
 def full_batches(structures: Sequence[Hashable], max_batch: int) -> list[list[int]]:
-    """Return the positions of every call: per structure, batches of `max_batch` and one for what is left.
+    """Return the positions of every call: per structure, batches of `max_batch` and one for the rest.
 
     The number of calls is the sum of ceil(samples / max_batch) over the structures, however they are mixed.
+
+    Args:
+        structures: of every sample, what must be equal for two samples to share a call, such as the video size.
+        max_batch: most samples of a call.
 
     Raises:
         ValueError: max_batch below 1.

@@ -1,7 +1,7 @@
-"""From noise to latents, remembering the stochastic steps.
+"""The denoising loop: from noise to clean latents, recording the stochastic steps.
 
-One loop serves training and evaluation: a step inside `window` adds noise and is remembered with the log-probability of
-what it drew; every other step, and so the whole loop when `window` is empty, follows the ODE.
+One loop serves training and evaluation: a step inside `window` adds noise and is recorded with the log-probability of
+its draw; every other step, and so the whole loop when `window` is empty, follows the ODE.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import check_sde_steps
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, Conditioning, Trajectory
+from flow_grpo.records import Condition, Conditioning, Samples, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
 class SdeSettings:
-    """How a stochastic step is noised.
+    """The noise of a stochastic step.
 
     Attributes:
         kind: "flow" | "constant" | "linear" | "cps", see `maths/sde.py`.
-        noise_level: the kind's coefficient.
+        noise_level: coefficient of that kind.
         max_step_std: upper bound of the step's standard deviation, or None.
     """
 
@@ -36,18 +36,20 @@ class SdeSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rollout:
-    """What a rollout of B samples leaves.
+class RolloutSettings:
+    """What a rollout depends on besides the model and its conditions.
 
     Attributes:
-        trajectory: the stochastic steps, to be replayed.
-        final_latents: (B, C, F, H, W) fp32 clean latents, to be decoded.
-        noise_ids: (B, 2) int64 CPU hashes of each sample's initial noise and step noise.
+        sigmas: (S+1,) fp32 CPU noise levels, from 1 to 0.
+        sde: noise of the stochastic steps.
+        seed: seed of the run.
+        same_initial_noise: the copies of a group share their initial noise.
     """
 
-    trajectory: Trajectory
-    final_latents: Tensor
-    noise_ids: Tensor
+    sigmas: Tensor
+    sde: SdeSettings
+    seed: int
+    same_initial_noise: bool = False
 
 
 def step_transition(
@@ -61,10 +63,10 @@ def step_transition(
 ) -> Transition:
     """Return the Gaussian that denoising step `step` draws from; with `sde` None its mean is the ODE step.
 
-    Rollout and update both come through here, so they cannot disagree about a step.
+    Rollout and update both call this function, so they cannot disagree about a step.
 
     Args:
-        policy: gives the velocity.
+        policy: predicts the velocity.
         latents: (B, C, F, H, W) fp32 before the step.
         conditioning: B rows.
         sigmas: S+1 noise levels on the CPU, from 1 to 0.
@@ -91,38 +93,33 @@ def rollout(
     policy: Policy,
     conditions: Sequence[Condition],
     conditioning: Conditioning,
-    *,
-    sigmas: Tensor,
     window: Sequence[int],
-    sde: SdeSettings,
-    seed: int,
-    same_initial_noise: bool = False,
-) -> Rollout:
+    settings: RolloutSettings,
+) -> Samples:
     """Denoise one batch; the draws depend on (seed, gid, slot) only, never on rank, layout or batch.
 
     Args:
         policy: the model being trained.
-        conditions: B conditions of one structure.
+        conditions: B conditions of one video size.
         conditioning: their B rows as the transformer takes them.
-        sigmas: (S+1,) fp32 CPU noise levels, from 1 to 0.
-        window: steps that are stochastic and remembered, within 0..S-2; empty samples the ODE.
-        sde: noise of those steps.
-        seed: seed of the run.
-        same_initial_noise: the copies of a group share their first noise.
+        window: steps that are stochastic and recorded, rising, within 0..S-2; empty samples the ODE.
+        settings: noise levels, SDE and seed.
+
+    Returns:
+        B samples, whose places are 0..B-1.
 
     Raises:
         ValueError: a window step is the last step, lies outside the schedule or comes out of order.
     """
-    steps = tuple(window)
+    steps, sigmas = tuple(window), settings.sigmas
     if steps:
         check_sde_steps(steps, len(sigmas) - 1)
     shape = policy.latent_shape(conditions)
     device = conditioning.target_cameras.device
-    initial, step_noise = _draw_noise(conditions, shape, len(steps), seed, same_initial_noise)
-    noise_ids = torch.tensor([[_hash(a), _hash(b)] for a, b in zip(initial, step_noise, strict=True)])
+    initial, step_noise = _draw_noise(conditions, shape, len(steps), settings)
     latents = initial.to(device)
     states: list[Tensor] = []
-    positions: list[int] = []
+    state_index: list[int] = []
     log_probs: list[Tensor] = []
     for step in range(len(sigmas) - 1):
         if step not in steps:
@@ -130,28 +127,34 @@ def rollout(
             continue
         if step - 1 not in steps:
             states.append(latents)
-        positions.append(len(states) - 1)
-        drawn_from = step_transition(policy, latents, conditioning, sigmas=sigmas, step=step, sde=sde)
-        latents = sample(drawn_from, step_noise[:, len(positions) - 1].to(device))
+        state_index.append(len(states) - 1)
+        gaussian = step_transition(policy, latents, conditioning, sigmas=sigmas, step=step, sde=settings.sde)
+        latents = sample(gaussian, step_noise[:, len(state_index) - 1].to(device))
         states.append(latents)
-        log_probs.append(log_prob(latents, drawn_from))
+        log_probs.append(log_prob(latents, gaussian))
     rows = len(conditions)
-    trajectory = Trajectory(
-        states=torch.stack(states, dim=1) if states else latents.new_empty((rows, 0, *shape)),
-        log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_empty((rows, 0)),
-        positions=tuple(positions),
-        steps=steps,
+    return Samples(
+        keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
+        places=torch.arange(rows),
+        noise_ids=torch.tensor([[_hash(a), _hash(b)] for a, b in zip(initial, step_noise, strict=True)]),
+        conditioning=conditioning,
+        trajectory=Trajectory(
+            states=torch.stack(states, dim=1) if states else latents.new_empty((rows, 0, *shape)),
+            log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_empty((rows, 0)),
+            state_index=tuple(state_index),
+            steps=steps,
+        ),
+        final_latents=latents,
     )
-    return Rollout(trajectory, latents, noise_ids)
 
 
 def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) -> None:
-    """Raise when two copies of one group were given the same noise without being asked to.
+    """Raise when two copies of one group were drawn from the same noise although they should differ.
 
     Args:
         gids: (N,) int64 group of every sample, over all ranks.
-        noise_ids: (N, 2) int64 hashes from `Rollout.noise_ids`.
-        same_initial_noise: equal first noise within a group is wanted.
+        noise_ids: (N, 2) int64 hashes from `Samples.noise_ids`.
+        same_initial_noise: equal initial noise within a group is intended.
 
     Raises:
         RuntimeError: naming the group and which noise is repeated.
@@ -169,14 +172,14 @@ def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) ->
 
 
 def _draw_noise(
-    conditions: Sequence[Condition], shape: tuple[int, ...], steps: int, seed: int, same_initial_noise: bool
+    conditions: Sequence[Condition], shape: tuple[int, ...], steps: int, settings: RolloutSettings
 ) -> tuple[Tensor, Tensor]:
     """Return CPU fp32 noise: initial (B, *shape) and one per stochastic step (B, steps, *shape)."""
     initial, step_noise = [], []
     for condition in conditions:
-        slot = () if same_initial_noise else (condition.slot,)
-        initial.append(torch.randn(shape, generator=generator(seed, "xT", condition.gid, *slot)))
-        own = generator(seed, "sde", condition.gid, condition.slot)
+        slot = () if settings.same_initial_noise else (condition.slot,)
+        initial.append(torch.randn(shape, generator=generator(settings.seed, "xT", condition.gid, *slot)))
+        own = generator(settings.seed, "sde", condition.gid, condition.slot)
         step_noise.append(torch.randn((steps, *shape), generator=own))
     return torch.stack(initial), torch.stack(step_noise)
 

@@ -1,4 +1,4 @@
-"""What an update says about itself: collected on the device, read once, reduced over all ranks."""
+"""Statistics of an update: collected on the device, read once, reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ class UpdateStats:
         self.clipped: list[Tensor] = []
         self.kls: list[Tensor] = []
         self.losses: list[Tensor] = []
-        self.gaps: list[Tensor] = []
+        self.drifts: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.skipped = self.bad = 0
 
-    def add(self, terms: LossTerms, share: Tensor, gap: Tensor | None) -> None:
-        """Take the terms of b samples at one stored step.
+    def add(self, terms: LossTerms, share: Tensor, drift: Tensor | None) -> None:
+        """Collect the terms of b samples in one pass.
 
         Args:
-            terms: what the loss returned for one step.
-            share: (b,) what each sample counts in the mean over all ranks, samples and steps of an optimizer step.
-            gap: (b,) new minus rollout log-probability before anything was updated, else None.
+            terms: of the loss, one value per sample.
+            share: (b,) weight of each sample in the mean over all ranks, samples and passes of an optimizer step.
+            drift: (b,) new minus rollout log-probability before the first update, else None.
         """
         self.ratios.append(terms.ratio.detach().flatten())
         self.clipped.append(terms.clipped.detach().flatten().float())
         self.kls.append(terms.kl.detach().flatten())
         self.losses.append((terms.per_sample.detach() * share).sum())
-        if gap is not None:
-            self.gaps.append(gap.abs())
+        if drift is not None:
+            self.drifts.append(drift.abs())
 
     def stepped(self, norm: Tensor) -> None:
         """Count an optimizer step with its gradient norm before clipping."""
         self.norms.append(norm.detach())
 
     def mark(self) -> int:
-        """Return where the next optimizer step begins, for `forget`."""
+        """Return the position at which the next optimizer step begins, for `forget`."""
         return len(self.ratios)
 
     def forget(self, mark: int) -> None:
-        """Count an optimizer step that is not finite, and drop what was collected of it."""
+        """Count an optimizer step that is not finite, and drop its statistics."""
         self.bad += 1
-        for terms in (self.ratios, self.clipped, self.kls, self.losses, self.gaps):
+        for terms in (self.ratios, self.clipped, self.kls, self.losses, self.drifts):
             del terms[mark:]
 
     def skip(self) -> None:
-        """Count an optimizer step that no sample on any rank had a say in."""
+        """Count an optimizer step in which every sample on every rank has weight 0."""
         self.skipped += 1
 
 
 def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
-    """Return the `policy/` and `train/` metrics over all ranks; every rank must call it.
+    """Return the `policy/` and `train/` metrics over all ranks (collective call).
 
     Ratios are per latent element (geometric mean over the elements of a sample); `approx_kl` is half the mean squared
     log-ratio in nats per element; `ratio_first_max_abs_log` is the largest distance between the rollout's
@@ -69,7 +69,7 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
     }
     if not stats.norms:
         return metrics
-    ratio, gap = torch.cat(stats.ratios).cpu().double(), stats.gaps or [torch.zeros(1)]
+    ratio, drift = torch.cat(stats.ratios).cpu().double(), stats.drifts or [torch.zeros(1)]
     local = {
         "count": float(len(ratio)),
         "ratio": ratio.sum().item(),
@@ -79,7 +79,7 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "loss": torch.stack(stats.losses).sum().item(),
         "min": ratio.min().item(),
         "max": ratio.max().item(),
-        "gap": torch.cat(gap).max().item(),
+        "drift": torch.cat(drift).max().item(),
     }
     rows = ranks.all_gather(torch.tensor([list(local.values())], dtype=torch.float64))
     by_name = dict(zip(local, rows.unbind(dim=1), strict=True))
@@ -89,7 +89,7 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "policy/ratio_mean": total["ratio"] / total["count"],
         "policy/ratio_min": float(by_name["min"].min()),
         "policy/ratio_max": float(by_name["max"].max()),
-        "policy/ratio_first_max_abs_log": float(by_name["gap"].max()),
+        "policy/ratio_first_max_abs_log": float(by_name["drift"].max()),
         "policy/clip_fraction": total["clipped"] / total["count"],
         "policy/approx_kl": total["approx_kl"] / total["count"],
         "policy/kl": total["kl"] / total["count"],

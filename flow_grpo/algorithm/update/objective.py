@@ -1,0 +1,164 @@
+"""What an update minimises: the seam between gradient steps and a learning objective, and GRPO behind it.
+
+The updater owns micro-batches, gradient accumulation, scaling and skipped steps; an objective owns what it compares
+with and the loss of a sample. On-policy contract of GRPO: before the first update the ratio is exactly 1 when a
+micro-batch is a rollout batch, because both make the same calls; at any other micro-batch the old log-probabilities are
+computed again over the very micro-batches that the update uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
+from flow_grpo.maths.loss import GuardTerms, LossTerms, grpo_loss
+from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
+from flow_grpo.models.policy import Policy
+from flow_grpo.records import Samples
+from flow_grpo.settings.schema import TrainConfig
+
+
+class Loss(NamedTuple):
+    """The loss of b samples in one pass.
+
+    Attributes:
+        terms: one value per sample.
+        drift: (b,) new minus rollout log-probability, 0 where nothing was updated and the calls are identical.
+    """
+
+    terms: LossTerms
+    drift: Tensor
+
+
+class Objective(Protocol):
+    """The loss of a micro-batch, in one or more passes that are each followed by a backward."""
+
+    def passes(self, samples: Samples) -> Sequence[int]:
+        """Return the passes over a micro-batch, named by the denoising step that each one replays."""
+        ...
+
+    def remember(self, micro: Samples, *, as_rolled_out: bool) -> Any:
+        """Return what the losses of a micro-batch are compared with, before the epoch's first optimizer step.
+
+        Args:
+            micro: b samples.
+            as_rolled_out: every micro-batch of the epoch is exactly one batch of the rollout.
+        """
+        ...
+
+    def loss(self, micro: Samples, memory: Any, number: int) -> Loss:
+        """Return the loss of pass `number` of a micro-batch, with gradient."""
+        ...
+
+    def drift(self, micro: Samples, memory: Any) -> Tensor:
+        """Return (b,) how far the weights have moved the first pass from `memory`, in nats per latent element."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OldPolicy:
+    """The policy before the epoch's updates, at the recorded steps of one micro-batch.
+
+    Attributes:
+        log_probs: (b, K) fp32, or None to take the new log-probabilities without their gradient.
+        means: (b, K, C, F, H, W) fp32 means of the recorded steps, kept only for the GRPO-Guard ratio.
+    """
+
+    log_probs: Tensor | None
+    means: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoObjective:
+    """Flow-GRPO's clipped surrogate at the recorded stochastic steps, one pass a step.
+
+    Attributes:
+        policy: being trained.
+        sigmas: (S+1,) fp32 CPU noise levels of the rollout.
+        sde: noise of the recorded steps.
+        step_weight: (S,) fp32 CPU weight of every step on the policy term, or None for 1.
+        train: learning settings.
+    """
+
+    policy: Policy
+    sigmas: Tensor
+    sde: SdeSettings
+    step_weight: Tensor | None
+    train: TrainConfig
+
+    def passes(self, samples: Samples) -> Sequence[int]:
+        """Return the recorded steps."""
+        return samples.trajectory.steps
+
+    @torch.no_grad()
+    def remember(self, micro: Samples, *, as_rolled_out: bool) -> OldPolicy:
+        """Return the old policy by `train.old_log_prob`: the rollout's log-probs, scored again, or detached."""
+        mode, recorded = self.train.old_log_prob, micro.trajectory
+        if mode == "detach":
+            return OldPolicy(None)
+        keep = mode == "rollout" or (mode == "auto" and as_rolled_out)
+        if keep and not self.train.guard:
+            return OldPolicy(recorded.log_probs)
+        columns = range(len(recorded.steps))
+        current = [self.replay(micro, column) for column in columns]
+        fresh = [log_prob(recorded.next_latents(column), current[column]) for column in columns]
+        means = torch.stack([transition.mean for transition in current], dim=1) if self.train.guard else None
+        return OldPolicy(recorded.log_probs if keep else torch.stack(fresh, dim=1), means)
+
+    def loss(self, micro: Samples, memory: OldPolicy, number: int) -> Loss:
+        """Return the loss of recorded step `number`."""
+        train, recorded = self.train, micro.trajectory
+        # The reference first: it may swap weights in place, which would break a graph that is already built.
+        reference = self.reference_mean(micro, number) if train.kl_coef > 0 else None
+        current = self.replay(micro, number)
+        new = log_prob(recorded.next_latents(number), current)
+        old = new.detach() if memory.log_probs is None else memory.log_probs[:, number]
+        step = recorded.steps[number]
+        assert micro.advantages is not None, "samples are compared before they are trained on"
+        terms = grpo_loss(
+            new[:, None],
+            old[:, None],
+            micro.advantages.to(new),
+            clip_range=train.clip_range,
+            adv_clip=train.adv_clip,
+            step_weight=None if self.step_weight is None else self.step_weight[step : step + 1],
+            guard=_guard_terms(memory, number, current) if train.guard else None,
+            kl=None if reference is None else gaussian_kl(current.mean, reference, current.std)[:, None],
+            kl_coef=train.kl_coef,
+        )
+        return Loss(terms, new.detach() - recorded.log_probs[:, number])
+
+    @torch.no_grad()
+    def drift(self, micro: Samples, memory: OldPolicy) -> Tensor:
+        """Return (b,) log-ratios of the first recorded step with the weights as they are now."""
+        new = log_prob(micro.trajectory.next_latents(0), self.replay(micro, 0))
+        old = micro.trajectory.log_probs if memory.log_probs is None else memory.log_probs
+        return new - old[:, 0]
+
+    def replay(self, micro: Samples, column: int) -> Transition:
+        """Return the Gaussian of recorded step `column` with the current weights."""
+        recorded = micro.trajectory
+        return step_transition(
+            self.policy,
+            recorded.latents(column),
+            micro.conditioning,
+            sigmas=self.sigmas,
+            step=recorded.steps[column],
+            sde=self.sde,
+        )
+
+    @torch.no_grad()
+    def reference_mean(self, micro: Samples, column: int) -> Tensor:
+        """Return the (b, C, F, H, W) mean of recorded step `column` under the policy training started from."""
+        with self.policy.reference():
+            return self.replay(micro, column).mean
+
+
+def _guard_terms(old: OldPolicy, column: int, current: Transition) -> GuardTerms:
+    means = current.mean.detach() if old.means is None else old.means[:, column]
+    return GuardTerms(means=current.mean[:, None], old_means=means[:, None], std=current.std)
