@@ -21,7 +21,7 @@ import torch
 
 import train_grpo
 from flow_grpo.algorithm import evaluate
-from flow_grpo.algorithm.update import updater
+from flow_grpo.algorithm.update import objective, updater
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.rewards.base import RewardSet
@@ -87,8 +87,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "rollout": lambda: before(RecamPolicy, "velocity", raising(BROKEN)),
     "decode": lambda: before(RecamPolicy, "decode", raising(BROKEN)),
     "decode memory": lambda: before(RecamPolicy, "decode", raising(torch.OutOfMemoryError("3 GiB"))),
-    "update": lambda: before(updater, "grpo_loss", raising(BROKEN)),
-    "update memory": lambda: before(updater, "grpo_loss", raising(torch.OutOfMemoryError("3 GiB"))),
+    "update": lambda: before(objective, "grpo_loss", raising(BROKEN)),
+    "update memory": lambda: before(objective, "grpo_loss", raising(torch.OutOfMemoryError("3 GiB"))),
     "gradient": broken_gradient,
     "evaluate": lambda: before(evaluate, "score", raising(BROKEN)),
     "log": lambda: before(MetricFiles, "append", raising(OSError(errno.EROFS, "Read-only file system"))),
@@ -96,7 +96,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "die": lambda: before(RecamPolicy, "velocity", die),
     "freeze": lambda: before(RecamPolicy, "velocity", freeze),
     "hang": lambda: before(RewardSet, "__call__", lambda: time.sleep(3600)),
-    "hang in update": lambda: before(updater, "grpo_loss", lambda: time.sleep(3600)),
+    "hang in update": lambda: before(objective, "grpo_loss", lambda: time.sleep(3600)),
     "die once": lambda: before(RecamPolicy, "velocity", int if started_again() else die),
     "slow": lambda: before(RewardSet, "__call__", lambda: time.sleep(3)),
     "": lambda: None,

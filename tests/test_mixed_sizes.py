@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.groups import compare
-from flow_grpo.algorithm.rollout.collector import Collected
-from flow_grpo.algorithm.rollout.denoise import rollout
-from flow_grpo.records import Condition, Conditioning, TrainingBatch
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
+from flow_grpo.records import Condition, Conditioning, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.toy import SDE, SIGMAS, BrightnessReward, collector, condition, reward_config, updater
+from tests.toy import SDE, SIGMAS, BrightnessReward, collector, condition, reward_config, update, updater
 from tests.workers import run_ranks
 
 SIZES = [(5, 2, 2), (9, 2, 4), (5, 4, 2)]
@@ -77,65 +76,66 @@ class ConvPolicy:
         return list(self.net.parameters())
 
 
-def sample(ranks: Ranks, policy: ConvPolicy, **changes) -> Collected:
+def sample(ranks: Ranks, policy: ConvPolicy, **changes) -> tuple[ScoredBatch, ...]:
     options = {"train_batch_size": 4, "num_batches_per_epoch": 6, "k": 4} | changes
     return collector(ranks, policy, debug=False, make=sized, **options).collect(0, Clock(torch.device("cpu")))
 
 
-def training_batch(ranks: Ranks, collected: Collected, k: int = 4) -> TrainingBatch:
-    gathered = compare.gather(collected.batches, ranks)
+def training_batch(ranks: Ranks, batches: Sequence[ScoredBatch], k: int = 4) -> TrainingBatch:
+    gathered = compare.gather(batches, ranks)
     compared = compare.advantages(gathered, REWARD, k=k, floors={})
-    return compare.own_rows(compare.everything(collected.batches, gathered, ranks), compared, ranks)
+    return compare.own_rows(compare.everything(batches, gathered, ranks), compared, ranks)
 
 
-def test_003_4_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
+def test_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
     policy = ConvPolicy()
-    collected = sample(Ranks(), policy)
-    counts = Counter(c.size for batch in collected.batches for c in batch.conditions)
-    assert sum(counts.values()) == len(collected) == 24
+    batches = sample(Ranks(), policy)
+    counts = Counter(c.size for batch in batches for c in batch.conditions)
+    assert sum(counts.values()) == sum(map(len, batches)) == 24
     assert len(counts) == 3
     steps = len(SIGMAS) - 1
     assert len(policy.calls) == steps * sum(math.ceil(count / 4) for count in counts.values())
     assert len(policy.calls) < 24 * steps / 2
 
 
-def test_003_6_every_sample_is_what_it_would_be_alone_and_stands_in_its_place():
+def test_every_sample_is_what_it_would_be_alone_and_stands_in_its_place():
     policy = ConvPolicy()
-    collected = sample(Ranks(), policy)
-    assert sorted(p for batch in collected.batches for p in batch.positions) == list(range(24))
+    batches = sample(Ranks(), policy)
+    assert sorted(place for batch in batches for place in batch.samples.places.tolist()) == list(range(24))
     draws = collector(Ranks(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream._sampler
     wanted = [(gid, slot) for step in range(6) for _, gid, slot, _ in draws.plan(step)[0]]
-    steps = collected.batches[0].trajectory.steps
-    for batch in collected.batches:
-        for row, (position, made) in enumerate(zip(batch.positions, batch.conditions, strict=True)):
+    steps = batches[0].samples.trajectory.steps
+    for batch in batches:
+        for row, (position, made) in enumerate(zip(batch.samples.places.tolist(), batch.conditions, strict=True)):
             assert (made.gid, made.slot) == wanted[position]
-            alone = rollout(policy, [made], policy.encode([made]), sigmas=SIGMAS, window=steps, sde=SDE, seed=1)
-            assert torch.equal(alone.noise_ids[0], batch.noise_ids[row])
-            torch.testing.assert_close(alone.trajectory.states[0], batch.trajectory.states[row], rtol=0, atol=1e-5)
+            alone = rollout(policy, [made], policy.encode([made]), steps, RolloutSettings(SIGMAS, SDE, seed=1))
+            assert torch.equal(alone.noise_ids[0], batch.samples.noise_ids[row])
+            states = batch.samples.trajectory.states[row]
+            torch.testing.assert_close(alone.trajectory.states[0], states, rtol=0, atol=1e-5)
             reward = batch.rewards["brightness"].values[row]
             assert reward.item() == pytest.approx(policy.decode(alone.final_latents).mean().item(), abs=1e-5)
 
 
-def test_003_2_a_whole_group_on_a_rank_is_encoded_once_and_expanded_sample_by_sample():
+def test_a_whole_group_on_a_rank_is_encoded_once_and_expanded_sample_by_sample():
     policy = ConvPolicy()
-    collected = sample(Ranks(), policy, layout="contiguous")
+    batches = sample(Ranks(), policy, layout="contiguous")
     assert len(policy.encoded) == len(set(policy.encoded)) == 6
-    for batch in collected.batches:
+    for batch in batches:
         distinct = [c for c in batch.conditions if c.slot == 0]
         assert [c.gid for c in batch.conditions] == [c.gid for c in distinct for _ in range(4)]
         once = ConvPolicy().encode(distinct)
-        for name, tensor in batch.conditioning.tensors().items():
+        for name, tensor in batch.samples.conditioning.tensors().items():
             assert torch.equal(tensor, once.tensors()[name].repeat_interleave(4, dim=0))
 
 
 def test_gathered_facts_stand_in_sampling_order_whatever_was_rolled_out_first():
     policy = ConvPolicy()
-    collected = sample(Ranks(), policy)
-    gathered = compare.gather(collected.batches, Ranks())
+    batches = sample(Ranks(), policy)
+    gathered = compare.gather(batches, Ranks())
     by_position = {
         position: (made.gid, made.slot, made.size, float(batch.rewards["brightness"].values[row]))
-        for batch in collected.batches
-        for row, (position, made) in enumerate(zip(batch.positions, batch.conditions, strict=True))
+        for batch in batches
+        for row, (position, made) in enumerate(zip(batch.samples.places.tolist(), batch.conditions, strict=True))
     }
     for position, (gid, slot, size, value) in by_position.items():
         assert (int(gathered.gids[position]), int(gathered.slots[position])) == (gid, slot)
@@ -151,7 +151,7 @@ def test_the_update_never_mixes_sizes_and_does_not_depend_on_its_micro_batches(m
         batch = training_batch(Ranks(), sample(Ranks(), policy))
         policy.calls.clear()
         updating = updater(policy, batch_size=size, updates_per_epoch=updates)
-        metrics = updating.run(batch, epoch=0)
+        metrics = update(updating, batch)
         assert metrics["train/updates"] == updates
         assert {shape[1:] for shape in policy.calls} == {(2, 2, 2, 2), (2, 3, 2, 4), (2, 2, 4, 2)}
         moved.append(torch.cat([parameter.detach().flatten() for parameter in policy.net.parameters()]))
@@ -164,20 +164,20 @@ def test_the_first_ratio_is_exactly_one_where_micro_batches_are_the_rollout_s():
     policy = ConvPolicy()
     batch = training_batch(Ranks(), sample(Ranks(), policy))
     updating = updater(policy, batch_size=4)
-    assert updating.same_geometry(batch, updating.plan(batch, 0))
-    assert updating.run(batch, epoch=0)["policy/ratio_first_max_abs_log"] == 0.0
+    assert updating.plan(batch, 0).as_rolled_out
+    assert update(updating, batch)["policy/ratio_first_max_abs_log"] == 0.0
     mixed_up = dataclasses.replace(batch, as_rolled_out=False)
-    assert not updating.same_geometry(mixed_up, updating.plan(mixed_up, 0))
+    assert not updating.plan(mixed_up, 0).as_rolled_out
 
 
 def _two_ranks(ranks: Ranks) -> tuple[Tensor, list[tuple[int, ...]]]:
     policy = ConvPolicy()
-    collected = sample(ranks, policy, train_batch_size=4 // ranks.world_size)
-    batch = training_batch(ranks, collected)
+    batches = sample(ranks, policy, train_batch_size=4 // ranks.world_size)
+    batch = training_batch(ranks, batches)
     if ranks.world_size > 1:
         policy.module = DistributedDataParallel(policy.net)
     policy.calls.clear()
-    updater(policy, ranks=ranks, batch_size=2).run(batch, epoch=0)
+    update(updater(policy, ranks=ranks, batch_size=2), batch)
     return torch.cat([p.detach().flatten() for p in policy.net.parameters()]), policy.calls
 
 

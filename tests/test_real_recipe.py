@@ -76,10 +76,10 @@ def bear_witness() -> None:
         assert result.shape == latents.shape and result.dtype == torch.float32
         seen["calls"][f"{phase[0]} {kind} {list(result.shape)}"] += 1
 
-    def on_sample(collected, trainer, epoch):
-        weights, sigmas = trainer.collector.rewards.weights, trainer.collector.settings.sigmas
-        seen["batches"] = [shapes(debug_print.batch_view(b, sigmas, weights)) for b in collected.batches]
-        log_probs = torch.cat([batch.trajectory.log_probs.flatten() for batch in collected.batches])
+    def on_sample(batches, trainer, epoch):
+        weights, sigmas = trainer.collector.rewards.weights, trainer.collector.settings.rollout.sigmas
+        seen["batches"] = [shapes(debug_print.batch_view(b, sigmas, weights)) for b in batches]
+        log_probs = torch.cat([batch.samples.trajectory.log_probs.flatten() for batch in batches])
         seen["finite"] = bool(log_probs.isfinite().all())
 
     def on_gather(gathered, *_):

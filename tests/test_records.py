@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.records import Conditioning, Experience, Rows, TrainingBatch, TrainingPart, Trajectory
+from flow_grpo.records import Conditioning, Rows, Samples, TrainingBatch, Trajectory
 
 
 def conditioning(rows: int, *, guided: bool = False) -> Conditioning:
@@ -39,12 +39,12 @@ def test_a_trajectory_finds_both_ends_of_every_remembered_step() -> None:
     states = torch.arange(5.0).view(1, 5, 1, 1, 1, 1)  # steps 2, 3 and then 6: the states between 4 and 6 are not kept
     trajectory = Trajectory(
         states=states,
-        positions=(0, 1, 3),
+        state_index=(0, 1, 3),
         steps=(2, 3, 6),
         log_probs=torch.zeros(1, 3),
     )
-    assert trajectory.latents.flatten().tolist() == [0.0, 1.0, 3.0]
-    assert trajectory.next_latents.flatten().tolist() == [1.0, 2.0, 4.0]
+    assert [trajectory.latents(column).item() for column in range(3)] == [0.0, 1.0, 3.0]
+    assert [trajectory.next_latents(column).item() for column in range(3)] == [1.0, 2.0, 4.0]
 
 
 def trajectory(rows: int, size: int = 3) -> Trajectory:
@@ -52,13 +52,22 @@ def trajectory(rows: int, size: int = 3) -> Trajectory:
     return Trajectory(
         states=number.view(-1, 1, 1, 1, 1, 1).expand(rows, 3, 4, 2, size, size),
         log_probs=number.view(-1, 1).expand(rows, 2),
-        positions=(0, 1),
+        state_index=(0, 1),
         steps=(1, 2),
     )
 
 
-def experience(rows: int) -> Experience:
-    return Experience(torch.arange(3 * rows).view(rows, 3), conditioning(rows), trajectory(rows))
+def samples(places: list[int], size: int = 3) -> Samples:
+    rows = len(places)
+    number = torch.arange(rows, dtype=torch.float32)
+    return Samples(
+        keys=torch.arange(3 * rows).view(rows, 3),
+        places=torch.tensor(places),
+        noise_ids=torch.zeros((rows, 2), dtype=torch.int64),
+        conditioning=conditioning(rows),
+        trajectory=trajectory(rows, size),
+        final_latents=number.view(-1, 1, 1, 1, 1).expand(rows, 4, 2, size, size),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +77,12 @@ class Table(Rows):
 
 
 def test_every_tensor_has_a_dotted_name_and_can_be_replaced_by_it() -> None:
-    made = experience(2)
+    made = samples([0, 1])
     names = {
         "keys",
+        "places",
+        "noise_ids",
+        "final_latents",
         "conditioning.prompt_embeds",
         "conditioning.source_latents",
         "conditioning.target_cameras",
@@ -88,8 +100,8 @@ def test_every_tensor_has_a_dotted_name_and_can_be_replaced_by_it() -> None:
     assert joined.name == "kept"
 
 
-def test_002_4_and_5_what_the_network_takes_changes_device_and_nothing_else_does() -> None:
-    made = experience(2)
+def test_the_inputs_of_the_network_change_device_and_nothing_else_does() -> None:
+    made = samples([0, 1])
     assert made.to("cpu").trajectory.states.data_ptr() == made.trajectory.states.data_ptr()
     moved = made.to("meta")
     assert {t.device.type for t in (*moved.conditioning.tensors().values(), *moved.trajectory.tensors().values())} == {
@@ -99,32 +111,24 @@ def test_002_4_and_5_what_the_network_takes_changes_device_and_nothing_else_does
     assert moved.trajectory.steps == (1, 2)
 
 
-def part(positions: list[int], size: int = 3) -> TrainingPart:
-    rows = len(positions)
-    values = torch.arange(rows, dtype=torch.float32)
-    return TrainingPart(
-        torch.tensor(positions), conditioning(rows), trajectory(rows, size), values, values, torch.arange(rows)
-    )
-
-
-def test_samples_are_taken_out_of_several_parts_by_position() -> None:
-    batch = TrainingBatch((part([3, -1, 0]), part([-1, 1]), part([2, 4], size=5)), length=5)
+def test_samples_are_taken_out_of_several_parts_by_place() -> None:
+    batch = TrainingBatch((samples([3, -1, 0]), samples([-1, 1]), samples([2, 4], size=5)), length=5)
     assert batch.sizes().tolist() == [0, 0, 2, 0, 2]
     taken = batch.take(torch.tensor([1, 3]), "cpu")
-    assert taken.positions.tolist() == [3, 1]
+    assert taken.places.tolist() == [3, 1]
     assert taken.trajectory.states.flatten(1)[:, 0].tolist() == [0.0, 1.0]
     moved = batch.take(torch.tensor([0]), "meta")
     assert moved.trajectory.states.device.type == moved.conditioning.prompt_embeds.device.type == "meta"
-    assert moved.weights.device.type == moved.positions.device.type == "cpu"
+    assert moved.keys.device.type == moved.places.device.type == "cpu"
 
 
 def test_a_position_without_a_sample_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"no part holds the samples at \[1\]"):
-        TrainingBatch((part([0, 2]),), length=3).sizes()
+        TrainingBatch((samples([0, 2]),), length=3).sizes()
 
 
 def test_samples_of_other_stochastic_steps_are_no_part_of_an_epoch() -> None:
-    other = part([1])
+    other = samples([1])
     other = dataclasses.replace(other, trajectory=dataclasses.replace(other.trajectory, steps=(2, 3)))
     with pytest.raises(AssertionError, match="share their stochastic steps"):
-        TrainingBatch((part([0]), other), length=2)
+        TrainingBatch((samples([0]), other), length=2)

@@ -20,7 +20,6 @@ import train_grpo
 from flow_grpo.algorithm.evaluate import Evaluator
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.rewards import target_view
@@ -29,6 +28,7 @@ from flow_grpo.runtime.checkpoints.sharded_state import join
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks
 

@@ -72,7 +72,7 @@ def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, 
 
 
 def test_step_weights_follow_guard_and_choice():
-    state = types.SimpleNamespace(optimizer=None, ema=None, bad_steps=[])
+    state = types.SimpleNamespace(optimizer=None, ema=None)
     made = {
         name: build.build_updater(load_config(TINY, change), None, state, types.SimpleNamespace(update=None), Ranks())
         for name, change in {
@@ -81,17 +81,17 @@ def test_step_weights_follow_guard_and_choice():
             "guard": ["--config.train.guard=true"],
         }.items()
     }
-    weights = {name: updater.settings.step_weight for name, updater in made.items()}
+    weights = {name: updater.objective.step_weight for name, updater in made.items()}
     assert weights["none"].unique().tolist() == [0.0, 1.0]
     assert not torch.equal(weights["gain"], weights["guard"])
 
 
 def test_dynamic_sampling_is_there_when_asked_for(world):
     rewards = types.SimpleNamespace(floors={})
-    state, progress = types.SimpleNamespace(shortages=[1]), types.SimpleNamespace(say=print)
-    assert build.build_dynamic_sampling(settings(world), rewards, state, progress, Ranks()) is None
+    progress = types.SimpleNamespace(say=print)
+    assert build.build_dynamic_sampling(settings(world), rewards, progress, Ranks()) is None
     config = settings(world, "--config.dynamic_sampling.enabled")
-    assert build.build_dynamic_sampling(config, rewards, state, progress, Ranks()) is not None
+    assert build.build_dynamic_sampling(config, rewards, progress, Ranks()) is not None
 
 
 def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world, monkeypatch):

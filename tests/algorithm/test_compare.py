@@ -47,7 +47,7 @@ def _gather_the_example(ranks: Ranks) -> tuple[list[int], list[float], list[int]
     compare.check(gathered, sample_config(), ranks)
     compared = compare.advantages(gathered, REWARD, k=4, floors={})
     (mine,) = compare.own_rows(compare.everything([batch], gathered, ranks), compared, ranks).parts
-    return gathered.gids.tolist(), compared.advantages.tolist(), mine.gids.tolist()
+    return gathered.gids.tolist(), compared.advantages.tolist(), mine.keys[:, 0].tolist()
 
 
 def test_the_copies_of_a_group_lie_at_the_corrected_positions_of_001_12():
@@ -70,7 +70,7 @@ def test_every_rank_gets_the_advantages_of_its_own_rows_back():
 
 def _count_an_epoch(ranks: Ranks) -> tuple[int, dict[int, set[int]], int]:
     sampling = collector(ranks, ToyPolicy(), debug=False)
-    gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))).batches, ranks)
+    gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))), ranks)
     compare.check(gathered, sampling.settings.sample, ranks)
     ranks_of = {gid: set() for gid in gathered.gids.tolist()}
     for row, gid in enumerate(gathered.gids.tolist()):

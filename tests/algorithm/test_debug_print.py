@@ -11,7 +11,7 @@ from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.rollout import collector as collector_module
-from flow_grpo.records import Conditioning, RewardResult, ScoredBatch, Trajectory
+from flow_grpo.records import Conditioning, RewardResult, Samples, Trajectory
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, collector, group, sample_config, scored
 from tests.workers import run_ranks
@@ -39,20 +39,25 @@ def test_the_view_of_a_batch_has_the_keys_of_001_9():
     assert view["rewards"]["avg"].tolist() == [2 * values[0], 2 * values[1], 0.0, 2 * values[3]]
 
 
-def fake_batch(rows: int, steps: int) -> ScoredBatch:
+def fake_samples(rows: int, steps: int) -> Samples:
     """A batch in the shapes of the 8-NPU recipe: 21 latent frames of 60x104, without the memory."""
     states = torch.zeros(()).expand(rows, steps + 1, 16, 21, 60, 104)
     trajectory = Trajectory(
-        states, torch.zeros(rows, steps), positions=tuple(range(steps)), steps=tuple(range(1, steps + 1))
+        states, torch.zeros(rows, steps), state_index=tuple(range(steps)), steps=tuple(range(1, steps + 1))
     )
     conditioning = Conditioning(torch.zeros(rows, 5, 8), states[:, 0], torch.zeros(rows, 21, 12))
-    rewards = {"avg": RewardResult(torch.zeros(rows), torch.ones(rows, dtype=torch.bool), ("",) * rows)}
-    noise_ids = torch.zeros((rows, 2), dtype=torch.int64)
-    return ScoredBatch(tuple(group(1, rows)), tuple(range(rows)), conditioning, trajectory, noise_ids, rewards)
+    return Samples(
+        keys=torch.zeros((rows, 3), dtype=torch.int64),
+        places=torch.arange(rows),
+        noise_ids=torch.zeros((rows, 2), dtype=torch.int64),
+        conditioning=conditioning,
+        trajectory=trajectory,
+        final_latents=states[:, 0],
+    )
 
 
 def test_the_shapes_of_001_10_are_printed_word_for_word():
-    trajectory = fake_batch(4, 2).trajectory
+    trajectory = fake_samples(4, 2).trajectory
     view = {
         "prompts": ["a"] * 4,
         "latents": trajectory.states[:, :2],
@@ -70,18 +75,15 @@ def test_the_shapes_of_001_10_are_printed_word_for_word():
     ]
 
 
-def test_batches_are_concatenated_on_dimension_0_also_inside_dicts():
-    merged = collector_module.merge([fake_batch(2, 2), fake_batch(2, 2)])
-    assert merged.trajectory.states.shape == (4, 3, 16, 21, 60, 104)
-    assert merged.trajectory.log_probs.shape == (4, 2)
-    assert merged.conditioning.target_cameras.shape == (4, 21, 12)
+def test_batches_of_one_size_are_concatenated_on_dimension_0():
+    result = RewardResult(torch.zeros(2), torch.ones(2, dtype=torch.bool), ("",) * 2)
+    copies = [tuple(group(1, 2)), tuple(group(2, 2))]
+    (merged,) = collector_module.merge_sizes(copies, [fake_samples(2, 2)] * 2, [{"avg": result}] * 2)
+    assert merged.samples.trajectory.states.shape == (4, 3, 16, 21, 60, 104)
+    assert merged.samples.trajectory.log_probs.shape == (4, 2)
+    assert merged.samples.conditioning.target_cameras.shape == (4, 21, 12)
     assert merged.rewards["avg"].values.shape == (4,)
     assert len(merged.rewards["avg"].causes) == len(merged.conditions) == 4
-
-
-def test_batches_of_unlike_structure_are_not_concatenated():
-    with pytest.raises(ValueError, match="must share"):
-        collector_module.merge([fake_batch(2, 2), fake_batch(2, 3)])
 
 
 def _one_epoch(ranks: Ranks) -> tuple[list[str], dict[str, object]]:
@@ -89,11 +91,11 @@ def _one_epoch(ranks: Ranks) -> tuple[list[str], dict[str, object]]:
     debug_print.show = lines.extend  # the ranks of a pool share no console
     policy = ToyPolicy()
     collected = collector(ranks, policy).collect(1, Clock(torch.device("cpu")))
-    gathered = compare.gather(collected.batches, ranks)
+    gathered = compare.gather(collected, ranks)
     compare.check(gathered, sample_config(), ranks)
-    compare.show_gathered(collected.batches, gathered, sample_config(), ranks, {"brightness": 1.0})
+    compare.show_gathered(collected, gathered, sample_config(), ranks, {"brightness": 1.0})
     facts = {
-        "prompts": [c.prompt[:30] for c in collected.batches[0].conditions],
+        "prompts": [c.prompt[:30] for c in collected[0].conditions],
         "encoded": sum(len(part) for part in policy.encoded),
         "gids": gathered.gids.tolist(),
     }
@@ -142,15 +144,15 @@ def test_the_events_of_an_epoch_come_in_the_order_of_001_15(monkeypatch, capsys)
     original_take = sampling.stream.take
     monkeypatch.setattr(sampling.stream, "take", lambda step: (original_take(step), events.append("append"))[0])
     spy(debug_print, "prompt_line", "prompt print")
-    spy(collector_module, "merge", "concatenate")
+    spy(collector_module, "merge_sizes", "concatenate")
     spy(debug_print, "merged_lines", "shape print")
     spy(debug_print, "gathered_lines", "gather print")
     sample = sample_config(train_batch_size=4)
     for number in (0, 1):
         collected = sampling.collect(number, Clock(torch.device("cpu")))
         events.append("gather")
-        gathered = compare.gather(collected.batches, ranks)
-        compare.show_gathered(collected.batches, gathered, sample, ranks, {"brightness": 1.0})
+        gathered = compare.gather(collected, ranks)
+        compare.show_gathered(collected, gathered, sample, ranks, {"brightness": 1.0})
     once = ["append", "prompt print"]
     after = ["concatenate", "shape print", "gather", "gather print"]
     assert events == [

@@ -17,12 +17,11 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.dynamic_sampling import TOO_OFTEN, WINDOW
 from flow_grpo.algorithm.groups.selection import ShortageError
-from flow_grpo.algorithm.rollout.collector import Collected
-from flow_grpo.records import Condition, RewardResult
+from flow_grpo.records import Condition, RewardResult, ScoredBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.rounds import Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
-from tests.toy import ToyPolicy, collector, reward_config, sample_config, updater, weights_of
+from tests.rounds import REWARD, Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
+from tests.toy import ToyPolicy, collector, reward_config, sample_config, update, updater, weights_of
 from tests.workers import run_ranks
 
 LOCAL = 16  # 4 ranks of 16 samples: the document's reference size, target 64
@@ -39,9 +38,9 @@ def _scenario(ranks: Ranks, kinds, options: dict) -> dict:
     sampling = dynamic(ranks, local=local, k=4, say=lines.append, **options)
     (chosen, metrics), collectives = recorded(lambda: choose(sampling, rounds))
     gathered = chosen.gathered
-    compared = compare.advantages(gathered, sampling.reward, k=4, floors=sampling.floors)
+    compared = compare.advantages(gathered, REWARD, k=4, floors=sampling.floors)
     batch = compare.own_rows(chosen, compared, ranks)
-    original = {(c.gid, c.slot) for part in rounds.drawn[0].batches for c in part.conditions}
+    original = {(c.gid, c.slot) for part in rounds.drawn[0] for c in part.conditions}
     return {
         "lines": lines,
         "metrics": metrics,
@@ -50,8 +49,8 @@ def _scenario(ranks: Ranks, kinds, options: dict) -> dict:
         "placed": len(chosen.placement[ranks.rank]),
         "as_rolled_out": chosen.as_rolled_out,
         "original": original,
-        "weights": torch.cat([part.weights[part.positions >= 0] for part in batch.parts]).tolist(),
-        "advantages": torch.cat([part.advantages[part.positions >= 0] for part in batch.parts]).tolist(),
+        "weights": torch.cat([part.weights[part.places >= 0] for part in batch.parts]).tolist(),
+        "advantages": torch.cat([part.advantages[part.places >= 0] for part in batch.parts]).tolist(),
         "size": len(batch),
         "devices": sorted({str(t.device) for part in batch.parts for t in part.tensors().values()}),
         "next_step": rounds.sampler.next_step,
@@ -62,14 +61,12 @@ def _scenario(ranks: Ranks, kinds, options: dict) -> dict:
 
 def _equals_first_round(chosen: compare.Chosen, rounds: Rounds) -> bool:
     """Tell whether every field of every sample is bitwise that of the first round."""
-    for experience, positions, batch in zip(chosen.experiences, chosen.positions, rounds.drawn[0].batches, strict=True):
-        wanted = batch.experience.tensors()
-        if positions != batch.positions or set(wanted) != set(experience.tensors()):
+    for samples, batch in zip(chosen.parts, rounds.drawn[0], strict=True):
+        found, wanted = samples.tensors(), batch.samples.tensors()
+        if set(wanted) != set(found) or not all(torch.equal(tensor, wanted[name]) for name, tensor in found.items()):
             return False
-        if not all(torch.equal(tensor, wanted[name]) for name, tensor in experience.tensors().items()):
-            return False
-    reward = torch.cat([batch.rewards["scripted"].values for batch in rounds.drawn[0].batches])
-    order = torch.tensor([p for batch in rounds.drawn[0].batches for p in batch.positions]).argsort()
+    reward = torch.cat([batch.rewards["scripted"].values for batch in rounds.drawn[0]])
+    order = torch.cat([batch.samples.places for batch in rounds.drawn[0]]).argsort()
     mine = torch.tensor(chosen.placement[rounds.ranks.rank])
     return torch.equal(chosen.gathered.rewards["scripted"][mine].float().nan_to_num(), reward[order].nan_to_num())
 
@@ -369,12 +366,12 @@ def test_groups_are_judged_behind_the_gates_and_by_the_weights_of_the_epoch():
         valid=gathered.valid | {"source": torch.ones(16, dtype=torch.bool)},
     )
     gates = {"scripted": ("source", 0.5)}
-    sampling.reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, gates=gates, flat_eps=1e-4)
-    assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "valid", "flat", "valid"]
-    sampling.reward = reward_config(weights={"scripted": 0.0, "source": 1.0}, gates=gates, flat_eps=1e-4)
-    assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "valid", "flat", "valid"]
-    sampling.reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, flat_eps=1e-4)
-    assert [g.kind for g in sampling.groups(judged, 0)] == ["valid", "valid", "flat", "flat"]
+    reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, gates=gates, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0, reward)] == ["flat", "valid", "flat", "valid"]
+    reward = reward_config(weights={"scripted": 0.0, "source": 1.0}, gates=gates, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0, reward)] == ["flat", "valid", "flat", "valid"]
+    reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, flat_eps=1e-4)
+    assert [g.kind for g in sampling.groups(judged, 0, reward)] == ["valid", "valid", "flat", "flat"]
 
 
 def test_a_range_at_the_floor_is_flat_and_one_above_it_is_not():
@@ -384,7 +381,7 @@ def test_a_range_at_the_floor_is_flat_and_one_above_it_is_not():
     _, gathered = rounds.draw(0)
     ranges = torch.tensor([0.0, 1e-4, 2e-4, 1.0], dtype=torch.float64)
     values = ranges[gathered.gids] * (gathered.slots == 3)
-    kinds = [g.kind for g in sampling.groups(dataclasses.replace(gathered, rewards={"scripted": values}), 0)]
+    kinds = [g.kind for g in sampling.groups(dataclasses.replace(gathered, rewards={"scripted": values}), 0, REWARD)]
     assert kinds == ["flat", "flat", "valid", "valid"]
 
 
@@ -393,8 +390,8 @@ def test_000_12_a_frequent_fallback_is_warned_of_once_with_what_to_look_at():
     often = int(TOO_OFTEN * WINDOW) + 1
     for _ in range(often + 3):
         rounds = Rounds(ranks, kinds_of([0, 0], 4), local=16)
-        sampling = dynamic(ranks, local=16, max_resample_times=1, history=history, say=lines.append)
-        _, metrics = choose(sampling, rounds)
+        sampling = dynamic(ranks, local=16, max_resample_times=1, say=lines.append)
+        _, metrics = choose(sampling, rounds, history)
     warnings = [line for line in lines if "of the last 20 epochs" in line]
     assert len(warnings) == 1
     assert "fell short in 5 of the last 20 epochs" in warnings[0]
@@ -435,17 +432,18 @@ def _train_on_a_pool(ranks: Ranks, policy_name: str) -> tuple[torch.Tensor, dict
     sampling = collector(ranks, policy, debug=False, train_batch_size=batch_size)
     sampling.rewards = RewardSet([ScriptedReward((5, 6, 9))], {"scripted": 1.0})
 
-    def draw(number: int) -> tuple[Collected, compare.Gathered]:
-        collected = sampling.collect(0, Clock(torch.device("cpu")))
-        return collected, compare.gather(collected.batches, ranks)
+    def draw(number: int) -> tuple[Sequence[ScoredBatch], compare.Gathered]:
+        batches = sampling.collect(0, Clock(torch.device("cpu")))
+        return batches, compare.gather(batches, ranks)
 
     choosing = dynamic(ranks, local=2 * batch_size, max_resample_times=2, policy=policy_name)
-    chosen, metrics = choosing.choose(*draw(0), draw)
-    compared = compare.advantages(chosen.gathered, choosing.reward, k=4, floors={})
+    reward = reward_config(weights={"scripted": 1.0}, flat_eps=1e-4)
+    chosen, metrics = choosing.choose(*draw(0), draw, reward=reward, shortages=[])
+    compared = compare.advantages(chosen.gathered, reward, k=4, floors={})
     batch = compare.own_rows(chosen, compared, ranks)
     if ranks.world_size > 1:
         policy.module = DistributedDataParallel(policy.net)
-    updater(policy, ranks=ranks, rollout_batch_size=batch_size, batch_size=batch_size).run(batch, epoch=0)
+    update(updater(policy, ranks=ranks, rollout_batch_size=batch_size, batch_size=batch_size), batch)
     return weights_of(policy), metrics
 
 

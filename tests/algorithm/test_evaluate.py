@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import types
 
 import pytest
 import torch
 
-from flow_grpo.algorithm.evaluate import Clip, EvalSettings, Evaluation, Evaluator, make_clip, side_by_side, write_clips
+from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
 from flow_grpo.data.video_io import read_video
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting.clips import log_clips, make_clip, side_by_side
 from tests.toy import FRAMES, SIGMAS, BrightnessReward, ToyPolicy, condition
 from tests.workers import run_ranks
 
@@ -169,9 +171,12 @@ def test_a_sample_that_is_not_finite_is_shown_as_well():
 def test_clips_are_written_with_their_rewards_in_the_name(tmp_path):
     found: Evaluation = evaluator(number=12).run()
     assert len(found.clips) == 2
-    paths = write_clips(tmp_path / "videos", "eval_000001", found.clips)
+    shown = []
+    tracker = types.SimpleNamespace(log_video=lambda name, path, caption, step: shown.append((name, path, step)))
+    log_clips(tracker, tmp_path / "videos", "eval", found.clips, 1)
+    paths = [path for _, path, _ in shown]
+    assert [(name, step) for name, _, step in shown] == [("eval/video_0", 1), ("eval/video_1", 1)]
     index = int(found.clips[0].caption.split(",")[0].rpartition("scene")[2])
     assert paths[0].name.startswith(f"eval_000001_val-f17_aperture10-scene{index}_cam02_brightness_0.")
     assert "(source | generated | target)" in found.clips[0].caption
     assert read_video(paths[0], FRAMES).shape == (3, FRAMES, 240, 720)
-    assert isinstance(found.clips[0], Clip)

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout.denoise import Rollout, SdeSettings, check_noise, rollout
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, check_noise, rollout
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import log_prob, transition
-from flow_grpo.records import Trajectory
+from flow_grpo.records import Samples, Trajectory
 from tests.toy import SDE, SHAPE, SIGMAS, ToyPolicy, condition, group
 
 
@@ -19,10 +19,9 @@ def roll(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, **option
     return whole(policy, conditions, window, seed, sde, **options).trajectory
 
 
-def whole(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, **options) -> Rollout:
-    return rollout(
-        policy, conditions, policy.encode(conditions), sigmas=SIGMAS, window=window, sde=sde, seed=seed, **options
-    )
+def whole(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, *, sigmas=SIGMAS, **options) -> Samples:
+    settings = RolloutSettings(sigmas, sde, seed, **options)
+    return rollout(policy, conditions, policy.encode(conditions), window, settings)
 
 
 def test_empty_window_is_the_euler_ode_with_the_keyed_initial_noise():
@@ -36,32 +35,31 @@ def test_empty_window_is_the_euler_ode_with_the_keyed_initial_noise():
             latents = latents + policy.velocity(latents, before.repeat(2), conditioning) * (after - before)
     torch.testing.assert_close(rolled.final_latents, latents, rtol=0, atol=1e-6)
     assert got.log_probs.shape == (2, 0)
-    assert got.latents.shape == (2, 0, *SHAPE)
+    assert got.states.shape == (2, 0, *SHAPE)
 
 
 def test_noise_level_zero_follows_the_ode_of_an_empty_window_up_to_the_window():
     policy = ToyPolicy()
     stochastic = whole(policy, group(3, 2), window=(2, 3))
     plain = whole(policy, group(3, 2), window=())
-    sigmas = SIGMAS[:3]
-    prefix = rollout(policy, group(3, 2), policy.encode(group(3, 2)), sigmas=sigmas, window=(), sde=SDE, seed=5)
-    assert torch.equal(stochastic.trajectory.latents[:, 0], prefix.final_latents)
+    prefix = whole(policy, group(3, 2), window=(), sigmas=SIGMAS[:3])
+    assert torch.equal(stochastic.trajectory.latents(0), prefix.final_latents)
     assert not torch.equal(stochastic.final_latents, plain.final_latents)
 
 
 def test_states_are_stored_once_and_chain_through_a_contiguous_window():
     got = roll(ToyPolicy(), group(3, 4), window=(1, 2, 3))
     assert got.states.shape == (4, 4, *SHAPE)
-    assert got.positions == (0, 1, 2)
-    assert torch.equal(got.next_latents[:, :-1], got.latents[:, 1:])
+    assert got.state_index == (0, 1, 2)
+    assert all(torch.equal(got.next_latents(column), got.latents(column + 1)) for column in (0, 1))
 
 
 def test_a_window_with_a_gap_keeps_both_ends_of_every_step():
     got = roll(ToyPolicy(), group(3, 2), window=(0, 2, 3))
-    assert got.positions == (0, 2, 3)
+    assert got.state_index == (0, 2, 3)
     assert got.steps == (0, 2, 3)
     assert got.states.shape[1] == 5
-    assert not torch.equal(got.next_latents[:, 0], got.latents[:, 1])
+    assert not torch.equal(got.next_latents(0), got.latents(1))
 
 
 def test_stored_steps_score_to_the_stored_log_probs_and_leave_standard_residuals():
@@ -70,7 +68,7 @@ def test_stored_steps_score_to_the_stored_log_probs_and_leave_standard_residuals
     got = roll(policy, conditions, window=(1, 2))
     conditioning = policy.encode(conditions)
     for column, step in enumerate(got.steps):
-        before, after = got.latents[:, column], got.next_latents[:, column]
+        before, after = got.latents(column), got.next_latents(column)
         with torch.no_grad():
             velocity = policy.velocity(before, SIGMAS[step].repeat(256), conditioning)
         levels = float(SIGMAS[step]), float(SIGMAS[step + 1])
@@ -101,8 +99,8 @@ def test_the_copies_of_a_group_differ_and_may_share_their_first_noise_only():
     assert len(rolled.noise_ids[:, 0].unique()) == 1
     assert len(rolled.noise_ids[:, 1].unique()) == 4
     shared = rolled.trajectory
-    assert torch.equal(shared.latents[0, 0], shared.latents[3, 0])
-    assert not torch.equal(shared.next_latents[0, 0], shared.next_latents[3, 0])
+    assert torch.equal(shared.latents(0)[0], shared.latents(0)[3])
+    assert not torch.equal(shared.next_latents(0)[0], shared.next_latents(0)[3])
 
 
 def test_latents_and_log_probs_are_fp32_without_gradient():
@@ -132,7 +130,7 @@ def test_the_flow_kind_is_capped_by_the_second_sigma():
 def test_max_step_std_bounds_the_noise():
     free = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 1.0))
     bound = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 1.0, 0.01))
-    step = [(t.next_latents - t.latents).std() for t in (free, bound)]
+    step = [(t.next_latents(0) - t.latents(0)).std() for t in (free, bound)]
     assert step[1] < step[0] / 3
 
 
@@ -158,7 +156,5 @@ def test_the_detector_accepts_wanted_duplicates_and_equal_noise_in_different_gro
 def test_sigmas_of_another_schedule_change_nothing_but_the_steps():
     policy = ToyPolicy()
     conditions = group(3, 2)
-    longer = rollout(
-        policy, conditions, policy.encode(conditions), sigmas=flow_sigmas(9, 5.0), window=(1,), sde=SDE, seed=5
-    )
+    longer = whole(policy, conditions, window=(1,), sigmas=flow_sigmas(9, 5.0))
     assert torch.equal(longer.noise_ids[:, 0], whole(policy, conditions, window=(1,)).noise_ids[:, 0])

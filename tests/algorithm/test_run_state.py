@@ -9,7 +9,7 @@ from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.toy import ToyPolicy, group, training_batch, updater, weights_of
+from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
 
 
 def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4) -> tuple[RunState, ToyPolicy]:
@@ -27,7 +27,7 @@ def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4) -> tuple[RunState, ToyPol
 def step(state: RunState, policy: ToyPolicy, epoch: int) -> None:
     updating = updater(policy)
     updating.optimizer, updating.after_step = state.optimizer, state.ema.update if state.ema else lambda: None
-    updating.run(training_batch(policy, [group(epoch, 4)]), epoch=epoch)
+    update(updating, training_batch(policy, [group(epoch, 4)]), epoch)
     state.sampler.set_epoch(epoch + 1)
     state.finished = epoch + 1
 

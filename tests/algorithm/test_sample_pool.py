@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import place
-from flow_grpo.algorithm.rollout.collector import Collected
-from flow_grpo.records import Conditioning, ScoredBatch, Trajectory
+from flow_grpo.records import Conditioning, Trajectory
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.rounds import Rounds, kinds_of, rows_by_position
 from tests.workers import run_ranks
@@ -30,25 +31,24 @@ def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
 
 def test_a_part_of_a_round_does_not_keep_the_whole_round_in_memory():
     rounds = Rounds(Ranks(), kinds_of([4], 4), local=16)
-    collected, gathered = rounds.draw(0)
+    batches, gathered = rounds.draw(0)
     pool = SamplePool(16, Ranks())
-    pool.add(collected, gathered, {0, 4})
-    held = {id(sample.experience): sample.experience for sample in pool._held.values()}
-    (kept,) = held.values()
-    whole = collected.batches[0].trajectory.states
+    pool.add(batches, gathered, {0, 4})
+    ((kept, _), _) = pool._held.values()
+    whole = batches[0].samples.trajectory.states
     assert kept.trajectory.states.untyped_storage().nbytes() == 2 * whole[0].nbytes
 
 
 def test_a_sample_that_is_taken_twice_makes_its_record_appear_twice_without_a_copy():
     rounds = Rounds(Ranks(), kinds_of([4], 4), local=16)
-    collected, gathered = rounds.draw(0)
+    batches, gathered = rounds.draw(0)
     pool = SamplePool(16, Ranks())
-    pool.add(collected, gathered, range(16))
+    pool.add(batches, gathered, range(16))
     chosen, _ = pool.take(place([0, 4, 8, 12, 0, 4, 8, 12], per_round=16, world_size=1))
     assert rows_by_position(chosen) == dict(enumerate([(0, slot) for slot in range(4) for _ in range(2)]))
-    storages = {experience.trajectory.states.data_ptr() for experience in chosen.experiences}
-    assert storages == {collected.batches[0].trajectory.states.data_ptr()}
-    assert len(chosen.experiences) == 2
+    storages = {part.trajectory.states.data_ptr() for part in chosen.parts}
+    assert storages == {batches[0].samples.trajectory.states.data_ptr()}
+    assert len(chosen.parts) == 2
 
 
 MEBIBYTE = 2**20
@@ -59,27 +59,26 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
     rounds = Rounds(ranks, kinds_of([3, 3], ranks.world_size * local // 4), local=local, layout="contiguous")
     pool = SamplePool(local, ranks)
     for number in range(2):
-        collected, gathered = rounds.draw(number)
-        (batch,) = collected.batches
+        (batch,), gathered = rounds.draw(number)
+        samples = batch.samples
         states = torch.full((local, mebibytes, MEBIBYTE // 4), float(ranks.rank))
-        large = ScoredBatch(
-            batch.conditions,
-            batch.positions,
-            Conditioning(batch.conditioning.prompt_embeds, states[:, 0, :1], batch.conditioning.target_cameras),
-            Trajectory(states, batch.trajectory.log_probs, (0,), (1,)),
-            batch.noise_ids,
-            batch.rewards,
+        large = dataclasses.replace(
+            samples,
+            conditioning=Conditioning(
+                samples.conditioning.prompt_embeds, states[:, 0, :1], samples.conditioning.target_cameras
+            ),
+            trajectory=Trajectory(states, samples.trajectory.log_probs, (0,), (1,)),
         )
         per_round = local * ranks.world_size
         wanted = range(per_round) if number == 0 else range(per_round, per_round + 4)
-        pool.add(Collected((large,), collected.videos), gathered, wanted)
-        del states, large
+        pool.add([dataclasses.replace(batch, samples=large)], gathered, wanted)
+        del states, large, samples, batch
     groups = [tuple(range(4 * j, 4 * j + 4)) for j in range(ranks.world_size - 1)]
     groups.append(tuple(range(per_round, per_round + 4)))
     placement = place([row for rows in groups for row in rows], per_round=per_round, world_size=ranks.world_size)
     before = resident_mib()
     chosen, moved = pool.take(placement)
-    rows = [position for positions in chosen.positions for position in positions if position >= 0]
+    rows = [place for part in chosen.parts for place in part.places.tolist() if place >= 0]
     after = peak_mib()
     assert len(rows) == local
     return after - before, local * mebibytes, moved

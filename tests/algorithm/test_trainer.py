@@ -74,13 +74,11 @@ def a_trainer(tmp_path, monkeypatch):
         progress = Progress(config.num_epochs, ranks)
         dynamic = config.dynamic_sampling and DynamicSampling(
             config.dynamic_sampling,
-            config.reward,
             {"brightness": 0.0},
             k=4,
             local=8,
             seed=5,
             ranks=ranks,
-            history=state.shortages,
             say=progress.say,
         )
         return Trainer(

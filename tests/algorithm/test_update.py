@@ -11,11 +11,22 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.algorithm.rollout.denoise import step_transition
-from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.algorithm.update.updater import Updater, name_memory_knobs
 from flow_grpo.maths.sde import log_prob
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, group, scored, training_batch, updater, weights_of
+from tests.toy import (
+    SDE,
+    SIGMAS,
+    BrightnessReward,
+    ToyPolicy,
+    group,
+    scored,
+    training_batch,
+    update,
+    updater,
+    weights_of,
+)
 from tests.workers import run_ranks
 
 BATCHES = [group(1, 4), group(2, 4), group(3, 4)]
@@ -26,14 +37,14 @@ def updated(*, batches=BATCHES, rollout_batch_size=4, epoch=0, policy=None, batc
     policy = policy or ToyPolicy()
     batch = batch or training_batch(policy, batches)
     policy.calls.clear()
-    metrics = updater(policy, rollout_batch_size=rollout_batch_size, **changes).run(batch, epoch=epoch)
+    metrics = update(updater(policy, rollout_batch_size=rollout_batch_size, **changes), batch, epoch)
     return weights_of(policy), metrics, policy
 
 
 def rows_of(batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
     """Return some samples as a batch of their own."""
     (part,) = batch.parts
-    return TrainingBatch((dataclasses.replace(part.rows(rows), positions=torch.arange(len(rows))),), len(rows))
+    return TrainingBatch((dataclasses.replace(part.rows(rows), places=torch.arange(len(rows))),), len(rows))
 
 
 def changed(batch: TrainingBatch, **changes) -> TrainingBatch:
@@ -88,7 +99,7 @@ def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
     total = 0.0
     (batch,) = batch.parts
     for column, step in enumerate(batch.trajectory.steps):
-        before, after = batch.trajectory.latents[:, column], batch.trajectory.next_latents[:, column]
+        before, after = batch.trajectory.latents(column), batch.trajectory.next_latents(column)
         drawn_from = step_transition(policy, before, batch.conditioning, sigmas=SIGMAS, step=step, sde=SDE)
         ratio = (log_prob(after, drawn_from) - batch.trajectory.log_probs[:, column]).exp()
         total = total - (batch.advantages * ratio).mean() / 2
@@ -157,7 +168,7 @@ def test_an_update_without_any_weight_is_skipped_and_counted():
 def dealt(updating: Updater, rows: int, epoch: int) -> list[list[list[int]]]:
     """Return the row numbers of every micro-batch of every optimizer step."""
     batch = training_batch(ToyPolicy(), [group(1, rows)])
-    return [[rows.tolist() for rows in micro_batches] for micro_batches in updating.plan(batch, epoch)]
+    return [[rows.tolist() for rows in micro_batches] for micro_batches in updating.plan(batch, epoch).steps]
 
 
 def test_several_updates_share_out_the_rows_once_and_alike_everywhere():
@@ -191,7 +202,7 @@ def test_the_ratio_moves_away_from_one_with_several_updates_and_the_clip_acts():
 def test_the_probe_sees_the_ratio_after_the_update():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
-    metrics = updater(policy).run(batch, epoch=0, probe=True)
+    metrics = update(updater(policy), batch, probe=True)
     assert 0 < metrics["policy/ratio_after_max_abs_log"] < 1
 
 
@@ -211,10 +222,9 @@ def test_a_step_weight_scales_its_own_step_only():
     for weight in ([1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0]):
         policy = ToyPolicy()
         updating = updater(policy, max_grad_norm=1e9)
-        updating.settings = dataclasses.replace(
-            updating.settings, step_weight=torch.tensor(weight, dtype=torch.float32)
-        )
-        updating.run(batch, epoch=0)
+        weights = torch.tensor(weight, dtype=torch.float32)
+        updating.objective = dataclasses.replace(updating.objective, step_weight=weights)
+        update(updating, batch)
         moves.append(weights_of(policy) - weights_of(ToyPolicy()))
     torch.testing.assert_close(moves[0], moves[1] + moves[2], rtol=0, atol=1e-7)
     assert (moves[1] - moves[2]).abs().max() > 1e-4
@@ -242,31 +252,31 @@ def test_steps_that_are_not_finite_are_left_out_until_they_are_too_many_in_a_row
     policy = ToyPolicy()
     good, bad = (training_batch(policy, BATCHES[:1]) for _ in range(2))
     bad.parts[0].trajectory.log_probs[1, 0] = torch.nan
-    updating = updater(policy, max_bad_steps=2)
+    updating, causes = updater(policy, max_bad_steps=2), []
     for epoch in (0, 1):
-        metrics = updating.run(bad, epoch=epoch, probe=True)
+        metrics = update(updating, bad, epoch, bad_steps=causes, probe=True)
         assert (metrics["train/bad_steps"], metrics["train/updates"]) == (1, 0)
         assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
-    metrics = updating.run(good, epoch=2)
-    assert metrics["train/bad_steps"] == 0 and not updating.bad_steps  # counted anew
+    metrics = update(updating, good, 2, bad_steps=causes)
+    assert metrics["train/bad_steps"] == 0 and not causes  # counted anew
     assert all(math.isfinite(value) for value in metrics.values())
     assert torch.equal(weights_of(policy), updated(batch=training_batch(ToyPolicy(), BATCHES[:1]), epoch=2)[0])
     for epoch in (3, 4):
-        updating.run(bad, epoch=epoch)
+        update(updating, bad, epoch, bad_steps=causes)
     with pytest.raises(RuntimeError, match=r"3 optimizer step\(s\) in a row are not finite, train.max_bad_steps is 2"):
-        updating.run(bad, epoch=5)
+        update(updating, bad, 5, bad_steps=causes)
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_and_forgotten():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES[:1])
-    updating = updater(policy, max_bad_steps=1)
+    updating, causes = updater(policy, max_bad_steps=1), []
     hook = policy.trained_parameters()[0].register_hook(lambda gradient: gradient * torch.inf)
-    metrics = updating.run(batch, epoch=0)
-    assert metrics["train/bad_steps"] == 1 and "gradient's norm is" in updating.bad_steps[0]
+    metrics = update(updating, batch, bad_steps=causes)
+    assert metrics["train/bad_steps"] == 1 and "gradient's norm is" in causes[0]
     assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
     hook.remove()
-    updating.run(batch, epoch=0)
+    update(updating, batch)
     assert torch.equal(weights_of(policy), updated(batch=training_batch(ToyPolicy(), BATCHES[:1]))[0])
 
 
@@ -301,7 +311,7 @@ def test_gradients_are_exchanged_in_the_last_backward_of_a_step_only():
             events.append("end no_sync")
 
     policy.module = Wrapped(policy.net)
-    updater(policy).run(batch, epoch=0)
+    update(updater(policy), batch)
     assert events == ["begin no_sync", "forward", "end no_sync"] * 5 + ["forward"]
 
 
@@ -311,7 +321,7 @@ def test_after_step_is_called_once_per_optimizer_step_with_the_gradients_cleared
     calls = []
     updating = updater(policy, updates_per_epoch=3)
     updating.after_step = lambda: calls.append(all(p.grad is None for p in policy.trained_parameters()))
-    updating.run(batch, epoch=0)
+    update(updating, batch)
     assert calls == [True] * 3
 
 
@@ -323,7 +333,7 @@ def _distributed_update(ranks: Ranks, changes: dict) -> tuple[torch.Tensor, dict
     if ranks.world_size > 1:
         policy.module = DistributedDataParallel(policy.net)
     updating = updater(policy, ranks=ranks, **changes)
-    metrics = updating.run(rows_of(batch, rows), epoch=0)
+    metrics = update(updating, rows_of(batch, rows))
     return weights_of(policy), metrics
 
 
@@ -345,7 +355,7 @@ def _broken_rank(ranks: Ranks) -> str:
         batch.parts[0].trajectory.log_probs[0, 0] = torch.inf
     policy.module = DistributedDataParallel(policy.net)
     with pytest.raises(RuntimeError, match="not finite") as caught:
-        updater(policy, ranks=ranks).run(batch, epoch=0)
+        update(updater(policy, ranks=ranks), batch)
     return str(caught.value)
 
 
@@ -354,6 +364,17 @@ def test_a_non_finite_log_ratio_on_one_rank_stops_all_alike():
     assert first == second
     assert "rank 1: log-ratio" in first and "rank 0" not in first
     assert "gids [2]" in first
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("3 GiB"), RuntimeError("NPU out of memory. Tried 3 GiB")])
+def test_an_update_without_memory_names_the_knobs_that_need_less(error):
+    for size, way_out in ((4, r"3 GiB; pass --config\.train\.batch_size=2, "), (1, r"pass --config\.model\.gradient")):
+        with pytest.raises(RuntimeError, match=rf"update of {size} sample.*{way_out}"), name_memory_knobs(size):
+            raise error
+    shapes = RuntimeError("shapes")
+    with pytest.raises(RuntimeError) as caught, name_memory_knobs(4):
+        raise shapes
+    assert caught.value is shapes
 
 
 def test_a_toy_bandit_grows_brighter():
@@ -365,5 +386,5 @@ def test_a_toy_bandit_grows_brighter():
     for epoch in range(30):
         conditions = [c for gid in range(4 * epoch, 4 * epoch + 4) for c in group(gid, 8, index=gid % 7)]
         means.append(scored(policy, conditions, reward=reward, seed=1).rewards["brightness"].values.mean().item())
-        updating.run(training_batch(policy, [conditions], seed=1), epoch=epoch)
+        update(updating, training_batch(policy, [conditions], seed=1), epoch)
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.05, means

@@ -15,8 +15,8 @@ from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset, fitted_intrinsics
 from flow_grpo.data.video_io import fit_video
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.records import Condition
+from flow_grpo.runtime.video_file import write_video
 
 FRAMES = 5
 IDENTITY = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]

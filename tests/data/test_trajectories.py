@@ -21,8 +21,8 @@ from flow_grpo.data.trajectories import (
     user_condition,
 )
 from flow_grpo.data.video_io import fit_video, read_video
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.poses import PRESETS, camera_tokens, pose, preset_path, rotation_angle_deg, rotation_matrix
+from flow_grpo.runtime.video_file import write_video
 
 EYE = torch.eye(4, dtype=torch.float64)
 

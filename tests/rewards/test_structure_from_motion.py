@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
 from flow_grpo.rewards.camera import structure_from_motion as motion
 from flow_grpo.rewards.camera.anchors import Film, make_source
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
 from flow_grpo.rewards.camera.structure_from_motion import Estimate, reconstruct
+from flow_grpo.runtime.video_file import write_video
 from tools.evaluate import estimate
 from tools.hacking.textured_room import LARGE, SMALL, film, grey, intrinsics, shoot, source_path
 

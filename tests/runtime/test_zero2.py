@@ -23,7 +23,7 @@ from tests.models.test_recam_policy import condition, noisy
 from tests.runtime import test_sharded_state as runs
 from tests.runtime.test_parallel import made, train
 from tests.tiny_models import CPU
-from tests.toy import ToyPolicy, group, train_config, training_batch, updater, weights_of
+from tests.toy import ToyPolicy, group, train_config, training_batch, update, updater, weights_of
 from tests.workers import run_ranks
 
 needs_deepspeed = pytest.mark.skipif(
@@ -132,8 +132,8 @@ def update_in_parts(ranks: Ranks, changes: dict[str, Any]) -> tuple[torch.Tensor
     updating = updater(policy, ranks=ranks, sharding="zero2", **changes)
     updating.optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-3)
     policy.module = partition(policy.module, updating.optimizer, updating.settings.train, CPU, ranks)
-    batch = TrainingBatch((dataclasses.replace(own, positions=torch.arange(share)),), share)
-    metrics = updating.run(batch, epoch=0)
+    batch = TrainingBatch((dataclasses.replace(own, places=torch.arange(share)),), share)
+    metrics = update(updating, batch)
     return weights_of(policy), metrics
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path, relative
+from flow_grpo.runtime.video_file import write_video
 from tools.evaluation.inputs import Task, find_tasks
 
 FRAMES = 5

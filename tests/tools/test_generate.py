@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from flow_grpo.data.video_io import fit_video, read_video, video_size
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.models import adapter_files, adapters
 from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.runtime.video_file import write_video
 from tests.models.test_adapters import LORA, move
 from tools import generate
 

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from flow_grpo.data.video_io import read_video
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.path_errors import CONVENTIONS, path_errors
 from flow_grpo.maths.poses import opencv_to_multicam, preset_path
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
+from flow_grpo.runtime.video_file import write_video
 from tools import evaluate
 
 FRAMES = 5

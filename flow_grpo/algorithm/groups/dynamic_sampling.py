@@ -82,7 +82,7 @@ class DynamicSampling:
         begun = time.perf_counter()
         pool = SamplePool(self.local, self.ranks)
         with self.ranks.sync_errors("choosing"):
-            groups = [self._groups(gathered, 0, reward)]
+            groups = [self.groups(gathered, 0, reward)]
             pool.add(batches, gathered, range(self.target))
         decision = self._fill(pool, groups, sample_round, reward)
         moves = {"dyn/moved_samples": 0.0, "dyn/moved_bytes": 0.0}
@@ -102,7 +102,7 @@ class DynamicSampling:
             "after", chosen.gathered, reward
         )
 
-    def _groups(self, gathered: Gathered, number: int, reward: RewardConfig) -> tuple[Group, ...]:
+    def groups(self, gathered: Gathered, number: int, reward: RewardConfig) -> tuple[Group, ...]:
         """Return the groups of round `number`, judged by the weighted rewards or by `dynamic_sampling.metric`."""
         judged = compare.advantages(gathered, reward, k=self.k, floors=self.floors)
         flat, incomplete = judged.flat, judged.incomplete
@@ -128,7 +128,7 @@ class DynamicSampling:
             self._every("SYNC", f"Fetching new batch for resample #{number}")
             batches, gathered = sample_round(number)
             with self.ranks.sync_errors("choosing"):
-                groups.append(self._groups(gathered, number, reward))
+                groups.append(self.groups(gathered, number, reward))
                 # Flat and incomplete groups are used of the first round only.
                 valid = {row for group in groups[-1] if group.kind == "valid" for row in group.rows}
                 pool.add(batches, gathered, valid)

@@ -127,7 +127,7 @@ class Collector:
                 sampled = [self._roll_out(*batch, window, clock, queue) for batch in encoded]
             with sync_errors():
                 rewards = queue.rewards()
-                batches = _merge_sizes([conditions for _, conditions, _ in encoded], sampled, rewards)
+                batches = merge_sizes([conditions for _, conditions, _ in encoded], sampled, rewards)
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
                 self._check(batches)
         return tuple(batches)
@@ -186,7 +186,7 @@ class Collector:
             debug_print.show(lines)
 
 
-def _merge_sizes(
+def merge_sizes(
     conditions: Sequence[tuple[Condition, ...]],
     samples: Sequence[Samples],
     rewards: Sequence[dict[str, RewardResult]],

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.rollout.collector import ConditionStream, EncodeOnce, merge
+from flow_grpo.algorithm.rollout.collector import ConditionStream, merge_sizes
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
 from flow_grpo.records import Rows
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, scored
+from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, group, scored
 
 
 def a_sampler() -> DistributedKRepeatSampler:
@@ -42,35 +42,23 @@ def test_the_sampler_s_saved_position_is_that_of_the_consumer():
     assert sampler.state_dict()["next_step"] == 2
 
 
-def test_each_distinct_condition_of_an_epoch_is_encoded_once():
-    policy = ToyPolicy()
-    encode = EncodeOnce(policy)
-    first = encode([*group(1, 2), *group(2, 2)])
-    second = encode([*group(2, 2), condition(3)])
-    assert policy.encoded == [[1, 2], [3]]
-    wanted = ToyPolicy().encode([*group(1, 2), *group(2, 2), *group(2, 2), condition(3)])
-    assert torch.equal(torch.cat([first.target_cameras, second.target_cameras]), wanted.target_cameras)
-    assert torch.equal(torch.cat([first.source_latents, second.source_latents]), wanted.source_latents)
-
-
-def test_a_contiguous_group_spread_over_two_batches_is_encoded_once_and_has_one_window():
+def test_a_contiguous_group_spread_over_two_batches_has_one_window():
     policy = ToyPolicy()
     sampling = collector(Ranks(0, 2), policy, debug=False, layout="contiguous")
-    (batch,) = sampling.collect(0, Clock(torch.device("cpu"))).batches
+    (batch,) = sampling.collect(0, Clock(torch.device("cpu")))
     assert [c.slot for c in batch.conditions] == [0, 1, 2, 3]
-    assert len(policy.encoded) == 1
-    assert len(batch.trajectory.steps) == 2
+    assert len(batch.samples.trajectory.steps) == 2
 
 
 def test_an_epoch_takes_new_conditions_and_gives_back_the_first_batch_s_videos():
     sampling = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=4)
     first = sampling.collect(0, Clock(torch.device("cpu")))
     second = sampling.collect(1, Clock(torch.device("cpu")))
-    gids = [{c.gid for c in found.batches[0].conditions} for found in (first, second)]
+    gids = [{c.gid for c in found[0].conditions} for found in (first, second)]
     assert gids == [{0, 1}, {2, 3}]
-    assert first.videos.shape == (4, 3, FRAMES, 2, 2)
-    own = first.batches[0].rewards["brightness"].values[:4]
-    torch.testing.assert_close(first.videos.flatten(1).mean(dim=1), own)
+    assert first[0].videos.shape == (4, 3, FRAMES, 2, 2)
+    own = first[0].rewards["brightness"].values[:4]
+    torch.testing.assert_close(first[0].videos.flatten(1).mean(dim=1), own)
 
 
 def test_scored_samples_leave_the_device_when_a_pool_may_grow(monkeypatch):
@@ -86,11 +74,14 @@ def test_scored_samples_leave_the_device_when_a_pool_may_grow(monkeypatch):
 def test_joining_batches_keeps_rows_in_order():
     policy = ToyPolicy()
     parts = [scored(policy, group(gid, 2), first=first) for gid, first in ((4, 0), (9, 2))]
-    joined = merge(parts)
+    (joined,) = merge_sizes(
+        [part.conditions for part in parts], [part.samples for part in parts], [part.rewards for part in parts]
+    )
+    samples, first_part, second_part = joined.samples, parts[0].samples, parts[1].samples
     assert [c.gid for c in joined.conditions] == [4, 4, 9, 9]
-    assert joined.positions == (0, 1, 2, 3)
-    assert torch.equal(joined.trajectory.states[2:], parts[1].trajectory.states)
-    assert torch.equal(joined.trajectory.log_probs[:2], parts[0].trajectory.log_probs)
-    assert torch.equal(joined.noise_ids[:2], parts[0].noise_ids)
+    assert samples.places.tolist() == [0, 1, 2, 3]
+    assert torch.equal(samples.trajectory.states[2:], second_part.trajectory.states)
+    assert torch.equal(samples.trajectory.log_probs[:2], first_part.trajectory.log_probs)
+    assert torch.equal(samples.noise_ids[:2], first_part.noise_ids)
     assert torch.equal(joined.rewards["brightness"].values[2:], parts[1].rewards["brightness"].values)
     assert torch.equal(joined.rewards["brightness"].info["percent"][2:], parts[1].rewards["brightness"].info["percent"])
