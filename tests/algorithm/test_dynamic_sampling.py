@@ -241,7 +241,7 @@ def failing(draw):
     def broken(number: int):
         collected, gathered = draw(number)
         if number == 1:
-            collected.batches[0].trajectory.states.resize_(1)
+            collected[0].samples.trajectory.states.resize_(1)
         return collected, gathered
 
     return broken
@@ -262,11 +262,11 @@ def test_a_round_is_freed_before_the_next_is_drawn():
         gc.collect()
         left.append(sum(ref() is not None for ref in alive))
         collected, gathered = rounds.draw(number)
-        alive.append(weakref.ref(rounds.drawn.pop().batches[0]))
+        alive.append(weakref.ref(rounds.drawn.pop()[0]))
         rounds.drawn.append(None)
         return collected, gathered
 
-    dynamic(Ranks(), local=16).choose(*rounds.draw(0), draw)
+    dynamic(Ranks(), local=16).choose(*rounds.draw(0), draw, reward=REWARD, shortages=[])
     assert left == [0, 0, 0]
 
 
@@ -333,8 +333,8 @@ def test_mixed_sizes_move_between_ranks_that_never_saw_such_a_size():
 
 def test_moved_bytes_are_those_of_the_moved_rows():
     results = scenario([14, 4], layout="contiguous")
-    # keys 3 int64; states 3, source latents 1 of (2, 5, 2, 2), prompts (3, 4), cameras (5, 1), log-probs 2, all fp32
-    row = 3 * 8 + 4 * (4 * 40 + 12 + 5 + 2)
+    # keys 3, place 1 and noise 2 int64; states 3, final 1, source latents 1 of (2, 5, 2, 2), prompts (3, 4), cameras (5, 1), log-probs 2, all fp32
+    row = 6 * 8 + 4 * (5 * 40 + 12 + 5 + 2)
     assert results[0]["metrics"]["dyn/moved_samples"] == 8.0
     assert results[0]["metrics"]["dyn/moved_bytes"] == 8 * row
 
@@ -348,9 +348,9 @@ def test_a_group_may_be_judged_by_one_named_reward():
         gathered, rewards=gathered.rewards | {"hit": hits}, valid=gathered.valid | {"hit": hits >= 0}
     )
     sampling = dynamic(ranks, local=16, metric="hit", max_resample_times=0)
-    assert [g.kind for g in sampling.groups(judged, 0)] == ["flat", "flat", "flat", "valid"]
-    assert [g.kind for g in dynamic(ranks, local=16).groups(judged, 0)] == ["valid", "valid", "flat", "flat"]
-    _, metrics = sampling.choose(collected, judged, rounds.draw)
+    assert [g.kind for g in sampling.groups(judged, 0, REWARD)] == ["flat", "flat", "flat", "valid"]
+    assert [g.kind for g in dynamic(ranks, local=16).groups(judged, 0, REWARD)] == ["valid", "valid", "flat", "flat"]
+    _, metrics = sampling.choose(collected, judged, rounds.draw, reward=REWARD, shortages=[])
     assert metrics["dyn/flat_groups"] == 3.0
     assert metrics["dyn/valid_groups_ratio_initial"] == 0.25
 

@@ -48,6 +48,9 @@ class DynamicSampling:
     ranks: Ranks
     say: Callable[[str], None]
 
+    def __post_init__(self) -> None:
+        assert self.rules  # refuses a target that is no multiple of k before anything is sampled
+
     @property
     def target(self) -> int:
         """Samples of a round, over all ranks."""
