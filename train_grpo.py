@@ -24,8 +24,8 @@ import torch
 
 from flow_grpo.algorithm import build as parts
 from flow_grpo.algorithm.groups.compare import RewardFaultError
+from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.groups.selection import ShortageError
-from flow_grpo.algorithm.reward_log import pooled
 from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.data.multicam import MultiCamDataset

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.reward_log import pooled
+from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler

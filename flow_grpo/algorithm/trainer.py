@@ -20,7 +20,13 @@ from flow_grpo.algorithm.evaluate import ConditionSource, Evaluator
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.reward_log import camera_metrics, server_metrics
+from flow_grpo.algorithm.groups.metrics import (
+    camera_metrics,
+    group_metrics,
+    reward_metrics,
+    rule_metrics,
+    server_metrics,
+)
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update.updater import Updater
@@ -109,8 +115,8 @@ class Trainer:
         """Exchange ids and rewards of all samples and check that they are whole groups."""
         gathered = self._gather(batches)
         with self.ranks.sync_errors("measuring"):
-            self.metrics |= compare.reward_metrics(gathered, self.reward.weights)
-            self.metrics |= compare.rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
+            self.metrics |= reward_metrics(gathered, self.reward.weights)
+            self.metrics |= rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
         return gathered
 
     def choose(self, batches: Sequence[ScoredBatch], gathered: Gathered, epoch: int) -> Chosen:
@@ -137,7 +143,7 @@ class Trainer:
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
             if self.dynamic_sampling is None:  # which counts the groups of its first round itself
-                self.metrics |= compare.group_metrics(compared)
+                self.metrics |= group_metrics(compared)
             elif self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
                 compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
             return compare.own_rows(chosen, compared, self.ranks)

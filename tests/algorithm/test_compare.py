@@ -9,6 +9,7 @@ import torch
 
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.groups.metrics import group_metrics, reward_metrics, rule_metrics
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.records import RewardResult, ScoredBatch
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -107,10 +108,10 @@ def test_advantages_compare_within_groups_and_mask_what_failed():
     compared = compare.advantages(gathered, REWARD, k=2, floors={})
     assert compared.advantages.tolist() == pytest.approx([-1 / 1.0001, 1 / 1.0001, 0, 0, 0, 0])
     assert compared.weights.tolist() == [1, 1, 1, 1, 0, 0]
-    counts = compare.group_metrics(compared)
+    counts = group_metrics(compared)
     assert counts["dyn/flat_groups"] == counts["dyn/incomplete_groups"] == 1
     assert counts["dyn/valid_groups_ratio_initial"] == pytest.approx(1 / 3)
-    metrics = compare.reward_metrics(gathered, {"brightness": 1.0})
+    metrics = reward_metrics(gathered, {"brightness": 1.0})
     assert [metrics[f"reward/brightness_group_range_p{p}"] for p in (10, 50, 90)] == pytest.approx([0.2, 1.0, 1.8])
     assert metrics["reward/brightness_valid"] == pytest.approx(5 / 6)
     assert metrics["reward/brightness_mean"] == metrics["reward/mean"] == pytest.approx(16 / 5)
@@ -135,7 +136,7 @@ def test_a_gated_reward_counts_only_where_its_gate_holds():
     near = 0.1 / 0.1001  # 1.0 against 0.8: half their distance over std + adv_eps
     assert compared.advantages.tolist() == pytest.approx([near, -near, 0, 0, -1 / 1.0001, 1 / 1.0001])
     assert compared.flat.tolist() == [False, True, False]
-    metrics = compare.reward_metrics(gathered, POSE.weights) | compare.rule_metrics(gathered, POSE)
+    metrics = reward_metrics(gathered, POSE.weights) | rule_metrics(gathered, POSE)
     assert metrics["reward/pose_mean"] == 2.0  # as measured
     assert metrics["reward/pose_gated"] == pytest.approx(3 / 6)
     assert "reward/source_gated" not in metrics
@@ -146,9 +147,9 @@ def test_a_gate_that_was_not_measured_leaves_its_reward_without_a_value():
     compared = compare.advantages(gathered, POSE, k=2, floors={"pose": 0.1})
     assert compared.incomplete.tolist() == [True, False]  # one valid copy is none to compare with
     assert compared.advantages[:2].tolist() == [0.0, 0.0]
-    assert compare.rule_metrics(gathered, POSE)["reward/pose_gated"] == pytest.approx(1 / 3)
+    assert rule_metrics(gathered, POSE)["reward/pose_gated"] == pytest.approx(1 / 3)
     none = of_two([1.0, 3.0], [float("nan")] * 2, [7, 7])
-    assert "reward/pose_gated" not in compare.rule_metrics(none, POSE)
+    assert "reward/pose_gated" not in rule_metrics(none, POSE)
 
 
 def test_gates_compare_with_what_was_measured_whatever_stands_before_the_holder():
@@ -177,7 +178,7 @@ def test_the_weights_of_an_epoch_decide_what_is_flat_and_what_is_missing():
     assert [j.incomplete.tolist() for j in judged] == [[False, True], [False, True], [False, False]]
     assert judged[1].advantages.tolist() == pytest.approx([-0.5, 0.5, -1, 1])
     assert judged[2].advantages.tolist() == pytest.approx([0, 0, -2 / 1.0002, 2 / 1.0002])
-    assert compare.rule_metrics(gathered, middle) == {"reward/pose_weight": 0.5, "reward/source_weight": 1.0}
+    assert rule_metrics(gathered, middle) == {"reward/pose_weight": 0.5, "reward/source_weight": 1.0}
     assert compare.in_epoch(middle, 9) == ended
 
 
@@ -195,7 +196,7 @@ def _gated_advantages(ranks: Ranks) -> list[float]:
     }
     gathered = compare.gather([dataclasses.replace(batch, rewards=rewards)], ranks)
     compared = compare.advantages(gathered, POSE, k=4, floors={"pose": 0.01})
-    assert 0.2 < compare.rule_metrics(gathered, POSE)["reward/pose_gated"] < 0.8
+    assert 0.2 < rule_metrics(gathered, POSE)["reward/pose_gated"] < 0.8
     order = sorted(range(32), key=lambda row: (int(gathered.gids[row]), int(gathered.slots[row])))
     return compared.advantages[order].tolist()
 
@@ -216,7 +217,7 @@ def test_a_floor_makes_a_group_flat():
 
 def test_statistics_leave_out_what_no_sample_has():
     gathered = gathered_of([float("nan")] * 4, [7, 7, 8, 8])
-    metrics = compare.reward_metrics(gathered, {"brightness": 1.0})
+    metrics = reward_metrics(gathered, {"brightness": 1.0})
     assert metrics["reward/brightness_valid"] == 0.0
     assert "reward/brightness_mean" not in metrics
     assert "reward/mean" not in metrics
@@ -226,7 +227,7 @@ def test_a_broken_sample_keeps_its_nan_out_of_every_metric():
     batch = scored(ToyPolicy(), group(1, 4), reward=BrightnessReward(broken=[(1, 1)]))
     gathered = compare.gather([batch], Ranks())
     assert gathered.info["brightness_percent"].isnan().tolist() == [False, True, False, False]
-    metrics = compare.reward_metrics(gathered, {"brightness": 1.0})
+    metrics = reward_metrics(gathered, {"brightness": 1.0})
     assert all(torch.tensor(value).isfinite() for value in metrics.values())
 
 

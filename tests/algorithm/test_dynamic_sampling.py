@@ -333,7 +333,8 @@ def test_mixed_sizes_move_between_ranks_that_never_saw_such_a_size():
 
 def test_moved_bytes_are_those_of_the_moved_rows():
     results = scenario([14, 4], layout="contiguous")
-    # keys 3, place 1 and noise 2 int64; states 3, final 1, source latents 1 of (2, 5, 2, 2), prompts (3, 4), cameras (5, 1), log-probs 2, all fp32
+    # int64: keys 3, place 1, noise 2; fp32: states 3, final latents 1 and source latents 1 of (2, 5, 2, 2), prompts
+    # (3, 4), cameras (5, 1), log-probs 2
     row = 6 * 8 + 4 * (5 * 40 + 12 + 5 + 2)
     assert results[0]["metrics"]["dyn/moved_samples"] == 8.0
     assert results[0]["metrics"]["dyn/moved_bytes"] == 8 * row

@@ -213,31 +213,6 @@ def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> Trai
     return TrainingBatch(tuple(parts), max(map(len, chosen.placement)), chosen.as_rolled_out)
 
 
-def rule_metrics(gathered: Gathered, config: RewardConfig) -> dict[str, float]:
-    """Return the weight of every reward, and for gated ones the share of valid copies that the gate stops."""
-    metrics = {f"reward/{name}_weight": weight for name, weight in config.weights.items()}
-    for name, found in gated(gathered, config, floors={}).items():
-        if found.valid.any():
-            metrics[f"reward/{name}_gated"] = float(found.failed.sum() / found.valid.sum())
-    return metrics
-
-
-def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return `reward/` statistics over all samples, of the values as measured.
-
-    Per reward: mean and std over valid samples, share of valid samples, and over groups the mean std and the 10th, 50th
-    and 90th percentile of the range, which `reward.flat_eps` is compared with; `reward/mean` and the like are of the
-    weighted sum, over samples in which every weighted reward is valid.
-    """
-    metrics: dict[str, float] = {}
-    for name, values in gathered.rewards.items():
-        metrics |= _statistics(f"reward/{name}_", values, gathered.valid[name], gathered.gids)
-    for name, values in gathered.info.items():
-        if values.isfinite().any():
-            metrics[f"reward/{name}"] = float(values[values.isfinite()].mean())
-    return metrics | _statistics("reward/", *weighted_sum(gathered, weights), gathered.gids)
-
-
 def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, ranks: Ranks) -> None:
     """Refuse to learn from a step in which too many samples could not be measured (collective call).
 
@@ -270,34 +245,3 @@ def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
         if result.faults.any():
             return result.causes[int(result.faults.int().argmax())]
     return ""
-
-
-def weighted_sum(gathered: Gathered, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """Return the (N,) float64 weighted sum of the rewards, and (N,) bool where all of non-zero weight are valid."""
-    active = [name for name, weight in weights.items() if weight != 0]
-    total = torch.stack([weights[name] * gathered.rewards[name] for name in active]).sum(dim=0)
-    return total, torch.stack([gathered.valid[name] for name in active]).all(dim=0)
-
-
-def group_metrics(compared: CombinedAdvantages) -> dict[str, float]:
-    """Return how many groups of a round are flat or incomplete."""
-    groups, flat, incomplete = len(compared.gids), int(compared.flat.sum()), int(compared.incomplete.sum())
-    return {
-        "dyn/flat_groups": float(flat),
-        "dyn/incomplete_groups": float(incomplete),
-        "dyn/valid_groups_ratio_initial": (groups - flat - incomplete) / groups,
-    }
-
-
-def _statistics(prefix: str, values: Tensor, valid: Tensor, gids: Tensor) -> dict[str, float]:
-    metrics = {f"{prefix}valid": float(valid.double().mean())}
-    if valid.any():
-        metrics[f"{prefix}mean"] = float(values[valid].mean())
-        metrics[f"{prefix}std"] = float(values[valid].std(correction=0))
-    inside = [own for gid in gids.unique() if len(own := values[valid & (gids == gid)]) > 1]
-    if inside:
-        metrics[f"{prefix}group_std"] = sum(float(own.std(correction=0)) for own in inside) / len(inside)
-        ranges = torch.stack([own.max() - own.min() for own in inside])
-        for percent in (10, 50, 90):
-            metrics[f"{prefix}group_range_p{percent}"] = float(ranges.quantile(percent / 100))
-    return metrics

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
+from flow_grpo.algorithm.groups.metrics import weighted_sum
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import Decision, Group, Placement, Rules, decide, groups_of, place
 from flow_grpo.records import ScoredBatch
@@ -214,7 +215,7 @@ def _metrics(decision: Decision, groups: Sequence[Sequence[Group]], rules: Rules
 
 
 def _mean_reward(name: str, gathered: Gathered, reward: RewardConfig) -> dict[str, float]:
-    total, valid = compare.weighted_sum(gathered, reward.weights)
+    total, valid = weighted_sum(gathered, reward.weights)
     return {f"dyn/reward_mean_{name}": float(total[valid].mean())} if valid.any() else {}
 
 

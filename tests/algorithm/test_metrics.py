@@ -9,7 +9,7 @@ import torch
 
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
-from flow_grpo.algorithm.reward_log import MOST_CAMERAS, camera_metrics, pooled, server_metrics
+from flow_grpo.algorithm.groups.metrics import MOST_CAMERAS, camera_metrics, pooled, server_metrics
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.algorithm.test_compare import of_two

@@ -1,0 +1,129 @@
+"""What is logged of an epoch's rewards and groups: statistics, by kind of camera, and how reward servers fare."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithm.groups.compare import Gathered, gated
+from flow_grpo.maths.advantages import CombinedAdvantages
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.schema import RewardConfig
+
+MOST_CAMERAS = 16  # kinds with numbers of their own: trackers draw a panel for each
+OTHER = "other"
+
+
+def pooled(cameras: Sequence[str]) -> tuple[str, ...]:
+    """Return the camera kind of every condition as metrics name it.
+
+    The 16 most frequent kinds (of equal ones the first by name) keep their names, all others become "other". What is no
+    letter, digit or one of `.:+-_` becomes "-": a slash would begin a group of metrics.
+    """
+    clean = [re.sub(r"[^\w.:+-]", "-", camera) for camera in cameras]
+    counts = Counter(clean)
+    kept = set(sorted(counts, key=lambda camera: (-counts[camera], camera))[:MOST_CAMERAS])
+    return tuple(camera if camera in kept else OTHER for camera in clean)
+
+
+def camera_metrics(gathered: Gathered, cameras: Sequence[str]) -> dict[str, float]:
+    """Return `reward_by_camera/` metrics: the mean of every reward's valid values, and the share of those.
+
+    Args:
+        gathered: N samples of all ranks, so that every rank finds the same.
+        cameras: the kind of camera of every condition of the data set; none gives no metrics.
+    """
+    metrics: dict[str, float] = {}
+    kinds = [cameras[index] for index in gathered.indices.tolist()] if cameras else []
+    for camera in sorted(set(kinds)):
+        rows = torch.tensor([kind == camera for kind in kinds])
+        for name, values in gathered.rewards.items():
+            metrics |= _mean(f"reward_by_camera/{camera}/{name}", values[rows], gathered.valid[name][rows])
+    return metrics
+
+
+def _mean(name: str, values: Tensor, valid: Tensor) -> dict[str, float]:
+    share = {f"{name}_valid": float(valid.sum()) / len(valid)}
+    return share | ({name: float(values[valid].mean())} if valid.any() else {})
+
+
+def server_metrics(stats: Mapping[str, Mapping[str, float]], ranks: Ranks) -> dict[str, float]:
+    """Return `server/` metrics of all ranks: calls and failures added up, seconds as the slowest rank saw them.
+
+    An epoch waits for its slowest rank, so its percentiles are those that count. Every rank must call it, with the same
+    rewards.
+
+    Args:
+        stats: reward name -> what this rank measured of its server, see `rewards.base.Served`.
+        ranks: who takes part.
+    """
+    metrics: dict[str, float] = {}
+    for name, own in stats.items():
+        everyone = ranks.all_gather(torch.tensor([[own[key] for key in ("calls", "failures", "p50_s", "p95_s")]]))
+        calls, failures, *percentiles = everyone.unbind(dim=1)
+        prefix = f"server/{name.rpartition(':')[2]}"
+        metrics |= {f"{prefix}_calls": float(calls.sum()), f"{prefix}_failures": float(failures.sum())}
+        for label, seconds in zip(("p50_s", "p95_s"), percentiles, strict=True):
+            if seconds.isfinite().any():
+                metrics[f"{prefix}_{label}"] = float(seconds[seconds.isfinite()].max())
+    return metrics
+
+
+def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return `reward/` statistics over all samples, of the values as measured.
+
+    Per reward: mean and std over valid samples, share of valid samples, and over groups the mean std and the 10th, 50th
+    and 90th percentile of the range, which `reward.flat_eps` is compared with; `reward/mean` and the like are of the
+    weighted sum, over samples in which every weighted reward is valid.
+    """
+    metrics: dict[str, float] = {}
+    for name, values in gathered.rewards.items():
+        metrics |= _statistics(f"reward/{name}_", values, gathered.valid[name], gathered.gids)
+    for name, values in gathered.info.items():
+        if values.isfinite().any():
+            metrics[f"reward/{name}"] = float(values[values.isfinite()].mean())
+    return metrics | _statistics("reward/", *weighted_sum(gathered, weights), gathered.gids)
+
+
+def weighted_sum(gathered: Gathered, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """Return the (N,) float64 weighted sum of the rewards, and (N,) bool where all of non-zero weight are valid."""
+    active = [name for name, weight in weights.items() if weight != 0]
+    total = torch.stack([weights[name] * gathered.rewards[name] for name in active]).sum(dim=0)
+    return total, torch.stack([gathered.valid[name] for name in active]).all(dim=0)
+
+
+def rule_metrics(gathered: Gathered, config: RewardConfig) -> dict[str, float]:
+    """Return the weight of every reward, and for gated ones the share of valid copies that the gate stops."""
+    metrics = {f"reward/{name}_weight": weight for name, weight in config.weights.items()}
+    for name, found in gated(gathered, config, floors={}).items():
+        if found.valid.any():
+            metrics[f"reward/{name}_gated"] = float(found.failed.sum() / found.valid.sum())
+    return metrics
+
+
+def group_metrics(compared: CombinedAdvantages) -> dict[str, float]:
+    """Return how many groups of a round are flat or incomplete."""
+    groups, flat, incomplete = len(compared.gids), int(compared.flat.sum()), int(compared.incomplete.sum())
+    return {
+        "dyn/flat_groups": float(flat),
+        "dyn/incomplete_groups": float(incomplete),
+        "dyn/valid_groups_ratio_initial": (groups - flat - incomplete) / groups,
+    }
+
+
+def _statistics(prefix: str, values: Tensor, valid: Tensor, gids: Tensor) -> dict[str, float]:
+    metrics = {f"{prefix}valid": float(valid.double().mean())}
+    if valid.any():
+        metrics[f"{prefix}mean"] = float(values[valid].mean())
+        metrics[f"{prefix}std"] = float(values[valid].std(correction=0))
+    inside = [own for gid in gids.unique() if len(own := values[valid & (gids == gid)]) > 1]
+    if inside:
+        metrics[f"{prefix}group_std"] = sum(float(own.std(correction=0)) for own in inside) / len(inside)
+        ranges = torch.stack([own.max() - own.min() for own in inside])
+        for percent in (10, 50, 90):
+            metrics[f"{prefix}group_range_p{percent}"] = float(ranges.quantile(percent / 100))
+    return metrics
