@@ -52,14 +52,14 @@ ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Train, and return the process's exit code: 0, or 2 for a setting that cannot work, at the start or later."""
+    """Train and return the exit code: 0, or 2 for a setting that cannot work, found at the start or later."""
     ranks = None
     try:
         config, recipe = read_command_line(words)
         if config.dry_run:
             show_plan(config, int(os.environ.get("WORLD_SIZE", "1")))
             return 0
-        device, ranks = join(config, watched=True)
+        device, ranks = init_ranks(config, watched=True)
     except ValueError as error:
         refuse(error, ranks)
         return 2
@@ -88,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def show_plan(config: Config, devices: int) -> None:
-    """Walk the recipe in shapes on rank 0 and print them, what the debug print would say, and the plan.
+    """Print on rank 0 the shapes of a dry run, the debug lines, and the plan.
 
     Raises:
         ValueError: the recipe's videos do not fit its model.
@@ -134,7 +134,7 @@ def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
     """Return the checked configuration and the recipe's name.
 
     Raises:
-        ConfigError: a setting that cannot work, alike on every rank.
+        ConfigError: a setting that cannot work, identical on every rank.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="such as config/grpo.py:tiny_recam")
@@ -144,13 +144,13 @@ def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
     return config, known.config.rpartition(":")[2]
 
 
-def join(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, Ranks]:
-    """Prepare this process's device and meet the other ranks.
+def init_ranks(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, Ranks]:
+    """Prepare this process's device and join the process group.
 
     Args:
         config: of the run.
-        wait_s: how long a rank may lag behind another; 0 as the configuration says.
-        watched: end when another rank dies or fails, or any hangs; this one has to tell its progress then.
+        wait_s: seconds a rank may lag behind another; 0 takes the configuration's.
+        watched: exit when another rank dies, fails or hangs; the caller must then report progress.
     """
     waits = config.distributed
     device = device_door.resolve(config.device)
@@ -166,7 +166,7 @@ def join(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple
 
 
 def refuse(error: ValueError, ranks: Ranks | None) -> None:
-    """Say in one line what cannot work; once when every rank knows it, else by the rank that does."""
+    """Print a refusal in one line: on rank 0 when every rank knows it, else on the rank that does."""
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 or (ranks is None and not isinstance(error, ConfigError)):
         print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
@@ -176,10 +176,10 @@ def refuse(error: ValueError, ranks: Ranks | None) -> None:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Run a part of the start-up that exchanges nothing; what any rank finds wrong is raised on all.
+    """Run start-up work without collective calls, and raise any rank's ValueError on all ranks.
 
     Raises:
-        ValueError: with the message of every rank that raised one, each text once.
+        ValueError: with the distinct messages of all ranks.
     """
     problem = None
     try:
@@ -192,21 +192,21 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
 
 
 def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Trainer:
-    """Load everything and connect it; resumes when asked to.
+    """Load everything, connect it, and resume when asked to.
 
     Raises:
-        ValueError: on every rank alike, for anything missing or unfit.
+        ValueError: on every rank, for anything missing or unfit.
     """
     with raise_on_all_ranks(ranks):
         if ranks.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
-    # Nothing of a run draws from this generator; whatever else may do so, does it alike in every run.
+    # A run draws from keyed generators only; this seed is for libraries that draw from torch's own.
     torch.manual_seed(config.seed)
     run_folder = Path(config.output_root) / run_name(config, recipe, ranks)
     lock = RunLock(run_folder)
     with raise_on_all_ranks(ranks):
         check_places(config, run_folder)
-        if ranks.is_main and run_folder.exists():  # else nobody uses it, and it is not made before all else is well
+        if ranks.is_main and run_folder.exists():  # a new folder is made only once everything else is built
             lock.take()
     path = resume.find(config.resume, run_folder / "checkpoints", ranks=ranks)
     with raise_on_all_ranks(ranks):
@@ -216,7 +216,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         rewards = parts.build_rewards(config, config.reward.weights, ranks)
         cameras = pooled(train.cameras())
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
-    state = spread(config, policy, train, device, ranks)
+    state = distribute_model(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
     from_own = resume.settle(config.resume, path, run_folder / "checkpoints", ranks=ranks)
@@ -246,11 +246,13 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     )
 
 
-def spread(config: Config, policy: RecamPolicy, train: MultiCamDataset, device: torch.device, ranks: Ranks) -> RunState:
-    """Put the policy's network and its optimizer on the ranks, and return what a checkpoint of it holds.
+def distribute_model(
+    config: Config, policy: RecamPolicy, train: MultiCamDataset, device: torch.device, ranks: Ranks
+) -> RunState:
+    """Distribute the policy's network and its optimizer over the ranks, and return the run's state.
 
     Raises:
-        ValueError: on every rank alike, when they hold different models or data, or cannot be sharded so.
+        ValueError: on every rank, when ranks hold different models or data, or the network cannot be sharded so.
     """
     identity = common_identity(policy.module, config.model.trained, train, ranks)
     policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
@@ -258,7 +260,7 @@ def spread(config: Config, policy: RecamPolicy, train: MultiCamDataset, device: 
         policy.keep_reference(offload=config.model.offload)
     optimizer = parts.build_optimizer(config, policy)
     policy.module = partition(policy.module, optimizer, config.train, device, ranks)
-    on_every_call(policy.module, ranks.tick)  # no batch is so large that it looks like a hang
+    on_every_call(policy.module, ranks.tick)  # progress for the watchdog, however large a batch is
     sampler = parts.build_sampler(config, train, ranks)
     return RunState(
         module=policy.module,
@@ -271,10 +273,10 @@ def spread(config: Config, policy: RecamPolicy, train: MultiCamDataset, device: 
 
 
 def run_name(config: Config, recipe: str, ranks: Ranks) -> str:
-    """Return the configured name, or one made of recipe and time, alike on every rank.
+    """Return the configured name, or one made of recipe and time, identical on every rank.
 
     Raises:
-        ValueError: a run without a name cannot be found again to be resumed.
+        ValueError: a run that is to be resumed has no name.
     """
     if config.resume == "auto" and not config.run_name:
         raise ValueError("resume='auto' needs the name of the run to go on with: pass --config.run_name=NAME")
@@ -284,7 +286,7 @@ def run_name(config: Config, recipe: str, ranks: Ranks) -> str:
 
 
 def check_places(config: Config, run_folder: Path) -> None:
-    """Refuse folders to write to in whose place, or above which, there is a file, before anything is loaded.
+    """Refuse output folders that cannot be made or written to, before anything is loaded.
 
     Raises:
         ValueError: for such a folder.
@@ -300,7 +302,7 @@ def check_places(config: Config, run_folder: Path) -> None:
 
 
 def splits(config: Config) -> tuple[MultiCamDataset, MultiCamDataset]:
-    """Return the data to train on and the held-out data; of both one condition is read, before a model is loaded.
+    """Return the training and the held-out data, after reading one condition of each.
 
     Raises:
         ValueError: a split that cannot be used.
@@ -312,7 +314,7 @@ def splits(config: Config) -> tuple[MultiCamDataset, MultiCamDataset]:
 
 
 def check_sizes(policy: RecamPolicy, *data_sets: MultiCamDataset) -> None:
-    """Read one condition of every size in every data set; ValueError for one that the model cannot take."""
+    """Read one condition of every video size in every data set; ValueError for a size that the model cannot take."""
     for data in data_sets:
         for index in {data.structure(index): index for index in range(len(data))}.values():
             policy.latent_shape([data.condition(index)])
@@ -321,11 +323,11 @@ def check_sizes(policy: RecamPolicy, *data_sets: MultiCamDataset) -> None:
 def launch() -> NoReturn:
     """Run `main` as a process of its own.
 
-    After an error it ends without Python's shutdown, in which a process group that is still up may abort or wait.
+    After an error it exits without Python's shutdown, in which a process group that is still up may abort or hang.
     """
     try:
         code = main()
-    except (Exception, KeyboardInterrupt):  # noqa: BLE001 - shown, and told to the launcher by the exit code
+    except (Exception, KeyboardInterrupt):  # noqa: BLE001 - printed; the exit code tells the launcher
         try:
             traceback.print_exc()
             sys.stdout.flush()

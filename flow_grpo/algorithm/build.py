@@ -153,7 +153,7 @@ def build_updater(config: Config, policy: Policy, state: RunState, progress: Pro
 
 
 def build_rewards(config: Config, weights: Mapping[str, float], ranks: Ranks) -> RewardSet:
-    """Return the rewards that `weights` names, measured here or by the servers of the recipe."""
+    """Return the rewards that `weights` names, measured in this process or by the recipe's servers."""
     servers, timeout_s = config.reward.remote, config.reward.remote_timeout
     rewards = build_reward_set(weights, data_root=config.data.root, servers=servers, timeout_s=timeout_s)
     rewards.on_measured = ranks.tick
@@ -164,7 +164,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
     """Return what measures held-out conditions: rewards, agreement with the true view, gold metric.
 
     Raises:
-        ValueError: a gold metric on data that has nothing to measure it by.
+        ValueError: the data lacks what the gold metric is measured by.
     """
     evaluation = config.eval
     needed = SCENE_FILES.get(evaluation.gold)

@@ -1,4 +1,4 @@
-"""Seconds spent per phase of an epoch, the device's queue included."""
+"""Seconds spent per phase of an epoch, queued device work included."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Clock:
     """Adds up wall time per phase.
 
     Args:
-        device: waited for at both ends of a phase.
+        device: synchronised at both ends of a phase.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.hidden: defaultdict[str, float] = defaultdict(float)  # of work done beside other phases
+        self.hidden: defaultdict[str, float] = defaultdict(float)  # of work that ran concurrently with other phases
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

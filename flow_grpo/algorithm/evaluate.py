@@ -1,7 +1,7 @@
 """Held-out evaluation: fixed conditions, fixed noise, deterministic sampling.
 
-Conditions and noise depend on no seed of the run and on no world size, so numbers of different runs and epochs compare
-sample by sample.
+Conditions and noise depend neither on the run's seed nor on the world size, so results of different runs and epochs can
+be compared sample by sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flow_grpo.runtime.reporting.clips import Clip, make_clip
 
 
 class ConditionSource(Protocol):
-    """A dataset whose items are a function of their index."""
+    """A data set whose items are a function of their index."""
 
     def __len__(self) -> int:
         """Return how many conditions there are."""
@@ -64,12 +64,12 @@ class EvalSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-        metrics: `eval/` name -> mean over the conditions that have a value, with the share of those as
-            `<name>_valid` where it is below 1.
-        by_camera: `eval_by_camera/` kind of camera / name -> the same means and shares over its conditions.
+        metrics: `eval/` name -> mean over the conditions that have a value, and their share as `<name>_valid` where it
+            is below 1.
+        by_camera: `eval_by_camera/` kind of camera / name -> the same per kind of camera.
         presets: one row per camera preset: "preset", "count" and the same means.
         clips: the first videos, on rank 0; empty elsewhere.
     """
@@ -87,7 +87,7 @@ class Evaluator:
         policy: sampled deterministically.
         dataset: held-out conditions.
         rewards: measured on every sample.
-        gold: an estimator that no reward uses, or None; its measurements go by their own names.
+        gold: an estimator that no reward uses, or None; its metrics have no prefix.
         settings: see `EvalSettings`.
         ranks: who shares the work.
 
@@ -113,10 +113,10 @@ class Evaluator:
         self.ranks = ranks
 
     def run(self, weights: AbstractContextManager[Any] | None = None) -> Evaluation:
-        """Sample and measure every held-out condition; every rank must call it.
+        """Sample and measure every held-out condition (collective call).
 
         Args:
-            weights: entered while sampling, for example to put averaged weights in place.
+            weights: context entered while sampling, for example to use averaged weights.
 
         Raises:
             RuntimeError: on every rank, if any failed.
@@ -129,7 +129,7 @@ class Evaluator:
         return self._summary(rows, clips)
 
     def _own_batches(self) -> list[list[int]]:
-        """Return this rank's batches of positions in `indices`, one video size in each; all ranks get as many."""
+        """Return this rank's batches of positions in `indices`, one video size each, equally many on every rank."""
         structures = [self.dataset.structure(index) for index in self.indices]
         costs = [math.prod(structure) for structure in structures]
         fair = min(self.settings.batch_size, math.ceil(len(costs) / self.ranks.world_size))
@@ -146,7 +146,7 @@ class Evaluator:
         )
 
     def _measure(self, positions: Sequence[int], rows: list[dict[str, Any]], clips: list[Clip]) -> None:
-        """Sample and score one batch; ranks agree before and after the rollout, which is an exchange under shards."""
+        """Sample and score one batch; with sharded weights the rollout is a collective call, so errors are synced around it."""
         with self.ranks.sync_errors("evaluation"):
             indices = [self.indices[position] for position in positions]
             conditions = [self.dataset.condition(index, gid=index) for index in indices]
@@ -181,7 +181,7 @@ class Evaluator:
                 clips.append(make_clip(condition, videos[row], {name: values[name] for name in rewards}))
 
     def _summary(self, rows: list[dict[str, Any]], clips: list[Clip]) -> Evaluation:
-        """Bring all ranks' rows into the order of positions and average; alike on every rank."""
+        """Gather all ranks' rows, order them by position and average; identical on every rank."""
         texts = self.ranks.gather_text(json.dumps(rows))
         by_position = {row["position"]: row for text in texts for row in json.loads(text)}
         ordered = [by_position[position] for position in range(len(self.indices))]
@@ -198,7 +198,7 @@ class Evaluator:
 
 
 def _by_camera(cameras: Sequence[str], values: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return means and shares of values for every kind of camera, rare ones together."""
+    """Return means and shares of values for every kind of camera, rare kinds pooled."""
     kinds = pooled(cameras)
     metrics: dict[str, float] = {}
     for kind in sorted(set(kinds)):
@@ -208,7 +208,7 @@ def _by_camera(cameras: Sequence[str], values: Sequence[dict[str, float]]) -> di
 
 
 def held_out_indices(total: int, count: int) -> list[int]:
-    """Return which `count` of `total` conditions are measured: the same in every run.
+    """Return the `count` of `total` conditions that are measured, the same in every run.
 
     Raises:
         ValueError: more than there are, or none.

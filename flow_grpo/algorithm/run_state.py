@@ -27,11 +27,11 @@ class Average(Protocol):
     """A moving average of the trained weights."""
 
     def update(self) -> None:
-        """Follow the weights by one step."""
+        """Update the averages with the current weights."""
         ...
 
     def applied(self) -> AbstractContextManager[None]:
-        """Inside, the weights have their averaged values."""
+        """Return a context in which the weights have their averaged values."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ class Average(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Put the averages back."""
+        """Restore the averages."""
         ...
 
 
@@ -48,12 +48,12 @@ class RunState:
     """What changes in the course of a run.
 
     Attributes:
-        module: the network; its trained weights are saved.
-        optimizer: its moments are saved, its settings always come from the configuration.
+        module: the network, of which the trained weights are saved.
+        optimizer: its moments are saved; its settings always come from the configuration.
         sampler: its position is saved.
         ema: the moving average, or None.
         device: whose random state is saved.
-        identity: names the model and data that a checkpoint belongs to.
+        identity: fingerprints of the model and data that a checkpoint belongs to.
         finished: number of finished epochs.
         train_seconds: seconds spent in epochs.
         before: held-out metrics before training, None until measured.
@@ -74,7 +74,7 @@ class RunState:
     bad_steps: list[str] = dataclasses.field(default_factory=list)
 
     def save(self, folder: Path, *, keep: int, ranks: Ranks, score: float | None = None) -> Path:
-        """Publish a checkpoint of the finished epochs; every rank must call it. `score` as for `checkpoint.save`.
+        """Publish a checkpoint of the finished epochs (collective call). `score` as for `checkpoint.save`.
 
         Raises:
             RuntimeError: on every rank, if any failed to write.
@@ -111,7 +111,7 @@ class RunState:
         )
 
     def restore(self, path: Path, *, ranks: Ranks) -> None:
-        """Put back a checkpoint; every rank must call it.
+        """Restore a checkpoint (collective call).
 
         Raises:
             ValueError: damaged, of another model or data, or saved with other sampler numbers.
@@ -141,7 +141,7 @@ class RunState:
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:
-        """Return what this rank's optimizer holds: its own part under ZeRO-2, which no other layout can take over."""
+        """Return this rank's optimizer moments: under ZeRO-2 its own part, which cannot be read with another layout."""
         here = ranks.world_size if is_partitioned(self.module) else 1
         saved = found.world_size if shared is None else 1
         if saved != here:
@@ -160,18 +160,18 @@ class RunState:
         else:
             place = int(name.split("/")[0])
             template = list(parameters.values())[place] if place < len(parameters) else None
-        # What fits nothing is refused by name where it is loaded.
+        # A tensor without a matching parameter is refused by name when it is loaded.
         return values if template is None or template.shape != values.shape else part_like(values, template)
 
 
 @torch.no_grad()
 def load_weights(path: Path, module: nn.Module, trained: str) -> None:
-    """Put a checkpoint's weights into a network as it was built: the average where there is one, as evaluations do.
+    """Load a checkpoint's weights into a network: the moving average where there is one, as evaluations do.
 
     Args:
-        path: the checkpoint; of the data it was saved with nothing is asked.
-        module: on this rank alone, not in shards, its trained weights at their start.
-        trained: what is trained, `model.trained`.
+        path: the checkpoint; the data it was trained on is not checked.
+        module: unsharded, as it was built.
+        trained: the mode `model.trained`.
 
     Raises:
         ValueError: damaged, or of another model or training mode.
@@ -187,10 +187,10 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
 
 
 def common_identity(module: nn.Module, trained: str, data: MultiCamDataset, ranks: Ranks) -> dict[str, str]:
-    """Return what names the model and data that a checkpoint belongs to; every rank must call it.
+    """Return the fingerprints of model and data that go into checkpoints (collective call).
 
     Raises:
-        ValueError: on every rank alike, when they hold different models or data.
+        ValueError: on every rank, when ranks hold different models or data.
     """
     identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
     identity[checkpoint.FILES] = data.contents()
@@ -199,7 +199,7 @@ def common_identity(module: nn.Module, trained: str, data: MultiCamDataset, rank
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a hash of a network's parameter names, shapes and some values of each: cheap, yet telling models apart."""
+    """Return a hash of a network's parameter names, shapes and 16 values of each: cheap, yet it tells models apart."""
     digest = blake2b(digest_size=16)
     for name, parameter in module.named_parameters():
         values = parameter.detach().flatten()[:: max(1, parameter.numel() // _SAMPLED)]

@@ -14,15 +14,15 @@ from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import RewardConfig
 
-MOST_CAMERAS = 16  # kinds with numbers of their own: trackers draw a panel for each
+MOST_CAMERAS = 16  # kinds with metrics of their own: trackers draw a panel for each
 OTHER = "other"
 
 
 def pooled(cameras: Sequence[str]) -> tuple[str, ...]:
     """Return the camera kind of every condition as metrics name it.
 
-    The 16 most frequent kinds (of equal ones the first by name) keep their names, all others become "other". What is no
-    letter, digit or one of `.:+-_` becomes "-": a slash would begin a group of metrics.
+    The 16 most frequent kinds (ties by name) keep their names, all others become "other". Characters other than
+    letters, digits and `.:+-_` become "-": a slash would start a group of metrics.
     """
     clean = [re.sub(r"[^\w.:+-]", "-", camera) for camera in cameras]
     counts = Counter(clean)
@@ -34,8 +34,8 @@ def camera_metrics(gathered: Gathered, cameras: Sequence[str]) -> dict[str, floa
     """Return `reward_by_camera/` metrics: the mean of every reward's valid values, and the share of those.
 
     Args:
-        gathered: N samples of all ranks, so that every rank finds the same.
-        cameras: the kind of camera of every condition of the data set; none gives no metrics.
+        gathered: N samples of all ranks.
+        cameras: the kind of camera of every condition of the data set; () gives no metrics.
     """
     metrics: dict[str, float] = {}
     kinds = [cameras[index] for index in gathered.indices.tolist()] if cameras else []
@@ -52,13 +52,12 @@ def _mean(name: str, values: Tensor, valid: Tensor) -> dict[str, float]:
 
 
 def server_metrics(stats: Mapping[str, Mapping[str, float]], ranks: Ranks) -> dict[str, float]:
-    """Return `server/` metrics of all ranks: calls and failures added up, seconds as the slowest rank saw them.
+    """Return `server/` metrics (collective call): calls and failures summed over ranks, seconds of the slowest rank.
 
-    An epoch waits for its slowest rank, so its percentiles are those that count. Every rank must call it, with the same
-    rewards.
+    An epoch waits for its slowest rank, so its percentiles are the relevant ones.
 
     Args:
-        stats: reward name -> what this rank measured of its server, see `rewards.base.Served`.
+        stats: reward name -> this rank's statistics of its server, see `rewards.base.Served`; the same names on all.
         ranks: who takes part.
     """
     metrics: dict[str, float] = {}

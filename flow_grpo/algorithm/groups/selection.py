@@ -1,4 +1,4 @@
-"""Which groups an epoch trains on and which rank trains on which of their samples: pure functions, alike on every rank.
+"""Which groups an epoch trains on, and which rank trains on which of their samples: pure functions.
 
 Letters: W ranks, N samples of a round over all ranks, k copies in a group. A *pool row* names a sample over all rounds:
 round * N + its place among the N gathered samples of its round, which are in rank order.
@@ -18,7 +18,7 @@ POLICIES = ("fallback_original", "pad", "rebalance", "fill_flat", "raise")
 
 
 class ShortageError(ValueError):
-    """Too few groups carry a signal, and the configuration asks to stop then; raised on every rank alike."""
+    """Too few groups carry a signal and the policy is "raise"; raised on every rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """When a pool is full, and what happens when it stays short.
+    """When a pool is full, and what follows when it stays short.
 
     Attributes:
         target: samples an epoch trains on, over all ranks; a multiple of k.
         k: group size.
-        max_resample_times: rounds after the first; the last one counts.
+        max_resample_times: most rounds after the first.
         policy: one of POLICIES.
-        seed: of the draw that "pad" makes.
+        seed: of the random choice under "pad".
     """
 
     target: int
@@ -66,13 +66,13 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What to do after a round.
+    """What follows after a round.
 
     Attributes:
-        action: "more" draws another round, "use" trains on `groups`, "original" on the first round as it was.
+        action: "more" samples another round, "use" trains on `groups`, "original" on the first round unchanged.
         valid: samples in valid groups so far, over all ranks; may exceed the target.
-        groups: what to train on; a group may stand here several times under "pad".
-        padded: samples of `groups` that are repetitions, or come from flat or incomplete groups.
+        groups: what to train on; under "pad" a group may occur several times.
+        padded: samples of `groups` that are repetitions or belong to flat or incomplete groups.
     """
 
     action: str
@@ -88,7 +88,7 @@ def groups_of(gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, 
         gids: (N,) int64 group of every sample of the round.
         slots: (N,) int64 copy number.
         flat: (G,) bool of the groups by rising gid.
-        incomplete: (G,) bool likewise.
+        incomplete: (G,) bool, likewise.
         first_row: pool row of the round's first sample.
     """
     order = sorted(range(len(gids)), key=lambda row: (int(gids[row]), int(slots[row])))
@@ -102,10 +102,10 @@ def groups_of(gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, 
 
 
 def decide(rounds: Sequence[Sequence[Group]], rules: Rules) -> Decision:
-    """Return what follows from the rounds drawn so far; groups are taken in the order (round, gid).
+    """Return what follows from the rounds sampled so far; groups are taken in the order (round, gid).
 
     Raises:
-        ShortageError: the last round left the pool short and the policy is "raise".
+        ShortageError: the last allowed round left the pool short and the policy is "raise".
     """
     valid = [group for drawn in rounds for group in drawn if group.kind == "valid"]
     have, wanted = len(valid) * rules.k, rules.target // rules.k
@@ -146,12 +146,12 @@ class Placement:
 
 
 def place(pool_rows: Sequence[int], *, per_round: int, world_size: int) -> Placement:
-    """Give every rank its equal share while moving as few samples as possible.
+    """Return equal shares for all ranks with as few samples moved as possible.
 
     Rank r gets len(pool_rows) // W samples, the first len(pool_rows) % W ranks one more.
 
     Args:
-        pool_rows: what to train on; a row may stand here several times.
+        pool_rows: what to train on; a row may occur several times.
         per_round: N.
         world_size: W.
     """
