@@ -16,7 +16,7 @@ CHECK_PYTHON := import sys; sys.version_info >= (3, 10) or sys.exit("flow_grpo n
 
 REF ?= HEAD
 
-.PHONY: setup demo test test-slow lint bench same-numbers
+.PHONY: setup demo test test-slow lint bench docs same-numbers
 
 setup: $(READY)
 
@@ -47,6 +47,10 @@ lint: setup
 
 bench: setup
 	$(BIN)/python tools/bench.py --config $(RECIPE) --json $(ARGS)
+
+# The generated pages: a test fails when one is stale.
+docs: setup
+	$(BIN)/python tools/dev/docs_map.py
 
 # Whether the working tree's runs give the numbers of commit REF; see CONTRIBUTING.md.
 same-numbers: setup
