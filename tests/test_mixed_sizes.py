@@ -1,4 +1,4 @@
-"""Videos of several sizes in one epoch: few calls, and the numbers that each would have alone (003-2, -4, -6, -9)."""
+"""Videos of several sizes in one epoch: few calls, and the numbers that each would have alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of eight devices as its users start it, small only in size: every shape of 001-9 to 001-14 on every rank.
+"""The recipe of eight devices as its users start it, small only in size: every shape on every rank.
 
 A rank tells what it saw because `sitecustomize`, which Python imports before any program, makes it: what runs is
 train_grpo.py itself.
@@ -198,7 +198,7 @@ def launch(folder: Path, changes: dict[str, str]) -> Run:
 
 @dataclass(frozen=True)
 class Expected:
-    """The numbers of 001-9 to 001-14 at this size, from the recipe alone; letters as in the requirements."""
+    """The shapes at this size, from the recipe alone; letters as in the requirements."""
 
     W: int = WORLD_SIZE
     B: int = my_recam_8npu().sample.train_batch_size
@@ -257,7 +257,7 @@ def test_the_tracker_of_the_recipe_goes_offline_by_itself(run):
     assert list(run.folder.glob("wandb/offline-run-*"))
 
 
-def test_rank_0_prints_the_lines_of_001_13_with_the_shapes_of_001_10(run):
+def test_rank_0_prints_the_group_structure_with_the_recipe_s_shapes(run):
     words = ("[Batch ", "合并后", "  latents", "  log_probs", "  target_cameras", "总样本数", "期望的", "k (", "Gather")
     lines = [line for line in run.lines if line.startswith((*words, "每个"))]
     prompts = [re.fullmatch(r"\[Batch (\d)\] Prompts \(前30字符\): \['(.+)', '(.+)'\]", line) for line in lines[: E.nb]]
@@ -277,7 +277,7 @@ def test_rank_0_prints_the_lines_of_001_13_with_the_shapes_of_001_10(run):
     ]
 
 
-def test_every_rank_holds_the_keys_of_001_9_in_the_shapes_of_001_10(run):
+def test_every_rank_holds_the_keys_in_the_recipe_s_shapes(run):
     states = [E.local, E.K, *E.latent]
     rewards = {name: [E.local] for name in (*my_recam_8npu().reward.weights, "avg")}
     expected = {
@@ -296,14 +296,14 @@ def test_every_rank_holds_the_keys_of_001_9_in_the_shapes_of_001_10(run):
         assert seen["finite"]
 
 
-def test_rewards_are_repeated_over_the_trained_steps_and_gathered_from_all_ranks_as_in_001_11(run):
+def test_rewards_are_repeated_over_the_trained_steps_and_gathered_from_all_ranks(run):
     for seen in run.ranks:
         assert seen["repeated"] == [[E.local, E.K]]
         assert seen["rewards"] == {name: [E.W * E.local] for name in my_recam_8npu().reward.weights}
         assert len(seen["advantages"]) == E.local
 
 
-def test_gathered_samples_are_whole_groups_whose_copies_lie_on_different_ranks_as_in_001_8_and_12(run):
+def test_gathered_samples_are_whole_groups_whose_copies_lie_on_different_ranks(run):
     gids, slots = run.ranks[0]["gids"], run.ranks[0]["slots"]
     assert all((seen["gids"], seen["slots"]) == (gids, slots) for seen in run.ranks)
     groups: dict[int, list[tuple[int, int]]] = {}
@@ -319,7 +319,7 @@ def test_gathered_samples_are_whole_groups_whose_copies_lie_on_different_ranks_a
     assert max(map(abs, advantages)) > 0.1
 
 
-def test_videos_of_a_batch_and_rank_have_the_shape_of_001_14(run):
+def test_videos_of_a_batch_and_rank_have_the_recipe_s_shape(run):
     for seen in run.ranks:
         videos = [shape for phase, *shape in seen["videos"] if phase == "sample"]
         assert videos == [[E.B, 3, FRAMES, HEIGHT, WIDTH]] * E.nb

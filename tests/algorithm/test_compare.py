@@ -51,7 +51,7 @@ def _gather_the_example(ranks: Ranks) -> tuple[list[int], list[float], list[int]
     return gathered.gids.tolist(), compared.advantages.tolist(), mine.keys[:, 0].tolist()
 
 
-def test_the_copies_of_a_group_lie_at_the_corrected_positions_of_001_12():
+def test_the_copies_of_a_group_lie_at_the_positions_of_the_example():
     results = run_ranks(_gather_the_example, 8)
     gids, advantages, _ = results[0]
     found = {gid: [row for row, other in enumerate(gids) if other == gid] for gid in sorted(set(gids))}

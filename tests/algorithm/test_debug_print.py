@@ -1,4 +1,4 @@
-"""001-9, -11, -13, -15: the group structure as users see it, and its counts."""
+"""The group structure as users see it, and its counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, collector, group, sam
 from tests.workers import run_ranks
 
 
-def test_the_view_of_a_batch_has_the_keys_of_001_9():
+def test_the_view_of_a_batch_has_the_keys_of_flow_grpo_s_scripts():
     policy = ToyPolicy()
     batch = scored(policy, group(3, 4), reward=BrightnessReward(broken=[(3, 2)]))
     view = debug_print.batch_view(batch, SIGMAS, {"brightness": 2.0})
@@ -56,7 +56,7 @@ def fake_samples(rows: int, steps: int) -> Samples:
     )
 
 
-def test_the_shapes_of_001_10_are_printed_word_for_word():
+def test_the_merged_shapes_are_printed_word_for_word():
     trajectory = fake_samples(4, 2).trajectory
     view = {
         "prompts": ["a"] * 4,
@@ -102,7 +102,7 @@ def _one_epoch(ranks: Ranks) -> tuple[list[str], dict[str, object]]:
     return lines, facts
 
 
-def test_rank_0_prints_001_13_word_for_word_and_no_other_rank_prints():
+def test_rank_0_prints_the_group_structure_word_for_word_and_no_other_rank_prints():
     results = run_ranks(_one_epoch, 8)
     lines, facts = results[0]
     assert lines == [
@@ -124,7 +124,7 @@ def test_rank_0_prints_001_13_word_for_word_and_no_other_rank_prints():
     assert all(everyone["gids"] == facts["gids"] for _, everyone in results)
 
 
-def test_the_events_of_an_epoch_come_in_the_order_of_001_15(monkeypatch, capsys):
+def test_the_events_of_an_epoch_come_in_their_order(monkeypatch, capsys):
     events: list[str] = []
     ranks = Ranks()
 

@@ -78,7 +78,7 @@ def scenario(valid_groups, world=4, **options) -> list[dict]:
 
 
 def check_all(results: list[dict], total: int | None = None) -> None:
-    """What must hold in every scenario: 000-5, 000-6, 002-1, 002-3."""
+    """What must hold in every scenario."""
     assert len({result["size"] for result in results}) == 1
     assert all(result["collectives"] == results[0]["collectives"] for result in results)
     assert all(result["devices"] == ["cpu"] for result in results)
@@ -99,7 +99,7 @@ def check_all(results: list[dict], total: int | None = None) -> None:
     ("valid", "resamples"), [([16], 0), ([14, 4], 1), ([12, 2, 1, 1], 3), ([0, 0, 0, 16], 3)], ids=str
 )
 def test_a_pool_that_fills_up_is_used_with_equal_sizes(valid, resamples, layout, world):
-    """000-1, 000-13, 002-2; sampling.md section 5.3: [48, 8, 4, 4] samples, and all of them in the last round."""
+    """Four rounds with [48, 8, 4, 4] valid samples, and one with all of them in the last round."""
     results = scenario(valid, world, layout=layout)
     check_all(results, 64)
     assert [result["placed"] for result in results] == [64 // world] * world
@@ -114,7 +114,7 @@ def test_a_pool_that_fills_up_is_used_with_equal_sizes(valid, resamples, layout,
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize(("valid", "have"), [([12, 2, 1, 0], 60), ([0, 0, 0, 0], 0)], ids=str)
-def test_000_3_and_7_a_pool_that_stays_short_restores_every_field_bitwise(valid, have, world):
+def test_a_pool_that_stays_short_restores_every_field_bitwise(valid, have, world):
     results = scenario(valid, world)
     check_all(results, 64)
     for result in results:
@@ -126,13 +126,13 @@ def test_000_3_and_7_a_pool_that_stays_short_restores_every_field_bitwise(valid,
     assert metrics["dyn/moved_samples"] == metrics["dyn/moved_bytes"] == 0.0
 
 
-def test_000_14_flat_groups_have_advantage_exactly_zero_in_a_fallback():
+def test_flat_groups_have_advantage_exactly_zero_in_a_fallback():
     results = scenario([0, 0, 0, 0])
     assert all(value == 0.0 for result in results for value in result["advantages"])
     assert all(weight == 1.0 for result in results for weight in result["weights"])
 
 
-def test_000_4_two_values_that_are_missing_in_one_group_take_the_whole_group_out():
+def test_two_values_that_are_missing_in_one_group_take_the_whole_group_out():
     kinds = [["valid"] * 12 + ["flat"] * 4, ["valid"] * 2 + ["flat"] * 14, ["incomplete"] + ["flat"] * 15]
     results = scenario([*kinds, ["valid"] + ["flat"] * 15])
     check_all(results)
@@ -148,7 +148,7 @@ def test_the_surplus_of_the_last_round_is_counted_and_left_out():
     check_all(results, 64)
 
 
-def test_000_10_and_11_the_shortage_is_told_once_by_rank_0_in_the_words_of_the_document():
+def test_the_shortage_is_told_once_by_rank_0_in_the_words_of_the_document():
     results = scenario([12, 2, 1, 0])
     told = [line for line in results[0]["lines"] if line.startswith("[DynSample] ")]
     assert told == [
@@ -173,7 +173,7 @@ def test_000_10_and_11_the_shortage_is_told_once_by_rank_0_in_the_words_of_the_d
         assert rank == 0 or len(result["lines"]) == len(own)
 
 
-def test_002_6_a_full_pool_is_told_by_every_rank_with_its_slice():
+def test_a_full_pool_is_told_by_every_rank_with_its_slice():
     results = scenario([14, 4])
     assert results[0]["lines"] == [
         "[DynSample] Initial batch: collected 56/64 valid samples globally",
@@ -190,7 +190,7 @@ def test_002_6_a_full_pool_is_told_by_every_rank_with_its_slice():
 @pytest.mark.parametrize("policy", ["pad", "rebalance", "fill_flat"])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_other_policies_keep_what_was_paid_for(world, policy, mixed):
-    """000-8, 000-9; the pool holds 3 of the groups that would fill it, so that "rebalance" gives unequal shares."""
+    """The pool holds 3 of the groups that would fill it, so that "rebalance" gives unequal shares."""
     local = 4
     kinds = kinds_of([1, 1, 1, 0], world * local // 4)
     results = run_ranks(_scenario, world, kinds, {"policy": policy, "local": local, "mixed": mixed})
@@ -211,7 +211,7 @@ def test_the_other_policies_keep_what_was_paid_for(world, policy, mixed):
         assert sum(value == 0.0 for r in results for value in r["advantages"]) == target - 12
 
 
-def test_000_2_the_reference_size_is_a_target_of_64():
+def test_the_reference_size_is_a_target_of_64():
     sample = sample_config(k=4, train_batch_size=8, num_batches_per_epoch=2)  # 4 prompts with 4 completions a rank
     assert sample.expanded_batch_size == 16
     assert dynamic(Ranks(0, 4), local=sample.expanded_batch_size).target == 64
@@ -308,7 +308,7 @@ def _random_patterns(ranks: Ranks, count: int, local: int) -> list[tuple]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "count"), [(2, 60), (4, 40), (8, 36)])
-def test_002_1_no_pattern_of_validity_makes_two_ranks_disagree(world, count):
+def test_no_pattern_of_validity_makes_two_ranks_disagree(world, count):
     results = run_ranks(_random_patterns, world, count, 4, timeout=280)
     outcomes = Counter()
     for pattern in zip(*results, strict=True):
@@ -386,7 +386,7 @@ def test_a_range_at_the_floor_is_flat_and_one_above_it_is_not():
     assert kinds == ["flat", "flat", "valid", "valid"]
 
 
-def test_000_12_a_frequent_fallback_is_warned_of_once_with_what_to_look_at():
+def test_a_frequent_fallback_is_warned_of_once_with_what_to_look_at():
     ranks, history, lines = Ranks(), [0] * (WINDOW - 5), []
     often = int(TOO_OFTEN * WINDOW) + 1
     for _ in range(often + 3):
@@ -451,7 +451,7 @@ def _train_on_a_pool(ranks: Ranks, policy_name: str) -> tuple[torch.Tensor, dict
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("policy_name", ["fill_flat", "pad", "rebalance"])
 def test_any_number_of_ranks_makes_the_update_of_one_from_a_pool(policy_name, world):
-    """000-9: under "rebalance" 12 samples on 8 ranks are shares of 2 and 1, and the updates still meet."""
+    """Under "rebalance" 12 samples on 8 ranks are shares of 2 and 1, and the updates still meet."""
     before = weights_of(ToyPolicy())
     alone, told = _train_on_a_pool(Ranks(), policy_name)
     assert told["dyn/pool_samples"] == 12

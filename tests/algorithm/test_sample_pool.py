@@ -84,7 +84,7 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
     return after - before, local * mebibytes, moved
 
 
-def test_002_7_no_rank_s_memory_grows_by_more_than_the_samples_that_leave_or_arrive():
+def test_no_rank_s_memory_grows_by_more_than_the_samples_that_leave_or_arrive():
     """A gather of objects puts every rank's samples on every rank, and their pickles beside them."""
     results = run_ranks(_move_large_samples, 4, 4, 8, fresh=True, timeout=100)
     grown = [growth for growth, *_ in results]

@@ -252,7 +252,7 @@ def everything_flat(**changes) -> dict:
     return {"reward": reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
 
 
-def test_002_8_a_run_goes_on_after_falling_back_and_draws_fresh_conditions_every_time(a_trainer, tmp_path):
+def test_a_run_goes_on_after_falling_back_and_draws_fresh_conditions_every_time(a_trainer, tmp_path):
     trainer = a_trainer(**everything_flat())
     assert run(trainer) == [0, 1, 2]
     rows = metrics_of(tmp_path)

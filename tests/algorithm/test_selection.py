@@ -49,18 +49,18 @@ def outcome(valid_per_round, policy="fallback_original") -> tuple[Decision, int]
     [
         ([64], "use", 0, 64),
         ([56, 16], "use", 1, 72),
-        ([48, 8, 4, 4], "use", 3, 64),  # 000-1: the third resample counts
-        ([48, 8, 4, 0], "original", 3, 60),  # 000-4
+        ([48, 8, 4, 4], "use", 3, 64),  # the third resample counts
+        ([48, 8, 4, 0], "original", 3, 60),
         ([0, 0, 0, 64], "use", 3, 64),
-        ([0, 0, 0, 0], "original", 3, 0),  # 000-3
+        ([0, 0, 0, 0], "original", 3, 0),
     ],
 )
-def test_000_1_rounds_are_drawn_until_the_target_and_three_resamples_at_most(valid, action, resamples, have):
+def test_rounds_are_drawn_until_the_target_and_three_resamples_at_most(valid, action, resamples, have):
     decision, number = outcome(valid)
     assert (decision.action, number, decision.valid) == (action, resamples, have)
 
 
-def test_000_2_a_target_that_holds_no_whole_groups_is_refused():
+def test_a_target_that_holds_no_whole_groups_is_refused():
     with pytest.raises(ValueError, match="target of 62 samples is no multiple of k=4"):
         rules(target=62)
     assert rules().target == 64
@@ -73,7 +73,7 @@ def test_only_the_groups_that_are_needed_are_used_in_the_order_of_rounds():
     assert decision.valid - len(decision.groups) * K == 8  # dyn/discarded_valid
 
 
-def test_000_8_pad_repeats_whole_valid_groups_up_to_the_target_alike_every_time():
+def test_pad_repeats_whole_valid_groups_up_to_the_target_alike_every_time():
     decision, _ = outcome([40, 8, 4, 4], "pad")
     assert (decision.action, len(decision.groups), decision.padded) == ("use", 16, 8)
     counts = Counter(decision.groups)
@@ -82,7 +82,7 @@ def test_000_8_pad_repeats_whole_valid_groups_up_to_the_target_alike_every_time(
     assert outcome([40, 8, 4, 4], "pad")[0] == decision
 
 
-def test_000_9_rebalance_uses_the_valid_groups_only():
+def test_rebalance_uses_the_valid_groups_only():
     decision, _ = outcome([40, 8, 4, 8], "rebalance")
     assert len(decision.groups) == 15
     assert decision.padded == 0
@@ -115,20 +115,20 @@ def test_no_resample_is_allowed_too():
     assert decide([a_round(0, 60)], rules(max_resample_times=0)).action == "original"
 
 
-def test_the_reference_numbers_of_002_6_hold_groups_of_8():
+def test_a_target_of_64_holds_groups_of_8():
     """16 samples are 2 groups there, so k is 8 and 56 of 64 are 7 groups."""
     eight = rules(k=8)
     assert decide([a_round(0, 56, k=8)], eight).action == "more"
     assert decide([a_round(0, 56, k=8), a_round(1, 8, k=8)], eight).action == "use"
 
 
-def test_000_9_62_rows_are_dealt_16_16_15_15_and_cover_the_pool_once():
+def test_62_rows_are_dealt_16_16_15_15_and_cover_the_pool_once():
     placed = place(range(62), per_round=TARGET, world_size=WORLD)
     assert [len(rows) for rows in placed.rows] == [16, 16, 15, 15]
     assert sorted(row for rows in placed.rows for row in rows) == list(range(62))
 
 
-def test_000_13_every_rank_owns_its_slice_of_the_placed_pool():
+def test_every_rank_owns_its_slice_of_the_placed_pool():
     placed = place(range(TARGET), per_round=TARGET, world_size=WORLD)
     assert placed.rows == tuple(tuple(range(r * LOCAL, (r + 1) * LOCAL)) for r in range(WORLD))
     assert placed.moves == ()
@@ -151,7 +151,7 @@ def test_nothing_moves_where_every_rank_holds_a_copy_of_every_group():
 @pytest.mark.parametrize(("world", "local", "k"), [(2, 8, 4), (4, 16, 4), (8, 4, 4), (4, 16, 8), (3, 4, 6)])
 @pytest.mark.parametrize("policy", ["fallback_original", "pad", "rebalance", "fill_flat"])
 def test_any_pattern_of_validity_gives_equal_sizes_whole_groups_and_no_duplicates(world, local, k, policy):
-    """The properties of 000-5 and 002-1 over random patterns; every rank computes this from the same facts."""
+    """Over random patterns; every rank computes this from the same facts."""
     draw = random.Random(f"{world} {local} {k} {policy}")
     target = world * local
     for _ in range(60):
