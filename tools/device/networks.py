@@ -1,0 +1,397 @@
+"""The parts that need the networks: a rollout step, an update with LoRA, decoding, and what is planned for them.
+
+Weights are random: no file is read. Sizes and precision are those that loading gives (`load_recam_transformer`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.algorithm.rollout import SdeSettings, step_transition
+from flow_grpo.config import load_config
+from flow_grpo.config_types import Config
+from flow_grpo.maths.loss import grpo_loss
+from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.maths.sde import Transition, log_prob, sample
+from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.footprint import WAN_1_3B, footprint
+from flow_grpo.models.plan import Plan, make_plan
+from flow_grpo.models.policy import Policy
+from flow_grpo.models.recam_policy import DTYPES, TIMESTEPS
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
+from flow_grpo.records import Conditioning
+from flow_grpo.runtime import device as device_door
+from tools.device.kernels import Record, Records, Setting, Size, Video, breakdown, measure
+
+RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
+# What checkpointing keeps of a block -> forwards that an update costs; with attention kept, its second one is spared.
+UPDATE_FORWARDS = {"blocks": 4, "keep_attention": 4, "none": 3}
+RATIO_SHARE = 0.1  # of the clip range, which log-ratios may reach before any update
+KEPT_OPERATORS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Networks:
+    """What a training process holds, with random weights.
+
+    Attributes:
+        transformer: in its training mode.
+        codec: frozen, fp32.
+        text_encoder: as many bytes as it has; it computes nothing here.
+        dtype: what the transformer computes in.
+    """
+
+    transformer: ReCamTransformer3DModel
+    codec: AutoencoderKLWan
+    text_encoder: Tensor
+    dtype: torch.dtype
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Return the fp32 velocity (B, C, F, H, W) as `RecamPolicy` computes it without guidance."""
+        joined = torch.cat([latents, conditioning.source_latents], dim=2)
+        given = (TIMESTEPS * sigma, conditioning.prompt_embeds, conditioning.target_cameras)
+        with device_door.autocast(latents.device, self.dtype):
+            predicted: Tensor = self.transformer(joined, *given)[0]
+        return predicted[:, :, : latents.shape[2]].float()
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One stochastic denoising step, ready to be taken.
+
+    Attributes:
+        config: the recipe.
+        networks: that take it.
+        latents: (B, C, F, H, W) fp32 before the step.
+        noise: the same shape, what the step draws.
+        transition: the call to time: the Gaussian that the step draws from.
+    """
+
+    config: Config
+    networks: Networks
+    latents: Tensor
+    noise: Tensor
+    transition: Callable[[], Transition]
+
+
+def transformer_config(size: Size) -> dict[str, Any]:
+    """Return the transformer's configuration: Wan's, at this size."""
+    return dict(WAN_1_3B) | {
+        "num_attention_heads": size.heads,
+        "attention_head_dim": size.head_width,
+        "num_layers": size.blocks,
+        "ffn_dim": size.ffn_width,
+        "text_dim": size.text_width,
+    }
+
+
+def recipe(size: Size) -> Config:
+    """Return the recipe for 8 devices with this size's rank and prompt."""
+    knobs = {"model.lora_rank": size.lora_rank, "model.max_prompt_tokens": size.prompt_tokens}
+    return load_config(RECIPE, [f"--config.{name}={value}" for name, value in knobs.items()])
+
+
+def build_transformer(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> ReCamTransformer3DModel:
+    """Return the network with random weights, made where they will stay: on a CPU they would take a minute.
+
+    As after loading: frozen weights in `dtype`, what Wan keeps in fp32 in fp32.
+
+    Args:
+        config: such as `WAN_1_3B`.
+        dtype: of the weights.
+        device: where they are made.
+    """
+    with torch.device("meta"):
+        network: ReCamTransformer3DModel = ReCamTransformer3DModel(**config)
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if stays_fp32(name) else dtype)
+    # `to_empty` leaves noise in buffers, and not every device has the float64 that the rotary tables are computed in.
+    tables = WanRotaryPosEmbed(config["attention_head_dim"], tuple(config["patch_size"]), config["rope_max_seq_len"])
+    left = {name for name, _ in network.named_buffers()} - {f"rope.{name}" for name, _ in tables.named_buffers()}
+    assert not left, f"no values for the buffers {left}"
+    network.to_empty(device=device)
+    network.rope = tables.to(device)
+    for name, parameter in network.named_parameters():
+        _fill(name, parameter)
+    network.eval()
+    return network
+
+
+@torch.no_grad()
+def _fill(name: str, parameter: nn.Parameter) -> None:
+    """Draw a weight that keeps activations of order one; never zeros, with which a device may run faster."""
+    if parameter.ndim > 1:
+        parameter.normal_(std=0.02)
+    else:
+        parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+
+
+def build_networks(size: Size, config: Config, device: torch.device) -> Networks:
+    """Return the networks of a recipe, trained weights and gradient checkpointing as it says."""
+    dtype = DTYPES[config.model.dtype]
+    transformer = build_transformer(transformer_config(size), dtype, device)
+    apply_training_mode(transformer, config.model)
+    if config.model.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    codec = AutoencoderKLWan(base_dim=size.codec_width).requires_grad_(False)
+    codec.eval().to(device)
+    text_encoder = torch.empty(size.text_encoder_bytes, dtype=torch.uint8, device=device)
+    return Networks(transformer, codec, text_encoder, dtype)
+
+
+def build_step(setting: Setting) -> Step:
+    """Return the recipe's first stochastic step on random latents."""
+    size, device, rows, video = setting.size, setting.device, setting.rows, setting.video
+    torch.manual_seed(0)
+    config = recipe(size)
+    networks = build_networks(size, config, device)
+    shape = (rows, *video.latent_shape)
+    latents, source, noise = (torch.randn(shape).to(device) for _ in range(3))
+    conditioning = Conditioning(
+        prompt_embeds=torch.randn(rows, size.prompt_tokens, size.text_width).to(device),
+        source_latents=source,
+        target_cameras=torch.randn(rows, shape[2], 12).to(device),
+    )
+    plan = config.sample
+    sigmas = flow_sigmas(plan.num_steps, plan.shift)
+    sde = SdeSettings(plan.sde, plan.noise_level, plan.max_step_std)
+
+    def transition() -> Transition:
+        policy = cast(Policy, networks)  # a step asks for nothing but the velocity
+        return step_transition(policy, latents, conditioning, sigmas=sigmas, step=plan.sde_steps[0], sde=sde)
+
+    return Step(config, networks, latents, noise, transition)
+
+
+def forward(setting: Setting) -> Records:
+    """Yield one rollout step, a forward without gradients, the draw and its log-probability; then with compiled blocks.
+
+    After each, what its log-probability becomes when the update replays it with gradients, before any update.
+    """
+    step, video = build_step(setting), setting.video
+    scored: list[Tensor] = []
+
+    @torch.no_grad()
+    def rollout_step() -> None:
+        drawn_from = step.transition()
+        scored[:] = [log_prob(sample(drawn_from, step.noise), drawn_from)]
+
+    def named(name: str) -> Records:
+        record = measure(rollout_step, setting) | {"tokens": video.tokens}
+        yield f"{name}_{video}", record | {"finite": bool(scored[0].isfinite().all())}
+        yield f"{name}_ratio_{video}", first_ratio(step)
+
+    yield from named("forward")
+    yield f"forward_kernels_{video}", breakdown(rollout_step, setting)
+    if device_door.supports_compile(setting.device):
+        step.networks.transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
+        yield from named("forward_compiled")
+
+
+def first_ratio(step: Step) -> Record:
+    """Return the largest log-ratio between a draw's log-probability in the rollout and in the update's replay of it."""
+    with torch.no_grad():
+        drawn_from = step.transition()
+        drawn = sample(drawn_from, step.noise)
+        old = log_prob(drawn, drawn_from)
+    new = log_prob(drawn, step.transition())
+    found, bound = float((new.detach() - old).abs().max()), RATIO_SHARE * step.config.train.clip_range
+    return {"max_abs_log": found, "bound": bound, "within": found <= bound}
+
+
+def update(setting: Setting) -> Records:
+    """Yield one micro-batch of the update with its optimizer step, as `Updater` takes it, by what checkpointing keeps.
+
+    Last the recipe's own checkpointing with compiled blocks.
+    """
+    step, video = build_step(setting), setting.video
+    transformer, optimizer_step = step.networks.transformer, Updating(step)
+
+    def timed(name: str) -> Records:
+        record = measure(optimizer_step, setting)
+        yield f"{name}_{video}", record | {"finite": bool(0 < optimizer_step.norm < float("inf"))}
+
+    yield from timed("update")
+    yield f"update_kernels_{video}", breakdown(optimizer_step, setting)
+    keep_attention(transformer)
+    yield from timed("update_keep_attention")
+    needed = kept_whole_gib(setting)
+    if needed < 0.8 * device_door.memory(setting.device).get("total", 0.0):
+        transformer.disable_gradient_checkpointing()
+        yield from timed("update_none")
+    else:
+        yield f"update_none_{video}", {"unavailable": f"would keep {needed:.0f} GiB of activations"}
+    if device_door.supports_compile(setting.device):
+        transformer.enable_gradient_checkpointing()
+        transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
+        yield from timed("update_compiled")
+
+
+class Updating:
+    """One optimizer step on one micro-batch, called to take it.
+
+    Attributes:
+        norm: of the last gradient.
+    """
+
+    def __init__(self, step: Step) -> None:
+        train, self._step = step.config.train, step
+        self._trained = list(trained_parameters(step.networks.transformer).values())
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=train.learning_rate, weight_decay=train.weight_decay, foreach=True
+        )
+        self._advantages = torch.ones(len(step.latents), device=step.latents.device)
+        self.norm = 0.0
+
+    def __call__(self) -> None:
+        """Replay, score, go back and move the weights."""
+        step, train = self._step, self._step.config.train
+        new = log_prob(step.latents + 0.1 * step.noise, step.transition())
+        terms = grpo_loss(
+            new[:, None],
+            new[:, None].detach(),
+            self._advantages,
+            clip_range=train.clip_range,
+            adv_clip=train.adv_clip,
+        )
+        terms.per_sample.mean().backward()
+        self.norm = float(torch.nn.utils.clip_grad_norm_(self._trained, train.max_grad_norm))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def keep_attention(transformer: ReCamTransformer3DModel) -> None:
+    """Recompute blocks in the backward pass, but for what attention returned."""
+    kept = [getattr(torch.ops.aten, name).default for name in KEPT_OPERATORS if hasattr(torch.ops.aten, name)]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+
+    def call(block: nn.Module, *arguments: object) -> object:
+        return checkpoint(block.__call__, *arguments, use_reentrant=False, context_fn=contexts)
+
+    transformer.enable_gradient_checkpointing(call)
+
+
+def kept_whole_gib(setting: Setting) -> float:
+    """Return the GiB that a forward keeps for its backward when no block is recomputed."""
+    model = dataclasses.replace(recipe(setting.size).model, gradient_checkpointing=False)
+    shape, dtype = setting.video.latent_shape, DTYPES[model.dtype]
+    counted = footprint(transformer_config(setting.size), shape, model, rows=setting.rows, dtype=dtype)
+    return (counted.kept_bytes + counted.block_bytes) / 2**30
+
+
+def decode(setting: Setting) -> Records:
+    """Yield decoding in fp32, of whole frames and then in overlapping tiles: less memory, more operations."""
+    step = build_step(setting)
+    codec, video = step.networks.codec, setting.video
+
+    @torch.no_grad()
+    def decoded() -> object:
+        return codec.decode(step.latents, return_dict=False)
+
+    try:
+        record = measure(decoded, setting)
+    except RuntimeError as error:  # out of memory, which tiles may not be
+        record = {"error": " ".join(str(error).split())[:300]}
+    yield f"decode_{video}", record
+    device_door.empty_cache(setting.device)
+    codec.enable_tiling()
+    yield f"decode_tiled_{video}", measure(decoded, setting)
+
+
+def count(setting: Setting) -> Records:
+    """Yield the operations of one call of every other part, and what is planned as its peak; nothing is allocated."""
+    size, model = setting.size, recipe(setting.size).model
+    config, dtype = transformer_config(size), DTYPES[model.dtype]
+    for video in setting.videos:
+        one = footprint(config, video.latent_shape, model, rows=setting.rows, dtype=dtype).forward_flops
+        tokens, width = video.tokens, size.heads * size.head_width
+        attention = 4 * setting.rows * size.blocks * width * tokens * (tokens + size.prompt_tokens)
+        forwards = {name: number * one for name, number in UPDATE_FORWARDS.items()}
+        forwards["keep_attention"] -= attention
+        whole = decoding_flops(size, video) * setting.rows
+        # What attention returns stays in the precision of autocast: two of a block, and next to nothing beside them.
+        extra = 2 * size.blocks * setting.rows * tokens * width * dtype.itemsize / 2**30
+        plans = {kept: planned(setting, video, checkpointing=kept) for kept in (True, False)}
+        rollout, updated = plans[True].rollout_gib, plans[True].update_gib
+        for name, flops, peak in (
+            ("forward", one, rollout),
+            ("forward_compiled", one, rollout),
+            ("update", forwards["blocks"], updated),
+            ("update_keep_attention", forwards["keep_attention"], updated + extra),
+            ("update_none", forwards["none"], plans[False].update_gib),
+            ("update_compiled", forwards["blocks"], updated),
+            ("decode", whole, plans[True].decode_gib),
+            ("decode_tiled", whole * tiled_area(video), None),
+        ):
+            peaks = {"planned_gib": peak} if peak and config == dict(WAN_1_3B) else {}  # it plans for Wan's parts
+            yield f"{name}_{video}", {"flops": flops, **peaks}
+
+
+def planned(setting: Setting, video: Video, *, checkpointing: bool) -> Plan:
+    """Return the planner's figures for the recipe with this video and as many rows, on one device."""
+    config, rows = recipe(setting.size), setting.rows
+    size = {"num_frames": video.frames, "height": video.height, "width": video.width}
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, **size),
+        model=dataclasses.replace(config.model, gradient_checkpointing=checkpointing),
+        sample=dataclasses.replace(config.sample, train_batch_size=rows, num_batches_per_epoch=1),
+        train=dataclasses.replace(config.train, batch_size=rows),
+    )
+    return make_plan(config, 1, 1e12)
+
+
+def decoding_flops(size: Size, video: Video) -> float:
+    """Return the operations of decoding one video untiled: all latent frames but the first cost the same."""
+    channels, frames, height, width = video.latent_shape
+    counts = []
+    for number in (1, 2):
+        with FakeTensorMode(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            codec = AutoencoderKLWan(base_dim=size.codec_width).eval()
+            codec.decode(torch.empty(1, channels, number, height, width))
+        counts.append(float(counter.get_total_flops()))
+    return counts[0] + (frames - 1) * (counts[1] - counts[0])
+
+
+def tiled_area(video: Video) -> float:
+    """Return the area of all tiles over that of the picture: they overlap, and the codec's work grows with area.
+
+    Decoding in tiles cannot be counted like the rest: it takes minutes even without computing anything.
+    """
+    codec = AutoencoderKLWan(base_dim=8, num_res_blocks=1)
+    sides = (
+        (video.height, codec.tile_sample_min_height, codec.tile_sample_stride_height),
+        (video.width, codec.tile_sample_min_width, codec.tile_sample_stride_width),
+    )
+    area = 1.0
+    for side, tile, stride in sides:
+        # Pictures no larger than a tile are decoded whole, which the formula gives as well.
+        starts = range(0, side, stride) if any(other > least for other, least, _ in sides) else (0,)
+        area *= sum(min(tile, side - start) for start in starts) / side
+    return area
+
+
+PARTS: Mapping[str, Callable[[Setting], Records]] = {
+    "count": count,
+    "forward": forward,
+    "update": update,
+    "decode": decode,
+}
