@@ -19,12 +19,12 @@ from flow_grpo.models.footprint import WAN_1_3B
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 from flow_grpo.runtime import device as device_door
 from tools import device_report
-from tools.device import networks
+from tools.device import counts, networks
 from tools.device.kernels import SIZES, Setting, Video, breakdown
 from tools.device_report import Job
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = networks.transformer_config(SIZES["self-test"])
+SMALL = counts.transformer_config(SIZES["self-test"])
 CPU = torch.device("cpu")
 LONG, SHORT = Video(81, 480, 832), Video(5, 32, 272)
 
@@ -183,10 +183,10 @@ def test_what_cannot_work_is_refused_in_one_line(words, told, capsys) -> None:
 
 def test_a_forward_of_the_real_size_is_971_tflop() -> None:
     size = SIZES["real"]
-    assert networks.transformer_config(size) == dict(WAN_1_3B)
+    assert counts.transformer_config(size) == dict(WAN_1_3B)
     assert LONG.latent_shape == (16, 21, 60, 104) and LONG.tokens == 65_520
-    counts = dict(networks.count(Setting(size, CPU, (LONG,), 1, 1)))
-    flops = {name.removesuffix("_81x480x832"): record["flops"] / 971e12 for name, record in counts.items()}
+    counted = dict(counts.count(Setting(size, CPU, (LONG,), 1, 1)))
+    flops = {name.removesuffix("_81x480x832"): record["flops"] / 971e12 for name, record in counted.items()}
     assert flops["forward"] == flops["forward_compiled"] == pytest.approx(1, rel=0.01)
     assert flops["update"] == pytest.approx(4, rel=0.01) and flops["update_none"] == pytest.approx(3, rel=0.01)
     assert flops["update_keep_attention"] == pytest.approx(4 - 0.816, rel=0.01)  # attention's share of a forward
@@ -195,7 +195,7 @@ def test_a_forward_of_the_real_size_is_971_tflop() -> None:
 @pytest.mark.parametrize("video", ["81x480x832", "33x240x416"])
 def test_planned_peaks_are_within_a_tenth_of_those_measured_on_an_h100(video) -> None:
     kept = json.loads((ROOT / "benchmarks" / "h100_device_report.json").read_text())["parts"]
-    planned = dict(networks.count(Setting(SIZES["real"], CPU, (Video.parse(video),), 1, 1)))
+    planned = dict(counts.count(Setting(SIZES["real"], CPU, (Video.parse(video),), 1, 1)))
     for part in ("forward", "update", "update_keep_attention", "update_none", "decode"):
         if "peak_gib" in (measured := kept[f"{part}_{video}"]):
             assert planned[f"{part}_{video}"]["planned_gib"] == pytest.approx(measured["peak_gib"], rel=0.1), part
@@ -207,9 +207,9 @@ def test_tiles_cost_what_their_area_says() -> None:
         codec = AutoencoderKLWan(base_dim=size.codec_width).eval()
         codec.enable_tiling()
         codec.decode(torch.empty(1, *SHORT.latent_shape))
-    estimate = networks.decoding_flops(size, SHORT) * networks.tiled_area(SHORT)
+    estimate = counts.decoding_flops(size, SHORT) * counts.tiled_area(SHORT)
     assert estimate == pytest.approx(counter.get_total_flops(), rel=0.03)
-    assert networks.tiled_area(LONG) == pytest.approx(454.016 / 274.096, rel=1e-4)
+    assert counts.tiled_area(LONG) == pytest.approx(454.016 / 274.096, rel=1e-4)
 
 
 def test_random_weights_have_the_precision_of_loaded_ones_and_true_rotary_tables(tmp_path) -> None:
@@ -229,7 +229,7 @@ def test_random_weights_have_the_precision_of_loaded_ones_and_true_rotary_tables
 
 def test_an_update_moves_the_adapters_alone_in_fp32() -> None:
     size = SIZES["self-test"]
-    built = networks.build_networks(size, networks.recipe(size), CPU)
+    built = networks.build_networks(size, counts.recipe(size), CPU)
     transformer = built.transformer
     trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
     assert trained and all(".lora_" in name or "cam_encoder.modules_to_save" in name for name in trained)
@@ -262,7 +262,7 @@ def test_keeping_attention_gives_the_gradients_of_recomputing_it_and_calls_it_on
     found, calls = [], []
     for keep in (False, True):
         torch.manual_seed(0)
-        made = networks.build_networks(size, networks.recipe(size), CPU)
+        made = networks.build_networks(size, counts.recipe(size), CPU)
         built = made.transformer
         if keep:
             networks.keep_attention(built)
