@@ -3,7 +3,7 @@
     python tools/plan.py --config config/grpo.py:my_recam_8npu --devices 8 --memory 64GiB --tflops 300
 
 A device's speed is what you state with --tflops, its sustained rate at this model, not its data sheet's:
-benchmarks/real_size.py measures it. Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. What each
+tools/device_report.py measures it. Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. What each
 line counts stands in flow_grpo/preflight/plan.py.
 """
 

@@ -146,7 +146,7 @@ class Evaluator:
         )
 
     def _measure(self, positions: Sequence[int], rows: list[dict[str, Any]], clips: list[Clip]) -> None:
-        """Sample and score one batch; with sharded weights the rollout is a collective call, so errors are synced around it."""
+        """Sample and score one batch; errors are synchronised around the rollout, a collective call under FSDP2."""
         with self.ranks.sync_errors("evaluation"):
             indices = [self.indices[position] for position in positions]
             conditions = [self.dataset.condition(index, gid=index) for index in indices]

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.models.adapters import trained_names
@@ -49,7 +52,9 @@ class Footprint:
         trained: parameters that learn.
         forward_flops: of a forward on B rows, a multiplication and an addition counted apart.
         kept_bytes: what autograd keeps of a training forward on B rows until its backward.
-        block_bytes: what it keeps of one block while that is recomputed under gradient checkpointing, else 0.
+        block_bytes: the most that the backward of one block holds beside that: its activations where gradient
+            checkpointing recomputes them, and the gradients on their way through it.
+        forward_bytes: the most that a forward on B rows without gradients holds.
     """
 
     tokens: int
@@ -58,6 +63,7 @@ class Footprint:
     forward_flops: int
     kept_bytes: int
     block_bytes: int
+    forward_bytes: int
 
 
 def footprint(
@@ -85,11 +91,8 @@ def footprint(
     """
     one, two = (count_network({**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2))
     total = {name: first + (config["num_layers"] - 1) * (two[name] - first) for name, first in one.items()}
-    del total["whole_bytes"]
-    return Footprint(
-        block_bytes=two["whole_bytes"] - one["whole_bytes"] if model.gradient_checkpointing else 0,
-        **total,
-    )
+    # No block's transient tensors outlive it: of these, one block stands for all.
+    return Footprint(**(total | {name: one[name] for name in ("block_bytes", "forward_bytes")}))
 
 
 def count_network(
@@ -99,7 +102,7 @@ def count_network(
     rows: int,
     dtype: torch.dtype,
 ) -> dict[str, int]:
-    """Return the counts of `Footprint`, and as `whole_bytes` what is kept without gradient checkpointing."""
+    """Return the counts of `Footprint`."""
     channels, frames, height, width = latent_shape
     heads, layers = config["num_attention_heads"], config["num_layers"]
     dim, patch = heads * config["attention_head_dim"], config["patch_size"]
@@ -112,15 +115,26 @@ def count_network(
             torch.empty(rows, model.max_prompt_tokens, config["text_dim"]),
             torch.empty(rows, frames, 12),
         )
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), _autocast(dtype):
-            network(*inputs)
+        counter = FlopCounterMode(display=False)
+
+        def forward() -> None:
+            with counter, torch.no_grad(), _autocast(dtype):
+                network(*inputs)
+
+        def forward_and_backward() -> None:
+            with _autocast(dtype):
+                output = network(*inputs)[0]
+            output.sum().backward()
+
+        without_gradients = peak_bytes(forward)
         kept = _kept_bytes(network, inputs, dtype, checkpointing=model.gradient_checkpointing)
-        whole = _kept_bytes(network, inputs, dtype, checkpointing=False)
+        most = peak_bytes(forward_and_backward)
     attention = 4 * rows * layers * dim * tokens * (tokens + model.max_prompt_tokens)
     learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
     narrow = len(adapted) * rows * tokens * model.lora_rank * dtype.itemsize
     for linear in adapted:
         learned += model.lora_rank * (linear.in_features + linear.out_features) - linear.weight.numel()
+    beside = max(0, most - kept) + (narrow // layers if model.gradient_checkpointing else 0)
     kept += 0 if model.gradient_checkpointing else narrow
     return {
         "tokens": tokens,
@@ -128,8 +142,47 @@ def count_network(
         "trained": learned,
         "forward_flops": counter.get_total_flops() - _counted_attention(counter) + attention,
         "kept_bytes": kept,
-        "whole_bytes": whole + narrow,
+        "block_bytes": beside,
+        "forward_bytes": without_gradients,
     }
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return the most bytes that the tensors made during a call hold at once; call it inside a `FakeTensorMode`.
+
+    What a kernel holds while it runs, and what an allocator wastes, is not in it.
+    """
+    alive = _Alive()
+    with alive:
+        call()
+    return alive.most
+
+
+class _Alive(TorchDispatchMode):
+    """Follows every storage that is made inside from its making to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most, self._now = 0, 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor.untyped_storage())
+        return result
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self._now += self._sizes[key]
+            self.most = max(self.most, self._now)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)
 
 
 def kept_bytes_of(network: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> int:

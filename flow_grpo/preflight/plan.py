@@ -1,7 +1,8 @@
 """What a recipe costs on given devices: operations, calls, memory, bytes moved, seconds, and whether it fits.
 
 Nothing is allocated: transformer and codec are counted with fake tensors, the rest is arithmetic. What the allocator
-wastes, the codec's own activations and other processes are not in it: leave a tenth of a device free.
+wastes, kernels hold while they run and other processes use is not in it: leave a tenth of a device free, a fifth where
+decoding is the highest peak.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy
 from flow_grpo.preflight.fake_policy import outline, transformer_config, without_memory
-from flow_grpo.preflight.footprint import Footprint, footprint
+from flow_grpo.preflight.footprint import Footprint, footprint, peak_bytes
 from flow_grpo.settings.checks import parse_bucket
 from flow_grpo.settings.schema import Config
 
@@ -46,7 +47,8 @@ class Plan:
         activations_gib: kept for the backward of a micro-batch.
         trajectories_gib: remembered steps and conditioning.
         update_gib: at the peak of the update.
-        rollout_gib: at the peak of the rollout.
+        rollout_gib: at the peak of the rollout's denoising.
+        decode_gib: at the peak of decoding a batch, tiles left out.
         exchanged_gib: that a rank sends in an epoch.
         host_gib: in CPU memory: what is kept there of trajectories and frozen parts, and videos.
     """
@@ -68,13 +70,14 @@ class Plan:
     trajectories_gib: float
     update_gib: float
     rollout_gib: float
+    decode_gib: float
     exchanged_gib: float
     host_gib: float
 
     @property
     def most_gib(self) -> float:
         """The highest peak."""
-        return max(self.update_gib, self.rollout_gib)
+        return max(self.update_gib, self.rollout_gib, self.decode_gib)
 
 
 def largest_size(config: Config) -> tuple[int, int, int]:
@@ -97,6 +100,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         policy = outline(config)
         latents = policy.latent_size(largest_size(config))
         decode_flops = decoding_flops(policy, latents)
+        decode_bytes = decoding_bytes(policy, latents, sample.train_batch_size)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
     counted = {
@@ -114,7 +118,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         sample.expanded_batch_size * decode_flops / rate,
         replays * passes * update.forward_flops / rate,
     )
-    memory = _memory(config, devices, update, rollout, latents)
+    memory = _memory(config, devices, update, rollout, latents, decode_bytes)
     return Plan(
         tokens=update.tokens,
         samples_per_epoch=sample.expanded_batch_size * devices,
@@ -140,6 +144,19 @@ def decoding_flops(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> f
     channels, frames, height, width = latents
     first, both = (count_decoding(policy, (channels, n, height, width)) for n in (1, 2))
     return first + (frames - 1) * (both - first)
+
+
+def decoding_bytes(policy: RecamPolicy, latents: tuple[int, int, int, int], rows: int) -> float:
+    """Return the most bytes that decoding a batch holds beside the weights; inside `without_memory`.
+
+    From the third latent frame on, only the videos grow: as the codec gives them and as they are handed on.
+    """
+    channels, frames, height, width = latents
+    counted = min(frames, 3)
+    given = torch.empty(rows, channels, counted, height, width)
+    most = peak_bytes(lambda: policy.decode(given))
+    scale = policy.codec.temporal * policy.codec.spatial**2
+    return most + 2.0 * 4 * 3 * rows * (frames - counted) * height * width * scale
 
 
 def count_decoding(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:
@@ -182,7 +199,12 @@ def _exchanged(config: Config, devices: int, update: Footprint, calls: float, re
 
 
 def _memory(
-    config: Config, devices: int, update: Footprint, rollout: Footprint, latents: tuple[int, int, int, int]
+    config: Config,
+    devices: int,
+    update: Footprint,
+    rollout: Footprint,
+    latents: tuple[int, int, int, int],
+    decoding: float,
 ) -> dict[str, float]:
     """Return bytes by what holds them, and at the peaks of update and rollout."""
     sample, model, train = config.sample, config.model, config.train
@@ -205,8 +227,6 @@ def _memory(
     elsewhere = sample.offload or config.dynamic_sampling.enabled
     trajectories = one * sample.expanded_batch_size
     on_device = one * (max(train.batch_size, sample.train_batch_size) if elsewhere else sample.expanded_batch_size)
-    # A call without gradients holds about what one block keeps, since nothing outlives its block.
-    call = rollout.block_bytes or rollout.kept_bytes // 10
     fixed = transformer / shards + gathered + states + frozen + on_device
     activations = update.kept_bytes + update.block_bytes
     frames, rows, columns = largest_size(config)
@@ -218,7 +238,8 @@ def _memory(
         "trajectories_gib": on_device,
         "update_gib": fixed + activations,
         # Parts that only visit are there one at a time, between the transformer's calls.
-        "rollout_gib": fixed + max(call, max(encoders, decoder) if model.offload else 0),
+        "rollout_gib": fixed + max(rollout.forward_bytes, max(encoders, decoder) if model.offload else 0),
+        "decode_gib": fixed + decoding + (decoder if model.offload else 0),
         "host_gib": videos
         + (trajectories if elsewhere else 0)
         + (encoders + decoder + reference / shards if model.offload else 0),

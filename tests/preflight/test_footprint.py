@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.preflight.footprint import WAN_1_3B, count_network, footprint, kept_bytes_of
+from flow_grpo.preflight.footprint import WAN_1_3B, count_network, footprint, kept_bytes_of, peak_bytes
 from tests.models.test_adapters import LORA
 
 TINY = {
@@ -66,8 +67,10 @@ def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
     many = MIDDLE | {"num_layers": 5}
     planned = dataclasses.asdict(footprint(many, SHAPE, model, rows=2, dtype=torch.bfloat16))
     counted = count_network(many, SHAPE, model, 2, torch.bfloat16)
-    del counted["whole_bytes"]
-    assert {name: planned[name] for name in counted} == counted
+    for name, value in counted.items():
+        # Of what is transient, a network also holds gradients and half-precision copies of its other blocks' weights.
+        spare = 6 * counted["parameters"] if name in ("block_bytes", "forward_bytes") else 0
+        assert 0 <= value - planned[name] <= spare, name
 
 
 def test_twice_the_rows_cost_twice_as_much():
@@ -81,3 +84,14 @@ def test_an_unknown_mode_is_refused():
     model = dataclasses.replace(LORA, trained="some")
     with pytest.raises(ValueError, match=r"model\.trained is 'some'"):
         footprint(TINY, SHAPE, model, rows=1, dtype=torch.float32)
+
+
+def test_the_most_that_is_alive_at_once_is_counted_and_views_are_free():
+    def call():
+        first = torch.empty(1000)  # 4,000 bytes
+        second = first.view(10, 100) + 1  # 8,000
+        del first
+        return second.float() * 2  # 8,000 again
+
+    with FakeTensorMode():
+        assert peak_bytes(call) == 8000

@@ -1,13 +1,14 @@
 """Sizes, the stopwatch, and the parts that need no network: the matrix rate and attention alone.
 
-Every part is a generator of (name, record) for `real_size.py`, which runs it in a process of its own. A record holds
-`seconds` of one call, `flops` of one call where they are known here, and `peak_gib`; or why there is no figure.
+Every part is a generator of (name, record) for `device_report.py`, which runs it in a process of its own. A record
+holds `seconds` of one call, `flops` of one call where they are known here, and `peak_gib`; or why there is no figure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,11 +27,54 @@ Records = Iterator[tuple[str, Record]]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
 
+LONGEST = 16  # kernels named in a breakdown
 SLICE_S = 20.0  # repeats of one figure end here, so that a slow device still reaches the last part
 SDPA_KERNELS = ("flash_attention", "cudnn_attention", "efficient_attention", "overrideable", "math")
 _SCORE_BYTES = 16  # per query and key, where a kernel keeps scores: fp32 before and after the softmax, both with grads
 _TEMPORAL, _SPATIAL = 4, 8  # compression of Wan's codec
 _CHANNELS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Video:
+    """Size of a video.
+
+    Attributes:
+        frames: 4n+1.
+        height, width: pixels, multiples of 16.
+    """
+
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
+
+    @classmethod
+    def parse(cls, text: str) -> Video:
+        """Return the size written as FRAMESxHEIGHTxWIDTH.
+
+        Raises:
+            ValueError: another form, or a size that the model does not take.
+        """
+        if not re.fullmatch(r"\d+x\d+x\d+", text):
+            raise ValueError(f"--videos: got {text!r}, must be FRAMESxHEIGHTxWIDTH; for example --videos 81x480x832")
+        video = cls(*map(int, text.split("x")))
+        if (video.frames - 1) % _TEMPORAL or video.height % 16 or video.width % 16 or not video.height * video.width:
+            raise ValueError(f"--videos: got {text!r}, must be 4n+1 frames with sides that are multiples of 16")
+        return video
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(C, F, H, W)."""
+        return _CHANNELS, (self.frames - 1) // _TEMPORAL + 1, self.height // _SPATIAL, self.width // _SPATIAL
+
+    @property
+    def tokens(self) -> int:
+        """S, of target and source together."""
+        _, latent_frames, rows, columns = self.latent_shape
+        return 2 * latent_frames * (rows // 2) * (columns // 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +84,6 @@ class Size:
     Attributes:
         heads, head_width, blocks, ffn_width, text_width: of the transformer.
         codec_width: channels of the codec at full resolution.
-        height, width: of the video, pixels.
         prompt_tokens: length of the prompt after padding.
         lora_rank: of every adapter.
         text_encoder_bytes: what the frozen text encoder holds on the device all the while.
@@ -53,21 +96,10 @@ class Size:
     ffn_width: int
     text_width: int
     codec_width: int
-    height: int
-    width: int
     prompt_tokens: int
     lora_rank: int
     text_encoder_bytes: int
     matrices: tuple[int, ...]
-
-    def latent_shape(self, frames: int) -> tuple[int, int, int, int]:
-        """Return (C, F, H, W) of a video of `frames` frames."""
-        return _CHANNELS, (frames - 1) // _TEMPORAL + 1, self.height // _SPATIAL, self.width // _SPATIAL
-
-    def tokens(self, frames: int) -> int:
-        """Return S, of target and source together."""
-        _, latent_frames, rows, columns = self.latent_shape(frames)
-        return 2 * latent_frames * (rows // 2) * (columns // 2)
 
 
 SIZES = {
@@ -79,8 +111,6 @@ SIZES = {
         ffn_width=8960,
         text_width=4096,
         codec_width=96,
-        height=480,
-        width=832,
         prompt_tokens=512,
         lora_rank=64,
         text_encoder_bytes=11_361_920_418,
@@ -93,8 +123,6 @@ SIZES = {
         ffn_width=96,
         text_width=32,
         codec_width=4,
-        height=32,
-        width=272,  # the least that is decoded in two tiles
         prompt_tokens=8,
         lora_rank=4,
         text_encoder_bytes=1024,
@@ -110,16 +138,21 @@ class Setting:
     Attributes:
         size: what is built.
         device: where.
-        frames: of the video; one number for all parts but the count of operations.
+        videos: one for all parts but the count of operations.
         rows: B, videos in one call.
         repeat: how often a call is timed, after one call to warm up.
     """
 
     size: Size
     device: torch.device
-    frames: tuple[int, ...]
+    videos: tuple[Video, ...]
     rows: int
     repeat: int
+
+    @property
+    def video(self) -> Video:
+        """The one size of most parts."""
+        return self.videos[0]
 
 
 def measure(call: Callable[[], object], setting: Setting) -> Record:
@@ -147,6 +180,35 @@ def measure(call: Callable[[], object], setting: Setting) -> Record:
     }
 
 
+def breakdown(call: Callable[[], object], setting: Setting) -> Record:
+    """Return where the time of one call goes: the share in which the device works, and its longest kernels.
+
+    `kernels` holds (name, milliseconds, share of all kernels' time), longest first.
+    """
+    device = setting.device
+    activity = getattr(torch.profiler.ProfilerActivity, device.type.upper(), None)
+    if activity is None:
+        return {"unavailable": f"torch's own profiler does not know {device.type}"}
+    device_door.synchronize(device)
+    with torch.profiler.profile(activities=[activity]) as profile:
+        begun = time.perf_counter()
+        call()
+        device_door.synchronize(device)
+        seconds = time.perf_counter() - begun
+    spent: dict[str, float] = {}
+    for row in profile.key_averages():
+        own = row.self_cpu_time_total if device.type == "cpu" else row.self_device_time_total
+        spent[row.key] = spent.get(row.key, 0.0) + own / 1e6
+    total = sum(spent.values())
+    if not total:
+        return {"unavailable": "the profiler saw no kernels"}
+    longest = sorted(spent.items(), key=lambda pair: -pair[1])[:LONGEST]
+    return {
+        "busy_share": total / seconds,
+        "kernels": [(name[:100], 1e3 * own, own / total) for name, own in longest],
+    }
+
+
 def matmul(setting: Setting) -> Records:
     """Yield the measured rate of bf16 matrix products: the best of several sizes, which is what shares refer to."""
     calls = 10  # per timing, so that starting a kernel does not count
@@ -170,8 +232,8 @@ def attention(setting: Setting) -> Records:
     Names: `native` and the like are diffusers', as the transformer calls them; `sdpa_*` force one kernel of torch's
     own function, which a vendor's torch may ignore: equal figures then mean one kernel.
     """
-    size, frames = setting.size, setting.frames[0]
-    tokens = size.tokens(frames)
+    size, video = setting.size, setting.video
+    tokens = video.tokens
     shape = (setting.rows, tokens, size.heads, size.head_width)
     flops = 4.0 * setting.rows * size.heads * size.head_width * tokens**2
     inputs = [torch.randn(shape, device=setting.device).bfloat16().requires_grad_() for _ in range(3)]
@@ -179,7 +241,7 @@ def attention(setting: Setting) -> Records:
     for name, context, call in _attentions(setting.device):
         needed = setting.rows * size.heads * tokens**2 * _SCORE_BYTES / 2**30
         if name.endswith("_math") and needed > 0.5 * device_door.memory(setting.device).get("total", 0.0):
-            yield f"attention_{name}_{frames}", {"unavailable": f"would need {needed:.0f} GiB for its scores"}
+            yield f"attention_{name}_{video}", {"unavailable": f"would need {needed:.0f} GiB for its scores"}
             continue
 
         def alone(call: Attention = call) -> None:
@@ -194,10 +256,10 @@ def attention(setting: Setting) -> Records:
                 with context():
                     record = measure(timed, setting) | {"flops": factor * flops}
             except (ImportError, RuntimeError, TypeError, ValueError) as error:  # how a kernel is refused
-                yield f"attention_{label}_{frames}", {"unavailable": _first_sentence(error)}
+                yield f"attention_{label}_{video}", {"unavailable": _first_sentence(error)}
                 device_door.empty_cache(setting.device)
                 break
-            yield f"attention_{label}_{frames}", record
+            yield f"attention_{label}_{video}", record
 
 
 def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]]:

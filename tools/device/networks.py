@@ -1,4 +1,4 @@
-"""The parts that need the networks: a rollout step, an update with LoRA, decoding, and their operations counted.
+"""The parts that need the networks: a rollout step, an update with LoRA, and decoding.
 
 Weights are random: no file is read. Sizes and precision are those that loading gives (`load_recam_transformer`).
 """
@@ -6,18 +6,16 @@ Weights are random: no file is read. Sizes and precision are those that loading 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from benchmarks.real_size_kernels import Records, Setting, Size, measure
 from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
@@ -26,14 +24,20 @@ from flow_grpo.models.adapters import apply_training_mode, trained_parameters
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam_policy import DTYPES, TIMESTEPS
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
-from flow_grpo.preflight.footprint import WAN_1_3B, footprint
 from flow_grpo.records import Conditioning
 from flow_grpo.runtime import device as device_door
-from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
+from tools.device.counts import count, kept_whole_gib, recipe, transformer_config
+from tools.device.kernels import Record, Records, Setting, Size, breakdown, measure
 
-RECIPE = f"{Path(__file__).resolve().parents[1]}/config/grpo.py:my_recam_8npu"
-UPDATE_FORWARDS = 4  # forward, recomputation, and a backward of two
+RATIO_SHARE = 0.1  # of the clip range, which log-ratios may reach before any update
+KEPT_OPERATORS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +82,6 @@ class Step:
     latents: Tensor
     noise: Tensor
     transition: Callable[[], Transition]
-
-
-def transformer_config(size: Size) -> dict[str, Any]:
-    """Return the transformer's configuration: Wan's, at this size."""
-    return dict(WAN_1_3B) | {
-        "num_attention_heads": size.heads,
-        "attention_head_dim": size.head_width,
-        "num_layers": size.blocks,
-        "ffn_dim": size.ffn_width,
-        "text_dim": size.text_width,
-    }
-
-
-def recipe(size: Size) -> Config:
-    """Return the recipe for 8 devices with this size's rank and prompt."""
-    knobs = {"model.lora_rank": size.lora_rank, "model.max_prompt_tokens": size.prompt_tokens}
-    return load_config(RECIPE, [f"--config.{name}={value}" for name, value in knobs.items()])
 
 
 def build_transformer(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> ReCamTransformer3DModel:
@@ -147,11 +134,11 @@ def build_networks(size: Size, config: Config, device: torch.device) -> Networks
 
 def build_step(setting: Setting) -> Step:
     """Return the recipe's first stochastic step on random latents."""
-    size, device, rows = setting.size, setting.device, setting.rows
+    size, device, rows, video = setting.size, setting.device, setting.rows, setting.video
     torch.manual_seed(0)
     config = recipe(size)
     networks = build_networks(size, config, device)
-    shape = (rows, *size.latent_shape(setting.frames[0]))
+    shape = (rows, *video.latent_shape)
     latents, source, noise = (torch.randn(shape).to(device) for _ in range(3))
     conditioning = Conditioning(
         prompt_embeds=torch.randn(rows, size.prompt_tokens, size.text_width).to(device),
@@ -170,8 +157,11 @@ def build_step(setting: Setting) -> Step:
 
 
 def forward(setting: Setting) -> Records:
-    """Yield one rollout step: a forward without gradients, the draw and its log-probability."""
-    step = build_step(setting)
+    """Yield one rollout step, a forward without gradients, the draw and its log-probability; then with compiled blocks.
+
+    After each, what its log-probability becomes when the update replays it with gradients, before any update.
+    """
+    step, video = build_step(setting), setting.video
     scored: list[Tensor] = []
 
     @torch.no_grad()
@@ -179,42 +169,105 @@ def forward(setting: Setting) -> Records:
         drawn_from = step.transition()
         scored[:] = [log_prob(sample(drawn_from, step.noise), drawn_from)]
 
-    record = measure(rollout_step, setting) | {"tokens": setting.size.tokens(setting.frames[0])}
-    yield f"forward_{setting.frames[0]}", record | {"finite": bool(scored[0].isfinite().all())}
+    def named(name: str) -> Records:
+        record = measure(rollout_step, setting) | {"tokens": video.tokens}
+        yield f"{name}_{video}", record | {"finite": bool(scored[0].isfinite().all())}
+        yield f"{name}_ratio_{video}", first_ratio(step)
+
+    yield from named("forward")
+    yield f"forward_kernels_{video}", breakdown(rollout_step, setting)
+    if device_door.supports_compile(setting.device):
+        step.networks.transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
+        yield from named("forward_compiled")
+
+
+def first_ratio(step: Step) -> Record:
+    """Return the largest log-ratio between a draw's log-probability in the rollout and in the update's replay of it."""
+    with torch.no_grad():
+        drawn_from = step.transition()
+        drawn = sample(drawn_from, step.noise)
+        old = log_prob(drawn, drawn_from)
+    new = log_prob(drawn, step.transition())
+    found, bound = float((new.detach() - old).abs().max()), RATIO_SHARE * step.config.train.clip_range
+    return {"max_abs_log": found, "bound": bound, "within": found <= bound}
 
 
 def update(setting: Setting) -> Records:
-    """Yield one micro-batch of the update with its optimizer step, as `Updater` takes it."""
-    step = build_step(setting)
-    train, trained = step.config.train, list(trained_parameters(step.networks.transformer).values())
-    optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay, foreach=True)
-    advantages = torch.ones(setting.rows, device=setting.device)
-    norms: list[Tensor] = []
+    """Yield one micro-batch of the update with its optimizer step, as `Updater` takes it, by what checkpointing keeps.
 
-    def optimizer_step() -> None:
-        current = step.transition()
-        new = log_prob(step.latents + 0.1 * step.noise, current)
+    Last the recipe's own checkpointing with compiled blocks.
+    """
+    step, video = build_step(setting), setting.video
+    transformer, optimizer_step = step.networks.transformer, Updating(step)
+
+    def timed(name: str) -> Records:
+        record = measure(optimizer_step, setting)
+        yield f"{name}_{video}", record | {"finite": bool(0 < optimizer_step.norm < float("inf"))}
+
+    yield from timed("update")
+    yield f"update_kernels_{video}", breakdown(optimizer_step, setting)
+    keep_attention(transformer)
+    yield from timed("update_keep_attention")
+    needed = kept_whole_gib(setting)
+    if needed < 0.8 * device_door.memory(setting.device).get("total", 0.0):
+        transformer.disable_gradient_checkpointing()
+        yield from timed("update_none")
+    else:
+        yield f"update_none_{video}", {"unavailable": f"would keep {needed:.0f} GiB of activations"}
+    if device_door.supports_compile(setting.device):
+        transformer.enable_gradient_checkpointing()
+        transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
+        yield from timed("update_compiled")
+
+
+class Updating:
+    """One optimizer step on one micro-batch, called to take it.
+
+    Attributes:
+        norm: of the last gradient.
+    """
+
+    def __init__(self, step: Step) -> None:
+        train, self._step = step.config.train, step
+        self._trained = list(trained_parameters(step.networks.transformer).values())
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=train.learning_rate, weight_decay=train.weight_decay, foreach=True
+        )
+        self._advantages = torch.ones(len(step.latents), device=step.latents.device)
+        self.norm = 0.0
+
+    def __call__(self) -> None:
+        """Replay, score, go back and move the weights."""
+        step, train = self._step, self._step.config.train
+        new = log_prob(step.latents + 0.1 * step.noise, step.transition())
         terms = grpo_loss(
             new[:, None],
             new[:, None].detach(),
-            advantages,
+            self._advantages,
             clip_range=train.clip_range,
             adv_clip=train.adv_clip,
         )
         terms.per_sample.mean().backward()
-        norms[:] = [torch.nn.utils.clip_grad_norm_(trained, train.max_grad_norm)]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self.norm = float(torch.nn.utils.clip_grad_norm_(self._trained, train.max_grad_norm))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
 
-    record = measure(optimizer_step, setting)
-    norm = norms[0].cpu()
-    yield f"update_{setting.frames[0]}", record | {"finite": bool(norm.isfinite() & (norm > 0))}
+
+def keep_attention(transformer: ReCamTransformer3DModel) -> None:
+    """Recompute blocks in the backward pass, but for what attention returned."""
+    kept = [getattr(torch.ops.aten, name).default for name in KEPT_OPERATORS if hasattr(torch.ops.aten, name)]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+
+    def call(block: nn.Module, *arguments: object) -> object:
+        return checkpoint(block.__call__, *arguments, use_reentrant=False, context_fn=contexts)
+
+    transformer.enable_gradient_checkpointing(call)
 
 
 def decode(setting: Setting) -> Records:
     """Yield decoding in fp32, of whole frames and then in overlapping tiles: less memory, more operations."""
     step = build_step(setting)
-    codec, frames = step.networks.codec, setting.frames[0]
+    codec, video = step.networks.codec, setting.video
 
     @torch.no_grad()
     def decoded() -> object:
@@ -224,49 +277,10 @@ def decode(setting: Setting) -> Records:
         record = measure(decoded, setting)
     except RuntimeError as error:  # out of memory, which tiles may not be
         record = {"error": " ".join(str(error).split())[:300]}
-    yield f"decode_{frames}", record
+    yield f"decode_{video}", record
     device_door.empty_cache(setting.device)
     codec.enable_tiling()
-    yield f"decode_tiled_{frames}", measure(decoded, setting)
-
-
-def count(setting: Setting) -> Records:
-    """Yield the operations of one call of every other part; nothing is allocated."""
-    size, model = setting.size, recipe(setting.size).model
-    for frames in setting.frames:
-        counted = footprint(
-            transformer_config(size), size.latent_shape(frames), model, rows=setting.rows, dtype=DTYPES[model.dtype]
-        )
-        yield f"forward_{frames}", {"flops": counted.forward_flops}
-        yield f"update_{frames}", {"flops": UPDATE_FORWARDS * counted.forward_flops}
-        whole = decoding_flops(size, frames) * setting.rows
-        yield f"decode_{frames}", {"flops": whole}
-        yield f"decode_tiled_{frames}", {"flops": whole * tiled_area(size)}
-
-
-def decoding_flops(size: Size, frames: int) -> float:
-    """Return the operations of decoding one video untiled."""
-    with FakeTensorMode(), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        AutoencoderKLWan(base_dim=size.codec_width).eval().decode(torch.empty(1, *size.latent_shape(frames)))
-    return float(counter.get_total_flops())
-
-
-def tiled_area(size: Size) -> float:
-    """Return the area of all tiles over that of the picture: they overlap, and the codec's work grows with area.
-
-    Decoding in tiles cannot be counted like the rest: it takes minutes even without computing anything.
-    """
-    codec = AutoencoderKLWan(base_dim=8, num_res_blocks=1)
-    sides = (
-        (size.height, codec.tile_sample_min_height, codec.tile_sample_stride_height),
-        (size.width, codec.tile_sample_min_width, codec.tile_sample_stride_width),
-    )
-    area = 1.0
-    for side, tile, stride in sides:
-        # Pictures no larger than a tile are decoded whole, which the formula gives as well.
-        starts = range(0, side, stride) if size.height > sides[0][1] or size.width > sides[1][1] else (0,)
-        area *= sum(min(tile, side - start) for start in starts) / side
-    return area
+    yield f"decode_tiled_{video}", measure(decoded, setting)
 
 
 PARTS: Mapping[str, Callable[[Setting], Records]] = {

@@ -1,12 +1,14 @@
-"""What the real model costs on this machine's device, on random weights: one command of under 8 minutes.
+"""What this machine's device is worth for the real model, on random weights: one command of at most ten minutes.
 
-    python benchmarks/real_size.py                       # real size on an accelerator, the self-test on a CPU
-    python benchmarks/real_size.py --parts matmul,update --frames 41
+    python tools/device_report.py                       # real size on an accelerator, the self-test on a CPU
+    python tools/device_report.py --parts matmul,update --videos 41x480x832
 
-A rollout step, an update micro-batch with LoRA, decoding and attention at 81x480x832, then at fewer frames. Every part
-runs in a process of its own, the most important first: one that fails, hangs or runs out of memory leaves the others'
-figures. The JSON is rewritten after every part. Exit code: 0 when every part has figures, 1 when one has not, 2 for a
-request that cannot work.
+A rollout step, an update micro-batch with LoRA, decoding and attention, at 81x480x832 and then at 33x240x416: seconds,
+share of the measured matrix rate, peak memory beside the planner's, checkpointing of three kinds, blocks compiled or
+not, the first ratio, and where the time goes. Every part runs in a process of its own, the most important first: one
+that fails, hangs or runs out of memory leaves the others' figures. Needs torch, diffusers, peft, ml_collections,
+safetensors and einops, no weights and no data. The JSON is rewritten after every part; last comes a row for
+docs/devices.md. Exit code: 0 when every part has figures, 1 when one has not, 2 for a request that cannot work.
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 from flow_grpo.runtime import device as device_door
+from tools.device.kernels import Video
+from tools.device.tables import ROW_HEAD, row, said, table
 
+ROOT = Path(__file__).resolve().parents[1]
 Report = dict[str, Any]
 Runner = Callable[["Job", float], dict[str, Any]]
 
-FRAMES = {"real": "81,41,21", "self-test": "5"}
+VIDEOS = {"real": "81x480x832,33x240x416", "self-test": "5x32x272"}  # the latter the least decoded in two tiles
 PARTS = ("matmul", "forward", "update", "decode", "attention")
 AIMS = {
-    "forward at 55 % of the matrix rate": ("forward_81", "share_of_matmul_rate", 0.55, True),
-    "update at 50 % of the matrix rate": ("update_81", "share_of_matmul_rate", 0.50, True),
-    "update within 60 GiB": ("update_81", "peak_gib", 60.0, False),
+    "forward at 55 % of the matrix rate": ("forward_81x480x832", "share_of_matmul_rate", 0.55, True),
+    "update at 50 % of the matrix rate": ("update_81x480x832", "share_of_matmul_rate", 0.50, True),
+    "update within 60 GiB": ("update_81x480x832", "peak_gib", 60.0, False),
 }
 CONVENTIONS = {
     "flops": "operations of one call, a multiplication and an addition counted apart",
@@ -48,26 +53,32 @@ CONVENTIONS = {
     "matmul": "best of several square bf16 products; 10 products are one call",
     "forward": "rollout step: transformer without gradients, draw, log-probability",
     "update": "one micro-batch and its optimizer step, counted as 4 forwards: forward, recomputation, backward of 2",
+    "update_keep_attention": "the same with attention's outputs kept: all is recomputed but attention",
+    "update_none": "the same with nothing recomputed: 3 forwards",
+    "compiled": "the same with torch.compile of the repeated blocks",
+    "ratio": "largest log-ratio between a rollout step and its replay with gradients, before any update",
+    "kernels": "busy_share of the device in one call under the profiler; kernels: name, milliseconds, share of all",
     "decode": "codec in fp32; its share refers to the bf16 rate all the same",
     "decode_tiled": "the same in overlapping tiles; operations estimated by the tiles' area",
     "attention": "4 B S^2 D operations forward, three times that with the backward",
     "peak_gib": "highest memory of all calls; codec, transformer and as many bytes as the text encoder's among it",
+    "planned_gib": "what tools/plan.py says of it, optimizer state included",
 }
 SHORTEST_S = 5.0  # no part is begun with less time left
-FAIR_S = 60.0  # a part may take half of what is left, or this
+FAIR_S = 120.0  # a part may take half of what is left, or this
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process measures: a part at some numbers of frames."""
+    """What one process measures: a part at some sizes of video."""
 
     part: str
-    frames: tuple[int, ...] = ()
+    videos: tuple[Video, ...] = ()
 
     @property
     def name(self) -> str:
         """Name of the record that says what became of it."""
-        return "_".join([self.part, *(str(frames) for frames in self.frames if self.part != "count")])
+        return "_".join([self.part, *(str(video) for video in self.videos if self.part != "count")])
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -78,42 +89,34 @@ def main(words: Sequence[str] | None = None) -> int:
         size = options.size or ("self-test" if device.type == "cpu" else "real")
         if size == "real" and device.type == "cpu":
             raise ValueError("--size real needs an accelerator, this is a CPU: use --size self-test")
-        frames = _frames(options.frames or FRAMES[size])
+        videos = tuple(Video.parse(text) for text in (options.videos or VIDEOS[size]).split(","))
         parts = _parts(options.parts)
         passed_on = _passed_on(options)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     if options.part:
-        return run_part(options.part, size, device, frames, options)
-    file = Path(options.out or Path(__file__).with_name(f"{size.replace('-', '_')}_{device.type}.json"))
-    report = new_report(size, device)
+        return run_part(options.part, size, device, videos, options)
+    file = Path(options.out or ROOT / "benchmarks" / f"{size.replace('-', '_')}_{device.type}.json")
+    report = new_report(size, device) | {"videos": [str(video) for video in videos]}
     runner = in_a_process(["--size", size, "--device", device.type, *passed_on])
-    collect(report, list(jobs(parts, frames)), runner, options.budget_s, lambda: write(file, report))
-    sys.stdout.write(f"\n{table(report)}\nkept in {file}\n")
+    collect(report, list(jobs(parts, videos)), runner, options.budget_s, lambda: write(file, report))
+    sys.stdout.write(f"\n{table(report)}\n\n{ROW_HEAD}\n{row(report)}\n\nkept in {file}\n")
     return 1 if any("error" in record for record in report["parts"].values()) else 0
 
 
 def _read(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(FRAMES), help="real, or self-test: that it runs, in small")
+    parser.add_argument("--size", choices=list(VIDEOS), help="real, or self-test: that it runs, in small")
     parser.add_argument("--device", default="auto", help="kind of device")
-    parser.add_argument("--frames", default="", help="of the video, the most important first, such as 81,41,21")
+    parser.add_argument("--videos", default="", help="FRAMESxHEIGHTxWIDTH, the most important first, commas between")
     parser.add_argument("--parts", default=",".join(PARTS), help="of matmul, forward, update, decode, attention")
     parser.add_argument("--rows", type=int, default=1, help="videos in one call")
     parser.add_argument("--repeat", type=int, default=3, help="timed calls of each, at most")
-    parser.add_argument("--budget-s", type=float, default=460.0, help="seconds for everything")
-    parser.add_argument("--out", default="", help="JSON file; by default beside this program, named by size and device")
+    parser.add_argument("--budget-s", type=float, default=570.0, help="seconds for everything")
+    parser.add_argument("--out", default="", help="JSON file; by default in benchmarks/, named by size and device")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # the process of one part
     return parser.parse_args(words)
-
-
-def _frames(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)*", text) or any((int(number) - 1) % 4 for number in text.split(",")):
-        raise ValueError(
-            f"--frames: got {text!r}, must be numbers 4n+1 with commas between; for example --frames 81,41"
-        )
-    return tuple(int(number) for number in text.split(","))
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -129,17 +132,17 @@ def _passed_on(options: argparse.Namespace) -> list[str]:
     return ["--rows", str(options.rows), "--repeat", str(options.repeat)]
 
 
-def jobs(parts: Sequence[str], frames: Sequence[int]) -> Iterator[Job]:
-    """Yield the processes to run, the most important first; attention only at the first number of frames."""
+def jobs(parts: Sequence[str], videos: Sequence[Video]) -> Iterator[Job]:
+    """Yield the processes to run, the most important first; attention only at the first size of video."""
     networks = [part for part in ("forward", "update", "decode") if part in parts]
     if "matmul" in parts:
         yield Job("matmul")
     if networks:
-        yield Job("count", tuple(frames))
-    for number in frames:
-        yield from (Job(part, (number,)) for part in networks)
-        if "attention" in parts and number == frames[0]:
-            yield Job("attention", (number,))
+        yield Job("count", tuple(videos))
+    for video in videos:
+        yield from (Job(part, (video,)) for part in networks)
+        if "attention" in parts and video == videos[0]:
+            yield Job("attention", (video,))
 
 
 def new_report(size: str, device: torch.device) -> Report:
@@ -153,7 +156,7 @@ def new_report(size: str, device: torch.device) -> Report:
         "size": size,
         "sizes": {},
         "conventions": CONVENTIONS,
-        "flops": {},
+        "counted": {},
         "parts": {},
         "aims": {},
     }
@@ -185,10 +188,10 @@ def _take(report: Report, job: Job, answer: dict[str, Any]) -> None:
     report |= answer
     for name, record in records.items():
         if job.part == "count" and "error" not in record:
-            report["flops"][name] = record["flops"]
+            report["counted"][name] = record
             continue
         report["parts"][name] = record
-        sys.stdout.write(f"{name}: {_said(record)}\n")
+        sys.stdout.write(f"{name}: {said(record)}\n")
         sys.stdout.flush()
     _derive(report)
 
@@ -197,10 +200,10 @@ def _derive(report: Report) -> None:
     """Fill in rates, shares and verdicts from what has been measured so far."""
     parts = report["parts"]
     for name, record in parts.items():
-        flops = record.get("flops") or report["flops"].get(name)
+        if "seconds" in record:
+            record |= {key: value for key, value in report["counted"].get(name, {}).items() if key not in record}
+        flops = record.get("flops")
         if flops:
-            record["flops"] = flops
-        if flops and "seconds" in record:
             record["tflops"] = flops / record["seconds"] / 1e12
     rate = parts.get("matmul", {}).get("tflops")
     for record in parts.values():
@@ -223,8 +226,8 @@ def in_a_process(arguments: Sequence[str]) -> Runner:
     """Return a runner that starts this program again for every job."""
 
     def run(job: Job, limit: float) -> dict[str, Any]:
-        frames = ["--frames", ",".join(map(str, job.frames))] if job.frames else []
-        command = [sys.executable, str(Path(__file__).resolve()), "--part", job.part, *frames, *arguments]
+        videos = ["--videos", ",".join(map(str, job.videos))] if job.videos else []
+        command = [sys.executable, str(Path(__file__).resolve()), "--part", job.part, *videos, *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
             answer, failure = _last_answer(done.stdout), _failure(done.returncode, done.stderr)
@@ -266,17 +269,17 @@ def _failure(code: int, errors: str) -> str:
     return (named or lines)[-1][:300]
 
 
-def run_part(part: str, size: str, device: torch.device, frames: tuple[int, ...], options: argparse.Namespace) -> int:
+def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ...], options: argparse.Namespace) -> int:
     """Measure one part in this process, and print all its figures after each one that is added."""
     # Imported here: the process that waits holds no libraries, and kernels alone need no networks.
-    from benchmarks import real_size_kernels as kernels
+    from tools.device import kernels
 
     parts = kernels.PARTS
     if part not in parts:
-        from benchmarks.real_size_parts import PARTS as parts
+        from tools.device.networks import PARTS as parts
     device_door.setup(device)
     chosen = kernels.SIZES[size]
-    setting = kernels.Setting(chosen, device, frames, options.rows, options.repeat)
+    setting = kernels.Setting(chosen, device, videos, options.rows, options.repeat)
     records: dict[str, Any] = {}
     for name, record in parts[part](setting):
         records[name] = record
@@ -302,39 +305,9 @@ def write(file: Path, report: Report) -> None:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(entry) for entry in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def table(report: Report) -> str:
-    """Return the figures and the verdicts for a person to read."""
-    lines = [
-        f"{report['hardware']}, torch {report['torch']}, {report['dtype']}, {report['size']} size",
-        f"{'':36s}{'seconds':>10s}{'TFLOP':>10s}{'TFLOP/s':>10s}{'of rate':>9s}{'peak GiB':>10s}",
-    ]
-    for name, record in report["parts"].items():
-        if "seconds" not in record:
-            lines.append(f"{name:36s}{_said(record)}")
-            continue
-        flops, share = record.get("flops"), record.get("share_of_matmul_rate")
-        cells = (record["seconds"], flops and flops / 1e12, record.get("tflops"), share and 100 * share)
-        row = "".join(f"{_cell(value):>{width}s}" for value, width in zip(cells, (10, 10, 10, 7), strict=True))
-        doubt = "" if record.get("finite", True) and "error" not in record else f"  {_said(record)}"
-        lines.append(f"{name:36s}{row} %{_cell(record.get('peak_gib')):>10s}{doubt}")
-    for aim, found in report["aims"].items():
-        measured = "" if found["measured"] is None else f" ({_cell(found['measured'])})"
-        lines.append(f"{aim}: {found['verdict']}{measured}")
-    return "\n".join(lines)
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _said(record: dict[str, Any]) -> str:
-    for word in ("error", "unavailable"):
-        if word in record:
-            return f"{word}: {record[word]}"
-    return f"{record['seconds']:.4g} s" + ("" if record.get("finite", True) else ", result is not finite")
 
 
 if __name__ == "__main__":

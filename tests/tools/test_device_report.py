@@ -1,0 +1,295 @@
+"""The device report: its self-test runs whole, and no part's failure takes another part's figures along."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.preflight.footprint import WAN_1_3B
+from flow_grpo.runtime import device as device_door
+from tools import device_report
+from tools.device import counts, networks
+from tools.device.kernels import SIZES, Setting, Video, breakdown
+from tools.device_report import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = counts.transformer_config(SIZES["self-test"])
+CPU = torch.device("cpu")
+LONG, SHORT = Video(81, 480, 832), Video(5, 32, 272)
+
+
+def report(size: str = "real") -> dict:
+    return device_report.new_report(size, CPU)
+
+
+def figures(**records: dict) -> dict:
+    return {"hardware": "a card", "memory_gib": 64.0, "sizes": {"rows": 1}, "records": records}
+
+
+@pytest.mark.slow  # six processes, most of it imports: 50 s of one idle core
+@pytest.mark.timeout(300)
+def test_the_self_test_measures_every_part_and_keeps_it(tmp_path) -> None:
+    file = tmp_path / "kept.json"
+    command = [sys.executable, str(ROOT / "tools/device_report.py"), "--device", "cpu", "--out", str(file)]
+    done = subprocess.run([*command, "--repeat", "1"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads(file.read_text())
+    parts = kept["parts"]
+    expected = {
+        "matmul",
+        "forward_5x32x272",
+        "update_5x32x272",
+        "decode_5x32x272",
+        "decode_tiled_5x32x272",
+        "attention_native_5x32x272",
+    }
+    assert expected | {"attention_native_backward_5x32x272"} <= set(parts)
+    measured = {name: record for name, record in parts.items() if "unavailable" not in record}
+    for name, record in measured.items():
+        assert record["seconds"] > 0 and record["flops"] > 0 and record["share_of_matmul_rate"] > 0, name
+        assert record["peak_gib"] > 0 and record.get("finite", True), name
+    assert parts["update_5x32x272"]["flops"] == pytest.approx(4 * parts["forward_5x32x272"]["flops"], rel=1e-4)
+    assert parts["decode_tiled_5x32x272"]["flops"] > parts["decode_5x32x272"]["flops"]
+    assert parts["update_keep_attention_5x32x272"]["flops"] < parts["update_5x32x272"]["flops"]
+    for name in ("forward_ratio_5x32x272", "forward_compiled_ratio_5x32x272"):
+        assert parts[name]["within"] and parts[name]["bound"] == pytest.approx(1e-4), name
+    assert parts["update_kernels_5x32x272"]["busy_share"] > 0 and parts["update_kernels_5x32x272"]["kernels"]
+    assert {found["verdict"] for found in kept["aims"].values()} == {"not judged at this size"}
+    assert kept["hardware"] and kept["torch"] == torch.__version__ and kept["sizes"]["blocks"] == 2
+    assert not list(tmp_path.glob("*.part"))
+    assert "not judged at this size" in done.stdout and "forward_5x32x272" in done.stdout
+
+
+def test_a_failing_part_leaves_the_figures_of_the_others() -> None:
+    def runner(job: Job, limit: float) -> dict:
+        if job.part == "forward":
+            return {"records": {job.name: {"error": "OutOfMemoryError: no room"}}}
+        return figures(**{job.name: {"seconds": 2.0, "flops": 4e12}})
+
+    kept, saved = report(), []
+    queue = [Job("matmul"), Job("forward", (LONG,)), Job("update", (LONG,))]
+    device_report.collect(kept, queue, runner, 100.0, lambda: saved.append(set(kept["parts"])))
+    assert saved == [
+        {"matmul"},
+        {"matmul", "forward_81x480x832"},
+        {"matmul", "forward_81x480x832", "update_81x480x832"},
+    ]
+    assert kept["parts"]["forward_81x480x832"]["error"] == "OutOfMemoryError: no room"
+    assert kept["parts"]["update_81x480x832"]["tflops"] == pytest.approx(2.0)
+    assert kept["parts"]["update_81x480x832"]["share_of_matmul_rate"] == pytest.approx(1.0)
+    assert kept["hardware"] == "a card"
+    assert "OutOfMemoryError: no room" in device_report.table(kept)
+
+
+def test_what_no_time_is_left_for_is_marked_and_not_begun(monkeypatch) -> None:
+    now, begun = [0.0], []
+    monkeypatch.setattr(device_report.time, "monotonic", lambda: now[0])
+
+    def runner(job: Job, limit: float) -> dict:
+        begun.append((job.name, limit))
+        now[0] += 150.0
+        return figures(**{job.name: {"seconds": 1.0, "flops": 1e12}})
+
+    kept = report()
+    device_report.collect(
+        kept, list(device_report.jobs(["matmul", "attention"], [LONG])) * 2, runner, 302.0, lambda: None
+    )
+    assert begun == [("matmul", 151.0), ("attention_81x480x832", 120.0)]
+    assert "seconds" in kept["parts"]["attention_81x480x832"] or "error" in kept["parts"]["attention_81x480x832"]
+    assert kept["parts"]["matmul"] == {"error": "skipped: no time left"}
+
+
+def test_a_process_that_dies_or_hangs_leaves_what_it_had_printed(monkeypatch) -> None:
+    answer = json.dumps(figures(decode_81x480x832={"seconds": 1.0}))
+    cut = f"{answer}\nchatter\n" + answer[:40]
+    errors = "Traceback\ntorch.OutOfMemoryError: no room\n[warning] at exit\n"
+    run = device_report.in_a_process(["--size", "real"])
+
+    def ends(code: int):
+        return lambda command, **_: subprocess.CompletedProcess(command, code, cut, errors)
+
+    def hangs(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"], output=cut.encode())
+
+    found = {}
+    for name, stand_in in {"dies": ends(1), "killed": ends(-9), "hangs": hangs}.items():
+        monkeypatch.setattr(device_report.subprocess, "run", stand_in)
+        found[name] = run(Job("attention", (LONG,)), 30.0)["records"]
+        assert found[name]["decode_81x480x832"] == {"seconds": 1.0}
+    assert found["dies"]["attention_81x480x832"] == {"error": "torch.OutOfMemoryError: no room"}
+    assert found["killed"]["attention_81x480x832"] == {"error": "killed by signal 9"}
+    assert found["hangs"]["attention_81x480x832"] == {"error": "no end within 30 s"}
+
+
+def test_a_part_that_raises_is_reported_by_a_real_process() -> None:
+    run = device_report.in_a_process(["--size", "self-test", "--device", "cpu"])
+    assert "KeyError" in run(Job("nonsense", (SHORT,)), 100.0)["records"]["nonsense_5x32x272"]["error"]
+
+
+def test_the_aims_are_met_missed_or_not_measured() -> None:
+    kept = report()
+    records = {
+        "matmul": {"seconds": 1.0, "flops": 1000e12},
+        "forward_81x480x832": {"seconds": 1.0, "flops": 550e12},
+        "update_81x480x832": {"seconds": 1.0, "flops": 499e12},
+    }
+    device_report.collect(kept, [Job("matmul")], lambda *_: figures(**records), 100.0, lambda: None)
+    verdicts = [found["verdict"] for found in kept["aims"].values()]
+    assert verdicts == ["met", "missed", "not measured"]
+    for peak, verdict in ((60.0, "met"), (60.1, "missed")):
+        records["update_81x480x832"]["peak_gib"] = peak
+        device_report.collect(kept, [Job("matmul")], lambda *_: figures(**records), 100.0, lambda: None)
+        assert kept["aims"]["update within 60 GiB"] == {"measured": peak, "verdict": verdict}
+
+
+def test_the_most_important_parts_come_first() -> None:
+    names = [job.name for job in device_report.jobs(device_report.PARTS, [LONG, Video(33, 240, 416)])]
+    first = [f"{part}_81x480x832" for part in ("forward", "update", "decode", "attention")]
+    then = [f"{part}_33x240x416" for part in ("forward", "update", "decode")]
+    assert names == ["matmul", "count", *first, *then]
+    assert [job.name for job in device_report.jobs(["matmul", "attention"], [LONG, Video(33, 240, 416)])] == [
+        "matmul",
+        "attention_81x480x832",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--size", "real", "--device", "cpu"], "use --size self-test"),
+        (["--device", "cpu", "--videos", "80x480x832"], "--videos: got '80x480x832', must be 4n+1"),
+        (["--device", "cpu", "--videos", "81x480x830"], "--videos: got '81x480x830', must be 4n+1"),
+        (["--device", "cpu", "--videos", "all"], "--videos: got 'all'"),
+        (["--device", "cpu", "--parts", "forward,sleep"], "--parts: got sleep"),
+        (["--device", "cpu", "--repeat", "0"], "--repeat 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(words, told, capsys) -> None:
+    assert device_report.main(words) == 2
+    said = capsys.readouterr().err
+    assert told in said and said.count("\n") == 1
+
+
+def test_a_forward_of_the_real_size_is_971_tflop() -> None:
+    size = SIZES["real"]
+    assert counts.transformer_config(size) == dict(WAN_1_3B)
+    assert LONG.latent_shape == (16, 21, 60, 104) and LONG.tokens == 65_520
+    counted = dict(counts.count(Setting(size, CPU, (LONG,), 1, 1)))
+    flops = {name.removesuffix("_81x480x832"): record["flops"] / 971e12 for name, record in counted.items()}
+    assert flops["forward"] == flops["forward_compiled"] == pytest.approx(1, rel=0.01)
+    assert flops["update"] == pytest.approx(4, rel=0.01) and flops["update_none"] == pytest.approx(3, rel=0.01)
+    assert flops["update_keep_attention"] == pytest.approx(4 - 0.816, rel=0.01)  # attention's share of a forward
+
+
+@pytest.mark.parametrize("video", ["81x480x832", "33x240x416"])
+def test_planned_peaks_are_within_a_tenth_of_those_measured_on_an_h100(video) -> None:
+    kept = json.loads((ROOT / "benchmarks" / "h100_device_report.json").read_text())["parts"]
+    planned = dict(counts.count(Setting(SIZES["real"], CPU, (Video.parse(video),), 1, 1)))
+    for part in ("forward", "update", "update_keep_attention", "update_none", "decode"):
+        if "peak_gib" in (measured := kept[f"{part}_{video}"]):
+            assert planned[f"{part}_{video}"]["planned_gib"] == pytest.approx(measured["peak_gib"], rel=0.1), part
+
+
+def test_tiles_cost_what_their_area_says() -> None:
+    size = SIZES["self-test"]
+    with FakeTensorMode(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        codec = AutoencoderKLWan(base_dim=size.codec_width).eval()
+        codec.enable_tiling()
+        codec.decode(torch.empty(1, *SHORT.latent_shape))
+    estimate = counts.decoding_flops(size, SHORT) * counts.tiled_area(SHORT)
+    assert estimate == pytest.approx(counter.get_total_flops(), rel=0.03)
+    assert counts.tiled_area(LONG) == pytest.approx(454.016 / 274.096, rel=1e-4)
+
+
+def test_random_weights_have_the_precision_of_loaded_ones_and_true_rotary_tables(tmp_path) -> None:
+    ReCamTransformer3DModel(**SMALL).save_pretrained(tmp_path)
+    loaded = load_recam_transformer(tmp_path, torch.bfloat16)
+    built = networks.build_transformer(SMALL, torch.bfloat16, CPU)
+    precision = {name: parameter.dtype for name, parameter in built.named_parameters()}
+    assert precision == {name: parameter.dtype for name, parameter in loaded.named_parameters()}
+    assert set(precision.values()) == {torch.bfloat16, torch.float32}
+    tables = dict(built.named_buffers())
+    assert tables.keys() == dict(loaded.named_buffers()).keys()
+    for name, values in loaded.named_buffers():
+        assert tables[name].dtype == values.dtype and torch.equal(tables[name], values), name
+    assert not any(parameter.is_meta for parameter in built.parameters())
+    assert all(parameter.isfinite().all() for parameter in built.parameters())
+
+
+def test_an_update_moves_the_adapters_alone_in_fp32() -> None:
+    size = SIZES["self-test"]
+    built = networks.build_networks(size, counts.recipe(size), CPU)
+    transformer = built.transformer
+    trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+    assert trained and all(".lora_" in name or "cam_encoder.modules_to_save" in name for name in trained)
+    assert {transformer.get_parameter(name).dtype for name in trained} == {torch.float32}
+    assert built.dtype == torch.bfloat16 and transformer.is_gradient_checkpointing
+    assert next(built.codec.parameters()).dtype == torch.float32
+    assert built.text_encoder.nbytes == size.text_encoder_bytes
+
+
+def test_a_rate_that_is_not_there_judges_nothing() -> None:
+    kept = report()
+    records = {"forward_81x480x832": {"seconds": 1.0, "flops": 1e15}}
+    device_report.collect(kept, [Job("forward", (LONG,))], lambda *_: figures(**records), 100.0, lambda: None)
+    assert kept["aims"]["forward at 55 % of the matrix rate"]["verdict"] == "not measured"
+    assert math.isclose(kept["parts"]["forward_81x480x832"]["tflops"], 1000.0)
+
+
+class Attentions(TorchDispatchMode):
+    """Counts attention's forward calls."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_keeping_attention_gives_the_gradients_of_recomputing_it_and_calls_it_once() -> None:
+    size = SIZES["self-test"]
+    found, calls = [], []
+    for keep in (False, True):
+        torch.manual_seed(0)
+        made = networks.build_networks(size, counts.recipe(size), CPU)
+        built = made.transformer
+        if keep:
+            networks.keep_attention(built)
+        shape = SHORT.latent_shape
+        given = (torch.full((1,), 500.0), torch.randn(1, size.prompt_tokens, size.text_width))
+        joined = torch.randn(1, shape[0], 2 * shape[1], *shape[2:])
+        with Attentions() as counter:
+            with device_door.autocast(CPU, made.dtype):
+                output = built(joined, *given, torch.randn(1, shape[1], 12))[0]
+            output.float().square().mean().backward()
+        calls.append(counter.calls)
+        found.append([p.grad for p in built.parameters() if p.requires_grad])
+    assert calls == [8, 4]  # two blocks, two attentions each
+    assert all(torch.equal(kept, again) for again, kept in zip(*found, strict=True))
+
+
+def test_a_breakdown_names_the_longest_kernels_first() -> None:
+    left = torch.randn(200, 200)
+    found = breakdown(lambda: [left @ left for _ in range(20)], Setting(SIZES["self-test"], CPU, (SHORT,), 1, 1))
+    assert found["kernels"][0][0] == "aten::mm" and 0 < found["busy_share"] <= 1.5
+    assert sum(share for *_, share in found["kernels"]) == pytest.approx(1, abs=0.05)
+
+
+def test_the_row_for_the_table_has_as_many_cells_as_its_head() -> None:
+    kept = report() | {"videos": ["81x480x832"]}
+    records = {"matmul": {"seconds": 1.0, "flops": 1000e12}, "update_81x480x832": {"seconds": 1.0, "flops": 5e14}}
+    device_report.collect(kept, [Job("matmul")], lambda *_: figures(**records), 100.0, lambda: None)
+    head, line = device_report.ROW_HEAD.splitlines()[0], device_report.row(kept)
+    assert "| a card |" in line and "| 1 (50 %) |" in line
+    assert head.count("|") == line.count("|")

@@ -1,0 +1,121 @@
+"""What the parts of the device report compute and what is planned for them, counted without allocating anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.models.recam_policy import DTYPES
+from flow_grpo.preflight.footprint import WAN_1_3B, footprint
+from flow_grpo.preflight.plan import Plan, make_plan
+from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.schema import Config
+from tools.device.kernels import Records, Setting, Size, Video
+
+RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
+# What checkpointing keeps of a block -> forwards that an update costs; with attention kept, its second one is spared.
+UPDATE_FORWARDS = {"blocks": 4, "keep_attention": 4, "none": 3}
+
+
+def transformer_config(size: Size) -> dict[str, Any]:
+    """Return the transformer's configuration: Wan's, at this size."""
+    return dict(WAN_1_3B) | {
+        "num_attention_heads": size.heads,
+        "attention_head_dim": size.head_width,
+        "num_layers": size.blocks,
+        "ffn_dim": size.ffn_width,
+        "text_dim": size.text_width,
+    }
+
+
+def recipe(size: Size) -> Config:
+    """Return the recipe for 8 devices with this size's rank and prompt."""
+    knobs = {"model.lora_rank": size.lora_rank, "model.max_prompt_tokens": size.prompt_tokens}
+    return load_config(RECIPE, [f"--config.{name}={value}" for name, value in knobs.items()])
+
+
+def kept_whole_gib(setting: Setting) -> float:
+    """Return the GiB that a forward keeps for its backward when no block is recomputed."""
+    model = dataclasses.replace(recipe(setting.size).model, gradient_checkpointing=False)
+    shape, dtype = setting.video.latent_shape, DTYPES[model.dtype]
+    counted = footprint(transformer_config(setting.size), shape, model, rows=setting.rows, dtype=dtype)
+    return (counted.kept_bytes + counted.block_bytes) / 2**30
+
+
+def count(setting: Setting) -> Records:
+    """Yield the operations of one call of every other part, and what is planned as its peak; nothing is allocated."""
+    size, model = setting.size, recipe(setting.size).model
+    config, dtype = transformer_config(size), DTYPES[model.dtype]
+    for video in setting.videos:
+        one = footprint(config, video.latent_shape, model, rows=setting.rows, dtype=dtype).forward_flops
+        tokens, width = video.tokens, size.heads * size.head_width
+        attention = 4 * setting.rows * size.blocks * width * tokens * (tokens + size.prompt_tokens)
+        forwards = {name: number * one for name, number in UPDATE_FORWARDS.items()}
+        forwards["keep_attention"] -= attention
+        whole = decoding_flops(size, video) * setting.rows
+        # What attention returns stays in the precision of autocast: two of a block, and next to nothing beside them.
+        extra = 2 * size.blocks * setting.rows * tokens * width * dtype.itemsize / 2**30
+        plans = {kept: planned(setting, video, checkpointing=kept) for kept in (True, False)}
+        rollout, updated = plans[True].rollout_gib, plans[True].update_gib
+        for name, flops, peak in (
+            ("forward", one, rollout),
+            ("forward_compiled", one, rollout),
+            ("update", forwards["blocks"], updated),
+            ("update_keep_attention", forwards["keep_attention"], updated + extra),
+            ("update_none", forwards["none"], plans[False].update_gib),
+            ("update_compiled", forwards["blocks"], updated),
+            ("decode", whole, plans[True].decode_gib),
+            ("decode_tiled", whole * tiled_area(video), None),
+        ):
+            peaks = {"planned_gib": peak} if peak and config == dict(WAN_1_3B) else {}  # it plans for Wan's parts
+            yield f"{name}_{video}", {"flops": flops, **peaks}
+
+
+def planned(setting: Setting, video: Video, *, checkpointing: bool) -> Plan:
+    """Return the planner's figures for the recipe with this video and as many rows, on one device."""
+    config, rows = recipe(setting.size), setting.rows
+    size = {"num_frames": video.frames, "height": video.height, "width": video.width}
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, **size),
+        model=dataclasses.replace(config.model, gradient_checkpointing=checkpointing),
+        sample=dataclasses.replace(config.sample, train_batch_size=rows, num_batches_per_epoch=1),
+        train=dataclasses.replace(config.train, batch_size=rows),
+    )
+    return make_plan(config, 1, 1e12)
+
+
+def decoding_flops(size: Size, video: Video) -> float:
+    """Return the operations of decoding one video untiled: all latent frames but the first cost the same."""
+    channels, frames, height, width = video.latent_shape
+    counts = []
+    for number in (1, 2):
+        with FakeTensorMode(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            codec = AutoencoderKLWan(base_dim=size.codec_width).eval()
+            codec.decode(torch.empty(1, channels, number, height, width))
+        counts.append(float(counter.get_total_flops()))
+    return counts[0] + (frames - 1) * (counts[1] - counts[0])
+
+
+def tiled_area(video: Video) -> float:
+    """Return the area of all tiles over that of the picture: they overlap, and the codec's work grows with area.
+
+    Decoding in tiles cannot be counted like the rest: it takes minutes even without computing anything.
+    """
+    codec = AutoencoderKLWan(base_dim=8, num_res_blocks=1)
+    sides = (
+        (video.height, codec.tile_sample_min_height, codec.tile_sample_stride_height),
+        (video.width, codec.tile_sample_min_width, codec.tile_sample_stride_width),
+    )
+    area = 1.0
+    for side, tile, stride in sides:
+        # Pictures no larger than a tile are decoded whole, which the formula gives as well.
+        starts = range(0, side, stride) if any(other > least for other, least, _ in sides) else (0,)
+        area *= sum(min(tile, side - start) for start in starts) / side
+    return area
