@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_grpo
-from flow_grpo.models.weight_files import read_checkpoint
+from flow_grpo.models.model_files import read_checkpoint
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.tensor_store import TensorStore

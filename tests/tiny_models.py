@@ -88,7 +88,7 @@ def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)
     """Return the parts, not saved anywhere."""
     return Networks(
         transformer=tiny_transformer(seed, patch_size=patch_size),
-        codec=Codec.of(tiny_vae(seed), device=CPU),
+        codec=Codec.from_network(tiny_vae(seed), device=CPU),
         texts=TextEncoder(lambda: (tiny_text_encoder(seed), tiny_tokenizer()), "", device=CPU),
     )
 

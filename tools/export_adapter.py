@@ -1,11 +1,11 @@
-"""Take what was trained out of a checkpoint, as the adapter folder that a finished run leaves.
+"""Export the trained weights of a checkpoint as an adapter folder, like the one a finished run writes.
 
     python tools/export_adapter.py --config config/grpo.py:my_recam_8npu \
         --checkpoint outputs/first/checkpoints/checkpoint_000010 --out adapter_10
 
-For `tools/generate.py`, plain diffusers and whatever else takes an adapter, while the run is still training. The
-averaged weights are taken where the run has an average. Give the recipe and the knobs of the run. Exit code: 0, or 2
-for what cannot work.
+The folder is for `tools/generate.py`, plain diffusers and other users of adapters; the run may still be training. If the
+run averages weights (EMA), the averages are exported. Give the recipe and the knobs of the run. Exit code: 0, or 2 for
+unusable arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flow_grpo.algorithm.run_state import load_weights
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from flow_grpo.models.adapter_files import save_adapter
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.registry import build_policy
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="of the run; its knobs may follow")
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help="the adapter folder, which must not exist yet")
+    parser.add_argument("--out", type=Path, required=True, help="adapter folder to write; must not exist")
     args, overrides = parser.parse_known_args(words)
     try:
         if args.out.exists():
@@ -50,9 +50,9 @@ def export(config: Config, checkpoint: Path, out: Path) -> None:
     """Write a checkpoint's weights as an adapter folder.
 
     Raises:
-        ValueError: no such model, or a checkpoint that is damaged or belongs to another one.
+        ValueError: the model is missing, or the checkpoint is damaged or of another model.
     """
-    policy = RecamPolicy.from_config(config.model, config.sample, torch.device("cpu"))
+    policy = build_policy(config, torch.device("cpu"))
     load_weights(checkpoint, policy.module, config.model.trained)
     save_adapter(policy, out)
 

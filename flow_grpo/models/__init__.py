@@ -1,6 +1,6 @@
-"""Video models behind the Policy seam."""
+"""Video models behind the `Policy` interface."""
 
 from flow_grpo.runtime import device
 
-# diffusers imports torch_npu whenever it is installed: first through the door, with its settings and its error.
+# diffusers imports torch_npu if it is installed: load it first, with our environment defaults and error message.
 device.load_plug_in()

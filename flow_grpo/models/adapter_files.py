@@ -1,4 +1,4 @@
-"""What was trained, in files that load here and, where it lies on Wan's own modules, in plain diffusers."""
+"""Save and load the trained weights; adapters on Wan's own modules also load in plain diffusers."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flow_grpo.models.adapters import has_lora, trained_parameters
+from flow_grpo.models.model_files import WEIGHTS_FILE, read_tensors
 from flow_grpo.models.policy import Policy
-from flow_grpo.models.recam_transformer import CAMERA_MODULES, ReCamTransformer3DModel, load_recam_transformer
-from flow_grpo.models.weight_files import WEIGHTS_FILE, read_tensors
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight, load_recam_transformer
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
 
-LORA_FILE = "pytorch_lora_weights.safetensors"  # low-rank factors of Wan's own modules
-CAMERA_FILE = "camera_modules.safetensors"  # what was trained of the modules that only ReCam has
-FILE_SIZE = "2GB"  # of a sharded transformer, the largest file
-CAMERA_COUNT = "camera_tensors"  # in the header of both: how many tensors the second holds
+LORA_FILE = "pytorch_lora_weights.safetensors"  # adapters on modules that base Wan has
+CAMERA_FILE = "camera_modules.safetensors"  # trained weights of the modules that only ReCam has
+FILE_SIZE = "2GB"  # largest file of a transformer whose parameters are sharded
+CAMERA_COUNT = "camera_tensors"  # metadata key in both files: number of tensors in CAMERA_FILE
 
 
 def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None) -> None:
-    """Write what was trained in diffusers format: LoRA files, or without LoRA the whole transformer.
+    """Write the trained weights in diffusers format: the LoRA files, or without LoRA the whole transformer.
 
-    The first LoRA file loads in plain diffusers: `load_lora_adapter(folder, prefix=None, weight_name=LORA_FILE)` of a
-    Wan transformer. What lies on the camera modules, which that has not, stands in the second. Of a sharded transformer
-    no rank gathers more than the adapters, or than one file of `FILE_SIZE`.
+    `LORA_FILE` loads into diffusers' Wan transformer with `load_lora_adapter(folder, prefix=None,
+    weight_name=LORA_FILE)`; weights of the camera modules, which that model lacks, are in `CAMERA_FILE`. If parameters
+    are sharded, at most the adapters or one file of `FILE_SIZE` are gathered at a time.
 
     Args:
         policy: whose module is saved.
-        folder: made if it is missing.
-        ranks: who takes part, rank 0 writes and every rank must call it; None writes from this process alone.
+        folder: created if missing.
+        ranks: collective call, rank 0 writes; None writes from this process alone.
 
     Raises:
-        RuntimeError: on every rank, when rank 0 cannot write.
+        RuntimeError: on every rank, if rank 0 cannot write.
     """
-    assert ranks is not None or not is_sharded(policy.module), "every rank holds a part: all must be told to save"
+    assert ranks is not None or not is_sharded(policy.module), "parameters are sharded: every rank must save"
     ranks, network, folder = ranks or Ranks(), unwrap(policy.module), Path(folder)
     with ranks.sync_errors("saving the adapter (folder)"):
         if ranks.is_main:
@@ -62,23 +62,23 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
 
 
 def _gathered(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return whole tensors on the CPU of rank 0, which writes them; elsewhere none is kept."""
+    """Gather unsharded tensors in CPU memory of rank 0, and return {} on the other ranks."""
     gathered = {}
     for name, part in parts.items():
-        tensor = whole(part)  # every rank takes part in putting it together
+        tensor = whole(part)  # collective
         if ranks.is_main:
             gathered[name] = tensor.cpu()
     return gathered
 
 
 def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
-    """Write adapters as `save_lora_adapter` of diffusers does, but for the camera modules in a file of their own."""
+    """Write adapters like diffusers' `save_lora_adapter`, but camera modules to a separate file."""
     tensors = get_peft_model_state_dict(network, state_dict=trained, adapter_name="default")
     settings = {
         name: sorted(value) if isinstance(value, set) else value
         for name, value in network.peft_config["default"].to_dict().items()
     }
-    camera = {name for name in tensors if set(name.split(".")) & set(CAMERA_MODULES)}
+    camera = {name for name in tensors if is_camera_weight(name)}
     header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True)}
     header |= {CAMERA_COUNT: str(len(camera))}
     for file, names in ((CAMERA_FILE, camera), (LORA_FILE, tensors.keys() - camera)):
@@ -86,12 +86,12 @@ def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
 
 
 def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
-    """Write a sharded transformer as `save_pretrained` of diffusers does, gathering one file after the other."""
+    """Write a sharded transformer like diffusers' `save_pretrained`, gathering one file at a time."""
     state = network.state_dict()
-    outline = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
+    meta = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     stem = WEIGHTS_FILE.removesuffix(".safetensors")
     plan = split_torch_state_dict_into_shards(
-        outline, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_SIZE
+        meta, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_SIZE
     )
     for file, names in plan.filename_to_tensors.items():
         gathered = _gathered({name: state[name] for name in names}, ranks)
@@ -100,7 +100,7 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
                 save_file(gathered, folder / file, {"format": "pt"})
     with ranks.sync_errors("saving the transformer"):
         if ranks.is_main:
-            # Sharding has put the network into a class of another name.
+            # FSDP replaces the class of the network by one with another name.
             config = json.loads(network.to_json_string()) | {"_class_name": ReCamTransformer3DModel.__name__}
             (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
             if plan.is_sharded:
@@ -111,14 +111,12 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
 def load_adapter(
     transformer: ReCamTransformer3DModel, folder: str | Path, dtype: torch.dtype = torch.float32
 ) -> ReCamTransformer3DModel:
-    """Return the transformer with what `save_adapter` wrote: adapters added in place, or a whole other transformer.
+    """Load what `save_adapter` wrote: add adapters to the transformer in place, or return another transformer.
 
-    A whole one is loaded in `dtype`. Adapters of one file, as they were written before camera modules had their own,
-    load too.
+    Another transformer is loaded in `dtype`. Older adapters with all tensors in `LORA_FILE` load too.
 
     Raises:
-        ValueError: the folder holds neither, a file is missing or torn, or a LoRA tensor found no place in this
-            transformer.
+        ValueError: the folder holds neither, a file is missing or damaged, or an adapter does not fit this transformer.
     """
     file, camera_file = Path(folder) / LORA_FILE, Path(folder) / CAMERA_FILE
     if not file.is_file():
@@ -128,22 +126,22 @@ def load_adapter(
         stored |= read_tensors(camera_file)[0]
     elif (count := header.get(CAMERA_COUNT, "0")) != "0":
         raise ValueError(f"adapter {folder} lacks {CAMERA_FILE} with {count} tensors; copy the whole folder")
-    placed = [name for name, tensor in stored.items() if _has_place(transformer, name, tensor)]
-    if len(placed) == len(stored):
+    fitting = [name for name, tensor in stored.items() if _fits(transformer, name, tensor)]
+    if len(fitting) == len(stored):
         metadata = json.loads(header[LORA_ADAPTER_METADATA_KEY]) if LORA_ADAPTER_METADATA_KEY in header else None
-        # Without prefix=None diffusers loads nothing.
+        # With its default prefix, diffusers would load nothing.
         transformer.load_lora_adapter(dict(stored), prefix=None, metadata=metadata)
-        placed = [n for n, _ in transformer.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
-    if len(placed) != len(stored):
+        fitting = [n for n, _ in transformer.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
+    if len(fitting) != len(stored):
         raise ValueError(
             f"adapter of another model: {folder} holds {len(stored)} tensors, this transformer has places for "
-            f"{len(placed)}; use the transformer it was trained on"
+            f"{len(fitting)}; use the transformer it was trained on"
         )
     return transformer.eval()
 
 
-def _has_place(transformer: nn.Module, name: str, tensor: Tensor) -> bool:
-    """Tell whether a stored tensor fits: a low-rank factor to the weight it adapts, any other to its parameter."""
+def _fits(transformer: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Return whether a tensor fits the transformer: a low-rank factor its base weight, any other its parameter."""
     module, _, leaf = re.sub(r"\.lora_[AB](?=\.weight$)", "", name).rpartition(".")
     try:
         shape = getattr(transformer.get_submodule(module), leaf).shape

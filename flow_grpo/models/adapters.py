@@ -1,7 +1,7 @@
-"""What is trained of a transformer, how it is saved, its reference copy and its moving average.
+"""Choose the trained parameters of a transformer, save and restore them, disable adapters, average weights (EMA).
 
-A trained weight is any parameter that requires a gradient. The network stays in eval mode and without dropout, so that
-rollout and update compute the same numbers; only gradient flags say that something is trained.
+A parameter is trained if it requires a gradient. The network stays in eval mode without dropout, so that rollout and
+update compute the same numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.settings.schema import ModelConfig
 
-# What the names of the trained parameters begin with, for each mode without LoRA.
+# Prefixes of the trained parameters' names, for each mode without LoRA.
 _TRAINED = {
     "camera": r"blocks\.\d+\.cam_encoder\.",
     "attention": r"blocks\.\d+\.(attn1|cam_encoder|projector)\.",
@@ -30,18 +30,18 @@ _TRAINED = {
 
 
 class AdapterError(ValueError):
-    """A pattern or name of `model.lora_*` that matches no module: nothing would be trained."""
+    """A pattern or name in `model.lora_*` matches no module, so nothing would be trained."""
 
 
 def apply_training_mode(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
-    """Freeze everything but what `model.trained` names, and keep that in fp32.
+    """Freeze all parameters except those that `model.trained` names, and convert these to fp32.
 
-    "lora" adds low-rank adapters to `lora_targets` and trains `lora_full_modules` in full beside them; "camera" trains
-    every block's `cam_encoder`; "attention" the self-attention, `cam_encoder` and `projector` (ReCamMaster's own
-    recipe); "full" everything. The adapters' random start depends on nothing, so it is the same on every rank.
+    "lora" adds low-rank adapters to `lora_targets` and trains `lora_full_modules` in full; "camera" trains every
+    block's `cam_encoder`; "attention" self-attention, `cam_encoder` and `projector` (ReCamMaster's own recipe); "full"
+    everything. Adapters are initialized with a fixed seed, identically on every rank.
 
     Raises:
-        AdapterError: a pattern or module name that matches nothing.
+        AdapterError: a pattern or module name matches nothing.
         ValueError: unknown mode.
     """
     transformer.requires_grad_(False)
@@ -52,13 +52,13 @@ def apply_training_mode(transformer: ReCamTransformer3DModel, model: ModelConfig
         for name, parameter in transformer.named_parameters():
             parameter.requires_grad_(name in names)
     for parameter in trained_parameters(transformer).values():
-        # An optimizer's steps are lost in the rounding of half-precision weights; autocast still computes in it.
+        # Half-precision weights would round the optimizer's steps away; autocast still computes in half precision.
         parameter.data = parameter.data.float()
     transformer.eval()
 
 
 def trained_names(transformer: nn.Module, trained: str) -> set[str]:
-    """Return the names of the parameters that a training mode without LoRA trains.
+    """Return the names of the parameters that a mode other than "lora" trains.
 
     Raises:
         ValueError: unknown mode.
@@ -92,7 +92,7 @@ def _add_lora(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name -> parameter of everything that requires a gradient, in the network's own order."""
+    """Return the parameters that require a gradient by name, in the network's order."""
     return {name: parameter for name, parameter in unwrap(module).named_parameters() if parameter.requires_grad}
 
 
@@ -103,10 +103,10 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what `trained_state` returned.
+    """Restore what `trained_state` returned.
 
     Raises:
-        ValueError: names or shapes differ in either direction; nothing has been changed then.
+        ValueError: names or shapes differ; nothing is changed.
     """
     parameters = trained_parameters(module)
     missing, unexpected = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
@@ -127,15 +127,15 @@ def adapted_modules(module: nn.Module) -> list[str]:
 
 
 def has_lora(module: nn.Module) -> bool:
-    """Tell whether low-rank adapters are attached."""
+    """Return whether low-rank adapters are attached."""
     return bool(adapted_modules(module))
 
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Inside, the network computes without its adapters, and with the original of every module trained in full.
+    """Inside, adapters are disabled and modules trained in full have their original weights.
 
-    diffusers' own `disable_adapters` leaves modules trained in full at their trained weights.
+    diffusers' own `disable_adapters` would keep the trained weights of modules trained in full.
     """
     switches = [part for part in module.modules() if isinstance(part, (BaseTunerLayer, ModulesToSaveWrapper))]
     for switch in switches:
@@ -148,7 +148,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def merge_adapters(module: nn.Module) -> None:
-    """Multiply low-rank adapters into their weights, in fp32, and put modules trained in full in their place."""
+    """Merge low-rank adapters into their weights, in fp32, and unwrap modules trained in full."""
     for name, part in list(module.named_modules()):
         if isinstance(part, BaseTunerLayer):
             module.get_submodule(name).float()
@@ -160,47 +160,42 @@ def merge_adapters(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def swap_parameters(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, parameters and values have changed places; of shards, each rank's part.
+    """Inside, parameters and values are swapped; of sharded parameters, each rank's shard.
 
-    In place, because a sharded network gathers from the memory its parameters were given at the start.
+    In place, because FSDP gathers from the memory that the parameters had when they were sharded.
     """
     pairs = [(local(parameter), local(value)) for parameter, value in zip(parameters, values, strict=True)]
-    _exchange(pairs)
+    _swap(pairs)
     try:
         yield
     finally:
-        _exchange(pairs)
+        _swap(pairs)
 
 
-def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for one, other in pairs:
-        kept = one.clone()
+        saved = one.clone()
         one.copy_(other)
-        other.copy_(kept)
+        other.copy_(saved)
 
 
 class Ema:
     """Exponential moving average of trained parameters: average = decay * average + (1 - decay) * parameter.
 
-    The decay is constant from the first update on, so the average starts at the policy that training started from.
+    The decay is constant from the first update on, and the average starts at the parameters' initial values.
 
     Args:
         parameters: what to average, in a fixed order.
-        decay: share of the old average that an update keeps, in (0, 1).
-
-    Raises:
-        ValueError: the decay is outside that range.
+        decay: in (0, 1).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
-        if not 0.0 < decay < 1.0:
-            raise ValueError(f"EMA decay is {decay}, must be in (0, 1); set train.ema_decay to 0 for no average")
         self._parameters = list(parameters)
-        # diffusers ramps the decay up and overwrites the average in the first step; these two settings switch that off.
+        # By default diffusers ramps the decay up and overwrites the average in the first step.
         self._model = EMAModel(self._parameters, decay=decay, min_decay=decay, update_after_step=-1, foreach=True)
 
     def update(self) -> None:
-        """Follow the parameters by one step."""
+        """Update the average after an optimizer step."""
         self._model.step(self._parameters)
 
     @contextlib.contextmanager
@@ -210,16 +205,16 @@ class Ema:
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the averages, by position; of shards as shards."""
-        return {str(place): value.detach().clone() for place, value in enumerate(self._model.shadow_params)}
+        """Return copies of the averages by position; sharded ones stay sharded."""
+        return {str(index): value.detach().clone() for index, value in enumerate(self._model.shadow_params)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: another number of tensors, or other shapes.
+            ValueError: the number of tensors or a shape differs.
         """
-        shadows = {str(place): shadow for place, shadow in enumerate(self._model.shadow_params)}
+        shadows = {str(index): shadow for index, shadow in enumerate(self._model.shadow_params)}
         if {n: value.shape for n, value in state.items()} != {n: shadow.shape for n, shadow in shadows.items()}:
             raise ValueError(
                 f"EMA state holds {len(state)} tensors for {len(shadows)} averaged parameters, or their shapes differ; "

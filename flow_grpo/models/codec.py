@@ -1,4 +1,4 @@
-"""Wan's video codec: pixels to normalised latents and back, each half loaded when it is first used.
+"""Wan's video codec (VAE): pixels to normalised latents and back; encoder and decoder load at first use.
 
 Letters: C F H W latent channels, frames, height, width, T h w video frames, rows, columns.
 """
@@ -16,14 +16,14 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor
 
-from flow_grpo.models.part_files import check_part
+from flow_grpo.models.model_files import check_component
 from flow_grpo.runtime import device as devices
 from flow_grpo.runtime.tensor_store import files_key
 
 Half: TypeAlias = Literal["encoder", "decoder"]
 
-# What of the whole network each half consists of.
-_PARTS: Mapping[Half, tuple[str, str]] = {
+# Submodules of each half.
+_SUBMODULES: Mapping[Half, tuple[str, str]] = {
     "encoder": ("encoder", "quant_conv"),
     "decoder": ("decoder", "post_quant_conv"),
 }
@@ -32,20 +32,19 @@ _PARTS: Mapping[Half, tuple[str, str]] = {
 class Codec:
     """A frozen codec that computes in fp32.
 
-    The halves are two networks: with source videos already encoded, no encoder is ever loaded, and the cache of one
-    half's convolutions never meets the other's.
+    Encoder and decoder are two networks, so that a run whose source videos are already encoded loads no encoder.
 
     Args:
         config: the codec's configuration.
         open_half: loads one half to the CPU.
-        identity: names the weights, for keys of what was encoded.
+        identity: identifies the weights in cache keys of encodings.
         device: where it runs.
-        tiling: encode and decode in overlapping tiles, which bounds memory and changes the pictures slightly.
-        slicing: one video at a time, which bounds memory.
+        tiling: encode and decode in overlapping tiles, which bounds memory and changes the pixels slightly.
+        slicing: process one video at a time, which bounds memory.
         offload: keep a half in CPU memory while it is not in use.
 
     Raises:
-        ValueError: the configured scale factors are not those of the layers.
+        ValueError: scale factors in the configuration differ from those of the layers.
     """
 
     def __init__(
@@ -71,22 +70,22 @@ class Codec:
 
     @classmethod
     def from_folder(cls, folder: Path, **settings: Any) -> Codec:
-        """Return the codec of a folder in diffusers layout; no weights are read yet. Takes the settings of `Codec`.
+        """Return the codec of a folder in diffusers layout, without loading weights; `settings` as in `Codec`.
 
         Raises:
-            ValueError: the folder is not of one piece, see `check_part`, or as `Codec`.
+            ValueError: a file is missing or damaged, or as in `Codec`.
         """
-        check_part(folder)
+        check_component(folder)
         return cls(read_config(folder), lambda half: _load_half(folder, half), files_key(folder), **settings)
 
     @classmethod
-    def of(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
-        """Return the codec of a network in memory, which then serves as both halves."""
+    def from_network(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
+        """Return a codec whose halves are both this network."""
         return cls(vae.config, lambda _: vae, identity, **settings)
 
     @property
     def loaded(self) -> tuple[Half, ...]:
-        """Which halves are in memory."""
+        """The halves in memory."""
         return tuple(self._halves)
 
     @torch.no_grad()
@@ -107,7 +106,7 @@ class Codec:
 
     @contextlib.contextmanager
     def _ready(self, half: Half) -> Iterator[AutoencoderKLWan]:
-        """Inside, the half is on the device."""
+        """Inside, the half is loaded and on the device."""
         if half not in self._halves:
             network = self._open_half(half).requires_grad_(False).eval()
             if self._tiling:
@@ -120,16 +119,15 @@ class Codec:
 
 
 def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
-    """Load one half of a codec folder to the CPU in fp32; the other half's weights are not read.
+    """Load one half of a codec folder to the CPU in fp32, without reading the other half's weights.
 
     Raises:
-        ValueError: the folder holds no safetensors, or not every tensor of the half.
+        ValueError: tensors of the half are missing or unexpected.
     """
-    network = _skeleton(folder)
-    for other, parts in _PARTS.items():
-        for part in parts if other != half else ():
-            setattr(network, part, None)
-    wanted = tuple(f"{part}." for part in _PARTS[half])
+    network = _on_meta(folder)
+    for name in _SUBMODULES["decoder" if half == "encoder" else "encoder"]:
+        setattr(network, name, None)
+    wanted = tuple(f"{name}." for name in _SUBMODULES[half])
     state: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -138,19 +136,19 @@ def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
     if missing or unexpected:
         raise ValueError(
             f"codec folder {folder} lacks {len(missing)} tensors of the {half} {missing[:2]} and holds "
-            f"{len(unexpected)} that it has no place for {unexpected[:2]}; fetch vae/ again"
+            f"{len(unexpected)} unexpected ones {unexpected[:2]}; download vae/ again"
         )
     return network
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration of a codec folder; what it leaves out is that of Wan's own codec, as in diffusers."""
-    found: Mapping[str, Any] = _skeleton(folder).config
+    """Return the configuration of a codec folder, completed with diffusers' defaults, which are Wan's own codec."""
+    found: Mapping[str, Any] = _on_meta(folder).config
     return found
 
 
-def _skeleton(folder: Path) -> AutoencoderKLWan:
-    """Return the network of a folder without weights."""
+def _on_meta(folder: Path) -> AutoencoderKLWan:
+    """Return the network of a folder on the meta device, without weights."""
     with torch.device("meta"):
         network: AutoencoderKLWan = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(str(folder)))
     return network
@@ -160,7 +158,7 @@ def scale_factors(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the codec's temporal and spatial compression.
 
     Raises:
-        ValueError: the configuration says something else than the layers; its defaults are those of Wan's own codec.
+        ValueError: the configured scale factors differ from those of the layers.
     """
     built = (2 ** sum(config["temperal_downsample"]), 2 ** (len(config["dim_mult"]) - 1) * (config["patch_size"] or 1))
     named = (config["scale_factor_temporal"], config["scale_factor_spatial"])

@@ -1,8 +1,7 @@
-"""What the frozen encoders make of conditions, each distinct input once: kept in memory, on disk where one is given.
+"""Cache of the frozen encoders' outputs, in memory and optionally on disk.
 
-Keys are made of content: of the source video or the prompt, and of the encoder's weights. So a changed video is encoded
-anew, by another encoder as well, and of two conditions with one source video one is encoded. Cameras are 12 numbers a
-latent frame and not kept: computing them takes 11 us, opening a file 430.
+A key identifies the source video or prompt by content, and the encoder by its weights, so an entry is never stale.
+Cameras are not cached: computing them takes 11 us, opening a file 430.
 
 Letters: C F H W latent channels, frames, height, width, L D prompt tokens and width.
 """
@@ -16,22 +15,24 @@ import torch
 from torch import Tensor
 
 from flow_grpo.models.codec import Codec
-from flow_grpo.models.texts import TextEncoder, clean
+from flow_grpo.models.texts import TextEncoder, normalize_prompt
 from flow_grpo.runtime.tensor_store import TensorStore
 
 Size: TypeAlias = tuple[int, int, int]
 
-PREPROCESSING = "fit 1"  # to be raised when `data.video_io` reads, resizes or crops videos to other pixels
+PREPROCESSING = (
+    "fit 1"  # part of the key: change it when `data.video_io` changes how videos are read, resized or cropped
+)
 
 
 class Encodings:
-    """Encodes what is not remembered.
+    """Source latents and prompt embeddings, encoded when they are not in the store.
 
     Args:
         codec: the video codec.
         texts: the text encoder.
-        store: where encodings are kept.
-        max_prompt_tokens: L, prompts are cut and padded to it.
+        store: the cache.
+        max_prompt_tokens: L; prompts are truncated and padded to it.
     """
 
     def __init__(self, codec: Codec, texts: TextEncoder, store: TensorStore, *, max_prompt_tokens: int) -> None:
@@ -42,16 +43,16 @@ class Encodings:
         """Return (C, F, H, W) fp32 CPU latents of a source video.
 
         Args:
-            source_id: names the video's content.
-            size: its frames, rows and columns as the model takes it.
-            video: gives (3, T, h, w) in [0, 1] when it must be encoded.
+            source_id: identifies the video's content.
+            size: (T, h, w) after resizing.
+            video: returns (3, T, h, w) in [0, 1]; called only on a cache miss.
         """
         return self._store.get("sources", self._source_key(source_id, size), lambda: self._codec.encode(video()))
 
     def prompt(self, prompt: str) -> Tensor:
-        """Return (L, D) fp32 CPU embeddings, zero after the prompt's true length.
+        """Return (L, D) fp32 CPU embeddings, zero-padded after the prompt's own tokens.
 
-        The text is encoded and kept without padding: the same as padding first and blanking the padding's embeddings.
+        Encoding without padding gives the same as Wan's pipeline, which pads first and then zeroes the padding.
         """
         states = self._store.get(
             "prompts", self._prompt_key(prompt), lambda: self._texts.embed(prompt, self._max_prompt_tokens)
@@ -61,16 +62,16 @@ class Encodings:
         return embeds
 
     def knows_source(self, source_id: str, size: Size) -> bool:
-        """Tell whether a source video's latents are on disk, soundly."""
+        """Return whether a source video's latents are on disk, undamaged."""
         return self._store.has("sources", self._source_key(source_id, size))
 
     def knows_prompt(self, prompt: str) -> bool:
-        """Tell whether a prompt's embeddings are on disk, soundly."""
+        """Return whether a prompt's embeddings are on disk, undamaged."""
         return self._store.has("prompts", self._prompt_key(prompt))
 
     def _source_key(self, source_id: str, size: Size) -> str:
-        frames, rows, columns = size
-        return f"{PREPROCESSING} codec {self._codec.identity} size {frames}x{rows}x{columns} video {source_id}"
+        frames, height, width = size
+        return f"{PREPROCESSING} codec {self._codec.identity} size {frames}x{height}x{width} video {source_id}"
 
     def _prompt_key(self, prompt: str) -> str:
-        return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {clean(prompt)}"
+        return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {normalize_prompt(prompt)}"

@@ -1,4 +1,7 @@
-"""The seam between the algorithm and a video model."""
+"""The interface between the algorithm and a video model.
+
+Letters: B rows (samples), C F H W latent channels, frames, height, width, T h w video frames, rows, columns.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,46 @@ from flow_grpo.records import Condition, Conditioning
 
 
 class Policy(Protocol):
-    """The handful of things the algorithm asks of a video model.
+    """Everything a training run and its preflight checks ask of a video model.
 
-    `module` is the trainable network, as wrapped for gradient synchronisation: the trainer assigns the wrapped
-    network back to it, and `velocity` calls through it whenever gradients are enabled.
+    Attributes:
+        module: the trainable network. The start-up replaces it with its DDP, ZeRO-2 or FSDP2 wrapper; `velocity` must
+            call the wrapper whenever gradients are enabled.
     """
 
     module: nn.Module
 
     def encode(self, conditions: Sequence[Condition]) -> Conditioning:
-        """Run the frozen encoders, each distinct condition once, and expand to one row per condition."""
+        """Return one row per condition, in order; frozen encoders run once for each distinct video and prompt."""
         ...
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
-        """Return (C, F, H, W) of the target latents; all conditions share one shape."""
+        """Return (C, F, H, W) of the target latents; ValueError if the videos differ in size or do not fit the model."""
+        ...
+
+    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int, int]:
+        """Return (C, F, H, W) of the latents of a video of (T, h, w), without checking that it fits."""
         ...
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """Return the fp32 velocity (B, C, F, H, W), guidance included, for latents at noise levels sigma (B,)."""
+        """Return the fp32 velocity (B, C, F, H, W), guidance included, of latents at noise levels sigma (B,)."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return videos (B, 3, T, h, w) fp32 in [0, 1]."""
+        """Return videos (B, 3, T, h, w) fp32 in [0, 1] of clean latents (B, C, F, H, W)."""
+        ...
+
+    def keep_reference(self, *, offload: bool = False) -> None:
+        """Prepare `reference`: call once before training, after `module` was wrapped and placed.
+
+        A policy that must copy weights keeps the copy in CPU memory if `offload` is set.
+        """
         ...
 
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, `velocity` is that of the policy training started from."""
+        """Inside, `velocity` is that of the policy before training."""
         ...
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters the optimizer moves."""
+        """Return the parameters to optimize, in a fixed order."""
         ...

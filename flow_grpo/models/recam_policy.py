@@ -1,4 +1,4 @@
-"""ReCam as a policy: frozen codec and text encoder around the camera-controlled transformer.
+"""The ReCam policy: a frozen codec and text encoder around the camera-controlled transformer.
 
 Letters: B rows, C F H W latent channels, frames, height, width, T h w video frames, rows, columns, L D prompt tokens
 and width.
@@ -30,13 +30,13 @@ from flow_grpo.runtime.tensor_store import TensorStore, content_key
 from flow_grpo.settings.schema import ModelConfig, SampleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TIMESTEPS = 1000.0  # the transformer's clock: timestep = 1000 * sigma, as a float
-PARTS = ("transformer", "vae", "text_encoder", "tokenizer")  # of a model folder
+TIMESTEPS = 1000.0  # timestep = 1000 * sigma, not rounded to an integer
+COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer")  # folders of a model
 
 
 @dataclasses.dataclass(frozen=True)
 class Networks:
-    """The parts of a model folder; codec and text encoder are read when they are first used."""
+    """The networks of a model folder; weights of codec and text encoder are loaded at first use."""
 
     transformer: ReCamTransformer3DModel
     codec: Codec
@@ -46,17 +46,17 @@ class Networks:
 def load_networks(
     path: str | Path, dtype: torch.dtype, device: torch.device, *, offload: bool = False, **codec: Any
 ) -> Networks:
-    """Load a folder in diffusers layout; the transformer to the CPU, the codec always in fp32.
+    """Load a folder in diffusers layout; the transformer is loaded to the CPU.
 
     Args:
         path: folder with transformer/, vae/, text_encoder/ and tokenizer/.
-        dtype: of the transformer and the text encoder.
+        dtype: of the transformer and the text encoder; the codec is fp32.
         device: where codec and text encoder run.
-        offload: keep those two in CPU memory while they are not in use.
+        offload: keep codec and text encoder in CPU memory while they are not in use.
         **codec: `tiling` and `slicing` of `Codec`.
 
     Raises:
-        ValueError: a part is missing, with the way to get it, or the transformer is another model.
+        ValueError: a component is missing or damaged, or the transformer is another model.
     """
     folder = check_folder(path)
     return Networks(
@@ -67,13 +67,13 @@ def load_networks(
 
 
 def check_folder(path: str | Path) -> Path:
-    """Return a model folder that has all its parts.
+    """Return the path of a model folder that has all components.
 
     Raises:
-        ValueError: a part is missing, with the way to get it.
+        ValueError: a component is missing; says where to get it.
     """
     folder = Path(path)
-    absent = [part for part in PARTS if not (folder / part).is_dir()]
+    absent = [part for part in COMPONENTS if not (folder / part).is_dir()]
     if absent:
         what = f"has no {', '.join(absent)} folder" if folder.is_dir() else "does not exist"
         raise ValueError(
@@ -84,11 +84,11 @@ def check_folder(path: str | Path) -> Path:
     return folder
 
 
-def _switch(transformer: ReCamTransformer3DModel, model: ModelConfig, device: torch.device) -> None:
-    """Set how the transformer computes, in rollout and update alike.
+def apply_compute_settings(transformer: ReCamTransformer3DModel, model: ModelConfig, device: torch.device) -> None:
+    """Set attention backend, gradient checkpointing and compilation, the same for rollout and update.
 
     Raises:
-        ValueError: the device has no such attention backend, or cannot compile.
+        ValueError: the device does not have the attention backend, or should not compile.
     """
     known = devices.attention_backends(device)
     if model.attention_backend not in known:
@@ -96,14 +96,14 @@ def _switch(transformer: ReCamTransformer3DModel, model: ModelConfig, device: to
             f"model.attention_backend is {model.attention_backend!r}, must be one of {', '.join(known)} "
             f"on {device.type}"
         )
-    if model.attention_backend != known[0]:  # which needs no asking, and diffusers warns of the question
-        of_others, _ = _AttentionBackendRegistry.get_active_backend()  # type: ignore[no-untyped-call]
+    if model.attention_backend != known[0]:  # setting the default is not needed, and makes diffusers warn
+        process_default, _ = _AttentionBackendRegistry.get_active_backend()  # type: ignore[no-untyped-call]
         try:
             transformer.set_attention_backend(model.attention_backend)
         except RuntimeError as error:
             raise ValueError(f"model.attention_backend={model.attention_backend!r} cannot be used: {error}") from error
-        finally:  # diffusers also makes it the choice of every other network in the process
-            _AttentionBackendRegistry.set_active_backend(of_others)
+        finally:  # diffusers also makes it the default of every other network in the process
+            _AttentionBackendRegistry.set_active_backend(process_default)
     if model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if model.compile:
@@ -113,19 +113,19 @@ def _switch(transformer: ReCamTransformer3DModel, model: ModelConfig, device: to
 
 
 class RecamPolicy:
-    """A `Policy` on ReCam: Wan 2.1 with camera control, source video beside the target.
+    """A `Policy` on ReCamMaster: Wan 2.1 conditioned on a source video and a camera path.
 
-    The reference policy is the network with its adapters off under LoRA; otherwise a frozen copy of the trained weights
+    With LoRA the reference policy is the network with adapters disabled; otherwise it is a copy of the trained weights
     that `keep_reference` makes.
 
     Args:
-        networks: the parts, the transformer with its training mode applied.
-        guidance_scale: 1 is none; otherwise one forward of 2B rows, half of them with the negative prompt.
-        negative_prompt: text of the unguided half; camera and source are given to both halves.
-        max_prompt_tokens: L, prompts are cut and padded to it.
-        dtype: what the transformer computes in (autocast); latents and velocities are always fp32.
+        networks: the model's networks, the training mode already applied to the transformer.
+        guidance_scale: classifier-free guidance; 1 disables it, any other value runs one forward of 2B rows.
+        negative_prompt: prompt of the unconditional rows, which keep camera and source video.
+        max_prompt_tokens: L; prompts are truncated and padded to it.
+        dtype: the transformer's autocast dtype; latents and velocities are always fp32.
         device: where everything runs.
-        store: where encodings are kept; in memory only unless given.
+        store: cache of encodings; in memory only by default.
     """
 
     def __init__(
@@ -151,17 +151,15 @@ class RecamPolicy:
         self.dtype = dtype
         self.device = device
         self._patch: tuple[int, int, int] = networks.transformer.config["patch_size"]
-        self._start: list[Tensor] | None = None
+        self._reference: list[Tensor] | None = None
 
     @classmethod
     def from_config(cls, model: ModelConfig, sample: SampleConfig, device: torch.device) -> RecamPolicy:
-        """Load `model.path` and make `model.trained` of it trainable.
+        """Load `model.path` with the parameters that `model.trained` names trainable.
 
         Raises:
-            ValueError: unknown dtype, missing or foreign model folder, or nothing to train.
+            ValueError: the model folder is missing, damaged or of another model, or a setting does not fit it.
         """
-        if model.dtype not in DTYPES:
-            raise ValueError(f"model.dtype is {model.dtype!r}, expected one of {list(DTYPES)}")
         networks = load_networks(
             model.path,
             DTYPES[model.dtype],
@@ -171,7 +169,7 @@ class RecamPolicy:
             slicing=model.vae_slicing,
         )
         apply_training_mode(networks.transformer, model)
-        _switch(networks.transformer, model, device)
+        apply_compute_settings(networks.transformer, model, device)
         return cls(
             networks,
             guidance_scale=sample.guidance_scale,
@@ -183,37 +181,40 @@ class RecamPolicy:
         )
 
     def keep_reference(self, *, offload: bool = False) -> None:
-        """Remember the trained weights as they are now for `reference()`: call once they are where they stay.
+        """Copy the trained weights for `reference`, to the CPU if `offload`; LoRA needs no copy.
 
-        Adapters need no copy. With `offload` the copy is kept in CPU memory.
+        Call after the network was wrapped and placed: of sharded weights each rank copies its shard.
         """
         if not has_lora(self.module):
-            place = torch.device("cpu") if offload else self.device
-            self._start = [local(parameter).to(place, copy=True) for parameter in self.trained_parameters()]
+            device = torch.device("cpu") if offload else self.device
+            self._reference = [local(parameter).to(device, copy=True) for parameter in self.trained_parameters()]
 
     @torch.no_grad()
     def encode(self, conditions: Sequence[Condition]) -> Conditioning:
-        """Return one row per condition, in order; each distinct condition and prompt passes its encoder once.
+        """Return one row per condition, in order; each distinct source video and prompt is encoded once.
 
-        Every video and prompt is encoded alone, so its numbers do not depend on what shares its batch.
+        Every video and prompt is encoded alone, so its numbers do not depend on the batch.
 
         Raises:
-            ValueError: the conditions' videos do not fit the codec or one another, see `latent_shape`.
+            ValueError: the videos do not fit the model or differ in size, see `latent_shape`.
         """
         self.latent_shape(conditions)
-        prompts = [self.encodings.prompt(condition.prompt) for condition in conditions]
-        guided = self.guidance_scale != 1.0
-        negatives = [self.encodings.prompt(self.negative_prompt)] * len(conditions) if guided else None
+        prompts = {text: self.encodings.prompt(text) for text in dict.fromkeys(c.prompt for c in conditions)}
+        distinct = {_source_key(condition): condition for condition in conditions}
+        sources = {key: self._encode_source(condition) for key, condition in distinct.items()}
         cameras = [camera_tokens(condition.target_poses, self.codec.temporal) for condition in conditions]
+        negative = None
+        if self.guidance_scale != 1.0:
+            negative = self.encodings.prompt(self.negative_prompt).repeat(len(conditions), 1, 1)
         return Conditioning(
-            prompt_embeds=torch.stack(prompts),
-            source_latents=torch.stack([self._source_latents(condition) for condition in conditions]),
+            prompt_embeds=torch.stack([prompts[condition.prompt] for condition in conditions]),
+            source_latents=torch.stack([sources[_source_key(condition)] for condition in conditions]),
             target_cameras=torch.stack(cameras),
-            negative_prompt_embeds=torch.stack(negatives) if negatives else None,
+            negative_prompt_embeds=negative,
         ).to(self.device)
 
-    def _source_latents(self, condition: Condition) -> Tensor:
-        """Return (C, F, H, W) CPU latents; of a video from elsewhere than a file, its pixels are its name."""
+    def _encode_source(self, condition: Condition) -> Tensor:
+        """Return (C, F, H, W) CPU latents; a video without a `source_id` is identified by a hash of its pixels."""
         video = condition.source_video
         return self.encodings.source(condition.source_id or content_key(video), condition.size, lambda: video)
 
@@ -221,8 +222,8 @@ class RecamPolicy:
         """Return (C, F, H, W) of the target latents.
 
         Raises:
-            ValueError: the videos differ in shape, are not 4n+1 frames long, or their sides are no multiples of what
-                codec and patches need.
+            ValueError: the videos differ in size, do not have 4n+1 frames, or height and width are not multiples of
+                the codec's compression times the patch size.
         """
         shapes = {tuple(condition.source_video.shape[1:]) for condition in conditions}
         if len(shapes) != 1:
@@ -241,21 +242,21 @@ class RecamPolicy:
         return self.latent_size((frames, height, width))
 
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int, int]:
-        """Return (C, F, H, W) of the latents of a video of (frames, rows, columns) that fits the model."""
-        frames, rows, columns = size
+        """Return (C, F, H, W) of the latents of a video of (T, h, w), without checking that it fits."""
+        frames, height, width = size
         latent_frames = (frames - 1) // self.codec.temporal + 1
-        return (self.codec.config["z_dim"], latent_frames, rows // self.codec.spatial, columns // self.codec.spatial)
+        return (self.codec.config["z_dim"], latent_frames, height // self.codec.spatial, width // self.codec.spatial)
 
     def tokens(self, size: tuple[int, int, int]) -> int:
-        """Return how many tokens the transformer makes of a target video of (frames, rows, columns)."""
+        """Return the transformer's number of tokens for a target video of (T, h, w)."""
         return math.prod(side // patch for side, patch in zip(self.latent_size(size)[1:], self._patch, strict=True))
 
     @torch.no_grad()
     def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
-        """Return the clean, normalised latents (B, C, F, H, W) of the conditions' true target videos.
+        """Return the clean, normalised latents (B, C, F, H, W) of the ground-truth target videos.
 
         Raises:
-            ValueError: a condition has no target video, or as `latent_shape`.
+            ValueError: a condition has no target video, or as in `latent_shape`.
         """
         self.latent_shape(conditions)
         latents = []
@@ -268,7 +269,7 @@ class RecamPolicy:
         return torch.stack(latents).to(self.device)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """Return the fp32 velocity (B, C, F, H, W), guidance included, for latents at noise levels sigma (B,)."""
+        """Return the fp32 velocity (B, C, F, H, W), guidance included, of latents at noise levels sigma (B,)."""
         if self.guidance_scale == 1.0:
             return self._forward(latents, sigma, conditioning, conditioning.prompt_embeds)
         negative = conditioning.negative_prompt_embeds
@@ -276,38 +277,43 @@ class RecamPolicy:
         doubled = Conditioning.concatenate([conditioning, conditioning])
         prompts = torch.cat([conditioning.prompt_embeds, negative])
         both = self._forward(torch.cat([latents, latents]), torch.cat([sigma, sigma]), doubled, prompts)
-        towards, away = both.chunk(2)
-        return away + self.guidance_scale * (towards - away)
+        conditional, unconditional = both.chunk(2)
+        return unconditional + self.guidance_scale * (conditional - unconditional)
 
     def _forward(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, prompts: Tensor) -> Tensor:
-        # Only a backward pass needs the wrapper that synchronises gradients.
+        # Only a forward with a backward pass needs the wrapper, which synchronises gradients.
         network = self.module if torch.is_grad_enabled() else unwrap(self.module)
         joined = torch.cat([latents, conditioning.source_latents], dim=2)
         with devices.autocast(self.device, self.dtype):
             predicted: Tensor = network(joined, TIMESTEPS * sigma, prompts, conditioning.target_cameras)[0]
-        # What is predicted for the source half has no meaning.
+        # The prediction for the source half is meaningless.
         return predicted[:, :, : latents.shape[2]].float()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return videos (B, 3, T, h, w) fp32 in [0, 1] of final latents (B, C, F, H, W)."""
+        """Return videos (B, 3, T, h, w) fp32 in [0, 1] of clean latents (B, C, F, H, W)."""
         return self.codec.decode(latents)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is that of the policy training started from.
+        """Inside, `velocity` is that of the policy before training.
 
         Raises:
-            ValueError: parameters themselves are trained and no copy was kept.
+            ValueError: there are no adapters, and `keep_reference` was not called.
         """
         if has_lora(self.module):
             with adapters_off(self.module):
                 yield
-        elif self._start is None:
-            raise ValueError("no reference policy was kept; call keep_reference() before training")
+        elif self._reference is None:
+            raise ValueError("there is no copy of the reference policy; call keep_reference() before training")
         else:
-            with swap_parameters(self.trained_parameters(), self._start):
+            with swap_parameters(self.trained_parameters(), self._reference):
                 yield
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters the optimizer moves."""
+        """Return the parameters to optimize, in the network's order."""
         return list(trained_parameters(self.module).values())
+
+
+def _source_key(condition: Condition) -> str | int:
+    """Return a key of the source video among the conditions of one call: copies share the tensor object."""
+    return condition.source_id or id(condition.source_video)

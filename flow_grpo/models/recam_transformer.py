@@ -1,12 +1,13 @@
-"""Wan's transformer with a camera term in every block and the source video beside the target on the frame axis.
+"""ReCamMaster's network (arXiv 2503.11647) on diffusers' `WanTransformer3DModel`.
 
-The network of ReCamMaster (arXiv 2503.11647) on diffusers' `WanTransformer3DModel`. Letters: B rows, C H W latent
-channels, height, width, F latent frames of one video, D model width, S = 2F * tokens per frame, L prompt tokens.
+Every block adds an embedding of the camera, and the source video is concatenated to the target on the frame axis.
+
+Letters: B rows, C H W latent channels, height, width, F latent frames of one video, D model width, S = 2F * tokens per
+frame, L prompt tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flow_grpo.models.part_files import check_part
+from flow_grpo.models.model_files import check_component
 
 CAMERA_MODULES = ("cam_encoder", "projector")
 
@@ -26,7 +27,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class CastingRMSNorm(nn.RMSNorm):
-    """RMSNorm in its input's precision: a trained fp32 weight under autocast would switch the fused kernel off."""
+    """RMSNorm in its input's dtype: an fp32 weight (trained, under autocast) would disable the fused kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x (..., D) over its root mean square, times the weight."""
@@ -35,10 +36,10 @@ class CastingRMSNorm(nn.RMSNorm):
 
 
 class ReCamTransformerBlock(WanTransformerBlock):
-    """A Wan block whose self-attention sees the camera, with a linear map behind that attention.
+    """A Wan block that adds the camera before self-attention and a linear `projector` after it.
 
-    The camera is an argument, not state read by a hook: gradient checkpointing then recomputes every forward with the
-    camera it was called with.
+    The camera is an argument, not module state: gradient checkpointing then recomputes every forward with the camera of
+    that forward.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class ReCamTransformerBlock(WanTransformerBlock):
             encoder_hidden_states: (B, L, D) embedded prompt.
             temb: (B, 6, D) modulation of the timestep.
             rotary_emb: cosines and sines, (1, S, 1, head width) each.
-            camera: (B, F, camera_dim), the target's camera; given to both halves.
-            tokens_per_frame: patches in one latent frame; never derived from S, which may be a shard of the sequence.
+            camera: (B, F, camera_dim), the target's cameras, added to both halves.
+            tokens_per_frame: patches in one latent frame; not derived from S, which may be a shard of the sequence.
         """
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
 
@@ -96,7 +97,7 @@ class ReCamTransformerBlock(WanTransformerBlock):
         return (hidden_states.float() + fed.float() * ff_gate).type_as(hidden_states)
 
     def _add_camera(self, tokens: Tensor, camera: Tensor, tokens_per_frame: int) -> Tensor:
-        """Add one vector per frame to all tokens of that frame, the same in the target and the source half."""
+        """Add one embedding per frame to all tokens of that frame, in both the target and the source half."""
         encoded = rearrange(self.cam_encoder(camera).type_as(tokens), "b f d -> b 1 f 1 d")
         grid = rearrange(tokens, "b (halves f s) d -> b halves f s d", halves=2, s=tokens_per_frame)
         shifted: Tensor = rearrange(grid + encoded, "b halves f s d -> b (halves f s) d")
@@ -106,17 +107,19 @@ class ReCamTransformerBlock(WanTransformerBlock):
 class ReCamTransformer3DModel(WanTransformer3DModel):
     """Wan 2.1 text-to-video transformer with ReCamMaster's camera conditioning.
 
-    Fresh camera modules are zero (`cam_encoder`) and the identity (`projector`), so a new model computes exactly what
-    base Wan computes on the same [target | source] latents.
+    `cam_encoder` is initialized to zero and `projector` to the identity, so a new model computes exactly what base Wan
+    computes on the same [target | source] latents.
     """
 
     _no_split_modules = ["ReCamTransformerBlock"]  # noqa: RUF012 - class attributes of the base class
     _repeated_blocks = ["ReCamTransformerBlock"]  # noqa: RUF012
-    # The base plan would shard the tokens but not the camera, which is one vector per whole frame.
+    # The base class's context-parallel plan would shard the tokens but not the camera, which is per whole frame.
     _cp_plan = None  # type: ignore[assignment]
 
+    # diffusers saves and restores the configuration through this signature: every field of config.json must be a
+    # parameter of its own.
     @register_to_config  # type: ignore[untyped-decorator]
-    def __init__(  # noqa: PLR0913, PLR0917 - register_to_config records the fields that stand in this signature
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         patch_size: tuple[int, ...] = (1, 2, 2),
         num_attention_heads: int = 12,
@@ -143,7 +146,7 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
             )
         if patch_size[0] != 1:
             raise ValueError(f"patch_size is {tuple(patch_size)}, expected (1, h, w): each latent frame has its pose")
-        # num_layers=0: the base class would build blocks only to have them replaced.
+        # num_layers=0: the base class would build blocks that are replaced below.
         super().__init__(
             patch_size=patch_size,
             num_attention_heads=num_attention_heads,
@@ -179,16 +182,16 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
 
         Args:
             hidden_states: (B, C, 2F, H, W) latents, noisy target frames before clean source frames.
-            timestep: (B,) in 0..1000, one per row for all its frames.
+            timestep: (B,) in 0..1000, shared by all frames of a row.
             encoder_hidden_states: (B, L, text_dim) prompt embeddings.
             camera: (B, F, camera_dim), row-major 3x4 of the relative target pose at each latent frame.
-            return_dict: return diffusers' output record instead of a tuple.
+            return_dict: return diffusers' output dataclass instead of a tuple.
 
         Returns:
             A tuple whose only entry is (B, C, 2F, H, W).
 
         Raises:
-            ValueError: when the frames are not twice the camera's, or the size is no multiple of the patch.
+            ValueError: the frames are not twice the camera's, or height and width are not multiples of the patch.
         """
         self._check_shapes(hidden_states, timestep, camera)
         frames, height, width = hidden_states.shape[2:]
@@ -227,48 +230,28 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
         if height % patch_h or width % patch_w:
             raise ValueError(f"latents are {height}x{width}, expected multiples of the patch {patch_h}x{patch_w}")
 
-    @classmethod
-    def from_base_wan(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> ReCamTransformer3DModel:
-        """Build the model from base Wan's configuration and state dict, camera modules at their neutral start.
 
-        `from_pretrained` on a base folder would leave the camera tensors on the meta device with only a warning.
-
-        Args:
-            config: `config` of the base transformer, or its config.json.
-            state: state dict of the base transformer, diffusers names.
-
-        Raises:
-            ValueError: when the state lacks anything but the camera tensors, or holds anything else.
-        """
-        model: ReCamTransformer3DModel = cls(**{k: value for k, value in config.items() if not k.startswith("_")})
-        missing, unexpected = model.load_state_dict(dict(state), strict=False)
-        camera = {name for name in model.state_dict() if set(name.split(".")) & set(CAMERA_MODULES)}
-        if set(missing) != camera or unexpected:
-            raise ValueError(
-                f"not a base Wan state dict: lacks {sorted(set(missing) - camera)[:3]}, has unexpected "
-                f"{list(unexpected)[:3]} and camera tensors {sorted(camera - set(missing))[:3]}; give the "
-                "transformer of a Wan 2.1 T2V checkpoint in diffusers layout"
-            )
-        return model
+def is_camera_weight(name: str) -> bool:
+    """Return whether a weight belongs to the camera modules, which base Wan does not have."""
+    return not set(CAMERA_MODULES).isdisjoint(name.split("."))
 
 
 def stays_fp32(name: str) -> bool:
-    """Tell whether a weight is one that Wan computes in fp32 and diffusers leaves so when it loads in less.
+    """Return whether diffusers keeps a weight in fp32 when the model is loaded in half precision.
 
-    `_keep_in_fp32_modules` are matched by whole words of the name, as diffusers does.
+    As in diffusers, `_keep_in_fp32_modules` match whole dotted components of the name.
     """
     return not set(ReCamTransformer3DModel._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
 
 
 def load_recam_transformer(folder: str | Path, dtype: torch.dtype = torch.float32) -> ReCamTransformer3DModel:
-    """Load a transformer folder in diffusers layout; what Wan keeps in fp32 stays fp32 under another `dtype`.
+    """Load a transformer folder in diffusers layout in `dtype`, except the weights of `stays_fp32`.
 
     Raises:
-        ValueError: when the folder is not of one piece, see `check_part`, holds another model, or its weights are not
-            those of its configuration. diffusers itself would load base Wan with the camera tensors left on the meta
-            device, with only a warning.
+        ValueError: a file is missing or damaged, the folder holds another model, or weights and configuration do not
+            match. diffusers itself would load base Wan with a warning and leave the camera tensors on the meta device.
     """
-    found = check_part(Path(folder)).get("_class_name")
+    found = check_component(Path(folder)).get("_class_name")
     if found != ReCamTransformer3DModel.__name__:
         raise ValueError(
             f"checkpoint of another model: {folder} holds {found}, expected {ReCamTransformer3DModel.__name__}; "
@@ -276,11 +259,11 @@ def load_recam_transformer(folder: str | Path, dtype: torch.dtype = torch.float3
         )
     model: ReCamTransformer3DModel | None = None
     try:
-        model, told = ReCamTransformer3DModel.from_pretrained(
+        model, info = ReCamTransformer3DModel.from_pretrained(
             str(folder), torch_dtype=dtype, use_safetensors=True, output_loading_info=True
         )
-        wrong = sorted({*told["missing_keys"], *told["unexpected_keys"]})
-        problem = f"{len(wrong)} tensors too few or too many such as {wrong[0]}" if wrong else ""
+        wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
+        problem = f"{len(wrong)} missing or unexpected tensors such as {wrong[0]}" if wrong else ""
     except (ValueError, RuntimeError, TypeError, OSError) as error:
         problem = str(error).partition(". If you want")[0]
     if model is None or problem:

@@ -1,4 +1,4 @@
-"""The frozen text encoder, loaded when a prompt first needs it."""
+"""The frozen text encoder, loaded at first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from flow_grpo.models.part_files import check_json, check_part
+from flow_grpo.models.model_files import check_component, check_json
 from flow_grpo.runtime import device as devices
 from flow_grpo.runtime.tensor_store import files_key
 
@@ -23,7 +23,7 @@ class TextEncoder:
 
     Args:
         open_parts: loads network and tokenizer to the CPU.
-        identity: names the weights, for keys of what was encoded.
+        identity: identifies the weights in cache keys of encodings.
         device: where it runs.
         offload: keep the network in CPU memory while it is not in use.
     """
@@ -45,13 +45,13 @@ class TextEncoder:
     def from_folder(
         cls, folder: Path, dtype: torch.dtype, *, device: torch.device, offload: bool = False
     ) -> TextEncoder:
-        """Return the encoder of a model folder's text_encoder/ and tokenizer/; no weights are read yet.
+        """Return the encoder of a model folder's text_encoder/ and tokenizer/, without loading weights.
 
         Raises:
-            ValueError: one of them is not of one piece, see `check_part`.
+            ValueError: a file is missing or damaged.
         """
         parts = folder / "text_encoder", folder / "tokenizer"
-        check_part(parts[0])
+        check_component(parts[0])
         check_json(parts[1])
         identity = f"{files_key(parts[0])} {files_key(parts[1])} {dtype}"
         return cls(lambda: _load(*parts, dtype), identity, device=device, offload=offload)
@@ -69,13 +69,14 @@ class TextEncoder:
             network.requires_grad_(False)
             self._parts = network, tokenizer
         network, tokenizer = self._parts
-        tokens = tokenizer([clean(prompt)], truncation=True, max_length=max_tokens, return_tensors="pt")
-        whole = len(tokenizer(clean(prompt), verbose=False).input_ids)
-        if whole > max_tokens:
+        text = normalize_prompt(prompt)
+        tokens = tokenizer([text], truncation=True, max_length=max_tokens, return_tensors="pt")
+        length = len(tokenizer(text, verbose=False).input_ids)
+        if length > max_tokens:
             _log.warning(
                 "prompt %.60r has %d tokens and is cut to %d; shorten it or raise model.max_prompt_tokens",
                 prompt,
-                whole,
+                length,
                 max_tokens,
             )
         with devices.visiting(network, self._device, stays=not self._offload):
@@ -84,13 +85,13 @@ class TextEncoder:
         return states.float().cpu()
 
 
-def clean(prompt: str) -> str:
-    """Return a prompt as it is encoded: runs of white space become one blank."""
+def normalize_prompt(prompt: str) -> str:
+    """Replace every run of white space by one blank."""
     return " ".join(prompt.split())
 
 
 def _load(text_encoder: Path, tokenizer: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # drawn by every rank over the console
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # every rank would draw one
     network: PreTrainedModel = AutoModelForTextEncoding.from_pretrained(
         str(text_encoder), dtype=dtype, use_safetensors=True
     )
