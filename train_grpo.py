@@ -32,7 +32,8 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.adapters import Ema
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.policy import Policy
+from flow_grpo.models.registry import build_policy
 from flow_grpo.preflight import doctor_fast, dry_run
 from flow_grpo.preflight.fake_policy import outline, without_memory
 from flow_grpo.preflight.plan import as_text, largest_size, make_plan
@@ -211,7 +212,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     path = resume.find(config.resume, run_folder / "checkpoints", ranks=ranks)
     with raise_on_all_ranks(ranks):
         train, held_out = splits(config)
-        policy = RecamPolicy.from_config(config.model, config.sample, device)
+        policy = build_policy(config, device)
         check_sizes(policy, train, held_out)
         rewards = parts.build_rewards(config, config.reward.weights, ranks)
         cameras = pooled(train.cameras())
@@ -247,7 +248,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
 
 
 def distribute_model(
-    config: Config, policy: RecamPolicy, train: MultiCamDataset, device: torch.device, ranks: Ranks
+    config: Config, policy: Policy, train: MultiCamDataset, device: torch.device, ranks: Ranks
 ) -> RunState:
     """Distribute the policy's network and its optimizer over the ranks, and return the run's state.
 
@@ -313,7 +314,7 @@ def splits(config: Config) -> tuple[MultiCamDataset, MultiCamDataset]:
     return train, held_out
 
 
-def check_sizes(policy: RecamPolicy, *data_sets: MultiCamDataset) -> None:
+def check_sizes(policy: Policy, *data_sets: MultiCamDataset) -> None:
     """Read one condition of every video size in every data set; ValueError for a size that the model cannot take."""
     for data in data_sets:
         for index in {data.structure(index): index for index in range(len(data))}.values():

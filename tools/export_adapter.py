@@ -3,9 +3,9 @@
     python tools/export_adapter.py --config config/grpo.py:my_recam_8npu \
         --checkpoint outputs/first/checkpoints/checkpoint_000010 --out adapter_10
 
-The folder is for `tools/generate.py`, plain diffusers and other users of adapters; the run may still be training. If the
-run averages weights (EMA), the averages are exported. Give the recipe and the knobs of the run. Exit code: 0, or 2 for
-unusable arguments.
+The folder is for `tools/generate.py`, plain diffusers and other users of adapters; the run may still be training. If
+the run averages weights (EMA), the averages are exported. Give the recipe and the knobs of the run. Exit code: 0, or 2
+for unusable arguments.
 """
 
 from __future__ import annotations

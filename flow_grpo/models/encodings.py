@@ -20,9 +20,8 @@ from flow_grpo.runtime.tensor_store import TensorStore
 
 Size: TypeAlias = tuple[int, int, int]
 
-PREPROCESSING = (
-    "fit 1"  # part of the key: change it when `data.video_io` changes how videos are read, resized or cropped
-)
+# Part of the key: change it when `data.video_io` changes how videos are read, resized or cropped.
+PREPROCESSING = "fit 1"
 
 
 class Encodings:

@@ -29,7 +29,7 @@ class Policy(Protocol):
         ...
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
-        """Return (C, F, H, W) of the target latents; ValueError if the videos differ in size or do not fit the model."""
+        """Return (C, F, H, W) of the target latents; ValueError if videos differ in size or do not fit the model."""
         ...
 
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int, int]:
