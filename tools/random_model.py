@@ -1,11 +1,11 @@
-"""Write a ReCam model folder with random weights: whole runs can then be tried without the published ones.
+"""Write a ReCam model folder with random weights, to try whole runs without the published ones.
 
     python tools/random_model.py --out models/random                       # the size of Wan2.1-T2V-1.3B
     python tools/random_model.py --out models/small --heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 \
         --codec small                                                       # runs on a CPU
 
-Speed, the memory of transformer and codec, ranks and files are then those of a real run; what it samples is noise. The
-camera, the prompt and the source still change it, all numbers stay of order one, and prompts are read byte by byte.
+Speed, memory of transformer and codec, ranks and files are those of a real run, but samples are noise. Velocities are
+of order one and depend on camera, prompt and source video; the tokenizer works on bytes.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp
 
 RECORD = "random_model.json"
 SPECIAL = ("<pad>", "</s>", "<unk>")
-# Both 16 channels, 4x in time and 8x in space; the first is what diffusers knows as Wan 2.1's own configuration.
+# Both have 16 channels and compress 4x in time, 8x in space; diffusers' defaults are Wan 2.1's own configuration.
 CODECS: dict[str, dict[str, Any]] = {"wan": {}, "small": {"base_dim": 4, "num_res_blocks": 1}}
-CAMERA_STD = 0.3  # of cam_encoder's weights: beside tokens of size one, poses in metres are then heard
-GATE_STD = 0.3  # of scale_shift_table, which among others says how much of a block's result is added
-PIXEL_STD = 0.5  # of decoded videos, which end at -1 and 1
-CLIPS = WorldSpec(seed=13, scenes={}, height=32, width=32)  # what a codec's scales are measured on
+CAMERA_STD = 0.3  # of cam_encoder's weights: poses in metres then matter against normalised tokens
+GATE_STD = 0.3  # of scale_shift_table, which contains the gates of the residual branches
+PIXEL_STD = 0.5  # of decoded videos, which are clamped to [-1, 1]
+CLIPS = WorldSpec(seed=13, scenes={}, height=32, width=32)  # for measuring the codec's output statistics
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large a model is.
+    """Sizes of the networks, the command line's options.
 
     Attributes:
         heads: attention heads of the transformer.
-        head_dim: width of each; heads * head_dim is the transformer's width.
-        layers: its blocks.
-        ffn: width inside its feed-forward parts.
+        head_dim: their width; the model width is heads * head_dim.
+        layers: blocks of the transformer.
+        ffn: hidden width of its feed-forward layers.
         text_dim: width of the prompt embeddings.
-        dtype: fp32 | bf16, of transformer and text encoder; the codec is always fp32.
-        codec: a name of `CODECS`.
+        dtype: fp32 or bf16, of transformer and text encoder; the codec is fp32.
+        codec: a name in `CODECS`.
         seed: of all weights.
     """
 
@@ -72,24 +72,20 @@ class Sizes:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what no network can be built of.
-
-        Raises:
-            ValueError: naming option, value and bound.
-        """
+        """Raise a ValueError with option, value and bound if no network has these sizes."""
         for name in ("heads", "layers", "ffn", "text_dim"):
             if getattr(self, name) < 1:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option}: got {getattr(self, name)}, must be at least 1")
         if self.head_dim < 6 or self.head_dim % 2:
             raise ValueError(
-                f"--head-dim: got {self.head_dim}, must be even and at least 6, since positions in time, height and "
-                "width each turn pairs of it; for example --head-dim 16"
+                f"--head-dim: got {self.head_dim}, must be even and at least 6, because rotary embeddings of time, "
+                "height and width each rotate pairs of it; for example --head-dim 16"
             )
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the folder and say in one line what it holds; return 0, or 2 for a request that cannot be met."""
+    """Write the folder, print one line about it, and return the exit code: 0, or 2 for unusable arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
     choices = {"dtype": sorted(DTYPES), "codec": sorted(CODECS)}
@@ -112,10 +108,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
-    """Write the four parts and their record, whole or not at all, and return the record.
+    """Write the four components and their record under a temporary name, rename it to `out`, and return the record.
 
     Raises:
-        ValueError: the folder holds something, or is a file.
+        ValueError: `out` is a file or a folder that is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} already exists and is not an empty folder; choose another or delete it")
@@ -138,7 +134,7 @@ def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
             "note": "the text encoder is small whatever --text-dim says; Wan's own takes another 11 GiB",
         }
         (partial / RECORD).write_text(json.dumps(record, indent=1))
-        partial.rename(out)  # also onto an empty folder
+        partial.rename(out)  # works on an empty folder, too
     except BaseException:
         shutil.rmtree(partial)
         raise
@@ -146,10 +142,7 @@ def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def build_parts(sizes: Sizes) -> dict[str, Any]:
-    """Return the four parts by the names of their folders, a pure function of the sizes.
-
-    The caller's random state is left as it was.
-    """
+    """Return the four components by folder name: a pure function of the sizes that keeps the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sizes.seed)
         tokenizer = build_tokenizer()
@@ -162,10 +155,10 @@ def build_parts(sizes: Sizes) -> dict[str, Any]:
 
 
 def build_transformer(sizes: Sizes) -> ReCamTransformer3DModel:
-    """Return Wan 2.1's transformer at another size.
+    """Return Wan 2.1's transformer at another size, with larger gates and camera weights.
 
-    Its own start gives velocities of order one at any size, but the wider it is the less its blocks add to what passes
-    by them, and the camera adds nothing: both are lifted.
+    The default initialization gives velocities of order one at any size, but wide blocks add little to the residual
+    stream, and the camera nothing.
     """
     shape = {
         "num_attention_heads": sizes.heads,
@@ -187,10 +180,10 @@ def build_transformer(sizes: Sizes) -> ReCamTransformer3DModel:
 
 @torch.no_grad()
 def build_codec(name: str) -> AutoencoderKLWan:
-    """Return a codec whose normalised latents have mean 0 and deviation 1, and whose videos fill most of -1..1.
+    """Return a codec whose normalised latents have mean 0 and standard deviation 1, and whose videos fill [-1, 1].
 
-    A fresh one gives latents far from what `latents_mean` and `latents_std` say, and nearly grey videos, in which
-    rewards could not tell copies apart; the last map of each half is scaled on a few clips to mend both.
+    A freshly initialized codec matches neither `latents_mean` nor `latents_std`, and decodes to nearly grey videos that
+    rewards cannot tell apart. The last convolution of each half is rescaled on a few clips to correct both.
     """
     codec: AutoencoderKLWan = AutoencoderKLWan(**CODECS[name]).eval()
     mean, std = torch.tensor(codec.config["latents_mean"]), torch.tensor(codec.config["latents_std"])
@@ -205,11 +198,11 @@ def build_codec(name: str) -> AutoencoderKLWan:
 
 
 def _rescale(convolution: nn.Conv3d, call: Callable[[], object], mean: Tensor, std: Tensor) -> Tensor:
-    """Give the first channels (B, channels, ...) of a convolution's outputs another mean and deviation (channels,).
+    """Rescale a convolution so that its first C output channels get a mean and standard deviation (C,).
 
-    Returns what these outputs were during `call`, before the change.
+    Returns these outputs (B, C, ...) as they were in `call`, before the change.
     """
-    seen: list[Tensor] = []  # one entry per chunk of frames, and not yet cut at -1 and 1
+    seen: list[Tensor] = []  # one entry per chunk of frames, before clamping
     hook = convolution.register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach()))
     call()
     hook.remove()
@@ -224,7 +217,7 @@ def _rescale(convolution: nn.Conv3d, call: Callable[[], object], mean: Tensor, s
 
 
 def build_text_encoder(sizes: Sizes, vocabulary: int) -> UMT5EncoderModel:
-    """Return two UMT5 layers: as wide as asked where they meet the transformer, narrow inside."""
+    """Return two UMT5 layers with outputs of width `text_dim` and narrow inner layers."""
     config = UMT5Config(
         vocab_size=vocabulary,
         d_model=sizes.text_dim,
@@ -243,7 +236,7 @@ def build_text_encoder(sizes: Sizes, vocabulary: int) -> UMT5EncoderModel:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes that ends every prompt with </s>: any language's prompts stay distinct."""
+    """Return a byte-level tokenizer that ends every prompt with </s>; prompts in any language stay distinct."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate((*SPECIAL, *alphabet))}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

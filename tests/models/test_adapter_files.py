@@ -1,4 +1,4 @@
-"""What was trained, as files: back to the same model here, and into plain diffusers."""
+"""Saved adapters: they load here into the same model, and into plain diffusers."""
 
 from __future__ import annotations
 
@@ -23,27 +23,19 @@ from tests.tiny_models import CPU, tiny_transformer
 from tests.workers import run_ranks
 
 
-@pytest.mark.parametrize("mode", ["lora", "camera"])
-def test_a_saved_adapter_gives_the_same_model_on_a_fresh_transformer(mode, tmp_path):
-    model = trained_model(trained=mode)
-    move(model)
-    adapter_files.save_adapter(types.SimpleNamespace(module=model), tmp_path / "adapter")
-    assert (tmp_path / "adapter" / adapter_files.LORA_FILE).is_file() == (mode == "lora")
-    loaded = adapter_files.load_adapter(tiny_transformer(), tmp_path / "adapter")
-    assert torch.equal(output(loaded), output(model))
-    assert not torch.equal(output(loaded), output(tiny_transformer()))
-
-
-def test_a_whole_transformer_is_loaded_in_the_precision_asked_for(tmp_path):
-    model = trained_model(trained="camera")
-    adapter_files.save_adapter(types.SimpleNamespace(module=model), tmp_path)
-    loaded = adapter_files.load_adapter(tiny_transformer(), tmp_path, torch.bfloat16)
-    assert loaded.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
-
-
 def saved(model: nn.Module, folder: Path) -> Path:
     adapter_files.save_adapter(types.SimpleNamespace(module=model), folder)
     return folder
+
+
+def test_without_lora_the_whole_transformer_is_saved_and_loads_in_the_dtype_asked_for(tmp_path):
+    model = trained_model(trained="camera")
+    move(model)
+    folder = saved(model, tmp_path / "adapter")
+    assert not (folder / adapter_files.LORA_FILE).is_file()
+    assert torch.equal(output(adapter_files.load_adapter(tiny_transformer(), folder)), output(model))
+    half = adapter_files.load_adapter(tiny_transformer(), folder, torch.bfloat16)
+    assert half.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
 
 
 WITH_PROJECTOR = r"blocks\.\d+\.(attn1\.(to_q|to_k|to_v|to_out\.0)|projector)"
@@ -52,7 +44,7 @@ WITH_PROJECTOR = r"blocks\.\d+\.(attn1\.(to_q|to_k|to_v|to_out\.0)|projector)"
 @pytest.mark.parametrize("targets", [SELF_ATTENTION, WITH_PROJECTOR, r"blocks\.\d+\.projector"])
 @torch.no_grad()
 def test_plain_wan_takes_all_of_an_adapter_but_the_camera_modules(targets, tmp_path, caplog):
-    """Camera modules are neutral here, so that both networks compute the same where what they share is the same."""
+    """With neutral camera modules both networks compute the same from the same shared weights."""
     model = tiny_transformer(neutral=True)
     adapters.apply_training_mode(model, dataclasses.replace(LORA, lora_targets=targets))
     move(model)
@@ -69,14 +61,14 @@ def test_plain_wan_takes_all_of_an_adapter_but_the_camera_modules(targets, tmp_p
     changed = not torch.equal(output(model), output(tiny_transformer(neutral=True)))
     assert changed == ("attn1" in targets)
     stored = load_file(folder / adapter_files.LORA_FILE)
-    assert all(".attn1." in name and ".lora_" in name for name in stored)  # what a pipeline insists on
+    assert all(".attn1." in name and ".lora_" in name for name in stored)  # as diffusers' pipelines require
     assert {path.name for path in folder.iterdir()} == {adapter_files.LORA_FILE, adapter_files.CAMERA_FILE}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("targets", [SELF_ATTENTION, WITH_PROJECTOR, r"blocks\.\d+\.projector"])
 @torch.no_grad()
-def test_a_loaded_adapter_has_the_velocity_that_was_trained_bit_for_bit(targets, dtype, tmp_path):
+def test_a_loaded_adapter_computes_what_was_trained_bit_for_bit(targets, dtype, tmp_path):
     tiny_transformer().save_pretrained(str(tmp_path / "start"))
     model = load_recam_transformer(tmp_path / "start", dtype)
     adapters.apply_training_mode(model, dataclasses.replace(LORA, lora_targets=targets))
@@ -85,9 +77,10 @@ def test_a_loaded_adapter_has_the_velocity_that_was_trained_bit_for_bit(targets,
     loaded = adapter_files.load_adapter(load_recam_transformer(tmp_path / "start", dtype), folder)
     with devices.autocast(torch.device("cpu"), dtype):
         assert torch.equal(output(loaded), output(model))
+        assert not torch.equal(output(loaded), output(tiny_transformer()))
 
 
-def test_an_adapter_of_one_file_as_it_was_written_before_loads(tmp_path):
+def test_an_older_adapter_with_everything_in_one_file_loads(tmp_path):
     model = trained_model(lora_targets=WITH_PROJECTOR)
     move(model)
     model.save_lora_adapter(str(tmp_path), weight_name=adapter_files.LORA_FILE)
@@ -107,7 +100,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     assert not adapters.has_lora(wider)
 
 
-def test_an_adapter_with_a_part_missing_or_torn_is_refused(tmp_path):
+def test_an_adapter_with_a_missing_or_damaged_file_is_refused(tmp_path):
     folder = saved(trained_model(), tmp_path)
     file = folder / adapter_files.CAMERA_FILE
     file.write_bytes(file.read_bytes()[:100])

@@ -1,7 +1,8 @@
-"""What is trained, saved, switched off and averaged."""
+"""Training modes, trained state, disabled adapters, and the moving average."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 
@@ -66,30 +67,19 @@ def test_lora_reaches_self_attention_only_and_trains_cam_encoder_in_full():
     assert len(adapters.trained_parameters(model)) == 2 * len([*layers, *camera])
 
 
-def test_lora_may_stand_alone():
+def test_lora_without_full_modules_trains_adapters_only():
     assert not any("modules_to_save" in name for name in names(trained_model(lora_full_modules=())))
 
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [
-        ("camera", {"cam_encoder"}),
-        ("attention", {"cam_encoder", "projector", "attn1"}),
-    ],
+    [("camera", {"cam_encoder"}), ("attention", {"cam_encoder", "projector", "attn1"}), ("full", None)],
 )
 def test_the_other_modes_train_parameters_themselves(mode, expected):
     model = trained_model(trained=mode)
-    assert {name.split(".")[0] for name in names(model)} == expected
     assert not adapters.has_lora(model)
-
-
-def test_attention_mode_trains_query_and_key_norms_too():
-    assert {"attn1.norm_q.weight", "attn1.norm_k.weight"} <= names(trained_model(trained="attention"))
-
-
-def test_full_mode_trains_everything():
-    model = trained_model(trained="full")
-    assert all(parameter.requires_grad for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (expected is None or bool(expected & set(name.split("."))))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +102,7 @@ def test_what_adapters_are_attached_to_is_listed():
     assert adapters.adapted_modules(trained_model(trained="camera")) == []
 
 
-def test_the_adapters_start_neutral_and_alike_whatever_the_seed():
+def test_adapters_start_neutral_and_identical_whatever_the_global_seed():
     start = output(tiny_transformer())
     torch.manual_seed(1)
     first = trained_model()
@@ -136,22 +126,6 @@ def test_there_is_no_dropout_and_no_training_mode():
     model = trained_model()
     assert not any(module.training for module in model.modules())
     assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
-
-
-def test_lora_b_gets_a_gradient_first_and_a_after_one_update():
-    model = trained_model()
-    parameters = adapters.trained_parameters(model)
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
-
-    def largest(side: str) -> float:
-        return max(float(p.grad.abs().max()) for name, p in parameters.items() if f"lora_{side}" in name)
-
-    model(*inputs())[0].square().mean().backward()
-    assert largest("A") == 0 and largest("B") > 0
-    optimizer.step()
-    optimizer.zero_grad()
-    model(*inputs())[0].square().mean().backward()
-    assert largest("A") > 0
 
 
 @pytest.mark.parametrize("mode", ["lora", "camera", "full"])
@@ -187,24 +161,17 @@ def test_loading_a_state_that_does_not_fit_is_refused_and_changes_nothing(change
     assert all(torch.equal(value, before[name]) for name, value in adapters.trained_state(model).items())
 
 
-def test_adapters_off_is_the_start_in_lora_and_in_modules_trained_in_full():
+@pytest.mark.parametrize("error", [False, True])
+def test_disabled_adapters_give_the_start_and_come_back_even_after_an_error(error):
     model = trained_model()
     move(model)
     moved = output(model)
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    with adapters.adapters_off(model):
+    with contextlib.suppress(ZeroDivisionError), adapters.adapters_off(model):
         assert torch.equal(output(model), output(tiny_transformer()))
+        assert 1 / (not error)
     assert torch.equal(output(model), moved)
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
-
-
-def test_adapters_come_back_after_an_error_inside():
-    model = trained_model()
-    move(model)
-    moved = output(model)
-    with pytest.raises(RuntimeError), adapters.adapters_off(model):
-        raise RuntimeError
-    assert torch.equal(output(model), moved)
 
 
 def test_the_average_follows_its_formula_from_the_start_values():
@@ -221,7 +188,7 @@ def test_the_average_follows_its_formula_from_the_start_values():
         assert parameter.tolist() == value
 
 
-def test_an_average_goes_on_exactly_after_its_state_was_saved_and_loaded():
+def test_an_average_resumes_exactly_from_its_saved_state():
     first, second = trained_model(trained="camera"), trained_model(trained="camera")
     averages = [adapters.Ema(list(adapters.trained_parameters(m).values()), 0.5) for m in (first, second)]
     move(first)
@@ -234,13 +201,10 @@ def test_an_average_goes_on_exactly_after_its_state_was_saved_and_loaded():
         average.update()
     with averages[0].applied(), averages[1].applied():
         assert torch.equal(output(first), output(second))
-    assert not torch.equal(state["0"], averages[0].state_dict()["0"])  # a copy, which later updates leave alone
+    assert not torch.equal(state["0"], averages[0].state_dict()["0"])  # a copy
 
 
-def test_an_average_refuses_states_and_decays_that_do_not_fit():
-    ema = adapters.Ema([nn.Parameter(torch.zeros(2))], 0.5)
-    for state in ({}, {"0": torch.zeros(3)}, {"0": torch.zeros(2), "1": torch.zeros(2)}):
-        with pytest.raises(ValueError, match="EMA state holds"):
-            ema.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"must be in \(0, 1\)"):
-        adapters.Ema([], 1.0)
+@pytest.mark.parametrize("state", [{}, {"0": torch.zeros(3)}, {"0": torch.zeros(2), "1": torch.zeros(2)}])
+def test_an_average_refuses_a_state_that_does_not_fit(state):
+    with pytest.raises(ValueError, match="EMA state holds"):
+        adapters.Ema([nn.Parameter(torch.zeros(2))], 0.5).load_state_dict(state)

@@ -22,7 +22,7 @@ def video(seed: int = 0, rows: int = 16) -> torch.Tensor:
 
 
 def test_halves_from_a_folder_compute_what_the_whole_network_does(folder):
-    codec, whole = Codec.from_folder(folder, device=CPU), Codec.of(tiny_vae(), device=CPU)
+    codec, whole = Codec.from_folder(folder, device=CPU), Codec.from_network(tiny_vae(), device=CPU)
     latents = codec.encode(video())
     assert torch.equal(latents, whole.encode(video()))
     assert torch.equal(codec.decode(latents[None]), whole.decode(latents[None]))
@@ -40,7 +40,7 @@ def test_each_half_is_read_when_it_is_first_used_and_only_that(folder, tmp_path)
     assert codec.loaded == ()
     assert codec.decode(torch.zeros(1, 4, 2, 4, 6)).shape == (1, 3, 5, 16, 24)
     assert codec.loaded == ("decoder",)
-    with pytest.raises(ValueError, match=r"lacks \d+ tensors of the encoder .*fetch vae/ again"):
+    with pytest.raises(ValueError, match=r"lacks \d+ tensors of the encoder .*download vae/ again"):
         codec.encode(video())
 
 
@@ -82,3 +82,10 @@ def test_tiles_give_the_pictures_of_the_whole_but_for_their_seams(folder):
     pictures = [codec.decode(one[None]) for codec in (plain, tiled)]
     assert pictures[0].shape == pictures[1].shape == (1, 3, 5, 16, 320)
     assert (pictures[0] - pictures[1]).abs().mean() < 0.05
+
+
+def test_scale_factors_that_the_layers_do_not_have_are_refused():
+    vae = tiny_vae()
+    vae.register_to_config(scale_factor_spatial=8)
+    with pytest.raises(ValueError, match=r"\(4, 8\), its layers compress by \(4, 4\)"):
+        Codec.from_network(vae, device=CPU)

@@ -1,11 +1,13 @@
-"""Encodings on disk: cached equals fresh, keys follow content, and a warm cache loads no encoder."""
+"""Cached encodings equal fresh ones, keys follow content, and a warm cache loads no encoder."""
 
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flow_grpo.models.recam_policy import RecamPolicy, load_networks
 from flow_grpo.runtime.tensor_store import TensorStore
@@ -20,7 +22,7 @@ def folder(tmp_path_factory) -> str:
 
 def policy(folder: str, cache, **settings) -> RecamPolicy:
     networks = load_networks(folder, torch.float32, CPU)
-    return RecamPolicy(networks, max_prompt_tokens=6, device=CPU, store=TensorStore(cache), **settings)
+    return RecamPolicy(networks, device=CPU, store=TensorStore(cache), **{"max_prompt_tokens": 6, **settings})
 
 
 CONDITIONS = [condition(0, prompt="a room"), condition(1, prompt="pan left"), condition(0, slot=1, prompt="a room")]
@@ -39,35 +41,23 @@ def test_cached_equals_fresh_bit_for_bit_and_a_warm_cache_loads_no_encoder(folde
     assert kinds == {"sources": 2, "prompts": 3}
 
 
-def test_the_padding_of_a_prompt_is_not_kept(folder, tmp_path):
-    made = policy(folder, tmp_path)
-    made.encode(CONDITIONS)
-    store = TensorStore(tmp_path)
-    entry = store.get("prompts", made.encodings._prompt_key("a  room "), lambda: torch.zeros(0))
-    assert entry.shape == (3, 16)  # a, room, </s>
+def test_a_prompt_is_stored_without_padding(folder, tmp_path):
+    policy(folder, tmp_path).encodings.prompt("a  room ")
+    (file,) = (tmp_path / "prompts").rglob("*.safetensors")
+    assert load_file(file)["value"].shape == (3, 16)  # a, room, </s>
 
 
-def test_videos_of_one_content_share_an_entry_whatever_they_are_called(folder):
-    made, calls = policy(folder, None), []
-    encode = made.codec.encode
-    made.codec.encode = lambda video: calls.append(0) or encode(video)
-    renamed = dataclasses.replace(condition(0), index=7, scene="other", source_camera="cam09")
-    made.encode([condition(0), renamed])
-    assert len(calls) == 1
-    made.encode([dataclasses.replace(condition(0), source_video=1 - condition(0).source_video)])
-    assert len(calls) == 2
-
-
-def test_a_source_id_stands_for_the_pixels_at_one_size(folder):
-    made, calls = policy(folder, None), []
-    encode = made.codec.encode
-    made.codec.encode = lambda video: calls.append(0) or encode(video)
-    one = dataclasses.replace(condition(0), source_id="x")
-    made.encode([one])
-    made.encode([dataclasses.replace(condition(1), source_id="x")])
-    assert len(calls) == 1
-    made.encode([dataclasses.replace(condition(1, size=(9, 16, 24)), source_id="x")])
-    assert len(calls) == 2
+def test_videos_are_identified_by_their_pixels_or_by_source_id_and_size(folder):
+    made = policy(folder, None)
+    made.codec.encode = Mock(wraps=made.codec.encode)
+    first = condition(0)
+    elsewhere = dataclasses.replace(first, index=7, scene="other", source_camera="cam09")
+    named = [dataclasses.replace(condition(index), source_id="x") for index in (0, 1)]
+    larger = dataclasses.replace(condition(1, size=(9, 16, 24)), source_id="x")
+    expected = [(first, 1), (elsewhere, 1), (dataclasses.replace(first, source_video=1 - first.source_video), 2)]
+    for one, count in [*expected, (named[0], 3), (named[1], 3), (larger, 4)]:
+        made.encode([one])
+        assert made.codec.encode.call_count == count
 
 
 def test_another_encoder_or_length_makes_its_own_entries(folder, tmp_path):
@@ -75,17 +65,12 @@ def test_another_encoder_or_length_makes_its_own_entries(folder, tmp_path):
     other = policy(make_tiny_folder(tmp_path / "model", seed=1), tmp_path / "cache")
     other.encode(CONDITIONS)
     assert other.codec.loaded and other.texts.loaded
-    shorter = RecamPolicy(
-        load_networks(folder, torch.float32, CPU),
-        max_prompt_tokens=2,
-        device=CPU,
-        store=TensorStore(tmp_path / "cache"),
-    )
+    shorter = policy(folder, tmp_path / "cache", max_prompt_tokens=2)
     shorter.encode(CONDITIONS)
     assert shorter.texts.loaded and not shorter.codec.loaded
 
 
-def test_knows_says_whether_nothing_is_left_to_encode(folder, tmp_path):
+def test_a_precomputed_video_or_prompt_is_known_until_its_file_is_damaged(folder, tmp_path):
     made = policy(folder, tmp_path)
     one = dataclasses.replace(condition(0), source_id="x")
     known = made.encodings

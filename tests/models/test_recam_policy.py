@@ -1,4 +1,4 @@
-"""The policy around the transformer: encoding once, one clock, guidance inside, the start policy on demand."""
+"""The ReCam policy: encoding, timesteps, guidance, the reference policy, loading, compute settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import types
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,14 +14,13 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.transformers import transformer_wan
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
-from flow_grpo.models import recam_policy
-from flow_grpo.models.adapters import apply_training_mode, trained_parameters
-from flow_grpo.models.codec import Codec
-from flow_grpo.models.recam_policy import RecamPolicy, load_networks
+from flow_grpo.models.adapters import apply_training_mode
+from flow_grpo.models.recam_policy import RecamPolicy, apply_compute_settings, load_networks
 from flow_grpo.records import Condition
-from flow_grpo.settings.schema import SampleConfig
+from flow_grpo.runtime.tensor_store import TensorStore
 from tests.models.test_adapters import LORA
 from tests.tiny_models import (
+    CPU,
     make_tiny_folder,
     tiny_networks,
     tiny_text_encoder,
@@ -28,26 +28,7 @@ from tests.tiny_models import (
     tiny_transformer,
     tiny_vae,
 )
-
-CPU = torch.device("cpu")
-SAMPLE = SampleConfig(
-    k=2,
-    num_image_per_prompt=2,
-    train_batch_size=2,
-    num_batches_per_epoch=1,
-    num_steps=4,
-    shift=5.0,
-    sde="constant",
-    noise_level=0.3,
-    max_step_std=None,
-    sde_steps=(0, 1),
-    sde_window=0,
-    guidance_scale=1.0,
-    negative_prompt="",
-    layout="spread",
-    offload=False,
-    same_initial_noise=False,
-)
+from tests.toy import sample_config
 
 
 def condition(
@@ -76,47 +57,36 @@ def policy(*, mode: str | None = None, **settings) -> RecamPolicy:
     return RecamPolicy(parts, max_prompt_tokens=6, device=CPU, **settings)
 
 
-class Counter:
-    """Stands before a callable and remembers what it was called with."""
-
-    def __init__(self, wrapped) -> None:
-        self.wrapped = wrapped
-        self.calls: list[tuple] = []
-
-    def __call__(self, *arguments, **keywords):
-        self.calls.append(arguments)
-        return self.wrapped(*arguments, **keywords)
-
-
 def noisy(made: RecamPolicy, conditions) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(7)
     rows = len(conditions)
     return torch.randn((rows, *made.latent_shape(conditions)), generator=draw), torch.linspace(0.2, 0.9, rows)
 
 
-def test_each_distinct_condition_and_prompt_is_encoded_once_even_over_batches():
+def test_each_distinct_video_and_prompt_is_encoded_once_even_over_batches():
     made = policy()
-    made.codec.encode, made.texts.embed = Counter(made.codec.encode), Counter(made.texts.embed)
+    made.codec.encode, made.texts.embed = Mock(wraps=made.codec.encode), Mock(wraps=made.texts.embed)
     first = made.encode([condition(0), condition(0, slot=1), condition(1, prompt="pan left")])
     made.encode([condition(1, slot=1, prompt="pan left"), condition(2)])
-    assert len(made.codec.encode.calls) == 3
-    assert len(made.texts.embed.calls) == 2
+    assert made.codec.encode.call_count == 3
+    assert made.texts.embed.call_count == 2
     assert torch.equal(first.source_latents[0], first.source_latents[1])
 
 
-def test_nothing_is_loaded_before_it_is_used():
-    made = policy()
-    assert made.codec.loaded == () and not made.texts.loaded
-    encoded = made.encode([condition(0)])
-    assert made.codec.loaded == ("encoder",) and made.texts.loaded
-    made.decode(encoded.source_latents)
-    assert made.codec.loaded == ("encoder", "decoder")
+def test_a_call_encodes_each_video_and_prompt_once_however_few_the_store_keeps():
+    made = policy(guidance_scale=2.0, store=TensorStore(kept=1))
+    made.codec.encode, made.texts.embed = Mock(wraps=made.codec.encode), Mock(wraps=made.texts.embed)
+    group = [condition(0), condition(1, prompt="pan left")]
+    named = [dataclasses.replace(condition(index), source_id=f"video {index}") for index in (2, 3)]
+    rows = made.encode([*group, *named, *group, *named]).source_latents
+    assert made.codec.encode.call_count == 4
+    assert made.texts.embed.call_count == 3  # the negative prompt, too
+    assert torch.equal(rows[:4], rows[4:]) and len({float(row.sum()) for row in rows}) == 4
 
 
-def test_one_index_of_two_splits_is_two_conditions():
-    made = policy()
-    train = dataclasses.replace(condition(1), index=0)
-    rows = made.encode([condition(0), train]).source_latents
+def test_the_same_index_of_two_splits_is_two_conditions():
+    other = dataclasses.replace(condition(1), index=0)
+    rows = policy().encode([condition(0), other]).source_latents
     assert not torch.equal(rows[0], rows[1])
 
 
@@ -132,7 +102,7 @@ def test_rows_keep_the_order_of_the_conditions():
         assert torch.equal(together.target_cameras[row : row + 1], alone.target_cameras)
 
 
-def test_the_source_is_the_codecs_mean_normalised_per_channel_and_decoding_undoes_that():
+def test_source_latents_are_the_codecs_mean_normalised_per_channel_and_decode_inverts_that():
     made = policy()
     encoded = made.encode([condition(0)])
     assert encoded.source_latents.shape == (1, *made.latent_shape([condition(0)])) == (1, 4, 2, 4, 6)
@@ -166,20 +136,16 @@ def test_prompts_are_embedded_as_wans_pipeline_embeds_them():
     assert encoded.prompt_embeds[0, 4:].abs().max() == 0
 
 
-def test_long_prompts_are_cut():
-    assert policy().encode([condition(prompt="a room " * 9)]).prompt_embeds.shape == (1, 6, 16)
-
-
-def test_the_transformer_sees_target_and_source_and_a_thousand_sigma():
+def test_the_transformer_is_given_target_and_source_latents_and_1000_sigma():
     made = policy()
     conditions = [condition(0), condition(1)]
     encoded = made.encode(conditions)
     latents, sigma = noisy(made, conditions)
     network = made.module
-    network.forward = Counter(network.forward)
+    network.forward = Mock(wraps=network.forward)
     with torch.no_grad():
         velocity = made.velocity(latents, sigma, encoded)
-    joined, timestep, prompts, cameras = network.forward.calls[0]
+    joined, timestep, prompts, cameras = network.forward.call_args.args
     assert torch.equal(joined[:, :, :2], latents) and torch.equal(joined[:, :, 2:], encoded.source_latents)
     assert torch.equal(timestep, 1000 * sigma) and timestep.dtype == torch.float32
     assert prompts is encoded.prompt_embeds and cameras is encoded.target_cameras
@@ -188,13 +154,13 @@ def test_the_transformer_sees_target_and_source_and_a_thousand_sigma():
         assert torch.equal(velocity, network(joined, timestep, prompts, cameras)[0][:, :, :2])
 
 
-def test_guidance_at_one_is_one_forward_of_the_rows_and_no_negative_prompt():
+def test_guidance_scale_one_is_one_forward_without_a_negative_prompt():
     made = policy()
     encoded = made.encode([condition(0)])
     assert encoded.negative_prompt_embeds is None
-    made.module.forward = Counter(made.module.forward)
+    made.module.forward = Mock(wraps=made.module.forward)
     made.velocity(*noisy(made, [condition(0)]), encoded)
-    assert [call[0].shape[0] for call in made.module.forward.calls] == [1]
+    assert [call.args[0].shape[0] for call in made.module.forward.call_args_list] == [1]
 
 
 @torch.no_grad()
@@ -223,7 +189,7 @@ def test_velocity_is_bit_equal_with_and_without_gradient(guidance):
 
 
 class Wrapped(torch.nn.parallel.DistributedDataParallel):
-    """A synchronising wrapper without process group: only which of the two is called matters here."""
+    """A DDP wrapper without a process group that counts its forwards."""
 
     def __init__(self, module) -> None:
         torch.nn.Module.__init__(self)
@@ -247,7 +213,7 @@ def test_the_wrapper_is_called_for_gradients_only():
 
 
 @pytest.mark.parametrize("mode", ["lora", "camera", "attention", "full"])
-def test_reference_is_the_start_policy_before_and_after_an_update(mode):
+def test_the_reference_stays_the_policy_before_training(mode):
     made = policy(mode=mode)
     made.keep_reference()
     encoded, arguments = made.encode([condition(0)]), noisy(made, [condition(0)])
@@ -264,17 +230,11 @@ def test_reference_is_the_start_policy_before_and_after_an_update(mode):
     assert all(parameter.requires_grad for parameter in made.trained_parameters())
 
 
-def test_a_reference_that_was_not_kept_is_refused_and_lora_needs_none():
+def test_a_reference_needs_keep_reference_except_with_lora():
     with pytest.raises(ValueError, match="keep_reference"), policy(mode="camera").reference():
         pass
     with policy(mode="lora").reference():
         pass
-
-
-def test_only_the_chosen_parameters_of_the_transformer_are_trained():
-    made = policy(mode="attention")
-    assert made.trained_parameters() == list(trained_parameters(made.module).values())
-    assert not made.module.training
 
 
 @pytest.mark.parametrize(
@@ -300,26 +260,23 @@ def test_without_patching_the_codec_alone_sets_the_size():
     assert made.latent_shape([condition(size=(9, 20, 28))]) == (4, 3, 5, 7)
 
 
-def test_a_codec_whose_config_names_other_factors_is_refused():
-    vae = tiny_vae()
-    vae.register_to_config(scale_factor_spatial=8)
-    with pytest.raises(ValueError, match=r"\(4, 8\), its layers compress by \(4, 4\)"):
-        Codec.of(vae, device=CPU)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     return make_tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
+def load(folder: str, **changes) -> RecamPolicy:
+    """Load a policy as a run does."""
+    model = dataclasses.replace(LORA, **{"path": folder, "max_prompt_tokens": 6, **changes})
+    return RecamPolicy.from_config(model, sample_config(), CPU)
+
+
 def test_a_model_folder_gives_the_policy_it_was_saved_from(folder):
-    config = dataclasses.replace(LORA, path=folder, max_prompt_tokens=6, gradient_checkpointing=True)
-    loaded = RecamPolicy.from_config(config, SAMPLE, CPU)
+    loaded = load(folder, gradient_checkpointing=True)
     expected = policy()
     encoded = loaded.encode([condition(0)])
-    for field in dataclasses.fields(encoded):
-        one, other = (getattr(rows, field.name) for rows in (encoded, expected.encode([condition(0)])))
-        assert (one is None and other is None) or torch.equal(one, other)
+    for name, tensor in expected.encode([condition(0)]).tensors().items():
+        assert torch.equal(tensor, encoded.tensors()[name]), name
     arguments = noisy(loaded, [condition(0)])
     with torch.no_grad():
         assert torch.equal(loaded.velocity(*arguments, encoded), expected.velocity(*arguments, encoded))
@@ -328,8 +285,7 @@ def test_a_model_folder_gives_the_policy_it_was_saved_from(folder):
 
 @pytest.mark.parametrize("mode", ["lora", "attention"])
 def test_bf16_computes_close_to_fp32_and_trains_with_fp32_velocities(folder, mode):
-    config = dataclasses.replace(LORA, path=folder, dtype="bf16", trained=mode, max_prompt_tokens=6)
-    made = RecamPolicy.from_config(config, SAMPLE, CPU)
+    made = load(folder, dtype="bf16", trained=mode)
     encoded, arguments = made.encode([condition(0)]), noisy(made, [condition(0)])
     velocity = made.velocity(*arguments, encoded)
     velocity.square().mean().backward()
@@ -341,7 +297,7 @@ def test_bf16_computes_close_to_fp32_and_trains_with_fp32_velocities(folder, mod
     assert encoded.source_latents.dtype == encoded.prompt_embeds.dtype == torch.float32
 
 
-def test_missing_folders_and_parts_are_named_with_the_way_to_get_them(folder, tmp_path):
+def test_a_missing_folder_or_component_is_named_with_the_way_to_get_it(folder, tmp_path):
     with pytest.raises(ValueError, match=r"does not exist, .* download .*--config.model.path"):
         load_networks(tmp_path / "nothing", torch.float32, CPU)
     shutil.copytree(folder, tmp_path / "part")
@@ -351,25 +307,13 @@ def test_missing_folders_and_parts_are_named_with_the_way_to_get_them(folder, tm
         load_networks(tmp_path / "part", torch.float32, CPU)
 
 
-def test_an_unknown_dtype_is_refused_before_anything_is_loaded():
-    with pytest.raises(ValueError, match=r"model.dtype is 'fp16'"):
-        RecamPolicy.from_config(dataclasses.replace(LORA, dtype="fp16"), SAMPLE, CPU)
-
-
-# --- how the transformer computes
-
-
 def backends(made: RecamPolicy) -> set[str]:
     found = [part.processor._attention_backend for part in made.module.modules() if hasattr(part, "processor")]
     return {str(getattr(backend, "value", None)) for backend in found}
 
 
 def test_the_attention_backend_is_the_configured_one_and_changes_rounding_only(folder):
-    config = dataclasses.replace(LORA, path=folder, max_prompt_tokens=6)
-    plain, other = (
-        RecamPolicy.from_config(dataclasses.replace(config, attention_backend=name), SAMPLE, CPU)
-        for name in ("native", "_native_math")
-    )
+    plain, other = (load(folder, attention_backend=name) for name in ("native", "_native_math"))
     assert (backends(plain), backends(other)) == ({"None"}, {"_native_math"})
     assert _AttentionBackendRegistry.get_active_backend()[0] == "native"  # other networks keep theirs
     encoded, arguments = plain.encode([condition(0)]), noisy(plain, [condition(0)])
@@ -379,8 +323,8 @@ def test_the_attention_backend_is_the_configured_one_and_changes_rounding_only(f
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_attention_is_given_no_mask_that_a_backend_may_read_inverted(guidance):
-    """The NPU's own one inverts masks of floats; it is offered because there are none here, long or short prompts."""
+def test_attention_gets_no_float_mask_which_a_backend_may_invert(guidance):
+    """The NPU's own backend inverts additive float masks; it may be chosen because ReCam passes none."""
     made = policy(guidance_scale=guidance)
     conditions = [condition(0, prompt="a"), condition(1, prompt="a room with two windows")]
     masks, dispatch = [], transformer_wan.dispatch_attention_fn
@@ -395,10 +339,9 @@ def test_attention_is_given_no_mask_that_a_backend_may_read_inverted(guidance):
     assert masks and all(mask is None or mask.dtype is torch.bool for mask in masks)
 
 
-def test_an_attention_backend_that_the_device_has_not_is_refused(folder):
-    config = dataclasses.replace(LORA, path=folder, attention_backend="flash")
+def test_an_attention_backend_that_the_device_lacks_is_refused(folder):
     with pytest.raises(ValueError, match="'flash', must be one of native, _native_math on cpu"):
-        RecamPolicy.from_config(config, SAMPLE, CPU)
+        load(folder, attention_backend="flash")
 
 
 def test_a_backend_whose_package_is_missing_is_one_line(monkeypatch):
@@ -408,13 +351,13 @@ def test_a_backend_whose_package_is_missing_is_one_line(monkeypatch):
     transformer = tiny_transformer()
     monkeypatch.setattr(transformer, "set_attention_backend", missing)
     with pytest.raises(ValueError, match="attention_backend='_native_math' cannot be used: Flash"):
-        recam_policy._switch(transformer, dataclasses.replace(LORA, attention_backend="_native_math"), CPU)
+        apply_compute_settings(transformer, dataclasses.replace(LORA, attention_backend="_native_math"), CPU)
 
 
 def test_nothing_is_compiled_where_the_compiler_is_experimental():
     model = dataclasses.replace(LORA, compile=True)
     with pytest.raises(ValueError, match="is true, must be false on npu"):
-        recam_policy._switch(tiny_transformer(), model, types.SimpleNamespace(type="npu"))
+        apply_compute_settings(tiny_transformer(), model, types.SimpleNamespace(type="npu"))
 
 
 @pytest.mark.slow
@@ -422,7 +365,7 @@ def test_nothing_is_compiled_where_the_compiler_is_experimental():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # likewise
 def test_compiled_blocks_compute_the_same_forward_and_backward():
     plain, compiled = policy(mode="lora"), policy(mode="lora")
-    recam_policy._switch(compiled.module, dataclasses.replace(LORA, compile=True), CPU)
+    apply_compute_settings(compiled.module, dataclasses.replace(LORA, compile=True), CPU)
     encoded, arguments = plain.encode([condition(0)]), noisy(plain, [condition(0)])
     for made in (plain, compiled):
         made.velocity(*arguments, encoded).square().mean().backward()

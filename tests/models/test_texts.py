@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flow_grpo.models.texts import TextEncoder, clean
+from flow_grpo.models.texts import TextEncoder, normalize_prompt
 from tests.tiny_models import CPU, make_tiny_folder, tiny_text_encoder, tiny_tokenizer
 
 
@@ -16,7 +16,7 @@ def encoder(tmp_path_factory) -> TextEncoder:
     return TextEncoder.from_folder(Path(make_tiny_folder(tmp_path_factory.mktemp("model"))), torch.float32, device=CPU)
 
 
-def test_it_is_read_when_a_prompt_first_needs_it(tmp_path):
+def test_the_network_is_loaded_by_the_first_prompt(tmp_path):
     calls = []
 
     def open_parts():
@@ -36,10 +36,10 @@ def test_embeddings_are_those_of_the_tokens_and_no_padding(encoder):
     expected = tiny_text_encoder()(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
     found = encoder.embed("  a \n room ", 6)
     assert found.shape == (3, 16) and torch.equal(found, expected)
-    assert clean("  a \n room ") == "a room"
+    assert normalize_prompt("  a \n room ") == "a room"
 
 
-def test_long_prompts_are_cut_and_it_is_said(encoder, caplog):
+def test_long_prompts_are_truncated_with_a_warning(encoder, caplog):
     assert encoder.embed("a room with the camera pan left", 4).shape == (4, 16)
     assert "'a room with the camera pan left' has 8 tokens and is cut to 4" in caplog.text
     caplog.clear()
@@ -47,7 +47,7 @@ def test_long_prompts_are_cut_and_it_is_said(encoder, caplog):
     assert not caplog.text
 
 
-def test_the_identity_names_weights_and_precision(tmp_path, encoder):
+def test_the_identity_depends_on_weights_and_dtype(tmp_path, encoder):
     other = Path(make_tiny_folder(tmp_path, seed=1))
     found = {TextEncoder.from_folder(other, dtype, device=CPU).identity for dtype in (torch.float32, torch.bfloat16)}
     assert len(found | {encoder.identity}) == 3
