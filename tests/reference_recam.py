@@ -1,7 +1,7 @@
-"""Wan with ReCamMaster's camera, written from its description with matrix products only: no torch.nn, no diffusers.
+"""Reference implementation of Wan with ReCamMaster's camera: matrix products only, no torch.nn, no diffusers.
 
-Everything is a function of a state dict (the names of diffusers' Wan) and a config, and computes in the dtype of the
-state dict, tables and sinusoids included, so a float64 state dict gives float64 results.
+Pure functions of a state dict (diffusers' names) and a config. Everything, tables and sinusoids included, is computed in
+the dtype of the state dict.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rotary_angles(head_width: int, grid: tuple[int, int, int], dtype: torch.dtyp
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the neighbouring pairs (2i, 2i + 1) of [..., tokens, head width] by their angles."""
+    """Rotate neighbouring pairs (2i, 2i + 1) of [..., tokens, head width] by their angles."""
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = angles.cos(), angles.sin()
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
@@ -86,7 +86,7 @@ def attention(state: State, name: str, config: dict, queries_from: Tensor, keys_
 
 
 def camera_per_token(state: State, name: str, camera: Tensor, tokens: int) -> Tensor:
-    """[B, F, 12] -> [B, tokens, D]: the target's cameras on the target's frames, and once more on the source's."""
+    """[B, F, 12] -> [B, tokens, D]: the target's cameras, for the target's frames and again for the source's."""
     per_frame = linear(state, name, camera)
     frames = per_frame.shape[1]
     per = tokens // (2 * frames)
@@ -96,7 +96,7 @@ def camera_per_token(state: State, name: str, camera: Tensor, tokens: int) -> Te
 def block(
     state: State, name: str, config: dict, x: Tensor, text: Tensor, time: Tensor, angles: Tensor, camera: Tensor | None
 ) -> Tensor:
-    """One DiT block; time is the projection [B, 6, D]; without a camera neither the encoder nor the projector exist."""
+    """One DiT block; time is the projection [B, 6, D]; without a camera there is neither encoder nor projector."""
     eps, table = config["eps"], state[f"{name}.scale_shift_table"]
     shift, scale, gate, ff_shift, ff_scale, ff_gate = ((table[0, i] + time[:, i])[:, None] for i in range(6))
 

@@ -1,4 +1,4 @@
-"""The embedded model: small, complete, on record, and really trained."""
+"""The tiny model in assets/: complete, small, documented, and trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.schedule import flow_sigmas
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.policy import Policy
+from flow_grpo.models.registry import build_policy
 from flow_grpo.rewards.target_view import psnr_db
 from flow_grpo.settings.loading import load_config
 
@@ -23,7 +24,7 @@ FOLDER = ROOT / "assets" / "tiny_recam"
 LIMIT_MB = 12
 
 
-def test_the_folder_is_complete_small_and_on_record():
+def test_the_folder_is_complete_small_and_documented():
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
     assert {path.name for path in FOLDER.iterdir()} == {
         *("transformer", "vae", "text_encoder", "tokenizer", "scheduler"),
@@ -46,9 +47,9 @@ def test_weights_are_half_precision_and_finite():
 
 
 @pytest.fixture(scope="module")
-def policy() -> RecamPolicy:
+def policy() -> Policy:
     config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.model.path={FOLDER}"])
-    return RecamPolicy.from_config(config.model, config.sample, torch.device("cpu"))
+    return build_policy(config, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +61,14 @@ def conditions(tmp_path_factory):
     return [data.condition(index, gid=index) for index in range(len(data))]
 
 
-def test_the_codec_restores_rooms_it_has_not_seen(policy, conditions):
+def test_the_codec_reconstructs_held_out_rooms(policy, conditions):
     encoded = policy.encode(conditions).source_latents
     sources = torch.stack([condition.source_video for condition in conditions])
     assert psnr_db(decode(policy, encoded, batch_size=8), sources).mean() > 28
 
 
-def test_samples_show_the_true_view_where_only_the_direction_changes(policy, conditions):
-    """A rotation has no unit, so nothing is ambiguous; 28.4 dB were measured, an untrained model has about 10."""
+def test_samples_match_the_true_view_for_pure_rotations(policy, conditions):
+    """A rotation does not depend on the unit of length. Measured: 28.4 dB; an untrained model reaches about 10."""
     turning = [c for c in conditions if (c.target_poses[-1, :3, 3].norm() < 1e-6)]
     with torch.no_grad():
         rolled = rollout(

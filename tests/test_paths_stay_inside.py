@@ -1,7 +1,7 @@
 """Names from elsewhere never lead out of their folder.
 
 What stands in the command line, in a checkpoint's manifest and in a data folder is in the table of `test_bad_input.py`,
-the index of a sharded file in `test_part_files.py`, the scene of a reward server's request in `test_wire.py`.
+the index of a sharded file in `test_model_files.py`, the scene of a reward server's request in `test_wire.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random tiny networks with every part of the real ones: 4x spatial and temporal codec, text encoder, transformer."""
+"""Tiny random networks for every component: transformer, text encoder, codec that compresses 4x in space and time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def tiny_transformer(
     seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2), neutral: bool = False
 ) -> ReCamTransformer3DModel:
-    """Return 2 blocks of width 24; unless `neutral`, the camera modules are away from their zero/identity start."""
+    """Return 2 blocks of width 24; unless `neutral`, the camera modules are not zero and identity."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = ReCamTransformer3DModel(
@@ -48,7 +48,7 @@ def tiny_transformer(
 
 
 def tiny_vae(seed: int = 0) -> AutoencoderKLWan:
-    """Return a codec of 4 channels, 4 times smaller in space and time."""
+    """Return a codec with 4 channels that compresses 4x in space and time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vae = AutoencoderKLWan(
@@ -85,7 +85,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)) -> Networks:
-    """Return the parts, not saved anywhere."""
+    """Return the networks in memory."""
     return Networks(
         transformer=tiny_transformer(seed, patch_size=patch_size),
         codec=Codec.from_network(tiny_vae(seed), device=CPU),

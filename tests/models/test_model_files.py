@@ -1,4 +1,4 @@
-"""Components and checkpoints: read alike from every format, or refused by the name of the damaged file."""
+"""Components and checkpoints: every format gives the same tensors, and a damaged file is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint as an adapter folder: the one that the run leaves when it ends there."""
+"""An exported checkpoint equals the adapter that a run ending there writes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def exported(run: dict[str, str], step: int, out: Path, *more: str) -> int:
     return export_adapter.main(words(run, "--checkpoint", str(place), "--out", str(out), *more))
 
 
-def test_the_last_checkpoint_is_the_adapter_of_the_run_and_an_earlier_one_is_not(run, tmp_path):
+def test_the_last_checkpoint_exports_the_adapter_of_the_run_and_an_earlier_one_another(run, tmp_path):
     left = weights(Path(run["output_root"]) / "run" / "adapter")
     assert exported(run, 2, tmp_path / "last") == 0 == exported(run, 1, tmp_path / "first")
     last, first = (weights(tmp_path / name) for name in ("last", "first"))
@@ -62,7 +62,7 @@ def test_the_last_checkpoint_is_the_adapter_of_the_run_and_an_earlier_one_is_not
     assert any(not torch.equal(left[name], first[name]) for name in left)
 
 
-def test_what_does_not_fit_is_one_line(run, tmp_path, capsys):
+def test_unusable_arguments_are_refused_in_one_line(run, tmp_path, capsys):
     assert exported(run, 2, tmp_path / "a", "--config.model.trained=camera") == 2
     assert "trained is" in capsys.readouterr().err
     assert exported(run, 7, tmp_path / "b") == 2
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_one_line(run, tmp_path, capsys):
     assert error.startswith("error: --out") and error.count("\n") == 1
 
 
-def test_a_checkpoint_is_filmed_for_the_evaluation_and_leaves_other_videos_alone(run, tmp_path, capsys):
+def test_the_evaluation_takes_a_checkpoint_like_its_adapter_and_keeps_other_videos(run, tmp_path, capsys):
     pytest.importorskip("pycolmap")
     checkpoint = Path(run["output_root"]) / "run" / "checkpoints" / "checkpoint_000002"
     adapter = Path(run["output_root"]) / "run" / "adapter"
