@@ -1,7 +1,7 @@
 """Reference implementation of Wan with ReCamMaster's camera: matrix products only, no torch.nn, no diffusers.
 
-Pure functions of a state dict (diffusers' names) and a config. Everything, tables and sinusoids included, is computed in
-the dtype of the state dict.
+Pure functions of a state dict (names of diffusers) and a config. Everything, tables and sinusoids included, is computed
+in the dtype of the state dict.
 """
 
 from __future__ import annotations
