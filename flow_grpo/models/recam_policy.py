@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -44,7 +43,13 @@ class Networks:
 
 
 def load_networks(
-    path: str | Path, dtype: torch.dtype, device: torch.device, *, offload: bool = False, **codec: Any
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    offload: bool = False,
+    tiling: bool = False,
+    slicing: bool = False,
 ) -> Networks:
     """Load a folder in diffusers layout; the transformer is loaded to the CPU.
 
@@ -53,7 +58,8 @@ def load_networks(
         dtype: of the transformer and the text encoder; the codec is fp32.
         device: where codec and text encoder run.
         offload: keep codec and text encoder in CPU memory while they are not in use.
-        **codec: `tiling` and `slicing` of `Codec`.
+        tiling: of `Codec`.
+        slicing: of `Codec`.
 
     Raises:
         ValueError: a component is missing or damaged, or the transformer is another model.
@@ -61,7 +67,7 @@ def load_networks(
     folder = check_folder(path)
     return Networks(
         transformer=load_recam_transformer(folder / "transformer", dtype),
-        codec=Codec.from_folder(folder / "vae", device=device, offload=offload, **codec),
+        codec=Codec.from_folder(folder / "vae", device=device, tiling=tiling, slicing=slicing, offload=offload),
         texts=TextEncoder.from_folder(folder, dtype, device=device, offload=offload),
     )
 
