@@ -40,7 +40,7 @@ CPU_MATHS = (
     "flow_grpo/maths/schedule.py",
     "flow_grpo/data/",  # poses, in metres
     "flow_grpo/rewards/",  # scored on the CPU
-    "flow_grpo/algorithm/groups/compare.py",  # gathered rewards, on the CPU
+    "flow_grpo/algorithm/groups/",  # gathered rewards, on the CPU
 )
 # Functions that give float64 back where they are given it, as only tests on the CPU do.
 KEEP_DOUBLES = {("flow_grpo/maths/sde.py", "_like"), ("flow_grpo/maths/sde.py", "_full_precision")}
