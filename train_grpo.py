@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 train_grpo.py --config config/grpo.py:tiny_recam --config.run_name=first
 
-Any knob of `config/base.py` can follow as `--config.section.knob=value`.
+Any knob can follow as `--config.section.knob=value`; `--help` and docs/config.md list them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from flow_grpo.models.registry import build_policy
 from flow_grpo.preflight import doctor_fast, dry_run
 from flow_grpo.preflight.fake_policy import outline, without_memory
 from flow_grpo.preflight.plan import as_text, largest_size, make_plan
+from flow_grpo.rewards.base import check_name
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
@@ -47,6 +48,7 @@ from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, load_config, to_dict
+from flow_grpo.settings.reference import help_text
 from flow_grpo.settings.schema import Config
 
 ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine that has none
@@ -137,10 +139,14 @@ def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
     Raises:
         ConfigError: a setting that cannot work, identical on every rank.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=help_text(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="such as config/grpo.py:tiny_recam")
     known, overrides = parser.parse_known_args(words)
     config = load_config(known.config, overrides)
+    for name in config.reward.weights:
+        check_name(name, config.reward.remote)
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     return config, known.config.rpartition(":")[2]
 

@@ -24,7 +24,7 @@ MAX_NESTING = 4
 # Where a word or number type that is banned elsewhere has its reason.
 MAY_NAME_DEVICES = {
     "flow_grpo/runtime/device.py",
-    "flow_grpo/settings/checks.py",  # lists what a user may write for config.device
+    "flow_grpo/settings/schema.py",  # lists what a user may write for config.device
     # Read a vendor's wheel, and stand in for its device.
     "tools/audit_npu.py",
     "tools/audit/names.py",

@@ -24,8 +24,8 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.console import Progress
-from flow_grpo.settings.checks import parse_bucket
 from flow_grpo.settings.schema import Config
+from flow_grpo.settings.values import parse_bucket
 
 
 def dataset(config: Config, split: str) -> MultiCamDataset:

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy
 from flow_grpo.preflight.fake_policy import outline, transformer_config, without_memory
 from flow_grpo.preflight.footprint import Footprint, footprint, peak_bytes
-from flow_grpo.settings.checks import parse_bucket
 from flow_grpo.settings.schema import Config
+from flow_grpo.settings.values import parse_bucket
 
 # Wan 2.1's: UMT5-XXL's encoder, the codec, and its decoder alone.
 TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603

@@ -1,10 +1,12 @@
-"""What a reward is, which ones there are, and how several are run side by side.
+"""What a reward is, which ones there are, and how several are run together.
 
-A new reward is one file with a class like `Reward`, one line in `REWARDS`, and its name in `config_checks.REWARDS`.
+A new reward is one file with a class like `Reward`, and one line in `REWARDS`.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +17,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.camera.pose import PoseRot, PoseTrans
-from flow_grpo.rewards.camera.smooth import Smooth
-from flow_grpo.rewards.camera.view_disp import ViewDisp
-from flow_grpo.rewards.exposure import Exposure
-from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.remote.reward import Patience, RemoteReward
-from flow_grpo.rewards.room_pose import ROOM_FILE, RoomPose
-from flow_grpo.rewards.sharpness import Sharpness
-from flow_grpo.rewards.source_match import SourceMatch
-from flow_grpo.rewards.target_view import TargetPsnr, TargetView
+from flow_grpo.rewards.room_pose import ROOM_FILE
+from flow_grpo.settings.errors import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +55,38 @@ class Served(Protocol):
         ...
 
 
-REWARDS: Mapping[str, Callable[[Path], Reward]] = {
-    "target_view": lambda _: TargetView(),
-    "target_psnr": lambda _: TargetPsnr(),
-    "source_match": lambda _: SourceMatch(),
-    "motion_mag": lambda _: MotionMag(),
-    "sharpness": lambda _: Sharpness(),
-    "pose_rot": lambda _: PoseRot(),
-    "pose_trans": lambda _: PoseTrans(),
-    "view_disp": lambda _: ViewDisp(),
-    "smooth": lambda _: Smooth(),
-    "exposure": lambda _: Exposure(),
-    "room_pose": RoomPose,
+# Name in `reward.weights` -> module below flow_grpo.rewards and class, imported when the reward is built.
+REWARDS: Mapping[str, str] = {
+    "target_view": "target_view:TargetView",
+    "target_psnr": "target_view:TargetPsnr",
+    "source_match": "source_match:SourceMatch",
+    "motion_mag": "motion_mag:MotionMag",
+    "sharpness": "sharpness:Sharpness",
+    "pose_rot": "camera.pose:PoseRot",
+    "pose_trans": "camera.pose:PoseTrans",
+    "view_disp": "camera.view_disp:ViewDisp",
+    "smooth": "camera.smooth:Smooth",
+    "exposure": "exposure:Exposure",
+    "room_pose": "room_pose:RoomPose",
 }
-SCENE_FILES: Mapping[str, str] = {"room_pose": ROOM_FILE}  # what a reward reads of the scene's folder beside its videos
+# File in a scene's folder that a reward reads in addition to the videos; such a class is built with the data folder.
+SCENE_FILES: Mapping[str, str] = {"room_pose": ROOM_FILE}
+
+
+def check_name(name: str, servers: Mapping[str, str]) -> None:
+    """Refuse a name that is neither in `REWARDS` nor "remote:<name>" with a name of `servers`.
+
+    Raises:
+        ConfigError: for such a name, with the known ones.
+    """
+    known = [*REWARDS, *(f"remote:{served}" for served in servers)]
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=1)
+    way_out = f"did you mean {close[0]!r}?" if close else "pass --config.reward.weights.NAME=1 with one of them"
+    if name.startswith("remote:"):
+        way_out = f"say where: --config.reward.remote.{name[7:]}=http://127.0.0.1:8000"
+    raise refusal("reward.weights", name, f"must be one of {', '.join(map(repr, known))}; {way_out}")
 
 
 class RewardSet:
@@ -182,14 +195,15 @@ def build_reward(
         timeout_s: seconds such a server has for one attempt.
 
     Raises:
-        ValueError: for an unknown name.
+        ConfigError: for an unknown name.
     """
-    kind, _, served = name.partition(":")
-    if kind == "remote" and served in (servers or {}):
+    check_name(name, servers or {})
+    if name.startswith("remote:"):
+        served = name.removeprefix("remote:")
         return RemoteReward(served, (servers or {})[served], Patience(timeout_s=timeout_s))
-    if name not in REWARDS:
-        raise ValueError(f"reward is {name!r}, must be one of {', '.join(REWARDS)}")
-    return REWARDS[name](Path(data_root))
+    module, _, kind = REWARDS[name].partition(":")
+    made: Callable[..., Reward] = getattr(importlib.import_module(f"flow_grpo.rewards.{module}"), kind)
+    return made(Path(data_root)) if name in SCENE_FILES else made()
 
 
 def build_reward_set(

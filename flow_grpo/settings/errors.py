@@ -15,13 +15,6 @@ class ConfigError(ValueError):
         super().__init__(re.sub(r"(\w+://[^\s'\"?#]*)[?#][^\s'\"]*", r"\1?***", text))
 
 
-def refusal(path: str, value: object, bound: str, way_out: str) -> ConfigError:
-    """Return the error to raise for a knob.
-
-    Args:
-        path: of the knob, dotted.
-        value: what it was set to.
-        bound: completes the sentence "got VALUE, ...".
-        way_out: what to do instead.
-    """
-    return ConfigError(f"config.{path}: got {value!r:.200}, {bound}; {way_out}")
+def refusal(path: str, value: object, text: str) -> ConfigError:
+    """Return the error to raise for the value of a knob, given by its dotted path; `text` is "BOUND; WAY OUT"."""
+    return ConfigError(f"config.{path}: got {value!r:.200}, {text}")

@@ -1,32 +1,31 @@
-"""From a recipe and the command line to a checked configuration, before anything is loaded.
-
-`config/base.py` holds the defaults, `config_types.py` names and types, `config_checks.py` the bounds.
-"""
+"""From a recipe and the command line to a checked configuration, before anything is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import importlib.util
 import inspect
 import json
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 from ml_collections import ConfigDict
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from flow_grpo.settings.checks import check, check_world
-from flow_grpo.settings.errors import ConfigError
-from flow_grpo.settings.schema import Config
-from flow_grpo.settings.values import KINDS
+from flow_grpo.settings.errors import ConfigError, refusal
+from flow_grpo.settings.schema import KNOBS, Config
+from flow_grpo.settings.values import notation, parse
 
 __all__ = ["ConfigError", "check_world", "load_config", "to_dict"]
 
 PREFIX = "--config."
+SCHEMA = TypeAdapter(Config)
 
 
 def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
@@ -34,8 +33,8 @@ def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         spec: "FILE:RECIPE"; the recipe is a function of the file that returns a ConfigDict made by `config/base.py`.
-        overrides: the command line's words "--config.sample.k=8" or "--config.sample.k", "8"; a flag that takes true or
-            false may stand alone.
+        overrides: words of the command line, "--config.sample.k=8" or "--config.sample.k", "8"; a true|false knob
+            without a value is true.
 
     Raises:
         ConfigError: in one line, for anything that cannot work whatever the number of ranks.
@@ -43,7 +42,12 @@ def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
     settings = _run_recipe(spec)
     for path, text in _assignments(overrides):
         _override(settings, path, text)
-    config: Config = _typed(Config, settings.to_dict())
+    values = settings.to_dict()
+    _check_complete(set(_paths(values)))
+    try:
+        config = SCHEMA.validate_python(values)
+    except ValidationError as error:
+        raise _refused(error.errors()[0]) from None
     check(config)
     return config
 
@@ -117,22 +121,18 @@ def _assignments(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _override(settings: ConfigDict, path: str, text: str | None) -> None:
-    kinds = _kinds(Config)
-    section, _, leaf = path.rpartition(".")
-    kind = kinds.get(path)
-    if kind is None and get_origin(kinds.get(section)) is dict:
-        kind = get_args(kinds[section])[1]  # one entry of a table
+    kind = _kind(path)
     if kind is None:
-        raise _unknown(path, kinds)
-    if text is None and kind is bool:
-        text = "true"
+        raise _unknown(path)
+    section, _, leaf = path.rpartition(".")
+    text = "true" if text is None and kind is bool else text
     try:
         if text is None:
             raise ValueError
-        value = KINDS[kind].parse(text)
+        value = parse(kind, text)
     except ValueError:
-        got, bound, example = "no value" if text is None else f"{text!r:.200}", KINDS[kind].meaning, KINDS[kind].example
-        raise ConfigError(f"config.{path}: got {got}, must be {bound}; for example {PREFIX}{path}={example}") from None
+        got, form = "no value" if text is None else f"{text!r:.200}", notation(kind)
+        raise ConfigError(f"config.{path}: got {got}, must be {form}; pass {PREFIX}{path}={form}") from None
     for name in filter(None, section.split(".")):
         settings = settings[name]
     try:
@@ -141,54 +141,60 @@ def _override(settings: ConfigDict, path: str, text: str | None) -> None:
         raise ConfigError(f"config.{path}: got {text!r:.200}, must be names without dots; {error}") from None
 
 
-@functools.cache
-def _kinds(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every knob by its dotted path."""
-    found: dict[str, Any] = {}
-    for name, kind in get_type_hints(cls).items():
-        section: Any = kind
-        found |= _kinds(section, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {f"{prefix}{name}": kind}
-    return found
+def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of every knob that a recipe sets."""
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and path not in KNOBS:
+            yield from _paths(value, f"{path}.")
+        else:
+            yield path
 
 
-def _unknown(path: str, kinds: Mapping[str, Any]) -> ConfigError:
-    inside = [known for known in kinds if known.startswith(f"{path}.")]
+def _check_complete(paths: set[str]) -> None:
+    for path in sorted(paths - set(KNOBS)):
+        raise _unknown(path)
+    for path in sorted(set(KNOBS) - paths):
+        raise ConfigError(f"config.{path}: missing from the recipe; start it from config/base.py's get_config()")
+
+
+def _kind(path: str) -> Any:
+    """Return the type of a knob, or of an entry of a table; None for any other path."""
+    table, _, _ = path.rpartition(".")
+    if path not in KNOBS and table in KNOBS and isinstance(KNOBS[table].default, dict):
+        return get_args(KNOBS[table].kind)[1]
+    return KNOBS[path].kind if path in KNOBS else None
+
+
+def _refused(found: ErrorDetails) -> ConfigError:
+    """Return the error to raise for what pydantic found."""
+    names = [str(part) for part in found["loc"] if not isinstance(part, int)]
+    path = ".".join(names[:-2] if names[-1] == "[key]" else names)
+    value, limits = found["input"], found.get("ctx", {})
+    text = re.sub(r"^\w+ should", "must", found["msg"]).removeprefix("Value error, ")
+    close = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", limits.get("expected", "")), n=1)
+    if close:
+        text += f"; did you mean {close[0]!r}?"
+    elif "multiple_of" in limits:
+        text += f"; pass {PREFIX}{path}={round(value / limits['multiple_of']) * limits['multiple_of']}"
+    elif ";" not in text:
+        text += f"; pass {PREFIX}{path}={notation(_kind(path))}"
+    return refusal(path, value, text)
+
+
+def _unknown(path: str) -> ConfigError:
+    inside = [known for known in KNOBS if known.startswith(f"{path}.")]
     if inside:
         return ConfigError(f"config.{path}: is a section, not a knob; its knobs are {_listed(inside)}")
-    leaf = path.rpartition(".")[2]
-    same_name = [known for known in kinds if known.rpartition(".")[2] == leaf]
-    hint = f" (did you mean {_listed(same_name)}?)" if same_name else _did_you_mean(path, kinds)
-    return ConfigError(f"config.{path}: no such knob{hint}; config/base.py lists them all")
+    same_name = [known for known in KNOBS if known.rpartition(".")[2] == path.rpartition(".")[2]]
+    hint = f" (did you mean {_listed(same_name)}?)" if same_name else _did_you_mean(path, KNOBS)
+    return ConfigError(f"config.{path}: no such knob{hint}; docs/config.md lists them all")
 
 
-def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _listed(names: Mapping[str, object] | Sequence[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
-
-
-def _typed(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Build a dataclass from a mapping; every value must be of its field's type, none may lack or be in excess."""
-    hints = get_type_hints(cls)
-    for name in values:
-        if name not in hints:
-            raise _unknown(f"{prefix}{name}", _kinds(Config))
-    built: dict[str, Any] = {}
-    for name, kind in hints.items():
-        path = f"{prefix}{name}"
-        if name not in values:
-            raise ConfigError(f"config.{path}: missing from the recipe; start it from config/base.py's get_config()")
-        if dataclasses.is_dataclass(kind):
-            built[name] = _typed(kind, values[name], f"{path}.")
-            continue
-        try:
-            built[name] = KINDS[kind].convert(values[name])
-        except ValueError:
-            bound, example = KINDS[kind].meaning, KINDS[kind].example
-            raise ConfigError(
-                f"config.{path}: got {values[name]!r:.200}, must be {bound}; for example {PREFIX}{path}={example}"
-            ) from None
-    return cls(**built)

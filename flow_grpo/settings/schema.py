@@ -1,72 +1,134 @@
-"""Names and types of every knob, read-only; `config/base.py` holds the defaults, `config_checks.py` the bounds."""
+"""Every knob of a run, in one place: type, default, bounds or choices, and meaning with its unit.
+
+`Config` is the checked, read-only configuration of a run. A knob is one field: pydantic enforces its type and bounds
+when a recipe is loaded, `config/base.py` takes its default, `--help` and docs/config.md its meaning. Rules between
+knobs are in checks.py. Letters: W ranks, k copies of a condition, S denoising steps.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_type_hints
 
-Schedule = tuple[tuple[int, float], ...]  # (epoch, weight) points by rising epoch
-Gate = tuple[str, float]  # the reward that holds the gate, and its least value at which a copy passes
+import pydantic
+
+from flow_grpo.settings.values import (
+    SIZE_UNIT,
+    Address,
+    Bool,
+    Bucket,
+    Float,
+    Frames,
+    Gate,
+    Int,
+    Pattern,
+    RunName,
+    Schedule,
+    ServerName,
+    Split,
+    Steps,
+    Text,
+    Trackers,
+    Weight,
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Which videos: a folder in MultiCamVideo layout."""
-
-    root: str  # dataset folder
-    tiny_world: str  # "" or the name of a tiny-world preset that is generated into `root` when missing
-    train_split: str
-    eval_split: str
-    num_frames: int  # 4n+1
-    height: int  # pixels
-    width: int  # pixels
-    buckets: tuple[str, ...]  # "FRAMESxHEIGHTxWIDTH" each; empty delivers the one size above
-    prompt: str  # used where no metadata.csv gives a caption
-    reference: str  # "source" | "target": whose first frame is the origin of the poses
-    exclude: str  # file, or ""
-    num_workers: int
+def knob(default: Any, meaning: str, **bounds: Any) -> Any:
+    """Declare a knob; `bounds` are pydantic's: ge, gt, le, lt, multiple_of, min_length, pattern."""
+    metadata = {"description": meaning, **bounds}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Which policy."""
+class Section:
+    """Settings that belong together. Built by hand, as in tests, it is not checked; `load_config` checks all."""
 
-    path: str  # diffusers-layout folder
-    dtype: str  # "fp32" | "bf16": frozen weights and autocast
-    trained: str  # "lora" | "camera" | "attention" | "full"
-    lora_rank: int
-    lora_alpha: int
-    lora_targets: str  # regular expression over module names
-    lora_full_modules: tuple[str, ...]  # modules trained in full beside the LoRA
-    gradient_checkpointing: bool
-    max_prompt_tokens: int
-    encodings: str  # "" or the folder where encodings are kept
-    vae_tiling: bool
-    vae_slicing: bool
-    offload: bool  # frozen parts to CPU memory while they are not in use
-    attention_backend: str  # "native" | another of diffusers' names
-    compile: bool
+    __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig:
-    """How the k copies of a condition are tried."""
+class DataConfig(Section):
+    """Which videos are trained and evaluated on."""
 
-    k: int
-    num_image_per_prompt: int  # == k
-    train_batch_size: int  # samples per rank and batch
-    num_batches_per_epoch: int
-    num_steps: int
-    shift: float
-    sde: str  # "flow" | "constant" | "linear" | "cps"
-    noise_level: float
-    max_step_std: float | None
-    sde_steps: tuple[int, ...]  # steps that may be stochastic
-    sde_window: int  # contiguous steps drawn per epoch out of sde_steps; 0 takes all
-    guidance_scale: float
-    negative_prompt: str
-    layout: str  # "spread" | "shuffled" | "contiguous"
-    offload: bool  # remembered steps to CPU memory until the update
-    same_initial_noise: bool  # the copies of a group share their first noise
+    root: Text = knob("data/MultiCamVideo-Dataset", "data set folder in MultiCamVideo layout", min_length=1)
+    tiny_world: Text = knob("", "name of a synthetic world to render into root where that is missing; '' never")
+    train_split: Split = knob("train", "folder below root with the training scenes", min_length=1)
+    eval_split: Split = knob("val", "folder below root with the held-out scenes", min_length=1)
+    num_frames: Frames = knob(81, "frames of a video, 4n+1", ge=5)
+    height: Int = knob(480, "height in pixels after resizing and centre cropping", ge=8, multiple_of=SIZE_UNIT)
+    width: Int = knob(832, "width in pixels after resizing and centre cropping", ge=8, multiple_of=SIZE_UNIT)
+    buckets: tuple[Bucket, ...] = knob(
+        (),
+        "several video sizes FRAMESxHEIGHTxWIDTH instead of the one above: a scene gets the longest that its first "
+        "video fills, among those the closest aspect ratio",
+    )
+    prompt: Text = knob("a scene filmed by a moving camera", "caption of videos that no metadata.csv gives one")
+    reference: Literal["source", "target"] = knob(
+        "source", "video whose first camera is the origin of the camera poses"
+    )
+    exclude: Text = knob("", "verdicts file of tools/check_sources.py: scenes whose poses cannot be measured; '' none")
+    num_workers: Int = knob(2, "data loader processes per rank; they touch CPU tensors only", ge=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(Section):
+    """Which policy, and which of its weights are trained."""
+
+    path: Text = knob("models/recammaster-wan2.1-1.3b", "model folder in diffusers layout", min_length=1)
+    dtype: Literal["fp32", "bf16"] = knob("bf16", "of frozen weights and autocast; trained weights stay fp32")
+    trained: Literal["lora", "camera", "attention", "full"] = knob(
+        "lora", "trained weights: adapters | cam_encoder | attn1, cam_encoder and projector | all"
+    )
+    lora_rank: Int = knob(64, "rank of every LoRA adapter", ge=1)
+    lora_alpha: Int = knob(64, "adapters are scaled by lora_alpha / lora_rank", ge=1)
+    lora_targets: Pattern = knob(
+        r"blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)",
+        "regular expression that matches the whole names of the modules to adapt; the default is self-attention",
+    )
+    lora_full_modules: tuple[Text, ...] = knob(
+        ("cam_encoder",), "last names of modules that are trained in full in addition to the adapters"
+    )
+    gradient_checkpointing: Bool = knob(True, "recompute activations in the backward pass: less memory, more time")
+    max_prompt_tokens: Int = knob(512, "tokens at which a prompt is truncated", ge=1)
+    encodings: Text = knob("", "folder that caches encoded prompts and source videos across runs; '' in memory only")
+    vae_tiling: Bool = knob(False, "encode and decode in overlapping tiles: less memory, slightly different pixels")
+    vae_slicing: Bool = knob(True, "encode and decode one video at a time: less memory")
+    offload: Bool = knob(False, "keep codec, text encoder and reference weights in CPU memory while they are unused")
+    attention_backend: Text = knob("native", "attention kernel by its name in diffusers, in rollout and update")
+    compile: Bool = knob(
+        False, "torch.compile the repeated blocks where the device can; in bf16 needs train.old_log_prob='detach'"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig(Section):
+    """How videos are sampled: groups of k copies of a condition, noise and guidance."""
+
+    # k >= 2: every normalisation subtracts the group's mean, which is the reward itself for a group of one.
+    k: Int = knob(4, "group size: videos sampled from one condition, whose rewards are compared", ge=2)
+    num_image_per_prompt: Int = knob(4, "follows k; exists so that command lines of other projects get a clear error")
+    train_batch_size: Int = knob(2, "samples per rank and batch; W times this must be a multiple of k", ge=1)
+    num_batches_per_epoch: Int = knob(2, "batches per rank and epoch", ge=1)
+    num_steps: Int = knob(16, "S, denoising steps of a rollout", ge=2, le=1000)  # the model's time has 1000 ticks
+    shift: Float = knob(5.0, "time shift of the noise schedule; ReCamMaster was trained and is sampled with 5", gt=0)
+    sde: Literal["flow", "constant", "linear", "cps"] = knob("constant", "noise form of a stochastic step (maths/sde)")
+    noise_level: Float = knob(0.3, "strength of that noise, in the unit of sde", gt=0)
+    max_step_std: Float | None = knob(None, "upper bound of one step's standard deviation; none for no bound", gt=0)
+    sde_steps: Steps = knob((1, 2, 3, 4, 5, 6, 7), "denoising steps out of 0..S-2 that may be stochastic")
+    sde_window: Int = knob(
+        2, "consecutive entries of sde_steps that are drawn, made stochastic and trained per epoch; 0 takes all", ge=0
+    )
+    guidance_scale: Float = knob(
+        1.0, "classifier-free guidance on the prompt, in rollout and update; 1 makes no second call", ge=1
+    )
+    negative_prompt: Text = knob("", "prompt that guidance leads away from")
+    layout: Literal["spread", "shuffled", "contiguous"] = knob(
+        "spread", "placement of a group's copies: on different ranks | random | all on one rank"
+    )
+    offload: Bool = knob(False, "keep the trajectory in CPU memory until the update; dynamic sampling always does")
+    same_initial_noise: Bool = knob(False, "the copies of a group share their initial noise; step noise differs")
 
     @property
     def expanded_batch_size(self) -> int:
@@ -75,112 +137,194 @@ class SampleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Section):
     """Which rewards, and how they become advantages."""
 
-    weights: dict[str, float]  # reward name -> weight
-    schedules: dict[str, Schedule]  # reward name -> its weight over the epochs, in place of the one above
-    gates: dict[str, Gate]  # reward name -> what decides whether it counts
-    remote: dict[str, str]  # name -> address of the server that scores it, as "remote:<name>"
-    remote_timeout: float  # seconds
-    most_faults: float  # share of a step's samples
-    overlap: bool
-    adv_norm: str  # "group" | "batch" | "batch_centered" | "max_group" | "none"
-    adv_eps: float
-    adv_ddof: int
-    flat_eps: float
+    weights: dict[Text, Weight] = knob({"target_view": 1.0}, "reward -> weight; 0 measures it without training on it")
+    schedules: dict[Text, Schedule] = knob(
+        {}, "reward -> (epoch, weight) points that replace its weight: linear in between, constant outside"
+    )
+    gates: dict[Text, Gate] = knob(
+        {},
+        "reward -> (deciding reward, threshold): copies whose deciding reward is below the threshold rank behind all "
+        "that pass",
+    )
+    remote: dict[ServerName, Address] = knob(
+        {},
+        "NAME -> http://HOST:PORT of a server that scores the reward remote:NAME; its token comes from the environment "
+        "variable FLOW_GRPO_REWARD_TOKEN",
+    )
+    remote_timeout: Float = knob(
+        120.0, "seconds a server has for one attempt: twice the slowest request", gt=0, le=86400
+    )
+    most_faults: Float = knob(
+        0.1,
+        "share of an epoch's samples that a weighted reward may fail on (exception, timeout) before the run saves and "
+        "stops; failed samples are masked in any case; 1 never stops",
+        ge=0,
+        le=1,
+    )
+    overlap: Bool = knob(True, "score a batch while the next one is sampled; the numbers are the same")
+    adv_norm: Literal["group", "batch", "batch_centered", "max_group", "none"] = knob(
+        "group",
+        "standard deviation that divides an advantage: of its group | of all rewards | of all rewards minus their "
+        "group's mean | the largest of any group | none",
+    )
+    adv_eps: Float = knob(1e-4, "added to that standard deviation, in reward units", gt=0)
+    adv_ddof: Int = knob(0, "degrees of freedom subtracted in that standard deviation", ge=0, le=1)
+    flat_eps: Float = knob(
+        1e-4, "reward units; a group whose rewards differ by no more is flat: its advantages are 0", ge=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicSamplingConfig:
-    """What happens when groups teach nothing."""
+class DynamicSamplingConfig(Section):
+    """Sampling fresh conditions until enough groups carry a signal."""
 
-    enabled: bool
-    max_resample_times: int  # rounds after the first; the last one counts
-    policy: str  # "fallback_original" | "fill_flat" | "pad" | "rebalance" | "raise"
-    metric: str  # "" or the one reward that says which groups are flat
-    skip_step_if_all_flat: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """How the policy is moved."""
-
-    batch_size: int  # samples per rank and micro-batch of the update
-    sharding: str  # "ddp" | "zero2" | "fsdp2"
-    updates_per_epoch: int  # optimizer steps per epoch
-    learning_rate: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    weight_decay: float
-    max_grad_norm: float
-    max_bad_steps: int  # optimizer steps in a row that may be left out
-    clip_range: float
-    adv_clip: float
-    kl_coef: float
-    step_weight: str  # "none" | "inverse_gain"
-    guard: bool  # GRPO-Guard ratio
-    old_log_prob: str  # "auto" | "rollout" | "recompute" | "detach"
-    ema_decay: float  # 0 switches EMA off
+    enabled: Bool = knob(False, "resample flat groups; look at the metrics reward/*_group_range_p50 first")
+    max_resample_times: Int = knob(3, "rounds of resampling after an epoch's first; the last one counts", ge=0)
+    policy: Literal["fallback_original", "fill_flat", "pad", "rebalance", "raise"] = knob(
+        "fallback_original",
+        "if still too few groups carry a signal, train on: the first round | valid groups topped up with flat ones | "
+        "valid groups repeated | valid groups only | stop the run",
+    )
+    metric: Text = knob("", "the one reward that decides which groups are flat; '' asks all that have a weight")
+    skip_step_if_all_flat: Bool = knob(False, "take no optimizer step when no group of the epoch carries a signal")
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """Held-out evaluation with fixed conditions and noise, deterministic sampling."""
+class TrainConfig(Section):
+    """How the policy is updated."""
 
-    every: int  # epochs between evaluations; 0 evaluates only before and after
-    num_conditions: int  # in all, over all ranks
-    batch_size: int  # samples per rank and call
-    num_steps: int
-    gold: str  # "" | "room_pose": estimator of the camera that no reward uses
-    videos: int  # how many evaluation videos are written
+    batch_size: Int = knob(2, "samples per rank and micro-batch of the update; gradients are accumulated", ge=1)
+    sharding: Literal["ddp", "zero2", "fsdp2"] = knob(
+        "ddp", "replicated | DeepSpeed ZeRO-2: gradients and moments sharded | FSDP2: weights as well"
+    )
+    updates_per_epoch: Int = knob(1, "optimizer steps per epoch", ge=1)
+    learning_rate: Float = knob(1e-4, "of AdamW, constant", gt=0)
+    adam_beta1: Float = knob(0.9, "of AdamW", ge=0, lt=1)
+    adam_beta2: Float = knob(0.999, "of AdamW", ge=0, lt=1)
+    adam_eps: Float = knob(1e-8, "of AdamW", gt=0)
+    weight_decay: Float = knob(1e-4, "of AdamW", ge=0)
+    max_grad_norm: Float = knob(1.0, "the gradient is clipped to this norm over all trained weights", gt=0)
+    max_bad_steps: Int = knob(
+        2, "consecutive optimizer steps skipped for a NaN or infinity before the run stops; zero2 stops at once", ge=0
+    )
+    clip_range: Float = knob(
+        1e-3, "clip range of the ratio around 1; the ratio is a mean over latent elements, hence small", gt=0, lt=1
+    )
+    adv_clip: Float = knob(5.0, "largest absolute advantage", gt=0)
+    kl_coef: Float = knob(0.0, "weight of the KL to the initial policy; 0 makes no reference call", ge=0)
+    step_weight: Literal["none", "inverse_gain"] = knob("none", "weight of a step's loss: 1 | std / kappa (maths/sde)")
+    guard: Bool = knob(False, "GRPO-Guard: ratio without bias, steps weighted by 1 / their length in sigma")
+    old_log_prob: Literal["auto", "rollout", "recompute", "detach"] = knob(
+        "auto", "denominator of the ratio: chosen | of the rollout | recomputed before the update | the current one"
+    )
+    ema_decay: Float = knob(0.0, "per optimizer step, of the averaged weights that evaluation uses; 0 none", ge=0, lt=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """When to save and how much to keep."""
+class EvalConfig(Section):
+    """Held-out evaluation: fixed conditions and noise, deterministic sampling."""
 
-    every: int  # epochs
-    keep: int
-    best: str  # held-out metric whose best checkpoint is kept as well, "-" before one where less is better; "" none
-
-
-@dataclasses.dataclass(frozen=True)
-class DistributedConfig:
-    """How long ranks wait for each other, in seconds."""
-
-    control_s: float  # in exchanges between CPUs
-    device_s: float  # in exchanges between devices
-    collective_s: float  # what the vendor's library allows one of those; 0 leaves its own
-    dead_s: float  # without a sign of life
-    silent_s: float  # without progress
+    every: Int = knob(20, "epochs between evaluations; 0 only before and after training", ge=0)
+    num_conditions: Int = knob(10, "over all ranks; MultiCamVideo's own held-out scene has 10", ge=1)
+    batch_size: Int = knob(2, "samples per rank and call", ge=1)
+    num_steps: Int = knob(50, "denoising steps", ge=1, le=1000)
+    gold: Literal["", "room_pose"] = knob("", "camera estimator that no reward uses; room_pose: tiny world only")
+    videos: Int = knob(4, "videos written per evaluation, at most as many as rank 0 samples", ge=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class CheckpointConfig(Section):
+    """When to save, and how much to keep."""
+
+    every: Int = knob(10, "epochs between checkpoints; the last epoch is always saved", ge=1)
+    keep: Int = knob(3, "newest checkpoints kept", ge=1)
+    best: Text = knob(
+        "",
+        "held-out metric whose best checkpoint is kept as well, such as eval/target_view, or -eval/rot_err_deg where "
+        "less is better; considered in epochs that are both evaluated and saved; '' none",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig(Section):
+    """How long ranks wait for each other, in seconds; see docs/overnight.md."""
+
+    control_s: Float = knob(3600.0, "seconds for a collective between CPUs: at least 1.5 silent_s", ge=1)
+    device_s: Float = knob(7200.0, "seconds for one between devices: above the vendor library's own timeout", ge=1)
+    collective_s: Float = knob(
+        0.0, "seconds the vendor library allows a collective (NPU: HCCL_EXEC_TIMEOUT); 0 its own, about 1800", ge=0
+    )
+    dead_s: Float = knob(60.0, "seconds without heartbeat before a rank counts as dead and all end; 0 never", ge=0)
+    silent_s: Float = knob(
+        1800.0, "seconds without progress before a rank counts as hanging: more than one call of the network", ge=1
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Section):
     """One run."""
 
-    run_name: str  # folder under output_root; "" makes one from recipe and time
-    output_root: str
-    seed: int
-    device: str  # "auto" | "npu" | "cuda" | "cpu"
-    deterministic: bool
-    num_threads: int  # CPU threads per rank; 0 leaves torch's choice
-    num_epochs: int
-    max_minutes: float  # stop training after this long; 0 means no limit
-    debug: bool
-    resume: str  # "" | "auto" | a checkpoint folder
-    doctor: str  # "fast" | "off": checks before the first epoch
-    dry_run: bool
-    trackers: tuple[str, ...]  # of "wandb", "tensorboard"
-    log_videos_every: int  # epochs between training videos; 0 never
-    data: DataConfig
-    model: ModelConfig
-    sample: SampleConfig
-    reward: RewardConfig
-    dynamic_sampling: DynamicSamplingConfig
-    train: TrainConfig
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    distributed: DistributedConfig
+    run_name: RunName = knob("", "folder below output_root; '' makes one from recipe and time")
+    output_root: Text = knob("outputs", "folder of all runs", min_length=1)
+    seed: Int = knob(0, "seed of every random draw of the run", ge=0)
+    device: Literal["auto", "npu", "cuda", "cpu"] = knob("auto", "auto takes the first of npu, cuda, cpu that works")
+    deterministic: Bool = knob(False, "use bitwise reproducible kernels, at some cost in speed")
+    num_threads: Int = knob(0, "CPU threads per rank; 0 leaves torch's choice", ge=0, le=1024)
+    num_epochs: Int = knob(200, "epochs, each one round of sampling and its updates; 0 only evaluates", ge=0)
+    max_minutes: Float = knob(0.0, "minutes of training after which the run ends as if complete; 0 no limit", ge=0)
+    debug: Bool = knob(False, "print the group structure of every epoch")
+    resume: Text = knob("", "'' starts afresh | auto: the run folder's newest checkpoint | a checkpoint folder")
+    doctor: Literal["fast", "off"] = knob("fast", "check the run for faults before its first epoch; tools/doctor.py")
+    dry_run: Bool = knob(False, "trace shapes through the recipe without weights or memory, print the plan and stop")
+    trackers: Trackers = knob(("tensorboard",), "where metrics go in addition to files and console")
+    log_videos_every: Int = knob(10, "epochs between videos of training samples; 0 never", ge=0)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    dynamic_sampling: DynamicSamplingConfig = dataclasses.field(default_factory=DynamicSamplingConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """A field of the schema.
+
+    Attributes:
+        kind: its type, without validators.
+        default: its value in a recipe that does not set it.
+        meaning: one line, with the unit.
+        bounds: pydantic's names -> values.
+    """
+
+    kind: Any
+    default: Any
+    meaning: str
+    bounds: Mapping[str, Any]
+
+
+def sections() -> dict[str, Any]:
+    """Return the class of every section by its name; first, under "", the one of the knobs outside of sections."""
+    hints = get_type_hints(Config)
+    return {"": Config} | {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+
+
+def _knobs() -> dict[str, Knob]:
+    found = {}
+    for section, cls in sections().items():
+        kinds, defaults = get_type_hints(cls), cls()
+        for field in dataclasses.fields(cls):
+            if field.metadata:  # a knob and not a section
+                bounds = dict(field.metadata)
+                path = f"{section}.{field.name}".lstrip(".")
+                found[path] = Knob(kinds[field.name], getattr(defaults, field.name), bounds.pop("description"), bounds)
+    return found
+
+
+KNOBS: Mapping[str, Knob] = _knobs()  # by dotted path

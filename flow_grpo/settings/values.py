@@ -1,203 +1,173 @@
-"""What a knob's value may look like, written on a command line or in a recipe."""
+"""The types of knobs: what pydantic accepts for each, and how each is written on a command line."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
-from flow_grpo.settings.schema import Gate, Schedule
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+SIZE_UNIT = 8  # pixels: the finest codec (4x) times patch (2) in use; a coarser model checks its own multiple
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """The values of one type of knob.
+def _must(holds: Callable[[Any], object], text: str) -> AfterValidator:
+    """Return a validator of one value on its own; `text` is "must be ..." and may end in "; WAY OUT"."""
 
-    Attributes:
-        meaning: completes the sentence "must be ...".
-        example: text as on a command line.
-        parse: command-line text -> value; raises ValueError.
-        convert: recipe value -> value; raises ValueError.
-    """
-
-    meaning: str
-    example: str
-    parse: Callable[[str], Any]
-    convert: Callable[[Any], Any]
-
-
-def _exactly(kind: type) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if type(value) is not kind:  # not isinstance: True is no number of steps
-            raise ValueError
+    def validate(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(text)
         return value
 
-    return convert
+    return AfterValidator(validate)
 
 
-def _to_int(value: Any) -> int:
-    number: int = _exactly(int)(value)
-    if abs(number) >= 10**18:  # more than any counter holds: arithmetic with floats and texts of it would fail
-        raise ValueError
-    return number
+def _is_text(value: str) -> bool:
+    """Whether a text is UTF-8 without NUL: other bytes of a command line arrive as lone surrogates."""
+    return "\0" not in value and not re.search("[\ud800-\udfff]", value)
 
 
-def _to_text(value: Any) -> str:
-    text: str = _exactly(str)(value)
-    text.encode()  # a word of the command line that is not UTF-8 comes as half characters: a UnicodeEncodeError
-    if "\0" in text:
-        raise ValueError
-    return text
+def _is_address(value: str) -> bool:
+    try:
+        url = urlsplit(value)
+        port = url.port  # raises where it is not a number up to 65535
+    except ValueError:
+        return False
+    plain = not url.query and not url.fragment and not re.search(r"[@,]", value)  # a password would be logged
+    return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and plain and value.isprintable()
 
 
-def _to_float(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ValueError
-    return float(value)
+def _is_below(value: str) -> bool:
+    return not PurePath(value).is_absolute() and ".." not in PurePath(value).parts
 
 
-def _or_none(convert: Callable[[Any], float]) -> Callable[[Any], float | None]:
-    return lambda value: None if value in (None, "none", "None") else convert(value)
+def _is_bucket(text: str) -> bool:
+    frames, *sides = parse_bucket(text)
+    return frames % 4 == 1 and frames > 1 and all(side and side % SIZE_UNIT == 0 for side in sides)
 
 
-def _to_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
+def _is_rising(numbers: tuple[int, ...]) -> bool:
+    return bool(numbers) and list(numbers) == sorted(set(numbers))
 
 
-def _to_tuple(convert: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def convert_all(value: Any) -> tuple[Any, ...]:
-        if type(value) not in (tuple, list):
-            raise ValueError
-        return tuple(convert(item) for item in value)
+def _compile(value: str) -> str:
+    try:
+        re.compile(value)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"must be a regular expression: {error}; correct it or leave the recipe's") from None
+    return value
 
-    return convert_all
+
+def parse_bucket(text: str) -> tuple[int, int, int]:
+    """Return (frames, height, width) of "81x480x832".
+
+    Raises:
+        ValueError: another form.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if match is None:
+        raise ValueError("must be FRAMESxHEIGHTxWIDTH; pass for example 81x480x832,49x832x480")
+    return int(match[1]), int(match[2]), int(match[3])
 
 
-def _split(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Parse "1,2,3", with or without brackets round it; nothing between the brackets is the empty tuple."""
+# Strict types: True is not a number, and 8.0 is not a whole one.
+Bool = StrictBool
+Int = Annotated[StrictInt, _must(lambda value: abs(value) < 10**18, "must be a whole number of at most 18 digits")]
+Float = StrictFloat  # takes whole numbers, too
+Text = Annotated[StrictStr, _must(_is_text, "must be a text in UTF-8 without NUL characters")]
+RunName = Annotated[
+    Text,
+    _must(
+        lambda name: not name or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name),
+        "must be at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit: it names one folder; "
+        "pass --config.output_root for another place",
+    ),
+]
+ServerName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,49}$")]  # files are named after it
+Address = Annotated[Text, _must(_is_address, "must be an address such as http://127.0.0.1:8000, without a password")]
+Split = Annotated[Text, _must(_is_below, "must be a folder below data.root; pass --config.data.root for another place")]
+Bucket = Annotated[
+    Text,
+    _must(
+        _is_bucket,
+        f"must have 4n+1 frames, at least 5, and sides that are multiples of {SIZE_UNIT}; pass for example 81x480x832",
+    ),
+]
+Pattern = Annotated[Text, AfterValidator(_compile)]
+Frames = Annotated[
+    Int,
+    _must(
+        lambda frames: frames % 4 == 1,
+        "must be 4n+1: the codec keeps the first frame and packs every four that follow; pass for example 5, 49 or 81",
+    ),
+]
+Trackers = Annotated[
+    tuple[Literal["wandb", "tensorboard"], ...],
+    _must(lambda names: len(set(names)) == len(names), "must name each tracker once; drop the repetition"),
+]
+Steps = Annotated[tuple[Int, ...], _must(_is_rising, "must be at least one step, each once, in rising order")]
+Weight = Annotated[
+    Float,
+    _must(
+        lambda value: value >= 0,
+        "must lie in [0, inf): every reward is written so that more is better; 0 measures it without training on it",
+    ),
+]
+Schedule = Annotated[
+    tuple[tuple[Int, Weight], ...],  # (epoch, weight) points
+    _must(
+        lambda points: _is_rising([epoch for epoch, _ in points]) and points[0][0] >= 0,
+        "must name epochs from 0 on, each once, in rising order; pass for example 0:0,50:1",
+    ),
+]
+Gate = tuple[Text, Float]  # the reward that decides, and the least value at which a sample passes
 
-    def parse_all(text: str) -> tuple[Any, ...]:
+
+def notation(kind: Any) -> str:
+    """Return how values of a type (without validators) are written on a command line, such as "INTEGER,..."."""
+    args, origin = get_args(kind), get_origin(kind)
+    if origin is Literal:
+        return "|".join(choice or "''" for choice in args)
+    if type(None) in args:
+        return f"{notation(args[0])}|none"
+    if origin is dict:
+        return f"NAME={notation(args[1])},..."
+    if origin is tuple:
+        return f"{notation(args[0])},..." if Ellipsis in args else ":".join(map(notation, args))
+    return {bool: "true|false", int: "INTEGER", float: "NUMBER"}.get(kind, "TEXT")
+
+
+def parse(kind: Any, text: str) -> Any:
+    """Return the value of a type (without validators) that a command-line text stands for.
+
+    Lists may stand in brackets and their items in quotes, as Python writes them. A table is "name=value,name=value".
+
+    Raises:
+        ValueError: the text is not a value of that type.
+    """
+    args = get_args(kind)
+    if type(None) in args:
+        return None if text in ("none", "None") else parse(args[0], text)
+    if get_origin(kind) is dict:
+        return {name: parse(args[1], entry) for name, entry in _entries(text)}
+    if get_origin(kind) is tuple and Ellipsis in args:
         inner = text.strip().removeprefix("(").removesuffix(")").removeprefix("[").removesuffix("]")
         items = [item.strip().strip("'\"") for item in inner.split(",")]
-        return tuple(parse(item) for item in items if item)
-
-    return parse_all
-
-
-def _parse_weights(text: str) -> dict[str, float]:
-    """Parse "target_view=1,source_match=0.3"."""
-    pairs = [item.partition("=") for item in text.split(",")]
-    return {name.strip(): float(weight) for name, _, weight in pairs}
-
-
-def _to_addresses(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(_is_address(address) for address in value.values()):
-        raise ValueError
-    return {_to_text(name): address for name, address in value.items()}
-
-
-def _is_address(value: Any) -> bool:
-    if type(value) is not str:
-        return False
-    url = urlsplit(value)  # raises ValueError itself, as does a port that is none
-    # A name and password before the host would end in logs.
-    plain = "@" not in value and not url.query and not url.fragment and value.isascii() and value.isprintable()
-    return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and plain
-
-
-def _parse_addresses(text: str) -> dict[str, str]:
-    """Parse "hpsv3=http://127.0.0.1:8000,clip=http://127.0.0.1:8001"; nothing at all is the empty table."""
-    pairs = [item.partition("=") for item in text.split(",") if item]
-    return {name.strip(): address.strip() for name, _, address in pairs}
-
-
-def _parse_schedule(text: str) -> Schedule:
-    """Parse "0:0,50:1", epochs with their weights."""
-    pairs = [item.partition(":") for item in text.split(",")]
-    return tuple((int(epoch), float(weight)) for epoch, _, weight in pairs)
-
-
-def _to_schedule(value: Any) -> Schedule:
-    points = [_to_tuple(lambda item: item)(point) for point in _to_tuple(lambda item: item)(value)]
-    if not points or any(len(point) != 2 for point in points):
-        raise ValueError
-    return tuple((_to_int(epoch), _to_float(weight)) for epoch, weight in points)
-
-
-def _parse_schedules(text: str) -> dict[str, Schedule]:
-    """Parse "target_view=1:1,50:0.2,motion_mag=0:0,50:1": a name, its points, the next name; nothing is no schedule."""
-    points: dict[str, list[str]] = {}
-    for item in filter(None, text.split(",")):
-        head, equals, tail = item.partition("=")
-        if equals:
-            name = head.strip()
-            points[name] = []
-        elif not points:
+        return tuple(parse(args[0], item) for item in items if item)
+    if get_origin(kind) is tuple:
+        first, _, second = text.rpartition(":")  # a reward's name may hold a colon
+        return parse(args[0], first.strip()), parse(args[1], second)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
             raise ValueError
-        points[name].append(tail if equals else item)
-    return {name: _parse_schedule(",".join(own)) for name, own in points.items()}
+        return text.lower() == "true"
+    return kind(text) if kind in (int, float) else text
 
 
-def _parse_gate(text: str) -> Gate:
-    """Parse "source_match:-0.05"; the name may hold colons itself."""
-    name, _, threshold = text.rpartition(":")
-    return name.strip(), float(threshold)
-
-
-def _to_gate(value: Any) -> Gate:
-    pair = _to_tuple(lambda item: item)(value)
-    if len(pair) != 2:
-        raise ValueError
-    return _to_text(pair[0]), _to_float(pair[1])
-
-
-def _parse_gates(text: str) -> dict[str, Gate]:
-    """Parse "pose_rot=source_match:-0.05,pose_trans=source_match:-0.05"; nothing at all is no gate."""
-    pairs = [item.partition("=") for item in text.split(",") if item]
-    return {name.strip(): _parse_gate(gate) for name, _, gate in pairs}
-
-
-def _to_table(convert: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
-    def convert_all(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise ValueError
-        return {_to_text(name): convert(entry) for name, entry in value.items()}
-
-    return convert_all
-
-
-KINDS: dict[Any, Kind] = {
-    bool: Kind("true or false", "true", _to_bool, _exactly(bool)),
-    int: Kind("a whole number of at most 18 digits", "8", int, _to_int),
-    float: Kind("a number", "0.3", float, _to_float),
-    float | None: Kind("a number or none", "0.45", _or_none(float), _or_none(_to_float)),
-    str: Kind("a text in UTF-8 without NUL characters", "name", _to_text, _to_text),
-    tuple[int, ...]: Kind("whole numbers separated by commas", "1,2,3", _split(int), _to_tuple(_to_int)),
-    tuple[str, ...]: Kind("names separated by commas", "first,second", _split(_to_text), _to_tuple(_to_text)),
-    dict[str, str]: Kind(
-        "names with addresses http://HOST:PORT, without a password",
-        "hpsv3=http://127.0.0.1:8000",
-        _parse_addresses,
-        _to_addresses,
-    ),
-    dict[str, float]: Kind(
-        "names with weights", "target_view=1,source_match=0.3", _parse_weights, _to_table(_to_float)
-    ),
-    Schedule: Kind("epochs with weights", "0:0,50:1", _parse_schedule, _to_schedule),
-    dict[str, Schedule]: Kind(
-        "names with epochs and weights",
-        "target_view=0:1,50:0.2,source_match=0:0,50:1",
-        _parse_schedules,
-        _to_table(_to_schedule),
-    ),
-    Gate: Kind("a reward's name with its least value", "source_match:-0.05", _parse_gate, _to_gate),
-    dict[str, Gate]: Kind(
-        "names with the reward that decides and its least value",
-        "pose_rot=source_match:-0.05,pose_trans=source_match:-0.05",
-        _parse_gates,
-        _to_table(_to_gate),
-    ),
-}
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of "a=0:1,50:0.2,b=1:0": a part without "=" continues the value before it."""
+    for entry in filter(None, re.split(r",(?=[^,]*=)", text)):
+        name, _, value = entry.partition("=")
+        yield name.strip(), value.strip()

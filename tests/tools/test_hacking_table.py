@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flow_grpo.settings.checks import REWARDS
+from flow_grpo.rewards.base import REWARDS
 from tools.hacking.tricks import COMMANDS, EXACT, HARMLESS, Stage, stage
 from tools.hacking_table import (
     BEGIN,
