@@ -175,7 +175,7 @@ def _refused(found: ErrorDetails) -> ConfigError:
     close = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", limits.get("expected", "")), n=1)
     if close:
         text += f"; did you mean {close[0]!r}?"
-    elif "multiple_of" in limits:
+    elif "multiple_of" in limits and abs(value) < 10**18:  # above that it is refused for its size, too
         text += f"; pass {PREFIX}{path}={round(value / limits['multiple_of']) * limits['multiple_of']}"
     elif ";" not in text:
         text += f"; pass {PREFIX}{path}={notation(_kind(path))}"

@@ -35,8 +35,8 @@ def _is_address(value: str) -> bool:
         port = url.port  # raises where it is not a number up to 65535
     except ValueError:
         return False
-    plain = not url.query and not url.fragment and not re.search(r"[@,]", value)  # a password would be logged
-    return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and plain and value.isprintable()
+    plain = not url.query and not url.fragment and not re.search(r"[@,\s]", value)  # a password would be logged
+    return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and plain and value.isascii()
 
 
 def _is_below(value: str) -> bool:
@@ -169,5 +169,7 @@ def parse(kind: Any, text: str) -> Any:
 def _entries(text: str) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of "a=0:1,50:0.2,b=1:0": a part without "=" continues the value before it."""
     for entry in filter(None, re.split(r",(?=[^,]*=)", text)):
-        name, _, value = entry.partition("=")
+        name, equals, value = entry.partition("=")
+        if not equals:
+            raise ValueError
         yield name.strip(), value.strip()

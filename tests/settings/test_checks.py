@@ -1,0 +1,149 @@
+"""Knobs that cannot work together are refused in one line with the way out; those at the edge are taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flow_grpo.settings.checks import check_world
+from flow_grpo.settings.loading import ConfigError, load_config
+from flow_grpo.settings.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+REBALANCE = "dynamic_sampling.enabled=true dynamic_sampling.policy=rebalance"
+
+
+def load(settings: str) -> Config:
+    return load_config(f"{ROOT}/tests/toy_recipe.py:toy", [f"--config.{each}" for each in settings.split()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ("data.eval_split=train", ["data.eval_split: got 'train'", "must differ from data.train_split"]),
+        ("data.eval_split=train/part", ["data.eval_split: got 'train/part'", "must differ"]),
+        ("data.eval_split=./train", ["data.eval_split: got 'train'", "must differ"]),
+        ("data.train_split=val/part", ["data.eval_split: got 'val'", "must differ"]),
+        ("model.trained=lora model.lora_targets=", ["model.lora_targets: got ''", "model.trained=camera"]),
+        ("sample.num_image_per_prompt=3", ["sample.num_image_per_prompt: got 3", "sample.k=8"]),
+        ("sample.sde_steps=-1,0", ["sample.sde_steps: got (-1, 0)", "0..6"]),
+        ("sample.sde_steps=5,6,7", ["sample.sde_steps: got (5, 6, 7)", "0..6", "sample.num_steps=8"]),
+        ("sample.num_steps=4", ["sample.sde_steps: got (0, 1, 2, 3)", "0..2"]),
+        ("sample.sde_window=5", ["sample.sde_window: got 5", "at most the 4 step(s)", "0 takes all"]),
+        ("sample.sde=cps sample.noise_level=1.2", ["sample.noise_level: got 1.2", "at most 1", "'cps'"]),
+        ("sample.noise_level=3", ["sample.noise_level: got 3.0", "at step 0", "drop that step"]),
+        ("train.updates_per_epoch=3", ["train.updates_per_epoch: got 3", "must divide the 64 samples", "=1"]),
+        ("train.batch_size=65", ["train.batch_size: got 65", "at most 64", "train.batch_size=64"]),
+        ("train.updates_per_epoch=8", ["train.batch_size: got 16", "at most 8"]),
+        ("train.old_log_prob=detach train.updates_per_epoch=2", ["train.old_log_prob: got 'detach'", "=auto"]),
+        ("model.compile=true model.dtype=bf16", ["train.old_log_prob: got 'auto'", "must be 'detach'", "=detach"]),
+        ("train.guard=true train.step_weight=inverse_gain", ["train.guard: got True", "step_weight=none"]),
+        ("train.sharding=fsdp2 data.buckets=5x24x32,5x16x16", ["data.buckets: got", "one video size", "=ddp"]),
+        ("train.sharding=zero2 data.buckets=5x32x32,5x32x64", ["data.buckets: got", "'zero2'", "=ddp"]),
+        (f"train.sharding=fsdp2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "policy=pad"]),
+        (f"train.sharding=zero2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "'zero2'", "policy=pad"]),
+        ("eval.num_conditions=3", ["eval.videos: got 4", "eval.num_conditions=3"]),
+        ("distributed.silent_s=5400", ["distributed.control_s: got 3600", "1.5 x", "control_s=8100"]),
+        ("reward.weights=target_view=0", ["reward.weights: got {'target_view': 0.0}", "nothing to learn"]),
+        ("reward.weights=", ["reward.weights: got {}", "nothing to learn"]),
+        ("reward.schedules.target_veiw=0:1", ["reward.schedules: got 'target_veiw'", "did you mean 'target_view'?"]),
+        ("reward.schedules.motion_mag=0:1", ["measured rewards source_match, target_view", "weights.motion_mag=0"]),
+        (
+            "reward.schedules=target_view=0:1,5:0,source_match=5:0,9:1",
+            ["reward.schedules: got", "epoch 5 ({'source_match': 0.0, 'target_view': 0.0})", "overlap"],
+        ),
+        (
+            "reward.weights.source_match=0 reward.schedules.target_view=7:0,9:1",
+            ["reward.schedules: got", "in epoch 0"],
+        ),
+        ("reward.gates.target_view=pose_rot:0", ["gates.target_view: got 'pose_rot'", "measured", "pose_rot=0 to"]),
+        ("reward.gates.pose_rot=source_match:0.5", ["reward.gates: got 'pose_rot'", "weights.pose_rot=0 to meas"]),
+        ("reward.gates.target_view=target_view:0", ["reward.gates.target_view: got 'target_view'", "another reward"]),
+        ("reward.weights.room_pose=1", ["eval.gold: got 'room_pose'", "no reward uses", "weights.room_pose=0"]),
+        (
+            "reward.weights.room_pose=0 reward.schedules.room_pose=3:0,9:1",
+            ["eval.gold: got 'room_pose'", "by reward.schedules.room_pose", "schedules.room_pose=0:0"],
+        ),
+        (
+            "reward.weights.room_pose=0 reward.gates.target_view=room_pose:-1",
+            ["eval.gold: got 'room_pose'", "reward.gates.target_view", "no reward uses"],
+        ),
+        ("dynamic_sampling.metric=motion_mag", ["dynamic_sampling.metric: got 'motion_mag'", "motion_mag=0 to meas"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_that_cannot_work_together_are_refused_in_one_line(settings: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.[^\n]+;[^\n]+$") as caught:
+        load(settings)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "num_epochs=0",
+        "sample.sde_steps=6 sample.sde_window=1",
+        "sample.sde_window=4",
+        "sample.sde=cps sample.noise_level=1",
+        "sample.noise_level=3 sample.max_step_std=0.45",
+        "train.updates_per_epoch=4",
+        "train.batch_size=64",
+        "train.batch_size=3",
+        "train.old_log_prob=detach",
+        "model.compile=true model.dtype=bf16 train.old_log_prob=detach",
+        "model.compile=true model.dtype=fp32",
+        "train.sharding=fsdp2 dynamic_sampling.policy=rebalance",
+        "train.guard=true",
+        "eval.videos=0 eval.num_conditions=1",
+        "distributed.silent_s=2400",
+        "distributed.silent_s=5400 distributed.dead_s=0",
+        "reward.weights.room_pose=0",
+        "reward.weights.room_pose=1 eval.gold=",
+        "reward.weights.room_pose=1 reward.schedules.room_pose=0:0,9:0",
+        "reward.weights=target_view=0 reward.schedules.target_view=0:1",
+        "reward.schedules=target_view=0:1,5:0,source_match=4:0,9:1",
+        "reward.weights.source_match=0 reward.schedules.target_view=0:1,300:0 num_epochs=300",
+        "reward.gates=target_view=source_match:0,source_match=target_view:-1",
+        "reward.weights.remote:judge=0 reward.remote.judge=http://h reward.gates.target_view=remote:judge:2",
+        "reward.remote=a=http://h:1,b=https://h/b reward.weights=remote:b=1 dynamic_sampling.metric=remote:b",
+        "reward.weights.motion_mag=0 dynamic_sampling.metric=motion_mag",
+    ],
+)
+def test_settings_at_the_edge_of_what_works_are_taken(settings: str) -> None:
+    assert load(settings)
+
+
+def test_groups_that_would_be_valid_by_rounding_alone_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"reward.flat_eps=1e-06 is below reward.adv_eps=0.0001"):
+        load("dynamic_sampling.enabled=true reward.flat_eps=1e-6")
+
+
+def world(world_size: int, *overrides: str) -> None:
+    check_world(load_config(f"{ROOT}/config/grpo.py:my_recam_8npu", overrides), world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6, 8, 16])
+def test_whole_groups_on_all_ranks_together_are_taken(world_size: int) -> None:
+    world(world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "multiple", "way_out"),
+    [(1, 2, 4, 4), (3, 2, 4, 4), (1, 6, 4, 8), (2, 3, 2, 4), (5, 5, 4, 8)],
+)
+def test_a_batch_that_holds_no_whole_groups_is_refused_with_one_that_does(
+    world_size: int, batch_size: int, multiple: int, way_out: int
+) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.sample\.train_batch_size[^\n]+$") as caught:
+        world(world_size, f"--config.sample.train_batch_size={batch_size}")
+    text = str(caught.value)
+    assert f"got {batch_size}" in text and "sample.k=4" in text and f"a multiple of {multiple} on" in text
+    assert text.endswith(f"--config.sample.train_batch_size={way_out}")
+    world(world_size, f"--config.sample.train_batch_size={way_out}")
+
+
+def test_contiguous_groups_must_be_dealt_evenly_to_the_ranks() -> None:
+    world(8, "--config.sample.layout=contiguous")
+    with pytest.raises(ConfigError, match=r"^config\.sample\.layout: got 'contiguous'.* 12 groups .* 8 ranks"):
+        world(8, "--config.sample.layout=contiguous", "--config.sample.num_batches_per_epoch=3")
