@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import pydantic
 
@@ -292,16 +292,8 @@ class Config(Section):
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 
 
-@dataclasses.dataclass(frozen=True)
-class Knob:
-    """A field of the schema.
-
-    Attributes:
-        kind: its type, without validators.
-        default: its value in a recipe that does not set it.
-        meaning: one line, with the unit.
-        bounds: pydantic's names -> values.
-    """
+class Knob(NamedTuple):
+    """A field of the schema: type without validators, default, one line of meaning with the unit, pydantic's bounds."""
 
     kind: Any
     default: Any
