@@ -51,6 +51,7 @@ bench: setup
 # The generated pages: a test fails when one is stale.
 docs: setup
 	$(BIN)/python tools/dev/docs_map.py
+	$(BIN)/python -m flow_grpo.settings.reference > docs/config.md
 
 # Whether the working tree's runs give the numbers of commit REF; see CONTRIBUTING.md.
 same-numbers: setup
