@@ -20,7 +20,7 @@ from flow_grpo.rewards.camera.smooth import Smooth
 from flow_grpo.rewards.camera.view_disp import ViewDisp
 from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
-from flow_grpo.rewards.remote.reward import Patience, RemoteReward
+from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
 from flow_grpo.rewards.room_pose import ROOM_FILE, RoomPose
 from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.rewards.source_match import SourceMatch
@@ -186,7 +186,7 @@ def build_reward(
     """
     kind, _, served = name.partition(":")
     if kind == "remote" and served in (servers or {}):
-        return RemoteReward(served, (servers or {})[served], Patience(timeout_s=timeout_s))
+        return RemoteReward(served, (servers or {})[served], RetryPolicy(timeout_s=timeout_s))
     if name not in REWARDS:
         raise ValueError(f"reward is {name!r}, must be one of {', '.join(REWARDS)}")
     return REWARDS[name](Path(data_root))
