@@ -1,13 +1,14 @@
 """Displacement of the picture from the ground-truth view, in pixels: `view_disp`.
 
 Features of each generated frame are matched to those of the synchronised true view. The median of their displacements
-falls steadily as the camera nears its command, where pixel scores saturate and optical flow fails. It needs no poses, no
-focal length and no anchors, so it also scores sources that the pose rewards cannot use, and it detects errors of a few
+falls steadily as the camera nears its command, where pixel scores saturate and optical flow fails. It needs no poses,
+focal length or anchors, so it also scores sources that the pose rewards cannot use, and it detects errors of a few
 hundredths of a degree.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
@@ -86,9 +87,7 @@ class ViewDisp:
         for row, found in views.items():
             scores[row] = Outcome(None, found.fault, found.lacking)
         for (row, (_, view)), outcome in zip(jobs.items(), moved, strict=True):
-            scores[row] = outcome.then(
-                lambda pixels, view=view: _score(torch.from_numpy(pixels), view, videos.shape[-1])
-            )
+            scores[row] = outcome.then(functools.partial(_score, views=view, width=videos.shape[-1]))
         return from_outcomes(scores, self.measures)
 
     def _find_views(
@@ -123,10 +122,11 @@ def _usable(found: Outcome[Views], condition: Condition) -> Outcome[Views]:
     return found
 
 
-def _score(moved: Tensor, views: Views, width: int) -> tuple[float, float, float]:
+def _score(pixels: Floats, views: Views, width: int) -> tuple[float, float, float]:
     """Return the value, the mean displacement and the share of matched frames of displacements (F,) in pixels."""
     visible = torch.tensor([len(view) >= LEAST_MATCHES for view in views])
+    moved = torch.from_numpy(pixels) * (CAP_COLUMNS / width)
     matched = ~moved.isnan()
-    pixels = (moved * (CAP_COLUMNS / width)).masked_fill(~matched, CAP_PIXELS).clamp(max=CAP_PIXELS)
-    value = -float((frame_weights(visible) * pixels).sum()) / CAP_PIXELS
-    return value, float(pixels[visible].mean()), float(matched[visible].double().mean())
+    moved = moved.masked_fill(~matched, CAP_PIXELS).clamp(max=CAP_PIXELS)
+    value = -float((frame_weights(visible) * moved).sum()) / CAP_PIXELS
+    return value, float(moved[visible].mean()), float(matched[visible].double().mean())
