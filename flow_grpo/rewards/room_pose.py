@@ -177,7 +177,7 @@ def _best(poses: Tensor, cost: Tensor, count: int) -> Tensor:
     return poses.gather(1, repeat(index, "n m -> n m r c", r=4, c=4))
 
 
-def _guesses(commanded: Tensor | None) -> Tensor:
+def initial_poses(commanded: Tensor | None) -> Tensor:
     """Return initial poses (H, 4, 4), or (B, T, H, 4, 4) with a command, relative to the reference.
 
     A fixed grid of turns and moves around the reference pose, plus the commanded pose at each of `COMMAND_SCALES` of
@@ -207,13 +207,13 @@ def _unproject(intrinsics: Tensor, batch: int) -> Tensor:
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
-def _search(views: tuple[_View, _View, _View], guesses: Tensor, frames: int) -> _Fit:
+def _search(views: tuple[_View, _View, _View], initial: Tensor, frames: int) -> _Fit:
     """Return one fitted pose a frame from initial poses (N, H, 4, 4), coarse to fine; N holds videos of `frames`."""
     coarse, middle, fine = views
-    cameras = guesses.clone()
-    cameras[..., :3, :3] = guesses[..., :3, :3] @ coarse.raster.unproject[:, None]
+    cameras = initial.clone()
+    cameras[..., :3, :3] = initial[..., :3, :3] @ coarse.raster.unproject[:, None]
     first_look = render(coarse.room, cameras, coarse.raster.pixels).movedim(-1, 0)
-    fit = _refine(coarse, _best(guesses, _cost(coarse, first_look), STARTS), 3)
+    fit = _refine(coarse, _best(initial, _cost(coarse, first_look), STARTS), 3)
     poses = _best(fit.poses, fit.cost, 2)
     own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
     before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
@@ -253,13 +253,13 @@ def estimate_poses(
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
     room = Room(**{f.name: getattr(rooms, f.name).repeat_interleave(frames, 0) for f in dataclasses.fields(Room)})
     unproject = _unproject(intrinsics, batch).repeat_interleave(frames, 0)
-    guesses = _guesses(commanded)
+    initial = initial_poses(commanded)
     reference = reference_poses.repeat_interleave(frames, 0)[:, None].float()
-    guesses = reference @ (guesses if commanded is None else guesses.flatten(0, 1))
+    initial = reference @ (initial if commanded is None else initial.flatten(0, 1))
     limit = room.half_size[:, None] - MARGIN
-    guesses[..., :3, 3] = guesses[..., :3, 3].clamp(-limit, limit)
+    initial[..., :3, 3] = initial[..., :3, 3].clamp(-limit, limit)
     coarse, middle, fine = (_view(room, images, unproject, columns) for columns in COLUMNS)
-    fit = _search((coarse, middle, fine), guesses, frames)
+    fit = _search((coarse, middle, fine), initial, frames)
     found = rearrange(fit.poses[:, 0], "(b t) r c -> b t r c", t=frames).double()
     left, _, right = torch.linalg.svd(found[..., :3, :3])  # float32 steps leave a rotation orthogonal to 1e-6 only
     found[..., :3, :3] = left @ right

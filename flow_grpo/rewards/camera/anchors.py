@@ -68,7 +68,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Picture:
+class Picture:
     """One frame: its number, its features and its camera-to-world pose (4, 4)."""
 
     frame: int
@@ -76,17 +76,17 @@ class _Picture:
     pose: Floats
 
 
-class _Pictures:
+class Pictures:
     """The frames of a film, with features computed on first use."""
 
     def __init__(self, film: Film) -> None:
         self.film = film
-        self._found: dict[int, _Picture] = {}
+        self._found: dict[int, Picture] = {}
 
-    def __getitem__(self, row: int) -> _Picture:
+    def __getitem__(self, row: int) -> Picture:
         if row not in self._found:
             film = self.film
-            self._found[row] = _Picture(film.frames[row], find_features(film.pictures[row]), film.poses[row])
+            self._found[row] = Picture(film.frames[row], find_features(film.pictures[row]), film.poses[row])
         return self._found[row]
 
     def __len__(self) -> int:
@@ -104,8 +104,8 @@ def make_source(source: Film, target: Film | None, camera: Floats) -> Source:
         target: the ground-truth view of the same times, poses relative to the same camera, or None.
         camera: (3, 3) from `pnp.camera_matrix`, of both.
     """
-    pictures = _Pictures(source)
-    others = None if target is None else _Pictures(target)
+    pictures = Pictures(source)
+    others = None if target is None else Pictures(target)
     chosen = view_rows(len(pictures))
     views = triangulate([pictures[row] for row in chosen], camera)
     made = _checked(views, pictures, others, camera)
@@ -121,7 +121,7 @@ def view_rows(count: int) -> list[int]:
     return sorted({round(row) for row in np.linspace(0, count - 1, number).tolist()})
 
 
-def triangulate(pictures: Sequence[_Picture], camera: Floats) -> list[View]:
+def triangulate(pictures: Sequence[Picture], camera: Floats) -> list[View]:
     """Return each picture's triangulated features: in front of the cameras, exact, and with parallax."""
     matches = {
         (a, b): match(pictures[a].features.descriptors, pictures[b].features.descriptors)
@@ -197,7 +197,7 @@ def parallax(xyz: Floats, first: Floats, second: Floats) -> Floats:
     return np.nan_to_num(angle)
 
 
-def across_cameras(source: _Pictures, target: _Pictures, rows: Sequence[int], camera: Floats) -> list[View]:
+def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], camera: Floats) -> list[View]:
     """Return anchors of two synchronised cameras at some times, marked by whether they are static."""
     views, pictures = [], []
     for row in rows:
@@ -207,7 +207,7 @@ def across_cameras(source: _Pictures, target: _Pictures, rows: Sequence[int], ca
     return [_with_lasting(view, pictures, camera) for view in views]
 
 
-def _with_lasting(view: View, pictures: Sequence[_Picture], camera: Floats) -> View:
+def _with_lasting(view: View, pictures: Sequence[Picture], camera: Floats) -> View:
     """Mark the anchors that a picture of another time shows at the same position."""
     lasting = np.zeros(len(view), np.bool_)
     for picture in pictures:
@@ -220,14 +220,14 @@ def _with_lasting(view: View, pictures: Sequence[_Picture], camera: Floats) -> V
     return dataclasses.replace(view, lasting=lasting)
 
 
-def _checked(views: Sequence[View], source: _Pictures, target: _Pictures | None, camera: Floats) -> Source:
+def _checked(views: Sequence[View], source: Pictures, target: Pictures | None, camera: Floats) -> Source:
     """Check anchors by locating the held-out source frames and every frame of the ground-truth view."""
     visible = np.ones(len(source), np.bool_)
     made = Source(tuple(view for view in views if len(view)), camera, visible, "")
     if len(made) < FEWEST_ANCHORS:
         fault = f"{len(made)} anchors, needs {FEWEST_ANCHORS}: no parallax or no texture"
         return dataclasses.replace(made, fault=fault)
-    held_out = _held_out(len(source))
+    held_out = held_out_rows(len(source))
     if not held_out:
         return dataclasses.replace(made, fault=f"{len(source)} frames, needs 3: one is held out to check the others")
     exact = _placed(made, source, held_out, (CHECK_DEG, CHECK_M))
@@ -246,13 +246,13 @@ def _checked(views: Sequence[View], source: _Pictures, target: _Pictures | None,
     return made
 
 
-def _held_out(count: int) -> list[int]:
+def held_out_rows(count: int) -> list[int]:
     """Return at most `CHECKED` evenly spread frames that are not triangulated."""
     free = sorted(set(range(count)) - set(view_rows(count)))
     return sorted({free[round(row)] for row in np.linspace(0, len(free) - 1, CHECKED).tolist()}) if free else []
 
 
-def _placed(made: Source, pictures: _Pictures, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:
+def _placed(made: Source, pictures: Pictures, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:
     """Return which rows of a film are located within (degrees, metres) of their known pose."""
     right = []
     for row in rows:
