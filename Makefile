@@ -22,7 +22,7 @@ setup: $(READY)
 
 # The stamp is newer than both lists when the environment is complete; an interrupted set-up is taken up again.
 # torch comes first and alone: its exact pin decides the build before anything else can ask for another.
-$(READY): requirements.txt requirements-dev.txt
+$(READY): requirements.txt requirements-dev.txt requirements-server.txt
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "$$(grep '^torch==' requirements.txt)"

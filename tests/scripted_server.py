@@ -1,4 +1,4 @@
-"""A server on a real socket that misbehaves as it is told."""
+"""Servers for tests: one that misbehaves as scripted, and the real one in a thread."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tools.serving.http_server import RewardServer
 
 Act = Callable[[socket.socket, threading.Event], None]
 
@@ -53,12 +56,12 @@ def reset(connection: socket.socket, over: threading.Event) -> None:
 
 
 class ScriptedServer:
-    """Answers the requests to /score one after the other as `acts` say, the last one again and again.
+    """Answers requests to /score by `acts` in turn, repeating the last one.
 
     Attributes:
         url: where it listens.
-        asked: (first line, headers, body) of every request, those to /health too.
-        acts: what is still to be done.
+        asked: (first line, headers, body) of every request, /health included.
+        acts: what is still to do.
         health: what GET /health answers.
     """
 
@@ -95,7 +98,7 @@ class ScriptedServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):  # the other side had enough
+        with connection, contextlib.suppress(OSError):  # the client may have closed
             self._talk(connection)
 
     def _talk(self, connection: socket.socket) -> None:
@@ -112,3 +115,15 @@ class ScriptedServer:
             self.health(connection, self._over)
         else:
             (self.acts.pop(0) if len(self.acts) > 1 else self.acts[0])(connection, self._over)
+
+
+@contextlib.contextmanager
+def serving(server: RewardServer) -> Iterator[RewardServer]:
+    """Run a real reward server in a thread."""
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(20)

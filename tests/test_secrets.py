@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +13,14 @@ from PIL import Image
 
 import train_grpo
 from flow_grpo.rewards.base import build_reward
-from flow_grpo.rewards.remote.http_client import TOKEN, Caller
+from flow_grpo.rewards.remote.http_client import TOKEN, Client
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.settings.errors import ConfigError
 from tests.bad_input_cases import Setup
-from tests.scripted_server import HEALTH, ScriptedServer, answer
+from tests.scripted_server import HEALTH, ScriptedServer, answer, serving
 from tests.toy import condition
-from tools.reward_server import RewardServer
-from tools.serving.scoring_service import Desk, Local
+from tools.serving.http_server import RewardServer
+from tools.serving.scoring_service import LocalJudge, ScoringService
 
 KEY, SECRET, PASSWORD = "5e47ab1e" * 5, "token-that-nobody-may-see", "hunter2-of-the-judge"
 SERVED = {"reward.weights": "remote:motion_mag=1", "data.num_workers": 0}
@@ -42,11 +41,9 @@ def setup(valid, tmp_path, monkeypatch, caplog) -> Setup:
 @contextlib.contextmanager
 def judge(token: str, data: Path) -> Iterator[str]:
     """Yield the address of a real server that asks for a token."""
-    desk = Desk(Local(build_reward("motion_mag", data_root=data)), 2**28, 10.0)
-    with RewardServer(("127.0.0.1", 0), desk, token) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    service = ScoringService(LocalJudge(build_reward("motion_mag", data_root=data)), 2**28)
+    with serving(RewardServer(("127.0.0.1", 0), service, timeout_s=10.0, token=token)) as server:
         yield server.url
-        server.shutdown()
 
 
 def nothing_seen(folder: Path, capfd, caplog) -> str:
@@ -100,7 +97,7 @@ def test_a_server_that_sends_the_token_back_does_not_get_it_into_a_log(tmp_path,
     caplog.set_level(logging.DEBUG)
     with ScriptedServer(answer({"error": SECRET}, 400), health=health) as server:
         reward = build_reward("remote:motion_mag", data_root=".", servers={"motion_mag": server.url}, timeout_s=5.0)
-        reward._caller = Caller(server.url, ())
+        reward._client = Client(server.url, ())
         result = reward(torch.zeros(1, 3, 5, 8, 8), [condition()])
         assert SECRET in server.asked[0][1]["Authorization"]
     assert not result.valid.any() and result.causes[0] and SECRET not in result.causes[0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.remote.reward import Patience, RemoteReward
+from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
 from flow_grpo.rewards.room_pose import ROOM_FILE
 from flow_grpo.settings.errors import refusal
 
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class Reward(Protocol):
-    """A judge of videos: more is better.
+    """Scores videos: more is better.
 
     Attributes:
         name: key of its weight and prefix of its metrics.
-        floor: noise in the unit of the reward: copies that differ by no more are equally good.
-        measures: names in `RewardResult.info`, the same for every batch, since ranks gather them side by side.
+        floor: noise in the unit of the reward: videos whose scores differ by less are equally good.
+        measures: names in `RewardResult.info`, identical for every batch and rank, since ranks gather them.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Reward(Protocol):
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Return the names of the further measurements."""
+        """Return the names in `RewardResult.info`."""
         ...
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-        """Score CPU fp32 videos (B, 3, T, h, w) in [0, 1]; what cannot be scored is marked as not valid."""
+        """Score CPU fp32 videos (B, 3, T, h, w) in [0, 1]; rows that cannot be scored are not valid."""
         ...
 
 
 @runtime_checkable
 class Served(Protocol):
-    """A reward that asks a server, and can say how that fared."""
+    """A reward that asks a server and keeps statistics of its requests."""
 
     def stats(self) -> dict[str, float]:
-        """Return "calls" and "failures" (counts), "p50_s" and "p95_s" (seconds or NaN) since it was last asked."""
+        """Return "calls" and "failures" (counts), "p50_s" and "p95_s" (seconds or NaN) since the last call."""
         ...
 
 
@@ -90,14 +90,14 @@ def check_name(name: str, servers: Mapping[str, str]) -> None:
 
 
 class RewardSet:
-    """Several rewards, each on its own: one that fails takes no other along and never turns into a score.
+    """Several independent rewards: one that fails affects no other and never becomes a score.
 
     Args:
-        rewards: with different names.
+        rewards: with distinct names.
         weights: name -> weight, for exactly these rewards.
 
     Raises:
-        ValueError: names do not match, or a reward lacks a part of `Reward`.
+        ValueError: names do not match, or a reward lacks an attribute of `Reward`.
     """
 
     def __init__(self, rewards: Sequence[Reward], weights: Mapping[str, float]) -> None:
@@ -112,11 +112,11 @@ class RewardSet:
 
     @property
     def floors(self) -> dict[str, float]:
-        """Return reward name -> noise floor, each in its own unit."""
+        """Return reward name -> noise floor, in the unit of the reward."""
         return {reward.name: reward.floor for reward in self.rewards}
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return reward name -> how its server fared since the last call, for the rewards that have one."""
+        """Return reward name -> statistics of its requests since the last call, for rewards that ask a server."""
         return {reward.name: reward.stats() for reward in self.rewards if isinstance(reward, Served)}
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
@@ -130,7 +130,7 @@ class RewardSet:
 
 
 def _check_parts(reward: Reward) -> None:
-    """Refuse a reward that would fail at the first thing asked of it, hours into a run."""
+    """Raise ValueError for a malformed reward, which would otherwise fail hours into a run."""
     name, floor, measures = (getattr(reward, part, None) for part in ("name", "floor", "measures"))
     if not isinstance(name, str) or not name:
         raise ValueError(f"reward {type(reward).__name__} has name {name!r}, must be a text: its weight is called so")
@@ -143,7 +143,7 @@ def _check_parts(reward: Reward) -> None:
 
 
 def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-    """Run one reward; an exception marks the whole batch as not valid and is kept as the cause."""
+    """Run one reward; an exception makes the whole batch not valid, with the exception as the cause."""
     try:
         return _checked(reward, reward(videos, conditions), len(conditions))
     except Exception as error:
@@ -160,7 +160,7 @@ def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) ->
 
 
 def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
-    """Mark values that are not finite as not valid, and make every value that is not valid NaN."""
+    """Check the shape of a result, mark values that are not finite as not valid, and set invalid values to NaN."""
     shapes = {tuple(part.shape) for part in (result.values, result.valid, result.faults, *result.info.values())}
     if shapes != {(count,)} or len(result.causes) != count:
         raise ValueError(f"results have shapes {sorted(shapes)} and {len(result.causes)} causes, must be ({count},)")
@@ -190,9 +190,9 @@ def build_reward(
 
     Args:
         name: one of `REWARDS`, or "remote:<name>" with a name of `servers`.
-        data_root: dataset folder, for rewards that read what lies beside the videos.
-        servers: name -> http://HOST:PORT of rewards that other processes measure.
-        timeout_s: seconds such a server has for one attempt.
+        data_root: dataset folder, for rewards that read scene files.
+        servers: name -> http://HOST:PORT of rewards that other processes compute.
+        timeout_s: time limit of one attempt to ask such a server.
 
     Raises:
         ConfigError: for an unknown name.
@@ -200,7 +200,7 @@ def build_reward(
     check_name(name, servers or {})
     if name.startswith("remote:"):
         served = name.removeprefix("remote:")
-        return RemoteReward(served, (servers or {})[served], Patience(timeout_s=timeout_s))
+        return RemoteReward(served, (servers or {})[served], RetryPolicy(timeout_s=timeout_s))
     module, _, kind = REWARDS[name].partition(":")
     made: Callable[..., Reward] = getattr(importlib.import_module(f"flow_grpo.rewards.{module}"), kind)
     return made(Path(data_root)) if name in SCENE_FILES else made()

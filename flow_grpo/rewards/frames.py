@@ -1,4 +1,4 @@
-"""Which frames of a video are looked at, how much each counts, and their grey levels."""
+"""Which frames of a video are scored, their weights and their grey levels."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST_FRAMES = 21  # of a video are judged, evenly spread: every fourth of 81
+MOST_FRAMES = 21  # scored per video, evenly spread: every fourth of 81
 LAST_FRAME_WEIGHT = 3.0  # times the first frame's
 LUMA = (0.299, 0.587, 0.114)
 
 
 def frame_numbers(frames: int) -> list[int]:
-    """Return which frames of a video are looked at: all up to 21, else 21 from the first to the last."""
+    """Return which frames of a video are scored: all up to 21, else 21 from the first to the last."""
     count = min(frames, MOST_FRAMES)
     return [round(number) for number in np.linspace(0, frames - 1, count).tolist()]
 

@@ -1,4 +1,4 @@
-"""As much motion as the reference has: a companion that a frozen or a flickering video fails."""
+"""As much motion as the reference has: a companion reward that frozen and flickering videos fail."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.results import all_valid
 
-SMALLEST_CHANGE = 1 / 255  # colour, one grey level: less than this is no motion
+GREY_LEVEL = 1 / 255  # colour difference below which nothing counts as motion
 
 
 def motion(videos: Tensor) -> Tensor:
@@ -31,13 +32,12 @@ class MotionMag:
         """Score (B, 3, T, h, w) videos in [0, 1].
 
         Raises:
-            ValueError: videos of a single frame, which cannot move.
+            ValueError: videos of a single frame.
         """
         if videos.shape[2] < 2:
             raise ValueError(f"motion needs at least 2 frames, got videos of {videos.shape[2]}")
         references = [c.source_video if c.target_video is None else c.target_video for c in conditions]
         wanted = torch.stack([motion(reference[None].float())[0] for reference in references])
-        seen = motion(videos.float())
-        values = -((seen + SMALLEST_CHANGE) / (wanted + SMALLEST_CHANGE)).log().abs()
-        valid = torch.ones(len(conditions), dtype=torch.bool)
-        return RewardResult(values, valid, ("",) * len(conditions), {"motion": seen})
+        found = motion(videos.float())
+        values = -((found + GREY_LEVEL) / (wanted + GREY_LEVEL)).log().abs()
+        return all_valid(conditions, values, {"motion": found})

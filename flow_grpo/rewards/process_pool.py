@@ -1,7 +1,7 @@
-"""Calls spread over processes, each with a result or a reason why there is none.
+"""A process pool whose calls end in a value or in the reason why there is none, by a deadline.
 
-A call that raises, takes too long or takes its process down loses its own result only as far as can be told: results
-that had come back stay, and the next batch starts with fresh processes. Nothing here turns a failure into a value.
+A call that raises loses its own result only. One that overruns the deadline or kills its process also loses the results
+that were not back yet; the next batch starts new processes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from flow_grpo.runtime.signals import live_as_long_as_the_parent
 logger = logging.getLogger(__name__)
 
 ResultType = TypeVar("ResultType")
-GRACE = 5.0  # seconds after the deadline in which processes that overran it are expected to be gone
+OtherType = TypeVar("OtherType")
+GRACE = 5.0  # seconds after the deadline until processes that overran it are given up
 PROGRESS_EVERY = 20.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome(Generic[ResultType]):
-    """What became of a call.
+    """Result of a call.
 
     Attributes:
-        value: what it returned, None if it returned nothing.
-        fault: why there is no value, "" if there is one.
-        lacking: what was given cannot be measured, and never could be; otherwise it is the measurement that failed.
+        value: what the call returned; None without a value.
+        fault: why there is no value, or "".
+        lacking: the input cannot be measured, now or later; otherwise a fault means that the measurement failed.
     """
 
     value: ResultType | None
@@ -45,15 +46,19 @@ class Outcome(Generic[ResultType]):
 
     @property
     def failed(self) -> bool:
-        """There could have been a value, and there is none."""
+        """Measuring failed, although the input could be measured."""
         return bool(self.fault) and not self.lacking
+
+    def then(self, function: Callable[[ResultType], OtherType]) -> Outcome[OtherType]:
+        """Apply a function to the value; without one the outcome stays as it is."""
+        return Outcome(None if self.value is None else function(self.value), self.fault, self.lacking)
 
 
 class CallPool:
-    """Runs calls in `workers` processes, or one after the other in this one.
+    """Runs calls in `workers` processes, or sequentially in this one.
 
     Args:
-        workers: processes; 0 runs in this process, where a call cannot be stopped and the deadline does not hold.
+        workers: number of processes; with 0 calls run in this process and cannot be stopped at the deadline.
 
     Raises:
         ValueError: a negative number.
@@ -71,16 +76,17 @@ class CallPool:
         """Call `function` with each tuple of arguments.
 
         Args:
-            function: of a module, as processes have to find it.
-            arguments: one tuple a call.
-            seconds: after which calls that have not returned are given up.
-            what: for messages, such as "anchors".
+            function: defined in a module, so that it can be pickled.
+            arguments: one tuple for each call.
+            seconds: time limit of the whole batch.
+            what: name of the batch in messages, such as "anchors".
         """
         if not self.workers:
-            return [_here(function, each) for each in arguments]
-        deadline = time.time() + seconds
+            return [_run_here(function, each) for each in arguments]
+        # One clock for all processes of a machine, and unlike the wall clock it never jumps.
+        deadline = time.monotonic() + seconds
         try:
-            futures = [self._processes().submit(_guarded, deadline, function, each) for each in arguments]
+            futures = [self._processes().submit(_run_guarded, deadline, function, each) for each in arguments]
         except BrokenProcessPool as error:
             self.close()
             return [Outcome(None, f"{what}: the scoring processes could not be started: {error}")] * len(arguments)
@@ -91,7 +97,7 @@ class CallPool:
         return outcomes
 
     def close(self) -> None:
-        """Let the processes go; the next `run` starts new ones."""
+        """Stop the processes; the next `run` starts new ones."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
@@ -104,18 +110,17 @@ class CallPool:
         return self._executor
 
     def _wait(self, futures: Sequence[Future[ResultType]], deadline: float, what: str) -> None:
-        """Wait for all, or until the deadline and its grace are over, and tell how far it is."""
-        waiting, start = set(futures), time.time()
-        while waiting and time.time() < deadline + GRACE:
-            left = max(0.0, deadline + GRACE - time.time())
+        """Wait for all futures, at most until the deadline plus its grace, logging progress."""
+        waiting, start = set(futures), time.monotonic()
+        while waiting and (left := deadline + GRACE - time.monotonic()) > 0:
             _, waiting = concurrent.futures.wait(waiting, timeout=min(PROGRESS_EVERY, left))
             if waiting:
-                done, spent = len(futures) - len(waiting), time.time() - start
+                done, spent = len(futures) - len(waiting), time.monotonic() - start
                 logger.info("%s: %d of %d after %.0f s", what, done, len(futures), spent)
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, which in a container or under a batch system can be a few of many."""
+    """Return how many cores this process may use: in a container or a batch job often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -124,16 +129,16 @@ def _prepare_worker() -> None:
     live_as_long_as_the_parent()
 
 
-def _guarded(deadline: float, function: Callable[..., ResultType], arguments: tuple[Any, ...]) -> ResultType:
-    """Run a call in a process that ends itself at the deadline, even inside a library that never returns to Python."""
-    faulthandler.dump_traceback_later(max(0.01, deadline - time.time()), exit=True)
+def _run_guarded(deadline: float, function: Callable[..., ResultType], arguments: tuple[Any, ...]) -> ResultType:
+    """Run a call; at the deadline the process exits, even from inside a library that never returns to Python."""
+    faulthandler.dump_traceback_later(max(0.01, deadline - time.monotonic()), exit=True)
     try:
         return function(*arguments)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _here(function: Callable[..., ResultType], arguments: tuple[Any, ...]) -> Outcome[ResultType]:
+def _run_here(function: Callable[..., ResultType], arguments: tuple[Any, ...]) -> Outcome[ResultType]:
     try:
         return Outcome(function(*arguments))
     except Exception as error:

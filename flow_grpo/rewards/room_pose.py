@@ -1,14 +1,14 @@
-"""The camera of every frame, found by comparing the frame with renderings of the room it should show.
+"""The camera of every frame, found by comparing the frame with renderings of a known room (analysis by synthesis).
 
-This is the judge of the tiny world: the room is known, so the pose of a frame is the one whose rendering looks most
-like it, whatever was commanded. Each frame is tried at many places, then refined by Levenberg-Marquardt on its colours.
-Three things make it exact on small, soft pictures:
+The exact reward of the tiny world: the pose of a frame is the one whose rendering looks most like it, whatever was
+commanded. Each frame is tried at many poses, then refined by Levenberg-Marquardt on its colours. Three things make it
+exact on small, soft pictures:
 
-* walls meet in anti-aliased edges (the share of a pixel that each of two walls covers follows from the distance to
-  their edge), so the strongest lines of the picture pull at the camera instead of jumping between pixels;
-* blur and contrast of the frame are fitted along with the pose and mean colours are left out: otherwise a codec's blur
-  of one pixel or a tenth more brightness alone moves the pose by a degree and ten centimetres;
-* neighbouring frames lend each other their poses, so one lucky start saves the whole video.
+* walls meet in anti-aliased edges (the distance to the edge says which share of a pixel each wall covers), so the
+  strongest lines of the picture have a gradient instead of jumping between pixels;
+* blur and contrast of the frame are fitted with the pose, and mean colours are removed: otherwise a codec's blur of one
+  pixel, or a tenth more brightness, moves the pose by a degree and ten centimetres;
+* a frame also starts from the poses of its neighbours, so one good start is enough for the whole video.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from flow_grpo.maths.room import Room, render, stack_rooms
 from flow_grpo.maths.soft_room import Raster, draw, draw_slopes
 from flow_grpo.maths.where_rows import choose
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.results import scored_rows
 
-ROOM_FILE = "room.json"  # of a scene folder: the room that it was filmed in
+ROOM_FILE = "room.json"  # in a scene folder: the room that it was filmed in
 COLUMNS = (8, 16, 32)  # of the coarse, middle and fine pictures, at most
-STARTS = 4  # guesses of a frame that are refined
+STARTS = 4  # initial poses of a frame that are refined
 GUESS_YAW, GUESS_PITCH = (-30.0, -15.0, 0.0, 15.0, 30.0), (-12.0, 0.0, 12.0)  # degrees
 GUESS_MOVES = (  # metres right, down, forward
     (0.0, 0.0, 0.0),
@@ -54,10 +55,10 @@ GUESS_MOVES = (  # metres right, down, forward
 )
 COMMAND_SCALES = (0.3, 0.6, 1.0, 1.3)
 BLUR = 1.5  # pixels: sigma of the blurred rendering that is mixed in
-MARGIN = 0.1  # metres kept from the walls
-LARGEST_TURN, LARGEST_MOVE = 0.3, 0.8  # radians, metres: of one step
-LOST = 0.5  # share of a frame's variance that no pose explains: codecs leave under 0.1, other places more than all
-SMALLEST_CONTRAST = 0.03  # standard deviation below which a frame shows nothing to go by
+MARGIN = 0.1  # metres between the camera and the walls
+LARGEST_TURN, LARGEST_MOVE = 0.3, 0.8  # radians and metres of one step
+LOST = 0.5  # unexplained share of a frame's variance: under 0.1 after a codec, above 1 for another place
+SMALLEST_CONTRAST = 0.03  # standard deviation of colours below which a frame shows nothing
 ROT_CAP_DEG, TRANS_CAP_M = 45.0, 2.0
 
 
@@ -67,8 +68,7 @@ class RoomPoses:
 
     Attributes:
         poses: (B, T, 4, 4) float64 OpenCV camera-to-world in metres, relative to the reference camera.
-        residual: (B, T) root mean square colour error, in [0, 1], that the best pose leaves; blur, contrast and a
-            shift of all colours do not count.
+        residual: (B, T) rms colour error in [0, 1] of the best pose, after fitting blur, contrast and mean colour.
     """
 
     poses: Tensor
@@ -77,12 +77,12 @@ class RoomPoses:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """N frames at one resolution, laid out as planes of P pixels.
+    """N frames at one resolution, as planes of P pixels.
 
     Attributes:
         room: N rooms.
-        raster: pixels, in units of those of the full video.
-        colours: (3, N, 1, P) the frames, each less its mean colour: a shift of all colours says nothing of the camera.
+        raster: pixel positions, in pixels of the full video.
+        colours: (3, N, 1, P) the frames, each less its mean colour.
         size: rows and columns.
         blur: matrices (rows, rows), (columns, columns) that blur an image.
     """
@@ -112,25 +112,25 @@ def _view(room: Room, frames: Tensor, unproject: Tensor, columns: int) -> _View:
 
 @dataclasses.dataclass(frozen=True)
 class _Fit:
-    """M guesses for each of N frames.
+    """M candidate poses for each of N frames.
 
     Attributes:
         poses: (N, M, 4, 4) absolute.
-        look: (N, M, 2) share of the blurred rendering, and contrast less 1.
+        look: (N, M, 2) weight of the blurred rendering, and contrast less 1.
         cost: (N, M) mean square colour error.
         normal: (N, M, 8, 8) J^T J.
-        pull: (N, M, 8) J^T r.
+        gradient: (N, M, 8) J^T r.
     """
 
     poses: Tensor
     look: Tensor
     cost: Tensor
     normal: Tensor
-    pull: Tensor
+    gradient: Tensor
 
 
 def _linearise(view: _View, poses: Tensor, look: Tensor) -> _Fit:
-    """Compare frames with renderings and gather what a Gauss-Newton step needs."""
+    """Compare frames with renderings; return cost, J^T J and J^T r of a Gauss-Newton step."""
     drawn = draw_slopes(view.room, poses, view.raster)  # (7, 3, N, M, P)
     softer = ((view.blur[0] @ drawn.unflatten(-1, view.size)) @ view.blur[1].T).flatten(-2) - drawn
     blur, contrast = look[..., None].unbind(-2)
@@ -141,19 +141,19 @@ def _linearise(view: _View, poses: Tensor, look: Tensor) -> _Fit:
     jacobian = torch.cat([(1 + contrast) * drawn[1:], softer, drawn[:1]])
     jacobian = rearrange(jacobian, "k c n m p -> n m k (c p)").contiguous()
     normal = jacobian @ jacobian.mT
-    pull = (jacobian @ error[..., None])[..., 0]
-    return _Fit(poses, look, error.square().mean(-1), normal, pull)
+    gradient = (jacobian @ error[..., None])[..., 0]
+    return _Fit(poses, look, error.square().mean(-1), normal, gradient)
 
 
 def _refine(view: _View, poses: Tensor, steps: int) -> _Fit:
-    """Improve M guesses (N, M, 4, 4) of each frame by Levenberg-Marquardt; never makes one worse."""
+    """Improve M poses (N, M, 4, 4) of each frame by Levenberg-Marquardt, rejecting steps that make one worse."""
     fit = _linearise(view, poses, torch.zeros(*poses.shape[:2], 2))
     damping = torch.full_like(fit.cost, 1e-3)
     limit = view.room.half_size[:, None] - MARGIN
     for _ in range(steps):
         diagonal = fit.normal.diagonal(dim1=-2, dim2=-1)
         ridge = damping[..., None] * diagonal + 1e-6
-        step = -torch.linalg.solve(fit.normal + torch.diag_embed(ridge), fit.pull[..., None])[..., 0]
+        step = -torch.linalg.solve(fit.normal + torch.diag_embed(ridge), fit.gradient[..., None])[..., 0]
         turn, move, look = step.split([3, 3, 2], dim=-1)
         turn = turn * (LARGEST_TURN / turn.norm(dim=-1, keepdim=True).clamp_min(LARGEST_TURN))
         move = move * (LARGEST_MOVE / move.norm(dim=-1, keepdim=True).clamp_min(LARGEST_MOVE))
@@ -167,21 +167,21 @@ def _refine(view: _View, poses: Tensor, steps: int) -> _Fit:
 
 
 def _cost(view: _View, drawn: Tensor) -> Tensor:
-    """Return the (N, M) mean square colour error of drawings (3, N, M, P) as they are."""
+    """Return the (N, M) mean square colour error of renderings (3, N, M, P), without fitting their look."""
     return (drawn - drawn.mean(-1, keepdim=True) - view.colours).square().mean(dim=(0, -1))
 
 
 def _best(poses: Tensor, cost: Tensor, count: int) -> Tensor:
-    """Keep the `count` guesses of each frame with the lowest cost, best first."""
+    """Return the `count` poses of each frame with the lowest cost, best first."""
     index = cost.topk(count, dim=1, largest=False).indices
     return poses.gather(1, repeat(index, "n m -> n m r c", r=4, c=4))
 
 
-def _guesses(commanded: Tensor | None) -> Tensor:
-    """Return relative poses (H, 4, 4), or (B, T, H, 4, 4) with a command, at which every frame is tried first.
+def initial_poses(commanded: Tensor | None) -> Tensor:
+    """Return initial poses (H, 4, 4), or (B, T, H, 4, 4) with a command, relative to the reference.
 
-    A fixed spread of turns and moves about the reference pose, itself included, and the commanded pose with
-    `COMMAND_SCALES` of its path: the start decides which valley is searched, so a command may help but not attract.
+    A fixed grid of turns and moves around the reference pose, plus the commanded pose at each of `COMMAND_SCALES` of
+    its path: the start only decides which minimum is found, so a command helps the search without biasing the result.
     """
     turns = torch.tensor([(pitch, yaw, 0.0) for pitch in GUESS_PITCH for yaw in GUESS_YAW]).deg2rad()
     moves = torch.tensor(GUESS_MOVES)
@@ -207,13 +207,13 @@ def _unproject(intrinsics: Tensor, batch: int) -> Tensor:
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
-def _search(views: tuple[_View, _View, _View], guesses: Tensor, frames: int) -> _Fit:
-    """Go from guesses (N, H, 4, 4) to one fitted pose a frame, coarse to fine; N holds videos of `frames` frames."""
+def _search(views: tuple[_View, _View, _View], initial: Tensor, frames: int) -> _Fit:
+    """Return one fitted pose a frame from initial poses (N, H, 4, 4), coarse to fine; N holds videos of `frames`."""
     coarse, middle, fine = views
-    cameras = guesses.clone()
-    cameras[..., :3, :3] = guesses[..., :3, :3] @ coarse.raster.unproject[:, None]
+    cameras = initial.clone()
+    cameras[..., :3, :3] = initial[..., :3, :3] @ coarse.raster.unproject[:, None]
     first_look = render(coarse.room, cameras, coarse.raster.pixels).movedim(-1, 0)
-    fit = _refine(coarse, _best(guesses, _cost(coarse, first_look), STARTS), 3)
+    fit = _refine(coarse, _best(initial, _cost(coarse, first_look), STARTS), 3)
     poses = _best(fit.poses, fit.cost, 2)
     own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
     before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
@@ -228,7 +228,7 @@ def _search(views: tuple[_View, _View, _View], guesses: Tensor, frames: int) -> 
 def estimate_poses(
     videos: Tensor, rooms: Room, reference_poses: Tensor, intrinsics: Tensor, commanded: Tensor | None = None
 ) -> RoomPoses:
-    """Find where every frame was taken from; each frame is judged by its own colours alone.
+    """Return the camera pose of every frame, found from its own colours.
 
     A frame that shows another place still gets a pose, with a large residual.
 
@@ -237,7 +237,7 @@ def estimate_poses(
         rooms: B rooms from `stack_rooms`.
         reference_poses: (B, 4, 4) absolute camera-to-world of the reference cameras, in metres.
         intrinsics: (4,) or (B, 4) fx, fy, cx, cy in pixels.
-        commanded: (B, T, 4, 4) commanded poses relative to the reference: a few more places to start from.
+        commanded: (B, T, 4, 4) commanded poses relative to the reference, for further initial poses.
 
     Raises:
         ValueError: a shape does not fit the videos.
@@ -253,15 +253,15 @@ def estimate_poses(
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
     room = Room(**{f.name: getattr(rooms, f.name).repeat_interleave(frames, 0) for f in dataclasses.fields(Room)})
     unproject = _unproject(intrinsics, batch).repeat_interleave(frames, 0)
-    guesses = _guesses(commanded)
+    initial = initial_poses(commanded)
     reference = reference_poses.repeat_interleave(frames, 0)[:, None].float()
-    guesses = reference @ (guesses if commanded is None else guesses.flatten(0, 1))
+    initial = reference @ (initial if commanded is None else initial.flatten(0, 1))
     limit = room.half_size[:, None] - MARGIN
-    guesses[..., :3, 3] = guesses[..., :3, 3].clamp(-limit, limit)
+    initial[..., :3, 3] = initial[..., :3, 3].clamp(-limit, limit)
     coarse, middle, fine = (_view(room, images, unproject, columns) for columns in COLUMNS)
-    fit = _search((coarse, middle, fine), guesses, frames)
+    fit = _search((coarse, middle, fine), initial, frames)
     found = rearrange(fit.poses[:, 0], "(b t) r c -> b t r c", t=frames).double()
-    left, _, right = torch.linalg.svd(found[..., :3, :3])  # float32 steps leave a rotation off by 1e-6
+    left, _, right = torch.linalg.svd(found[..., :3, :3])  # float32 steps leave a rotation orthogonal to 1e-6 only
     found[..., :3, :3] = left @ right
     residual = rearrange(fit.cost[:, 0].sqrt(), "(b t) -> b t", t=frames)
     return RoomPoses(relative(reference_poses, found), residual)
@@ -282,23 +282,23 @@ def load_room(path: Path) -> Room:
 
 
 class RoomPose:
-    """Closeness of the camera to its command, as an optional reward and as the tiny world's gold metric.
+    """Closeness of the camera to its command: an optional reward, and the tiny world's gold metric.
 
     value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
-    camera centres and theta_i the rotation error. A frame is lost when no pose explains half of its variance; it
-    counts with both caps, so that a picture of nothing never beats a wrong camera. `info` holds `rot_err_deg` and
-    `trans_err_m` (uncapped means over all frames), `residual`, and `located`, the share of frames that are not lost.
+    camera centres and theta_i the rotation error. A frame of which no pose explains half the variance is lost and gets
+    both caps, so that a picture of nothing never beats a wrong camera. `info`: `rot_err_deg` and `trans_err_m`
+    (uncapped means over all frames), `residual`, and `located`, the share of frames that are not lost.
     """
 
     name = "room_pose"
-    floor = 0.02  # about 1.5 cm and 0.2 degrees: half of what a codec's softness moves the estimate
+    floor = 0.02  # about 1.5 cm and 0.2 degrees: half of what a codec's blur moves the estimate
     measures = ("rot_err_deg", "trans_err_m", "residual", "located")
 
     def __init__(self, data_root: str | Path) -> None:
         self.data_root = Path(data_root)
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-        """Score (B, 3, T, h, w) videos in [0, 1]; invalid without room, reference pose or intrinsics."""
+        """Score (B, 3, T, h, w) videos in [0, 1]; not valid without room, reference pose or intrinsics."""
         rooms: dict[int, Room] = {}
         causes = [""] * len(conditions)
         for row, condition in enumerate(conditions):
@@ -309,19 +309,15 @@ class RoomPose:
                 rooms[row] = load_room(self.data_root / condition.scene / ROOM_FILE)
             except (OSError, ValueError) as error:
                 causes[row] = f"no room to compare with: {error}"
-        info = {name: torch.full((len(conditions),), torch.nan) for name in self.measures}
-        values = torch.full((len(conditions),), torch.nan)
-        if rooms:
-            rows = list(rooms)
-            chosen = [conditions[row] for row in rows]
-            values[rows], measured = _score(videos[rows], stack_rooms(list(rooms.values())), chosen)
-            for name, measurement in measured.items():
-                info[name][rows] = measurement
-        return RewardResult(values, torch.tensor([not cause for cause in causes]), tuple(causes), info)
+
+        def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            return _score(videos[rows], stack_rooms(list(rooms.values())), [conditions[row] for row in rows])
+
+        return scored_rows(causes, self.measures, score)
 
 
 def _score(videos: Tensor, rooms: Room, conditions: Sequence[Condition]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return values (B,) and info of conditions that carry all that is needed."""
+    """Return values (B,) and info; every condition has a reference pose and intrinsics."""
     commanded = torch.stack([condition.target_poses for condition in conditions])
     references = torch.stack([c.reference_pose for c in conditions if c.reference_pose is not None])
     intrinsics = torch.stack([c.intrinsics for c in conditions if c.intrinsics is not None])

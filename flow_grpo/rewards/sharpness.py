@@ -1,19 +1,19 @@
-"""How sharp the pictures are: a quality score that asks for nothing else, and so the plainest one to be hacked.
+"""How sharp the pictures are: the simplest quality score, and the easiest to exploit.
 
-Learned judges of quality fail in the same way, only slower: alone, they are satisfied by pictures that no camera took
-(docs/reward_hacking.md). Give it weight only beside a reward that sees the camera.
+Learned quality models fail in the same way, only more slowly: alone they reward pictures that no camera took
+(docs/reward_hacking.md). Give it weight only together with a reward of the camera.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.results import all_valid
 
-SMALLEST_EDGE = 1 / 255  # colour, one grey level: less than this is no edge
+GREY_LEVEL = 1 / 255  # colour difference below which nothing counts as an edge
 
 
 def edges(videos: Tensor) -> Tensor:
@@ -30,6 +30,5 @@ class Sharpness:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]."""
-        seen = edges(videos.float())
-        valid = torch.ones(len(conditions), dtype=torch.bool)
-        return RewardResult((seen + SMALLEST_EDGE).log(), valid, ("",) * len(conditions), {"edges": seen})
+        found = edges(videos.float())
+        return all_valid(conditions, (found + GREY_LEVEL).log(), {"edges": found})

@@ -1,8 +1,8 @@
 """Agreement with the synchronised ground-truth view, where the data set has one.
 
-Pixel scores saturate far from the truth and, near it, mostly measure how sharp the sample happens to be: on small soft
-videos the motion explains little of their variance inside a group. So each frame is laid over its target by a shift, a
-zoom and a roll, and the score is how far that moved the picture, plus a term for content that no motion explains.
+Pixel scores saturate far from the target and, near it, mostly measure how sharp the sample happens to be: on small
+soft videos the motion explains little of their variance inside a group. So each frame is aligned with its target by a
+shift, a zoom and a roll; the score is how far that moves the picture, plus a term for content that no motion explains.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch.nn import functional
 from flow_grpo.maths.pictures import blur, shrink
 from flow_grpo.maths.where_rows import choose
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.results import scored_rows, why_not_comparable
 
 ALIGN_COLUMNS = 48  # pictures are aligned at this width or less
 COARSE_BLUR = 1 / 16  # of the width: reaches displacements of several pixels
-STEPS = (3, 4)  # on the blurred, then on the sharp picture
-DISPLACEMENT_CAP = 0.25  # of the width: where the score of a frame ends
+STEPS = (3, 4)  # Levenberg-Marquardt steps on the blurred, then on the sharp picture
+DISPLACEMENT_CAP = 0.25  # of the width: at and beyond it a frame has the lowest score
 SMALLEST_CONTRAST = 0.05  # standard deviation of a target frame's colours, below which mismatch is not magnified
 SSIM_SIGMA, SSIM_LUMA, SSIM_CONTRAST = 1.5, 0.01**2, 0.03**2  # Wang et al. 2004, for colours in [0, 1]
 
@@ -46,7 +47,7 @@ def ssim(videos: Tensor, targets: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Alignment:
-    """How N frames lie over their targets.
+    """N frames aligned with their targets.
 
     Attributes:
         displacement: (N,) root mean square displacement of the picture, as a share of its width.
@@ -59,20 +60,20 @@ class Alignment:
 
 @dataclasses.dataclass(frozen=True)
 class _Overlay:
-    """Frames laid over targets with motions (N, 4) and contrasts (N,): cost (N,), J^T J (N, 5, 5), J^T r (N, 5)."""
+    """Warped frames: motions (N, 4), contrasts (N,), cost (N,), J^T J (N, 5, 5) and gradient J^T r (N, 5)."""
 
     motion: Tensor
     contrast: Tensor
     cost: Tensor
     normal: Tensor
-    pull: Tensor
+    gradient: Tensor
 
 
 def _motions(height: int, width: int) -> Tensor:
-    """Return (4, 2, h, w) displacement fields in pixels of 1 pixel rms: right, down, zoom, roll.
+    """Return (4, 2, h, w) displacement fields of 1 pixel rms: right, down, zoom, roll.
 
-    Four parameters are enough for what a camera does to a whole picture; six or eight fit noise as well and halve the
-    signal near the truth.
+    Four parameters describe what a camera does to a whole picture; six or eight also fit noise and halve the signal
+    near the target.
     """
     y, x = torch.meshgrid(torch.arange(height) + 0.5 - height / 2, torch.arange(width) + 0.5 - width / 2, indexing="ij")
     one, zero = torch.ones_like(x), torch.zeros_like(x)
@@ -81,8 +82,8 @@ def _motions(height: int, width: int) -> Tensor:
     return torch.stack([torch.stack(pair) for pair in pairs])
 
 
-def _lay_over(source: Tensor, target: Tensor, fields: Tensor, motion: Tensor, contrast: Tensor) -> _Overlay:
-    """Warp `source` (N, 9, h, w), colours and their slopes along x and y, and compare it with target (N, 3, h, w)."""
+def _warp(source: Tensor, target: Tensor, fields: Tensor, motion: Tensor, contrast: Tensor) -> _Overlay:
+    """Warp `source` (N, 9, h, w), colours and their gradients in x and y, and compare it with target (N, 3, h, w)."""
     height, width = target.shape[-2:]
     right, down = rearrange(motion @ fields.flatten(1), "n (i y x) -> i n y x", i=2, y=height)
     x, y = torch.arange(width) + 0.5, torch.arange(height)[:, None] + 0.5
@@ -96,15 +97,15 @@ def _lay_over(source: Tensor, target: Tensor, fields: Tensor, motion: Tensor, co
     along_x, along_y = along_x * (inside * (1 + gain)), along_y * (inside * (1 + gain))
     by_motion = [along_x * field[0] + along_y * field[1] for field in fields]
     jacobian = torch.stack([*by_motion, centred * inside], dim=1).flatten(2)
-    # A warp may not win by pushing the picture out of sight: at least a fifth of it is counted.
+    # A warp must not win by moving the picture out of sight: at least a fifth of it is counted.
     count = 3 * inside.sum(dim=(1, 2, 3)).clamp_min(0.2 * height * width)
     cost = error.square().sum(dim=(1, 2, 3)) / count
-    pull = (jacobian @ error.flatten(1)[..., None])[..., 0]
-    return _Overlay(motion, contrast, cost, jacobian @ jacobian.mT, pull)
+    gradient = (jacobian @ error.flatten(1)[..., None])[..., 0]
+    return _Overlay(motion, contrast, cost, jacobian @ jacobian.mT, gradient)
 
 
 def _planes(pictures: Tensor) -> Tensor:
-    """Return (N, 9, h, w): colours, then their slopes along x and y per pixel."""
+    """Return (N, 9, h, w): colours, then their gradients along x and y per pixel."""
     framed = functional.pad(pictures, (1, 1, 1, 1), mode="replicate")
     along_x = framed[..., 1:-1, 2:] - framed[..., 1:-1, :-2]
     along_y = framed[..., 2:, 1:-1] - framed[..., :-2, 1:-1]
@@ -112,19 +113,19 @@ def _planes(pictures: Tensor) -> Tensor:
 
 
 def _improve(source: Tensor, target: Tensor, motion: Tensor, contrast: Tensor, steps: int) -> _Overlay:
-    """Take Levenberg-Marquardt steps from a motion and a contrast; a step that makes a frame worse is undone."""
+    """Take Levenberg-Marquardt steps from a motion and a contrast, rejecting those that make a frame worse."""
     height, width = target.shape[-2:]
     fields, limit = _motions(height, width), width / 8
     planes = _planes(source)
-    overlay = _lay_over(planes, target, fields, motion, contrast)
+    overlay = _warp(planes, target, fields, motion, contrast)
     damping = torch.full_like(overlay.cost, 1e-2)
     for _ in range(steps):
         diagonal = overlay.normal.diagonal(dim1=-2, dim2=-1)
         ridge = damping[:, None] * diagonal + 1e-4 * diagonal.mean(-1, keepdim=True) + 1e-6
-        step = -torch.linalg.solve(overlay.normal + torch.diag_embed(ridge), overlay.pull[..., None])[..., 0]
+        step = -torch.linalg.solve(overlay.normal + torch.diag_embed(ridge), overlay.gradient[..., None])[..., 0]
         motion = overlay.motion + step[:, :4].clamp(-limit, limit)
         contrast = (overlay.contrast + step[:, 4]).clamp(-0.5, 1.0)
-        trial = _lay_over(planes, target, fields, motion, contrast)
+        trial = _warp(planes, target, fields, motion, contrast)
         better = trial.cost < overlay.cost
         overlay = choose(better, trial, overlay)
         damping = torch.where(better, 0.1 * damping, 10 * damping)
@@ -132,7 +133,7 @@ def _improve(source: Tensor, target: Tensor, motion: Tensor, contrast: Tensor, s
 
 
 def align(frames: Tensor, targets: Tensor) -> Alignment:
-    """Lay frames (N, 3, h, w) over targets by shift, zoom, roll and contrast: least squares, blurred first."""
+    """Align frames (N, 3, h, w) with targets by shift, zoom, roll and contrast: least squares, coarse to fine."""
     frames, targets = shrink(frames, ALIGN_COLUMNS), shrink(targets, ALIGN_COLUMNS)
     count, _, height, width = targets.shape
     soft = COARSE_BLUR * width
@@ -141,8 +142,8 @@ def align(frames: Tensor, targets: Tensor) -> Alignment:
     moved = overlay.motion @ _motions(height, width).flatten(1)
     displacement = moved.square().mean(-1).mul(2).sqrt() / width  # both directions
     variance = targets.var(dim=(2, 3)).mean(1).clamp_min(SMALLEST_CONTRAST**2)
-    # Contrast is fitted so that it cannot pull at the motion; it is not forgiven.
-    faithful = _lay_over(_planes(frames), targets, _motions(height, width), overlay.motion, torch.zeros(count))
+    # Contrast is fitted so that it does not bias the motion; the mismatch counts it.
+    faithful = _warp(_planes(frames), targets, _motions(height, width), overlay.motion, torch.zeros(count))
     return Alignment(displacement, faithful.cost / variance)
 
 
@@ -150,13 +151,13 @@ class TargetView:
     """Agreement with the ground-truth view.
 
     value = -mean_i min(1, d_i / 0.25 + u_i^2) over frames i, with d_i the displacement to the target as a share of
-    the picture's width and u_i the share of the target's colour variance left unexplained. The square keeps the small
-    differences in sharpness between good samples out of the score, while a picture that shows nothing (u = 1) gets the
-    worst score however well it "aligns". `info`: `psnr_db`, `ssim`, `displacement`, `mismatch`, means over frames.
+    the picture's width and u_i the unexplained share of the target's colour variance. The square suppresses the small
+    differences in sharpness between good samples, while a picture that shows nothing (u = 1) gets the worst score
+    however well it "aligns". `info`: `psnr_db`, `ssim`, `displacement`, `mismatch`, means over frames.
     """
 
     name = "target_view"
-    floor = 0.005  # a displacement of 0.12 % of the width: what a codec's noise makes of the true view
+    floor = 0.005  # a displacement of 0.12 % of the width, caused by a codec's noise alone
     measures = ("psnr_db", "ssim", "displacement", "mismatch")
 
     @torch.no_grad()
@@ -166,14 +167,14 @@ class TargetView:
 
 
 class TargetPsnr:
-    """Pixels of the ground-truth view: value = PSNR in dB, the mean over frames.
+    """Pixel agreement with the ground-truth view: value = PSNR in dB, the mean over frames.
 
-    Blind to how far a wrong picture is off, but it notices what no displacement explains: blur, bent walls. Beside
-    `target_view` it keeps a policy that already moves rightly from paying for the last tenth of a pixel in sharpness.
+    It does not see how far a wrong picture is off, but what no displacement explains: blur, bent walls. Together with
+    `target_view` it keeps a policy that already moves correctly from trading sharpness for the last tenth of a pixel.
     """
 
     name = "target_psnr"
-    floor = 0.1  # dB: what another first noise changes in a good sample
+    floor = 0.1  # dB: spread of good samples over their initial noise
     measures: tuple[str, ...] = ()
 
     @torch.no_grad()
@@ -186,37 +187,25 @@ def _compare(
     videos: Tensor,
     conditions: Sequence[Condition],
     measures: Sequence[str],
-    judge: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
+    score: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
 ) -> RewardResult:
-    """Judge the videos that have a target of their shape; the others are not valid."""
-    causes = [why_not_comparable(video, condition) for video, condition in zip(videos, conditions, strict=True)]
-    rows = [row for row, cause in enumerate(causes) if not cause]
-    values = torch.full((len(causes),), torch.nan)
-    info = {name: values.clone() for name in measures}
-    if rows:
+    """Score the videos that have a target of their shape."""
+
+    def score_rows(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
         targets = torch.stack([t for row in rows if (t := conditions[row].target_video) is not None])
-        values[rows], measured = judge(videos[rows].float(), targets)
-        for name, measurement in measured.items():
-            info[name][rows] = measurement
-    return RewardResult(values, torch.tensor([not cause for cause in causes]), tuple(causes), info)
+        return score(videos[rows].float(), targets)
 
-
-def why_not_comparable(video: Tensor, condition: Condition) -> str:
-    """Return why a video cannot be compared, or ""."""
-    if condition.target_video is None:
-        return f"{condition.scene} has no target video of {condition.target_camera}"
-    if condition.target_video.shape != video.shape:
-        return f"target video has shape {tuple(condition.target_video.shape)}, the sample {tuple(video.shape)}"
-    return ""
+    causes = [why_not_comparable(video, condition) for video, condition in zip(videos, conditions, strict=True)]
+    return scored_rows(causes, measures, score_rows)
 
 
 def _score(videos: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return values (B,) and info of videos and targets (B, 3, T, h, w)."""
     batch = len(videos)
     frames, true = (rearrange(part, "b c t h w -> (b t) c h w") for part in (videos, targets))
-    laid = align(frames, true)
-    penalty = (laid.displacement / DISPLACEMENT_CAP + laid.mismatch.square()).clamp(max=1)
-    by_frame = {"penalty": penalty, "displacement": laid.displacement, "mismatch": laid.mismatch}
+    aligned = align(frames, true)
+    penalty = (aligned.displacement / DISPLACEMENT_CAP + aligned.mismatch.square()).clamp(max=1)
+    by_frame = {"penalty": penalty, "displacement": aligned.displacement, "mismatch": aligned.mismatch}
     means = {name: reduce(values, "(b t) -> b", "mean", b=batch) for name, values in by_frame.items()}
     value = -means.pop("penalty")
     return value, {"psnr_db": psnr_db(videos, targets), "ssim": ssim(videos, targets)} | means

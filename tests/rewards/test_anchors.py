@@ -13,10 +13,10 @@ from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
 from flow_grpo.rewards.camera.anchors import (
     FEWEST_ANCHORS,
     Film,
+    Pictures,
     Source,
-    _held_out,
-    _Pictures,
     across_cameras,
+    held_out_rows,
     make_source,
     parallax,
     view_rows,
@@ -65,8 +65,8 @@ def test_views_are_spread_and_leave_frames_to_check_with():
     assert view_rows(5) == [0, 2, 4]
     assert view_rows(3) == [0, 2]
     for count in range(3, 30):
-        assert not set(view_rows(count)) & set(_held_out(count)) and _held_out(count)
-    assert len(_held_out(21)) == 5
+        assert not set(view_rows(count)) & set(held_out_rows(count)) and held_out_rows(count)
+    assert len(held_out_rows(21)) == 5
 
 
 def test_parallax_is_the_angle_between_the_rays():
@@ -102,7 +102,7 @@ def test_a_source_that_stands_still_is_anchored_by_a_second_camera():
 def by_source_and_target(walk: float) -> list[View]:
     still = torch.eye(4, dtype=torch.float64).expand(FRAMES, 4, 4)
     arc = slowed("arc_right", FRAMES, 0.5)
-    pair = [_Pictures(filmed(shoot(poses, SMALL, walk=walk), poses)) for poses in (still, arc)]
+    pair = [Pictures(filmed(shoot(poses, SMALL, walk=walk), poses)) for poses in (still, arc)]
     return across_cameras(pair[0], pair[1], view_rows(FRAMES), CAMERA)
 
 

@@ -48,7 +48,7 @@ def explode() -> RewardResult:
     raise RuntimeError("the scorer is down")
 
 
-def test_what_a_reward_says_is_handed_on():
+def test_a_valid_result_is_returned_unchanged():
     said = run(Fake("fine", result))["fine"]
     assert said.values.tolist() == [1, 2, 3]
     assert said.valid.all()
@@ -69,14 +69,14 @@ def test_what_a_reward_says_is_handed_on():
         ("measures", (1,), r"reward odd has measures \(1,\)"),
     ],
 )
-def test_a_reward_that_lacks_a_part_is_refused_at_the_door(part, value, message):
+def test_a_malformed_reward_is_refused_before_it_scores(part, value, message):
     reward = Fake("odd", result)
     setattr(reward, part, value)
     with pytest.raises(ValueError, match=message):
         RewardSet([reward], {"odd": 1.0})
 
 
-def test_an_exception_is_a_mask_with_its_cause_and_takes_no_other_reward_along(caplog):
+def test_an_exception_masks_the_batch_with_its_cause_and_leaves_other_rewards_alone(caplog):
     with caplog.at_level(logging.ERROR):
         results = run(Fake("broken", explode), Fake("fine", result))
     broken = results["broken"]
@@ -118,7 +118,7 @@ def test_a_masked_value_is_nan_whatever_the_reward_put_there():
         {"info": {"extra": torch.zeros(3), "more": torch.zeros(3)}},
     ],
 )
-def test_an_answer_of_another_form_than_declared_is_masked(changes):
+def test_a_result_of_another_shape_than_declared_is_masked(changes):
     said = run(Fake("odd", lambda: result(changes=changes)))["odd"]
     assert not said.valid.any()
     assert said.causes[0].startswith("ValueError: ")
@@ -148,7 +148,7 @@ class Asking(Fake):
         return {"calls": self.calls, "failures": self.calls / 2, "p50_s": 1.0, "p95_s": 2.0}
 
 
-def test_a_set_tells_when_each_reward_is_measured_one_that_fails_too():
+def test_the_callback_runs_after_each_reward_even_a_failed_one():
     told: list[int] = []
     both = RewardSet([Fake("fine", result), Fake("broken", explode)], {"fine": 1.0, "broken": 1.0})
     both.on_measured = lambda: told.append(1)
@@ -156,7 +156,7 @@ def test_a_set_tells_when_each_reward_is_measured_one_that_fails_too():
     assert len(told) == 2
 
 
-def test_only_rewards_with_a_server_tell_how_it_fared():
+def test_stats_hold_only_rewards_with_a_server():
     chosen = RewardSet([Fake("fine", result), Asking("asked", result)], {"fine": 1.0, "asked": 0.0})
     assert chosen.stats() == {"asked": {"calls": 2.0, "failures": 1.0, "p50_s": 1.0, "p95_s": 2.0}}
     assert chosen.stats()["asked"]["calls"] == 4.0
@@ -173,7 +173,7 @@ def test_an_unknown_reward_is_refused_with_the_known_ones():
 def test_a_remote_reward_is_built_where_its_server_is_named():
     servers = {"hpsv3": "http://127.0.0.1:9"}
     chosen = build_reward_set({"remote:hpsv3": 1.0}, data_root="data", servers=servers, timeout_s=7.0)
-    assert isinstance(chosen.rewards[0], RemoteReward) and chosen.rewards[0].patience.timeout_s == 7
+    assert isinstance(chosen.rewards[0], RemoteReward) and chosen.rewards[0].policy.timeout_s == 7
     assert chosen.floors == {"remote:hpsv3": 0.0}
     assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights
     with pytest.raises(

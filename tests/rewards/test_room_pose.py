@@ -76,7 +76,7 @@ def test_the_command_is_among_the_first_guesses(monkeypatch):
 
 
 def test_the_command_is_tried_at_several_scales_of_its_path():
-    guesses = room_pose._guesses(SHORT.commanded)
+    guesses = room_pose.initial_poses(SHORT.commanded)
     end = SHORT.commanded[1, -1, 2, 3].item()  # zoom in: metres ahead
     assert guesses[1, -1, -4:, 2, 3].tolist() == pytest.approx([scale * end for scale in (0.3, 0.6, 1.0, 1.3)])
 
@@ -100,7 +100,7 @@ def test_a_frame_is_found_from_its_neighbours_when_its_own_guesses_fail(monkeypa
     videos = still.videos.expand(-1, -1, 2, -1, -1)
     away = pose(rotation_matrix(torch.tensor([0.0, math.radians(100), 0.0])), torch.zeros(3))
     guesses = torch.stack([torch.eye(4), away]).reshape(1, 2, 1, 4, 4).expand(1, 2, 4, 4, 4)
-    monkeypatch.setattr(room_pose, "_guesses", lambda commanded: guesses)
+    monkeypatch.setattr(room_pose, "initial_poses", lambda commanded: guesses)
     commanded = torch.eye(4, dtype=torch.float64).expand(1, 2, 4, 4)
     found = estimate_poses(videos, still.rooms, still.references, INTRINSICS, commanded)
     assert trans_err(still.true, found.poses).max() < 0.05

@@ -77,7 +77,7 @@ def test_the_noise_of_the_estimate_is_free():
     assert SMOOTH.read(compared(still, wilder))[0] == pytest.approx(-TURN_NOISE_DEG / 45 / 2)
 
 
-def test_what_touches_a_lost_frame_takes_the_cap():
+def test_joints_with_a_lost_frame_take_the_cap():
     steady = path([0] * 7, [0.1 * frame for frame in range(7)])
     # Frame 1 takes part in two of the five second differences.
     assert SMOOTH.read(compared(steady, steady, lost=(1,)))[0] == pytest.approx(-2 / 5)
@@ -89,7 +89,7 @@ def test_a_video_that_is_mostly_lost_is_worst():
     assert value == pytest.approx(-1) and turn == pytest.approx(45) and move == pytest.approx(2 * 0.6)
 
 
-def test_frames_that_cannot_be_judged_are_left_out():
+def test_frames_without_weight_are_left_out():
     commanded = path([0] * 7, [0.1 * frame for frame in range(7)])
     seen = path([0, 0, 30, 0, 0, 0, 0], [0.1 * frame for frame in range(7)])
     assert SMOOTH.read(compared(commanded, seen, unseen=(2,)))[0] == 0
@@ -97,12 +97,12 @@ def test_frames_that_cannot_be_judged_are_left_out():
 
 
 def test_two_frames_show_no_steadiness():
-    with pytest.raises(ValueError, match="at least 3 frames that may be judged, got 2"):
+    with pytest.raises(ValueError, match="at least 3 frames that can be scored, got 2"):
         SMOOTH.read(compared(path([0] * 3, [0] * 3), path([0] * 3, [0] * 3), unseen=(1,)))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_static_video_is_smooth_but_loses_beside_the_pose_rewards(preset):
+def test_a_static_video_is_smooth_but_loses_in_the_pose_rewards(preset):
     """The right path gains as much here, so what decides is where the camera went."""
     commanded = preset_path(preset, 21)
     static, right = (compared(commanded, seen) for seen in (commanded[:1].expand(21, 4, 4), commanded))
@@ -136,7 +136,7 @@ def test_trembling_is_noticed_where_the_pose_rewards_see_nothing():
     assert smooth.info["valid_frames"].tolist() == [1, 1] and smooth.info["unregistered"].tolist() == [0, 0]
 
 
-def test_it_reads_the_measurement_of_the_pose_rewards(calls_made):
+def test_it_shares_the_measurement_of_the_pose_rewards(calls_made):
     measurer = PoseMeasurer()
     chosen = [condition("arc_right", shot("source"), source_path(FRAMES))]
     for reward in (PoseRot, Smooth, PoseTrans):
@@ -145,7 +145,7 @@ def test_it_reads_the_measurement_of_the_pose_rewards(calls_made):
     assert Smooth().measurer is PoseRot().measurer
 
 
-def test_a_source_that_cannot_be_measured_by_masks_the_row_with_its_cause():
+def test_a_source_without_anchors_masks_the_row_with_its_cause():
     blind = condition("arc_right", shot("source"), source_path(FRAMES), intrinsics=None)
     result = SMOOTH(shot("arc_right")[None], [blind])
     assert not result.valid.any() and result.values.isnan().all()

@@ -11,6 +11,7 @@ import math
 import pickle
 import re
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,33 +28,24 @@ from flow_grpo import rewards
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.remote.http_client import TOKEN
-from flow_grpo.rewards.remote.reward import Patience, RemoteReward, protocol
+from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy, protocol
 from tests.room_films import conditions, film, like_a_codec
+from tests.scripted_server import serving
 from tools import reward_server
-from tools.reward_server import RewardServer, build, parse
-from tools.serving.scoring_service import NEEDS, Desk, Local
+from tools.reward_server import build, parse
+from tools.serving import http_server
+from tools.serving.http_server import RewardServer, is_loopback
+from tools.serving.scoring_service import NEEDS, LocalJudge, ScoringService
 
 ROOT = Path(__file__).resolve().parents[2]
 FILM = film(["pan_left", "zoom_in"])
 TRUE = (FILM.videos * 255).round() / 255
 VIDEOS = (like_a_codec(TRUE) * 255).round() / 255
-PATIENCE = Patience(timeout_s=20.0, delays_s=())
+POLICY = RetryPolicy(timeout_s=20.0, delays_s=())
 
 
 def judged_conditions(root: Path | None = None):
     return conditions(dataclasses.replace(FILM, videos=TRUE), source=VIDEOS.flip(0), root=root)
-
-
-@contextlib.contextmanager
-def running(server: RewardServer) -> Iterator[RewardServer]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
 
 
 class Fake:
@@ -77,12 +69,13 @@ class Fake:
 
 @contextlib.contextmanager
 def hosting(judge, *, max_bytes: int = 2**26, timeout_s: float = 5.0, token: str = "") -> Iterator[RewardServer]:
-    with running(RewardServer(("127.0.0.1", 0), Desk(judge, max_bytes, timeout_s), token)) as server:
+    service = ScoringService(judge, max_bytes)
+    with serving(RewardServer(("127.0.0.1", 0), service, timeout_s=timeout_s, token=token)) as server:
         yield server
 
 
 def ask(server: RewardServer, name: str = "first"):
-    return RemoteReward(name, server.url, PATIENCE)(VIDEOS, judged_conditions())
+    return RemoteReward(name, server.url, POLICY)(VIDEOS, judged_conditions())
 
 
 def request(reward: str = "first", samples: int = 2, **changes) -> protocol.Message:
@@ -95,7 +88,7 @@ def post(
     server: RewardServer, message: protocol.Message | bytes, path: str = "/score", **headers: str
 ) -> tuple[int, str]:
     """Send a request by hand and return status and error."""
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    connection = http.client.HTTPConnection(*server.address, timeout=20)
     kind = message.content_type if isinstance(message, protocol.Message) else "multipart/form-data; boundary=x"
     body = b"".join(message.chunks) if isinstance(message, protocol.Message) else message
     connection.request("POST", path, body, {"Content-Type": kind, **headers})
@@ -110,16 +103,16 @@ def post(
 def test_a_hosted_reward_gives_the_scores_of_the_local_one_bit_for_bit(name, tmp_path):
     asked = judged_conditions(tmp_path)
     local = build_reward(name, data_root=tmp_path)(VIDEOS, asked)
-    with running(build(parse(["--reward", name, "--port", "0", "--data-root", str(tmp_path)]))) as server:
-        far = RemoteReward(name, server.url, PATIENCE)(VIDEOS, asked)
+    with serving(build(parse(["--reward", name, "--port", "0", "--data-root", str(tmp_path)]))) as server:
+        far = RemoteReward(name, server.url, POLICY)(VIDEOS, asked)
     assert local.valid.all() and far.valid.all(), far.causes
     assert torch.equal(far.values, local.values)
 
 
 def test_what_the_reward_cannot_score_arrives_as_not_valid_with_its_cause():
     asked = [dataclasses.replace(judged_conditions()[0], target_video=None), judged_conditions()[1]]
-    with running(build(parse(["--reward", "target_view", "--port", "0"]))) as server:
-        far = RemoteReward("target_view", server.url, PATIENCE)(VIDEOS, asked)
+    with serving(build(parse(["--reward", "target_view", "--port", "0"]))) as server:
+        far = RemoteReward("target_view", server.url, POLICY)(VIDEOS, asked)
     assert far.valid.tolist() == [False, True] and "has no target video" in far.causes[0]
     assert not far.faulty.any()  # nothing failed: there is nothing to measure by
 
@@ -142,7 +135,7 @@ def test_what_the_judge_failed_at_arrives_as_a_fault():
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_local_reward_needs_no_video_that_it_does_not_ask_for(name, tmp_path):
-    asked, needs = judged_conditions(tmp_path), Local(build_reward(name, data_root=tmp_path)).needs
+    asked, needs = judged_conditions(tmp_path), LocalJudge(build_reward(name, data_root=tmp_path)).needs
     bare = [
         dataclasses.replace(
             condition,
@@ -156,14 +149,14 @@ def test_a_local_reward_needs_no_video_that_it_does_not_ask_for(name, tmp_path):
     assert torch.equal(whole.values.nan_to_num(7.0), less.values.nan_to_num(7.0))
 
 
-def test_the_version_of_a_local_reward_changes_with_the_code_beside_it(tmp_path, monkeypatch):
-    for file in Path(rewards.__file__).parent.glob("*.py"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    before = Local(build_reward("pose_rot", data_root=".")).version
-    monkeypatch.setattr(rewards, "__file__", str(tmp_path / "__init__.py"))
-    assert Local(build_reward("pose_rot", data_root=".")).version == before
-    (tmp_path / "pnp.py").write_text("# other\n")
-    assert Local(build_reward("pose_rot", data_root=".")).version != before
+def test_the_version_of_a_local_reward_changes_with_any_code_of_the_rewards(tmp_path, monkeypatch):
+    copy = tmp_path / "rewards"
+    shutil.copytree(Path(rewards.__file__).parent, copy)
+    before = LocalJudge(build_reward("pose_rot", data_root=".")).version
+    monkeypatch.setattr(rewards, "__file__", str(copy / "__init__.py"))
+    assert LocalJudge(build_reward("pose_rot", data_root=".")).version == before
+    (copy / "camera" / "pnp.py").write_text("# other\n")
+    assert LocalJudge(build_reward("pose_rot", data_root=".")).version != before
 
 
 def test_the_program_says_where_it_listens_and_serves():
@@ -173,7 +166,7 @@ def test_the_program_says_where_it_listens_and_serves():
         line = program.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert url, line
-        far = RemoteReward("motion_mag", url[0], PATIENCE)(VIDEOS, judged_conditions())
+        far = RemoteReward("motion_mag", url[0], POLICY)(VIDEOS, judged_conditions())
         assert torch.equal(far.values, build_reward("motion_mag", data_root=".")(VIDEOS, judged_conditions()).values)
     finally:
         program.kill()
@@ -198,9 +191,10 @@ def test_the_program_refuses_to_start_in_one_line(words, error, monkeypatch):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost"])
 def test_loopback_needs_no_token_and_other_addresses_do(host):
-    assert reward_server._is_loopback(host)
-    assert not any(map(reward_server._is_loopback, ("", "0.0.0.0", "10.0.0.1", "example.org", "::", "localhost.evil")))
-    RewardServer(("0.0.0.0", 0), Desk(Fake(), 1, 1.0), "token").server_close()
+    assert is_loopback(host)
+    assert not any(map(is_loopback, ("", "0.0.0.0", "10.0.0.1", "example.org", "::", "localhost.evil")))
+    with serving(RewardServer(("0.0.0.0", 0), ScoringService(Fake(), 1), token="token")) as server:
+        assert server.address[1] > 0
 
 
 def test_only_the_token_opens(monkeypatch, capfd):
@@ -210,7 +204,7 @@ def test_only_the_token_opens(monkeypatch, capfd):
         assert post(server, request())[0] == 401
         for wrong in ("Bearer secre", "Bearer secret2", "secret", "Bearer \xe4"):
             assert post(server, request(), Authorization=wrong)[0] == 401
-        assert server.desk.judge.calls == 0
+        assert server.service.judge.calls == 0
         monkeypatch.setenv(TOKEN, "secret")
         assert ask(server).valid.all()
     out = capfd.readouterr()
@@ -219,13 +213,11 @@ def test_only_the_token_opens(monkeypatch, capfd):
 
 def test_too_large_a_request_is_refused_before_it_is_read():
     with hosting(Fake(), max_bytes=10_000) as server:
-        with socket.create_connection(server.server_address[:2], timeout=10) as raw:
-            raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 10001\r\n\r\n")  # and nothing of the body
-            said = raw.recv(65536).decode()
-        assert " 413 " in said.splitlines()[0]
+        head = b"POST /score HTTP/1.1\r\nHost: here\r\nContent-Length: 10001\r\n\r\n"  # and nothing of the body
+        assert " 413 " in raw(server, head)
         large = ask(server)  # every video alone is still too large
         assert "refused, status 413: request of" in large.causes[0] and not large.valid.any()
-        assert server.desk.judge.calls == 0
+        assert server.service.judge.calls == 0
 
 
 def test_a_large_body_that_is_refused_does_not_hide_the_refusal():
@@ -270,7 +262,7 @@ def test_a_request_of_another_form_is_a_400_and_never_unpickled(message, error):
     with hosting(Fake()) as server:
         status, said = post(server, message)
         assert status == 400 and error in said
-        assert server.desk.judge.calls == 0
+        assert server.service.judge.calls == 0
 
 
 def test_a_video_that_belongs_to_no_sample_is_refused():
@@ -282,30 +274,70 @@ def test_a_video_that_belongs_to_no_sample_is_refused():
             assert status == 400 and ("belong to no sample" in said or "a source or target has shape" in said)
 
 
-def test_other_paths_and_lengths_are_refused():
+def raw(server: RewardServer, content: bytes, *, drips: int = 0) -> str:
+    """Send bytes by hand, then single ones, and return the first line of the answer; "" if the connection is closed."""
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(content)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(drips):
+                connection.sendall(b"x")
+                if select.select([connection], [], [], 0.05)[0]:
+                    break
+            return connection.recv(65536).decode().partition("\r\n")[0]
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "411"),
+        ("Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", "411"),
+        ("\r\n", "411"),
+        ("Content-Length: -1\r\n\r\n", "400"),
+        ("Content-Length: 1e3\r\n\r\n", "400"),
+        (f"Content-Length: {'9' * 30}\r\n\r\n", "4"),
+        ("X: " + "x" * 2**17, "400"),
+    ],
+)
+def test_a_malformed_length_or_header_is_refused(head, status):
+    with hosting(Fake()) as server:
+        assert f" {status}" in raw(server, f"POST /score HTTP/1.1\r\nHost: here\r\n{head}".encode())
+        assert ask(server).valid.all()
+
+
+def test_other_paths_and_methods_are_refused():
     with hosting(Fake()) as server:
         assert post(server, request(), "/elsewhere") == (404, "here are GET /health and POST /score")
-        with socket.create_connection(server.server_address[:2], timeout=10) as raw:
-            raw.sendall(b"POST /score HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
-            assert " 411 " in raw.recv(65536).decode().splitlines()[0]
-        with socket.create_connection(server.server_address[:2], timeout=10) as raw:
-            raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 100\r\n\r\nshort")
-            raw.shutdown(socket.SHUT_WR)
-            assert " 400 " in raw.recv(65536).decode().splitlines()[0]
+        assert post(server, request(), "/health")[0] == 404
 
 
-def test_a_sender_that_stalls_or_drips_is_given_up():
+@pytest.mark.parametrize("drips", [0, 100])
+def test_a_sender_that_stalls_or_drips_is_given_up(drips):
+    begin = time.monotonic()
     with hosting(Fake(), timeout_s=0.3) as server:
-        for drips in (0, 100):
-            begin = time.monotonic()
-            with socket.create_connection(server.server_address[:2], timeout=10) as raw:
-                raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
-                for _ in range(drips):
-                    raw.sendall(b"x")
-                    if select.select([raw], [], [], 0.05)[0]:
-                        break
-                assert " 408 " in raw.recv(65536).decode().splitlines()[0]
-            assert time.monotonic() - begin < 3
+        body = b"POST /score HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n"
+        assert " 408 " in raw(server, body, drips=drips)
+        assert raw(server, b"POST /score HTTP/1.1\r\nX: ", drips=drips) == ""  # its headers never end
+    assert time.monotonic() - begin < 10
+
+
+def test_connections_are_capped_and_a_freed_one_serves_again(monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
+    with hosting(Fake()) as server:
+        held = [socket.create_connection(server.address, timeout=10) for _ in range(3)]
+        time.sleep(0.2)  # until all are accepted
+        assert "status 503" in ask(server).causes[0]
+        for connection in held:
+            connection.close()
+        time.sleep(0.2)
+        assert ask(server).valid.all()
+
+
+def test_a_missing_server_package_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "tools.serving.http_server")
+    with pytest.raises(ValueError, match=r"uvicorn.*pip install -r requirements-server\.txt"):
+        build(parse(["--reward", "motion_mag", "--port", "0"]))
 
 
 def explode(videos):
@@ -337,10 +369,10 @@ def test_a_judge_s_nan_is_not_passed_off_as_a_score(bad):
 def test_a_request_that_comes_again_is_not_scored_again_nor_is_the_second_score():
     with hosting(Fake()) as server:
         first, again, second = ask(server), ask(server), ask(server, "second")
-        assert server.desk.judge.calls == 1
+        assert server.service.judge.calls == 1
         assert torch.equal(first.values, again.values) and torch.equal(second.values, -first.values)
-        other = RemoteReward("first", server.url, PATIENCE)(VIDEOS.flip(0), judged_conditions())
-        assert server.desk.judge.calls == 2 and torch.equal(other.values, first.values.flip(0))
+        other = RemoteReward("first", server.url, POLICY)(VIDEOS.flip(0), judged_conditions())
+        assert server.service.judge.calls == 2 and torch.equal(other.values, first.values.flip(0))
 
 
 def test_a_busy_server_says_so_and_health_is_answered_meanwhile():
@@ -356,7 +388,7 @@ def test_a_busy_server_says_so_and_health_is_answered_meanwhile():
         thread = threading.Thread(target=lambda: held.append(post(server, request())[0]))
         thread.start()
         assert begun.wait(20)
-        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+        connection = http.client.HTTPConnection(*server.address, timeout=20)
         connection.request("GET", "/health")
         assert json.loads(connection.getresponse().read())["rewards"] == ["first", "second"]
         connection.close()

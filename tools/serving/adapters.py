@@ -1,7 +1,7 @@
-"""Published judges behind `tools/reward_server.py`, each in the environment that its authors pin.
+"""Published reward models for `tools/reward_server.py`, each in the environment that its authors pin.
 
-Written from their documentation and not run here: no weights were at hand. Packages are imported when a server starts,
-and nothing is downloaded then: what is missing is named, with the way to get it. Licences: docs/remote_rewards.md.
+Written from their documentation and not run with their weights. Packages are imported when a server starts and nothing
+is downloaded: an error names what is missing and how to get it. Licences: docs/remote_rewards.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
-from flow_grpo.maths.poses import relative, rot_err, trans_err
+from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.camera.pose import compare, rotation_value, translation_value
 from flow_grpo.rewards.remote.protocol import FPS, to_pixels
+from flow_grpo.rewards.results import all_valid
 from flow_grpo.runtime.video_file import write_video
-
-ROT_CAP_DEG, SMALLEST_PATH_M = 45.0, 0.3  # of the pose scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Settings:
 
     Attributes:
         weights: folder or file, or None when it was not given.
-        code: clone of a repository that is no package, or None.
+        code: clone of a repository that cannot be installed, or None.
         device: where the model runs.
-        frames: how many frames of a video a judge of pictures looks at.
+        frames: per video, for models that score pictures.
     """
 
     weights: Path | None
@@ -50,13 +50,13 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What an adapter cannot do without.
+    """Requirements of an adapter.
 
     Attributes:
-        module: that is imported.
+        module: module to import.
         install: how to get it.
         weights: what `--weights` must name.
-        files: that must lie there; none for a single file.
+        files: files that this folder must hold; none if it is a single file.
     """
 
     module: str
@@ -66,7 +66,7 @@ class Need:
 
 
 class Adapter:
-    """A published model as a judge of videos; subclasses load it and score."""
+    """A published model that scores videos; subclasses implement `load` and `score`."""
 
     need: Need
     scores: tuple[str, ...]
@@ -92,17 +92,16 @@ class Adapter:
     @torch.no_grad()
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Return score name -> result of B rows for fp32 videos (B, 3, T, h, w) in [0, 1]."""
-        rows = [self.judge(video, condition) for video, condition in zip(videos, conditions, strict=True)]
-        valid, causes = torch.ones(len(rows), dtype=torch.bool), ("",) * len(rows)
-        return {name: RewardResult(torch.tensor([row[name] for row in rows]), valid, causes) for name in self.scores}
+        rows = [self.score(video, condition) for video, condition in zip(videos, conditions, strict=True)]
+        return {name: all_valid(conditions, torch.tensor([row[name] for row in rows]), {}) for name in self.scores}
 
-    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+    def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
         """Return the scores of one video (3, T, h, w): more is better."""
         raise NotImplementedError
 
 
 class VideoAlign(Adapter):
-    """Visual and motion quality (2501.13918); its text alignment is left out, as the source decides what is shown."""
+    """Visual and motion quality (2501.13918), without its text alignment: the source decides what is shown."""
 
     need = Need(
         "inference",
@@ -117,8 +116,8 @@ class VideoAlign(Adapter):
         device = str(self._settings.device)
         self._model = package.VideoVLMRewardInference(str(self._weights), device=device, dtype=torch.bfloat16)
 
-    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
-        """Score a file of the video, which is what the model takes."""
+    def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        """Score the video as a file, the model's input format."""
         with tempfile.TemporaryDirectory(prefix="videoalign_") as folder:
             path = Path(folder) / "video.mp4"
             write_video(path, video, fps=FPS)
@@ -127,7 +126,7 @@ class VideoAlign(Adapter):
 
 
 class Hpsv3(Adapter):
-    """Preference for single frames (2508.03789), the mean over some."""
+    """Human preference (2508.03789), the mean over some frames."""
 
     need = Need(
         "hpsv3",
@@ -141,15 +140,15 @@ class Hpsv3(Adapter):
         weights, device = str(self._weights), str(self._settings.device)
         self._model = package.HPSv3RewardInferencer(checkpoint_path=weights, device=device)
 
-    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
-        """Score files of frames; of the two columns, mean and spread, the first counts."""
+    def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        """Score frames as files; the model returns a mean and a spread, of which the mean is used."""
         with _frame_files(video, self._settings.frames) as paths:
             said = self._model.reward(prompts=[condition.prompt] * len(paths), image_paths=paths)
         return {"hpsv3": float(torch.as_tensor(said).float()[:, 0].mean())}
 
 
 class Clip(Adapter):
-    """How well frames go with the prompt: cosine times the model's scale, the mean over some frames."""
+    """Agreement with the prompt: cosine times the model's scale, the mean over some frames."""
 
     need = Need(
         "transformers",
@@ -165,7 +164,7 @@ class Clip(Adapter):
         model = package.AutoModel.from_pretrained(str(self._weights), local_files_only=True)
         self._processor, self._model = processor, model.eval().to(self._settings.device)
 
-    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+    def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
         """Score some frames against the prompt."""
         texts = {"text": [condition.prompt], "padding": True, "truncation": True}
         images = _frames(video, self._settings.frames)
@@ -174,7 +173,7 @@ class Clip(Adapter):
 
 
 class PickScore(Clip):
-    """The same of a CLIP trained on preferences."""
+    """The same score of a CLIP trained on human preferences."""
 
     need = dataclasses.replace(
         Clip.need,
@@ -184,11 +183,10 @@ class PickScore(Clip):
 
 
 class MapAnythingPoses(Adapter):
-    """How far the estimated camera is from the commanded one (2509.13414), in metres and degrees.
+    """Distance of the estimated camera from the commanded one (2509.13414), in degrees and metres.
 
-    Both paths are taken relative to their own first frame: the model sees the generated video alone. Scores are
-    -sum_i w_i min(error_i, cap) / cap with w_i rising to three times the first frame's; the caps are 45 degrees and
-    twice the longest commanded way, at least 0.3 m. The model is told K where it is known, never the commanded poses.
+    Both paths are relative to their own first frames, since the model sees the generated video alone. Scores as of
+    `pose_rot` and `pose_trans`. The model gets the intrinsics if they are known, never the commanded poses.
     """
 
     need = Need(
@@ -205,8 +203,8 @@ class MapAnythingPoses(Adapter):
         self._model = model.to(self._settings.device).eval()
         self._preprocess = importlib.import_module("mapanything.utils.image").preprocess_inputs
 
-    def judge(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
-        """Estimate the poses of all frames together and compare."""
+    def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        """Estimate the poses of all frames jointly and compare them."""
         known: dict[str, Tensor] = {}
         if condition.intrinsics is not None:
             fx, fy, cx, cy = condition.intrinsics.tolist()
@@ -220,12 +218,8 @@ class MapAnythingPoses(Adapter):
 def pose_scores(commanded: Tensor, estimated: Tensor) -> dict[str, float]:
     """Return both scores of `MapAnythingPoses` for paths (T, 4, 4)."""
     commanded, estimated = relative(commanded[0], commanded), relative(estimated[0], estimated)
-    weights = 1 + 2 * torch.linspace(0, 1, len(commanded), dtype=torch.float64)
-    weights = weights / weights.sum()
-    cap = 2 * commanded[:, :3, 3].norm(dim=-1).max().clamp_min(SMALLEST_PATH_M)
-    turned = rot_err(commanded, estimated).rad2deg().clamp(max=ROT_CAP_DEG) / ROT_CAP_DEG
-    moved = trans_err(commanded, estimated).clamp(max=cap) / cap
-    return {"mapanything_rot": -float(weights @ turned), "mapanything_trans": -float(weights @ moved)}
+    errors = compare(commanded, estimated, commanded, torch.ones(len(commanded), dtype=torch.bool))
+    return {"mapanything_rot": rotation_value(errors), "mapanything_trans": translation_value(errors)}
 
 
 ADAPTERS: Mapping[str, type[Adapter]] = {
@@ -238,7 +232,7 @@ ADAPTERS: Mapping[str, type[Adapter]] = {
 
 
 def build_adapter(name: str, settings: Settings) -> Adapter:
-    """Return a judge by name.
+    """Return an adapter by name.
 
     Raises:
         ValueError: its package or weights are missing.
@@ -247,7 +241,7 @@ def build_adapter(name: str, settings: Settings) -> Adapter:
 
 
 def refuse_downloads() -> None:
-    """Keep this process's libraries from fetching what was not put in place: call it before they are imported."""
+    """Make libraries of this process raise instead of downloading; call it before importing them."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     # torch.hub knows no such variable.
     for name in ("download_url_to_file", "urlopen"):
@@ -259,7 +253,7 @@ def _no_download(url: object, *_: object, **__: object) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Return a name for the content of a file, or of all files of a folder."""
+    """Return a hash of the content of a file, or of all files of a folder."""
     digest = hashlib.sha256()
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
@@ -288,7 +282,7 @@ def _package(need: Need, code: Path | None) -> ModuleType:
 
 
 def _frames(video: Tensor, count: int) -> list[Image.Image]:
-    """Return `count` frames of a video (3, T, h, w), the first and last among them: the same ones of every video."""
+    """Return `count` evenly spread frames of a video (3, T, h, w), first and last included."""
     rows = torch.linspace(0, video.shape[1] - 1, min(count, video.shape[1])).round().long()
     pictures = rearrange((video[:, rows] * 255).round().to(torch.uint8), "c t h w -> t h w c").numpy()
     return [Image.fromarray(picture) for picture in pictures]

@@ -1,11 +1,10 @@
-"""What a reward server does between two HTTP messages: requests to conditions, a judge's results to replies."""
+"""What a reward server does between two HTTP messages: requests to conditions, results to replies."""
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import hashlib
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,26 +16,26 @@ from flow_grpo import rewards
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import Reward
 from flow_grpo.rewards.remote import protocol
+from flow_grpo.runtime.lru import LruCache
 
-NEEDS: Mapping[str, tuple[str, ...]] = {  # of rewards that look at less than both
+NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that do not look at both
     "target_view": ("target",),
     "target_psnr": ("target",),
     "view_disp": ("target",),
     "room_pose": (),
     "sharpness": (),
 }
-ADMITTED = 4  # requests whose bodies are in memory at a time: one is scored, the others are on their way
-REMEMBERED = 64  # replies kept, for a client that gave up waiting and asks again, or asks for a judge's second score
+REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for another score of the same model
 
 
 class Judge(Protocol):
-    """What a server hosts.
+    """A model that a server hosts.
 
     Attributes:
         model: name of the model.
-        version: checksum of its weights, or of its code where there are none.
-        scores: names that it gives every video.
-        needs: which videos beside the samples it looks at: of "source" and "target".
+        version: checksum of its weights, or of its code if it has none.
+        scores: names of the scores that it gives every video.
+        needs: companion videos it looks at: any of "source", "target".
     """
 
     model: str
@@ -50,15 +49,15 @@ class Judge(Protocol):
 
 
 def code_version() -> str:
-    """Return a checksum of all rewards' code: a reward's value depends on more files than its own."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(rewards.__file__).parent.glob("*.py")):
-        digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    """Return a checksum of the code of all rewards: a reward's value depends on more files than its own."""
+    digest, folder = hashlib.sha256(), Path(rewards.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size} ".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-class Local:
-    """A reward of this project as a judge."""
+class LocalJudge:
+    """A reward of this project as a hosted model."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
@@ -73,7 +72,7 @@ class Local:
 
 
 class RefusedError(Exception):
-    """A request that gets no scores: status and one line."""
+    """A request that gets no scores: HTTP status and one line."""
 
     def __init__(self, status: int, cause: object, retry_after_s: int = 0) -> None:
         super().__init__(protocol.one_line(cause))
@@ -81,66 +80,68 @@ class RefusedError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Desk:
-    """Takes requests one after the other to a judge and remembers its last answers."""
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A decoded request: videos (B, 3, T, h, w), their conditions, and a hash of the request's content."""
 
-    def __init__(self, judge: Judge, max_bytes: int, timeout_s: float) -> None:
+    videos: Tensor
+    conditions: Sequence[Condition]
+    key: str
+
+
+class ScoringService:
+    """Decodes requests, scores them and caches the latest replies; only `read` may run concurrently."""
+
+    def __init__(self, judge: Judge, max_bytes: int) -> None:
         self.judge = judge
         self.max_bytes = max_bytes
-        self.timeout_s = timeout_s
-        self.admitted = threading.BoundedSemaphore(ADMITTED)
-        self._scoring = threading.Lock()
-        self._remembered: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
+        self._replies: LruCache[str, dict[str, Any]] = LruCache(REPLIES_KEPT)
 
     def health(self) -> dict[str, Any]:
-        """Return what the server says of itself."""
+        """Return the server's description, for GET /health."""
         judge = self.judge
         about = {"protocol": protocol.PROTOCOL, "model": judge.model, "version": judge.version}
         return about | {"rewards": judge.scores, "needs": judge.needs, "max_bytes": self.max_bytes}
 
-    def score(self, content_type: str, body: bytearray) -> dict[str, Any]:
-        """Return the reply to a request.
+    def read(self, content_type: str, body: bytearray) -> Batch:
+        """Return the content of a request.
 
         Raises:
-            RefusedError: the request is not as agreed, the judge fails, or others are still before it.
+            RefusedError: the request breaks the protocol.
         """
         try:
             meta, arrays = protocol.decode(content_type, body)
             if meta.get("reward") not in self.judge.scores:
                 known = ", ".join(self.judge.scores)
                 raise ValueError(f"reward is {protocol.one_line(meta.get('reward'))!r}, hosted here: {known}")
-            videos, conditions = _unpack(meta, arrays)
+            return Batch(*_unpack(meta, arrays), _digest(meta, arrays))
         except ValueError as error:
             raise RefusedError(400, error) from None
-        key = _digest(meta, arrays)
-        if not self._scoring.acquire(timeout=self.timeout_s):
-            raise RefusedError(503, f"busy for more than {self.timeout_s:g} s", retry_after_s=5)
-        try:
-            if key not in self._remembered:
-                self._remembered[key] = self._judged(videos, conditions)
-                while len(self._remembered) > REMEMBERED:
-                    self._remembered.popitem(last=False)
-            return self._remembered[key]
-        finally:
-            self._scoring.release()
+
+    def score(self, batch: Batch) -> dict[str, Any]:
+        """Return the reply to a request.
+
+        Raises:
+            RefusedError: the model fails.
+        """
+        return self._replies.get_or_make(batch.key, lambda: self._score(batch))
 
     @torch.no_grad()
-    def _judged(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, Any]:
+    def _score(self, batch: Batch) -> dict[str, Any]:
+        judge, count = self.judge, len(batch.conditions)
         try:
-            results = self.judge(videos, conditions)
+            results = judge(batch.videos, batch.conditions)
             shapes = {tuple(part.shape) for r in results.values() for part in (r.values, r.valid, r.faults)}
             shapes |= {(len(r.causes),) for r in results.values()}
-            if set(results) != set(self.judge.scores) or shapes != {(len(conditions),)}:
-                raise ValueError(f"{self.judge.model} gave {sorted(results)} of shapes {sorted(shapes)}")
+            if set(results) != set(judge.scores) or shapes != {(count,)}:
+                raise ValueError(f"{judge.model} gave {sorted(results)} of shapes {sorted(shapes)}")
         except Exception as error:
-            # Whatever it is, it is the judge's failure and no score.
             raise RefusedError(500, f"{type(error).__name__}: {error}") from error
-        about = {"model": self.judge.model, "version": self.judge.version}
-        return _reply(results, len(conditions)) | about
+        return _reply(results, count) | {"model": judge.model, "version": judge.version}
 
 
 def _reply(results: Mapping[str, RewardResult], count: int) -> dict[str, Any]:
-    """Return scores, "valid", "causes" and "faulty" of `count` videos; without one of its scores a video has none."""
+    """Return scores, "valid", "causes" and "faulty" of `count` videos; a video that lacks one score has none."""
     causes, faulty, lost = [""] * count, torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
     for name, result in results.items():
         finite = result.values.isfinite()
@@ -163,7 +164,6 @@ def _unpack(meta: Mapping[str, Any], arrays: Mapping[str, protocol.Pixels]) -> t
         raise ValueError("part 'videos' is missing or not of shape (B, T, h, w, 3)")
     if not isinstance(samples, list) or len(samples) != len(pixels):
         raise ValueError(f"meta must list as many samples as there are videos, {len(pixels)}")
-    videos = protocol.from_pixels(pixels)
     companions = {name: pixels for name, pixels in arrays.items() if name != "videos"}
     conditions = []
     for row, sample in enumerate(samples):
@@ -172,7 +172,7 @@ def _unpack(meta: Mapping[str, Any], arrays: Mapping[str, protocol.Pixels]) -> t
         conditions.append(protocol.rebuild(sample, _video(source), _video(target), (frames, height, width)))
     if companions:
         raise ValueError(f"parts {protocol.one_line(sorted(companions))} belong to no sample")
-    return videos, conditions
+    return protocol.from_pixels(pixels), conditions
 
 
 def _video(pixels: protocol.Pixels | None) -> Tensor | None:
@@ -184,7 +184,7 @@ def _video(pixels: protocol.Pixels | None) -> Tensor | None:
 
 
 def _digest(meta: Mapping[str, Any], arrays: Mapping[str, protocol.Pixels]) -> str:
-    """Return a name for the content of a request, whichever of a judge's scores it asks for."""
+    """Return a hash of a request's content, the same for every score of a model."""
     digest = hashlib.sha256(json.dumps({**meta, "reward": ""}, sort_keys=True).encode())
     for name, pixels in sorted(arrays.items()):
         digest.update(f"{name} {pixels.shape}".encode())

@@ -1,11 +1,11 @@
-"""What of a source video can be recognised, and where it stands in space: generated frames are anchored to it.
+"""Anchors: features of a source video with known 3D positions, by which generated frames are located.
 
 Features of source frames are triangulated with the source's known poses. A source that only turns, or stands still, has
-no parallax; then pairs of synchronised cameras are used at equal times. Such points may lie on things that move: one
-serves other frames only if it was seen at its place at another time as well.
+no parallax; then the synchronised source and target cameras are triangulated at equal times. Such points may lie on
+moving objects: one is used for other frames only if another time shows it at the same place.
 
-Before anything is judged by them, anchors have to place pictures whose cameras are known: source frames that were not
-triangulated, and the ground-truth view. A wrong focal length, a flipped axis or a wrong reference camera fails here.
+Before anchors are used, they must locate pictures of known pose: source frames that were not triangulated, and the
+ground-truth view. A wrong focal length, a flipped axis or a wrong reference camera fails this check.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ REPROJECTION = 1.5  # pixels
 LEAST_PARALLAX = np.deg2rad(1.0)
 LASTING_PIXELS = 2.0
 FEWEST_ANCHORS = 200
-CHECKED = 5  # source frames held out
-CHECK_SHARE, CHECK_DEG, CHECK_M = 0.8, 0.2, 0.02  # of those frames, each so exact
-OVERLAP_SHARE, OVERLAP_DEG, OVERLAP_M = 0.5, 1.0, 0.1  # of the frames of the ground-truth view
+CHECKED = 5  # source frames held out for the check
+CHECK_SHARE, CHECK_DEG, CHECK_M = 0.8, 0.2, 0.02  # share of them that must be located within degrees and metres
+OVERLAP_SHARE, OVERLAP_DEG, OVERLAP_M = 0.5, 1.0, 0.1  # the same for the ground-truth view
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Film:
 
     Attributes:
         pictures: (F, h, w) uint8 grey.
-        poses: (F, 4, 4) float64 camera-to-world in metres; NaN where the source came without, see `unposed.py`.
+        poses: (F, 4, 4) float64 camera-to-world in metres; NaN for a source without poses, see `unposed.py`.
         frames: the number of each frame in its video.
     """
 
@@ -47,14 +47,14 @@ class Film:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A source video that pictures can be placed by.
+    """A source video with anchors.
 
     Attributes:
         views: the anchors.
         camera: (3, 3) from `pnp.camera_matrix`.
-        visible: (F,) bool: frames whose ground-truth view the anchors place where it is; all, without such a view.
-        fault: why nothing may be judged by it, "" if it may.
-        metric: whether its unit is the metre; else distances are true to each other only.
+        visible: (F,) bool: frames whose ground-truth view the anchors locate correctly; all without such a view.
+        fault: why the anchors cannot be used, or "".
+        metric: whether their unit is the metre; otherwise it is unknown.
     """
 
     views: tuple[View, ...]
@@ -68,25 +68,25 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Picture:
-    """One frame: its number, its features and the camera-to-world pose (4, 4) it was taken from."""
+class Picture:
+    """One frame: its number, its features and its camera-to-world pose (4, 4)."""
 
     frame: int
     features: Features
     pose: Floats
 
 
-class _Pictures:
-    """The frames of a film, features found when first asked for."""
+class Pictures:
+    """The frames of a film, with features computed on first use."""
 
     def __init__(self, film: Film) -> None:
         self.film = film
-        self._found: dict[int, _Picture] = {}
+        self._found: dict[int, Picture] = {}
 
-    def __getitem__(self, row: int) -> _Picture:
+    def __getitem__(self, row: int) -> Picture:
         if row not in self._found:
             film = self.film
-            self._found[row] = _Picture(film.frames[row], find_features(film.pictures[row]), film.poses[row])
+            self._found[row] = Picture(film.frames[row], find_features(film.pictures[row]), film.poses[row])
         return self._found[row]
 
     def __len__(self) -> int:
@@ -94,18 +94,18 @@ class _Pictures:
 
 
 def make_source(source: Film, target: Film | None, camera: Floats) -> Source:
-    """Return the anchors of a source video, checked.
+    """Return the checked anchors of a source video.
 
-    Points that the source alone places come first. Where they do not pass the checks and there is a synchronised
-    second camera, points of both cameras are added and have to pass in turn.
+    Points triangulated from the source alone come first. If they fail the check and there is a synchronised second
+    camera, points of both cameras are added and checked again.
 
     Args:
         source: the source video; poses relative to any camera.
         target: the ground-truth view of the same times, poses relative to the same camera, or None.
         camera: (3, 3) from `pnp.camera_matrix`, of both.
     """
-    pictures = _Pictures(source)
-    others = None if target is None else _Pictures(target)
+    pictures = Pictures(source)
+    others = None if target is None else Pictures(target)
     chosen = view_rows(len(pictures))
     views = triangulate([pictures[row] for row in chosen], camera)
     made = _checked(views, pictures, others, camera)
@@ -116,13 +116,13 @@ def make_source(source: Film, target: Film | None, camera: Floats) -> Source:
 
 
 def view_rows(count: int) -> list[int]:
-    """Return which of `count` frames are triangulated: both ends and what is evenly spread, never all of 3 or more."""
+    """Return which of `count` frames are triangulated: evenly spread with both ends, never all of 3 or more."""
     number = min(VIEWS, count // 2 + 1)
     return sorted({round(row) for row in np.linspace(0, count - 1, number).tolist()})
 
 
-def triangulate(pictures: Sequence[_Picture], camera: Floats) -> list[View]:
-    """Return for each picture those of its features that others place: in front, exact, and with parallax."""
+def triangulate(pictures: Sequence[Picture], camera: Floats) -> list[View]:
+    """Return each picture's triangulated features: in front of the cameras, exact, and with parallax."""
     matches = {
         (a, b): match(pictures[a].features.descriptors, pictures[b].features.descriptors)
         for a, b in itertools.combinations(range(len(pictures)), 2)
@@ -146,10 +146,10 @@ def triangulate(pictures: Sequence[_Picture], camera: Floats) -> list[View]:
 
 
 def _places(seen: Floats, own: int, projections: Floats, centres: Floats) -> Floats:
-    """Return places (N, 3) of N features seen at (V, N, 2) in V pictures, NaN for those that nothing places.
+    """Return the positions (N, 3) of N features seen at (V, N, 2) in V pictures, NaN where not triangulated.
 
-    Each other picture proposes a place; the one with the largest parallax decides which sightings belong to the
-    feature, and all of these are intersected at once.
+    Each other picture proposes a position. The one with the largest parallax decides which observations belong to the
+    feature; all of these are then triangulated together.
     """
     best = np.full((seen.shape[1], 3), np.nan)
     widest = np.full(seen.shape[1], LEAST_PARALLAX)
@@ -169,7 +169,7 @@ def _places(seen: Floats, own: int, projections: Floats, centres: Floats) -> Flo
 
 
 def _intersect(seen: Floats, projections: Floats) -> Floats:
-    """Return the places (N, 3) closest to all rays, by the linear method, of sightings (V, N, 2); NaN is not seen."""
+    """Return positions (N, 3) by linear triangulation (DLT) of observations (V, N, 2), NaN where not seen."""
     rows = seen[..., None] * projections[:, None, 2:3] - projections[:, None, :2]  # (V, N, 2, 4)
     rows = np.nan_to_num(rows / np.linalg.norm(rows[..., :3], axis=-1, keepdims=True))
     squares = np.einsum("vnki,vnkj->nij", rows, rows)
@@ -183,7 +183,7 @@ def _intersect(seen: Floats, projections: Floats) -> Floats:
 
 
 def _errors(xyz: Floats, seen: Floats, projections: Floats) -> Floats:
-    """Return distances in pixels (V, N) of projected places (N, 3) and sightings (V, N, 2); infinite behind, unseen."""
+    """Return reprojection errors (V, N) in pixels of positions (N, 3); infinite behind a camera and where not seen."""
     projected = np.einsum("vij,nj->vni", projections[:, :, :3], xyz) + projections[:, None, :, 3]
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.linalg.norm(projected[..., :2] / projected[..., 2:] - seen, axis=-1)
@@ -191,14 +191,14 @@ def _errors(xyz: Floats, seen: Floats, projections: Floats) -> Floats:
 
 
 def parallax(xyz: Floats, first: Floats, second: Floats) -> Floats:
-    """Return the angles (N,) in radians at which points (N, 3) see two camera centres (3,); 0 for no point."""
+    """Return the angles (N,) in radians between the rays of points (N, 3) to two camera centres (3,); 0 for NaN."""
     a, b = xyz - first, xyz - second
     angle: Floats = np.arctan2(np.linalg.norm(np.cross(a, b), axis=1), (a * b).sum(1))
     return np.nan_to_num(angle)
 
 
-def across_cameras(source: _Pictures, target: _Pictures, rows: Sequence[int], camera: Floats) -> list[View]:
-    """Return anchors of two synchronised cameras at some times, each marked by whether it stays where it is."""
+def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], camera: Floats) -> list[View]:
+    """Return anchors of two synchronised cameras at some times, marked by whether they are static."""
     views, pictures = [], []
     for row in rows:
         pair = [source[row], target[row]]
@@ -207,8 +207,8 @@ def across_cameras(source: _Pictures, target: _Pictures, rows: Sequence[int], ca
     return [_with_lasting(view, pictures, camera) for view in views]
 
 
-def _with_lasting(view: View, pictures: Sequence[_Picture], camera: Floats) -> View:
-    """Mark the anchors that a picture of another time shows where they stand."""
+def _with_lasting(view: View, pictures: Sequence[Picture], camera: Floats) -> View:
+    """Mark the anchors that a picture of another time shows at the same position."""
     lasting = np.zeros(len(view), np.bool_)
     for picture in pictures:
         if picture.frame == view.frame:
@@ -220,14 +220,14 @@ def _with_lasting(view: View, pictures: Sequence[_Picture], camera: Floats) -> V
     return dataclasses.replace(view, lasting=lasting)
 
 
-def _checked(views: Sequence[View], source: _Pictures, target: _Pictures | None, camera: Floats) -> Source:
-    """Place what is known: source frames held out, and every frame of the ground-truth view."""
+def _checked(views: Sequence[View], source: Pictures, target: Pictures | None, camera: Floats) -> Source:
+    """Check anchors by locating the held-out source frames and every frame of the ground-truth view."""
     visible = np.ones(len(source), np.bool_)
     made = Source(tuple(view for view in views if len(view)), camera, visible, "")
     if len(made) < FEWEST_ANCHORS:
         fault = f"{len(made)} anchors, needs {FEWEST_ANCHORS}: no parallax or no texture"
         return dataclasses.replace(made, fault=fault)
-    held_out = _held_out(len(source))
+    held_out = held_out_rows(len(source))
     if not held_out:
         return dataclasses.replace(made, fault=f"{len(source)} frames, needs 3: one is held out to check the others")
     exact = _placed(made, source, held_out, (CHECK_DEG, CHECK_M))
@@ -246,14 +246,14 @@ def _checked(views: Sequence[View], source: _Pictures, target: _Pictures | None,
     return made
 
 
-def _held_out(count: int) -> list[int]:
-    """Return at most `CHECKED` frames that are not triangulated, evenly spread."""
+def held_out_rows(count: int) -> list[int]:
+    """Return at most `CHECKED` evenly spread frames that are not triangulated."""
     free = sorted(set(range(count)) - set(view_rows(count)))
     return sorted({free[round(row)] for row in np.linspace(0, len(free) - 1, CHECKED).tolist()}) if free else []
 
 
-def _placed(made: Source, pictures: _Pictures, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:
-    """Return which rows of a film are found within (degrees, metres) of where they were taken from."""
+def _placed(made: Source, pictures: Pictures, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:
+    """Return which rows of a film are located within (degrees, metres) of their known pose."""
     right = []
     for row in rows:
         picture = pictures[row]

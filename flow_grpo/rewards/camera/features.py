@@ -1,6 +1,6 @@
-"""Points of a picture that are found again in another one: SIFT corners and their mutual matches.
+"""SIFT features of a picture and their mutual matches.
 
-Only this file, `pnp.py` and `structure_from_motion.py` know OpenCV.
+Only this file, `pnp.py` and `structure_from_motion.py` import OpenCV.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 MOST_FEATURES = 1500  # of a picture, the strongest
-LEAST_CONTRAST = 0.01  # a quarter of OpenCV's, at which a darkened video has no features
-RATIO = 0.8  # of the distances to the nearest and the second nearest: above it a match is a guess
+LEAST_CONTRAST = 0.01  # a quarter of OpenCV's default, with which a darkened video has no features
+RATIO = 0.8  # of the distances to the nearest and the second nearest, above which a match is ambiguous (Lowe's test)
 
 Floats = NDArray[np.float64]
 
-# Several processes score side by side: one thread each. It also keeps OpenCV's results the same from run to run.
+# Several processes score concurrently: one thread each. It also makes OpenCV's results deterministic.
 cv2.setNumThreads(1)
 
 
@@ -42,7 +42,7 @@ class Features:
 
 @functools.cache
 def _sift() -> Any:
-    # Without the precise upscale all points are off by a quarter of a pixel.
+    # Without the precise upscaling all points are off by a quarter of a pixel.
     return cv2.SIFT.create(nfeatures=MOST_FEATURES, contrastThreshold=LEAST_CONTRAST, enable_precise_upscale=True)
 
 
@@ -57,10 +57,10 @@ def find_features(picture: NDArray[np.uint8]) -> Features:
 
 
 def match(first: NDArray[np.float32], second: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows of two sets of descriptors (N, 128), (M, 128) that are each other's nearest, clearly so.
+    """Return the rows of descriptors (N, 128) and (M, 128) that are mutual nearest neighbours and pass the ratio test.
 
-    Clearly: the nearest is at most `RATIO` times as far as the second nearest, in both directions. Nothing is matched
-    with fewer than two candidates on a side, where "second nearest" has no meaning.
+    In both directions the nearest must be at most `RATIO` times as far as the second nearest. With fewer than two
+    candidates on a side nothing matches.
     """
     if min(len(first), len(second)) < 2:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

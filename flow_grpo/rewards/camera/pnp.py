@@ -1,9 +1,8 @@
-"""Where a picture was taken from, by points whose places in space are known (perspective-n-point).
+"""The camera pose of a picture from points of known 3D position (perspective-n-point).
 
-Features of the picture are matched to those of anchored views; RANSAC over a closed-form solver finds the pose most
-matches agree with, least squares on the agreeing ones refines it. Metres and degrees come out because metres and
-degrees went into the points: nothing is aligned afterwards, so a path of the right shape at half the speed shows as
-such.
+Features of the picture are matched to the anchors; RANSAC over a closed-form solver finds the pose with the most
+inliers, and least squares on these refines it. Poses are in the unit of the anchors and nothing is aligned afterwards,
+so a path of the right shape at half the speed is measured as such.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from numpy.typing import NDArray
 
 from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
 
-GATE = 12  # matched features that must agree with a pose; with 6 a tiled picture gets one
-RANSAC_PIXELS = 2.5  # an inlier lies within so many pixels of its projection ...
-FINE_PIXELS = 1.5  # ... and, for the last refinement, within so many
+GATE = 12  # fewest inliers of a pose; with 6 a tiled picture gets one
+RANSAC_PIXELS = 2.5  # largest reprojection error of an inlier ...
+FINE_PIXELS = 1.5  # ... and in the last refinement
 RANSAC_ITERATIONS = 500
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A picture whose features have known places in space.
+    """A picture whose features have known 3D positions.
 
     Attributes:
         frame: number of the video frame.
         descriptors: (N, 128) float32 RootSIFT.
-        xyz: (N, 3) float64 metres, in the frame that poses are found in.
-        lasting: (N,) bool: stands still, so it serves every frame; the others serve only the frame of the same time.
+        xyz: (N, 3) float64 metres, in the reference frame of the poses to find.
+        lasting: (N,) bool: static, so used for every frame; the others only for the frame of the same time.
     """
 
     frame: int
@@ -46,12 +45,11 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """Where F pictures were taken from.
+    """Camera poses of F pictures.
 
     Attributes:
-        poses: (F, 4, 4) float64 OpenCV camera-to-world in metres; NaN where the picture was not recognised.
-        inliers: (F,) int64 different features that agree with the best pose, also where they were too few to believe
-            it; 0 where there was none.
+        poses: (F, 4, 4) float64 OpenCV camera-to-world in metres; NaN where not located.
+        inliers: (F,) int64 distinct features that agree with the best pose, also where they are fewer than `GATE`.
     """
 
     poses: Floats
@@ -59,21 +57,21 @@ class Located:
 
 
 def camera_matrix(intrinsics: Sequence[float]) -> Floats:
-    """Return OpenCV's (3, 3) of fx, fy, cx, cy in pixels.
+    """Return OpenCV's (3, 3) camera matrix of fx, fy, cx, cy in pixels.
 
-    Ours count from the outer corner of the first pixel, OpenCV's from its centre: half a pixel, 0.03 degrees at 840.
+    Ours count from the outer corner of the first pixel, OpenCV's from its centre: half a pixel, 0.03 degrees at fx 840.
     """
     fx, fy, cx, cy = intrinsics
     return np.array([[fx, 0.0, cx - 0.5], [0.0, fy, cy - 0.5], [0.0, 0.0, 1.0]])
 
 
 def locate_video(pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequence[View], camera: Floats) -> Located:
-    """Find every picture (F, h, w) of a video on its own.
+    """Locate every picture of a video independently.
 
     Args:
         pictures: (F, h, w) grey.
         frames: the number of each in its video.
-        views: what they are compared with.
+        views: the anchors.
         camera: (3, 3) from `camera_matrix`.
     """
     found = [locate(find_features(p), frame, views, camera) for p, frame in zip(pictures, frames, strict=True)]
@@ -81,7 +79,7 @@ def locate_video(pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequ
 
 
 def locate(features: Features, frame: int, views: Sequence[View], camera: Floats) -> tuple[Floats, int]:
-    """Return the pose (4, 4), NaN where fewer than `GATE` features agree with it, and how many agree."""
+    """Return the pose (4, 4), NaN with fewer than `GATE` inliers, and the number of inliers."""
     numbers, xyz = _matches(features, frame, views)
     if len(np.unique(numbers)) < GATE:
         return np.full((4, 4), np.nan), 0
@@ -98,7 +96,7 @@ def locate(features: Features, frame: int, views: Sequence[View], camera: Floats
             flags=cv2.SOLVEPNP_SQPNP,
         )
     except cv2.error:
-        # Raised for a draw of one place seen in several views: so few features match that this is no picture of it.
+        # Raised for a RANSAC draw of one point seen in several views: far too few features match.
         return np.full((4, 4), np.nan), 0
     if not solved or not np.isfinite(turn).all() or not np.isfinite(move).all():
         return np.full((4, 4), np.nan), 0
@@ -116,7 +114,7 @@ def locate(features: Features, frame: int, views: Sequence[View], camera: Floats
 
 
 def _matches(features: Features, frame: int, views: Sequence[View]) -> tuple[NDArray[np.int64], Floats]:
-    """Return which features were found in any view, and their places (n, 3)."""
+    """Return which features match an anchor, and its position (n, 3)."""
     numbers, places = [np.zeros(0, np.int64)], [np.zeros((0, 3))]
     for view in views:
         serving = np.ones(len(view), np.bool_) if view.frame == frame else view.lasting
@@ -129,7 +127,7 @@ def _matches(features: Features, frame: int, views: Sequence[View]) -> tuple[NDA
 def _agree(
     xyz: Floats, points: Floats, pose: tuple[MatLike, MatLike], camera: Floats, pixels: float
 ) -> NDArray[np.bool_]:
-    """Return which points (n, 3) lie before the camera and project to within `pixels` of where they were seen."""
+    """Return which points (n, 3) are in front of the camera and project to within `pixels` of their observation."""
     rotation = cv2.Rodrigues(pose[0])[0]
     seen = (xyz @ rotation.T + pose[1].reshape(3)) @ camera.T
     before = seen[:, 2] > 1e-6

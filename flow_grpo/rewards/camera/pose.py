@@ -1,14 +1,14 @@
-"""How far the camera of a generated video is from its command: `pose_rot` and `pose_trans`, in degrees and metres.
+"""Distance of a generated video's camera from its command: `pose_rot` and `pose_trans`, in degrees and metres.
 
-Each frame is located by points of the source video whose places are known (`anchors.py`, `pnp.py`), so the unit is the
-one of the camera files and the right path at the wrong speed is a wrong path. `smooth.py` reads the same measurement.
+Each frame is located by 3D points of the source video (`anchors.py`, `pnp.py`), in the unit of the camera files, so the
+right path at the wrong speed is a wrong path. `smooth.py` scores the same measurement.
 
     value of pose_rot   = -sum_i w_i min(theta_i, 45 deg) / 45 deg
     value of pose_trans = -sum_i w_i min(d_i, 2 L) / 2 L,  L = max(longest commanded |t_i|, 0.3 m)
 
-with w_i proportional to 1 + 2 i / (N - 1) over the frames that the ground-truth view allows to judge. A frame that is
-not recognised takes the cap, and a video of which more than half is not recognised takes it everywhere: that is the
-policy's fault. Exceptions, timeouts and sources that cannot be measured by are not: those rows have no value.
+with w_i proportional to 1 + 2 i / (N - 1) over the frames that can be scored (see `Source.visible`). A frame that is
+not located takes the cap, and a video of which less than half is located takes it everywhere. Exceptions, timeouts and
+sources without usable anchors are not the policy's fault: such rows have no value.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,13 +31,14 @@ from flow_grpo.rewards.camera.pnp import Located, camera_matrix, locate_video
 from flow_grpo.rewards.camera.unposed import make_unposed_source
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
-from flow_grpo.runtime.lru import keep_latest
+from flow_grpo.rewards.results import from_outcomes
+from flow_grpo.runtime.lru import LruCache
 
 ROT_CAP_DEG = 45.0
 LEAST_REACH_M = 0.3
 CAP_REACHES = 2.0
-LEAST_LOCATED = 0.5  # share of the frames judged
-MOST_SECONDS = 600.0  # for one kind of call on a batch: anchors, poses, displacements
+LEAST_LOCATED = 0.5  # share of the scored frames
+MOST_SECONDS = 600.0  # for each stage of a batch: anchors, poses, displacements
 MOST_WORKERS = 16
 SOURCES_KEPT, BATCHES_KEPT = 32, 2
 
@@ -48,18 +47,18 @@ SourceKey = tuple[str, str, str, str]
 
 @dataclasses.dataclass(frozen=True)
 class PoseErrors:
-    """One video's camera against its command.
+    """One video's camera compared with its command, at F frames.
 
     Attributes:
-        degrees: (F,) float64 rotation errors of the frames looked at; the cap or more where not located.
+        degrees: (F,) float64 rotation errors; the cap where not located.
         metres: (F,) float64 distances of camera centres, likewise.
-        weights: (F,) float64, sum 1, 0 for frames that cannot be judged.
+        weights: (F,) float64 of sum 1, 0 for frames that cannot be scored.
         reach: L, metres.
-        located: share of the frames judged that were recognised.
-        commanded: (F, 4, 4) float64 commanded poses of these frames.
-        seen: (F, 4, 4) float64 poses found, NaN where not located.
+        located: located share of the frames with weight.
+        commanded: (F, 4, 4) float64 commanded poses.
+        seen: (F, 4, 4) float64 estimated poses, NaN where not located.
         frames: (F,) the number of each frame in its video.
-        metric: whether distances are in metres; else nothing can be said of them.
+        metric: whether distances are in metres; otherwise their unit is unknown.
     """
 
     degrees: Tensor
@@ -74,7 +73,7 @@ class PoseErrors:
 
     @property
     def unregistered(self) -> bool:
-        """Too few frames were recognised to say anything of the path."""
+        """Too few frames were located to judge the path."""
         return self.located < LEAST_LOCATED
 
 
@@ -84,11 +83,11 @@ def compare(
     """Return the errors of a path.
 
     Args:
-        commanded: (F, 4, 4) float64 commanded poses, in the frame in which `seen` is.
-        seen: (F, 4, 4) float64 poses found, NaN where not located.
-        command: (T, 4, 4) commanded poses as the policy was given them, which set the reach.
-        visible: (F,) bool, at least one True.
-        frames: (F,) the number of each frame in its video; None: all were looked at.
+        commanded: (F, 4, 4) float64 commanded poses, in the same reference frame as `seen`.
+        seen: (F, 4, 4) float64 estimated poses, NaN where not located.
+        command: (T, 4, 4) commanded poses of the whole video, which set the reach.
+        visible: (F,) bool, which frames can be scored; at least one True.
+        frames: (F,) the number of each frame in its video; None: all of it.
     """
     missing = seen.isnan().flatten(1).any(1)
     located = float((visible & ~missing).sum() / visible.sum())
@@ -114,9 +113,9 @@ def translation_value(errors: PoseErrors) -> float:
 
 
 def _source_key(condition: Condition) -> SourceKey:
-    """Name the anchors of a condition: scene, cameras and a hash of what they are made from.
+    """Return the cache key of a condition's anchors: scene, cameras and a hash of everything they are made from.
 
-    With a true view the target camera is part of it: the frames that can be judged depend on that view, and so do the
+    With a true view it includes the target camera: the frames that can be scored depend on that view, and so do the
     anchors of a source without parallax.
     """
     content = hashlib.blake2b(digest_size=16)
@@ -149,9 +148,9 @@ def _films(condition: Condition) -> tuple[Film, Film | None, NDArray[np.float64]
 
 
 class PoseMeasurer:
-    """Locates the frames of a batch once, for every reward that asks.
+    """Locates the frames of a batch once for all rewards that share it.
 
-    Anchors are kept per source, measurements per batch content. A failure is kept nowhere: the next call tries again.
+    Anchors are cached by source, measurements by batch content. Failures are not cached: the next call tries again.
 
     Args:
         workers: processes; 0 measures in this one, without a time limit.
@@ -161,11 +160,11 @@ class PoseMeasurer:
     def __init__(self, workers: int = 0, seconds: float = MOST_SECONDS) -> None:
         self.seconds = seconds
         self.pool = CallPool(workers)
-        self._sources: OrderedDict[SourceKey, Source] = OrderedDict()
-        self._batches: OrderedDict[str, list[Outcome[PoseErrors]]] = OrderedDict()
+        self._sources: LruCache[SourceKey, Source] = LruCache(SOURCES_KEPT)
+        self._batches: LruCache[str, list[Outcome[PoseErrors]]] = LruCache(BATCHES_KEPT)
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> list[Outcome[PoseErrors]]:
-        """Return for each of B CPU videos (B, 3, T, h, w) in [0, 1] its errors or why there are none."""
+        """Return the errors of each of B CPU videos (B, 3, T, h, w) in [0, 1], or why there are none."""
         frames = frame_numbers(videos.shape[2])
         pictures = [grey_frames(video, frames) for video in videos]
         keys = [_source_key(condition) for condition in conditions]
@@ -174,12 +173,12 @@ class PoseMeasurer:
             content.update(picture.tobytes())
             content.update(condition.target_poses.double().numpy().tobytes())
         batch = content.hexdigest()
-        if batch not in self._batches:
-            outcomes = self._measure(pictures, conditions, keys)
-            if any(outcome.failed for outcome in outcomes):
-                return outcomes
-            keep_latest(self._batches, batch, outcomes, BATCHES_KEPT)
-        return self._batches[batch]
+        if batch in self._batches:
+            return self._batches[batch]
+        outcomes = self._measure(pictures, conditions, keys)
+        if not any(outcome.failed for outcome in outcomes):
+            self._batches[batch] = outcomes
+        return outcomes
 
     def _measure(
         self,
@@ -187,23 +186,19 @@ class PoseMeasurer:
         conditions: Sequence[Condition],
         keys: Sequence[SourceKey],
     ) -> list[Outcome[PoseErrors]]:
-        sources = self._find(conditions, keys)
-        rows = [row for row, source in enumerate(sources) if source.value is not None]
+        found = self._find(conditions, keys)
         frames = frame_numbers(conditions[0].source_video.shape[1])
-        jobs = []
-        for row in rows:
-            source = sources[row].value
-            assert source is not None
-            jobs.append((pictures[row], frames, source.views, source.camera))
-        # Limited on their own: sources that took all of their time must not take that of the poses along.
+        sources = {row: outcome.value for row, outcome in enumerate(found) if outcome.value is not None}
+        jobs = [(pictures[row], frames, source.views, source.camera) for row, source in sources.items()]
+        # A time limit of its own: slow anchors must not use up that of the poses.
         located = self.pool.run(locate_video, jobs, seconds=self.seconds, what="camera poses")
-        outcomes = [Outcome[PoseErrors](None, source.fault, source.lacking) for source in sources]
-        for row, found in zip(rows, located, strict=True):
-            outcomes[row] = _errors(found, sources[row], conditions[row], frames)
+        outcomes = [Outcome[PoseErrors](None, outcome.fault, outcome.lacking) for outcome in found]
+        for (row, source), outcome in zip(sources.items(), located, strict=True):
+            outcomes[row] = outcome.then(functools.partial(_errors, source, conditions[row], frames))
         return outcomes
 
     def sources(self, conditions: Sequence[Condition]) -> list[Outcome[Source]]:
-        """Return each condition's anchors; a source that cannot be measured by is `lacking`."""
+        """Return each condition's anchors; the outcome of a source without usable anchors is `lacking`."""
         return self._find(conditions, [_source_key(condition) for condition in conditions])
 
     def _find(self, conditions: Sequence[Condition], keys: Sequence[SourceKey]) -> list[Outcome[Source]]:
@@ -222,62 +217,51 @@ class PoseMeasurer:
             found |= dict(zip(jobs, made, strict=True))
         for key, outcome in found.items():
             if (source := outcome.value) is not None:
-                keep_latest(self._sources, key, source, SOURCES_KEPT)
+                self._sources[key] = source
                 if source.fault:
                     text = f"source {key[0]} {key[1]} is unusable: {source.fault}"
                     found[key] = Outcome(None, text, lacking=True)
         return [found[key] for key in keys]
 
 
-def _errors(
-    found: Outcome[Located], source: Outcome[Source], condition: Condition, frames: Sequence[int]
-) -> Outcome[PoseErrors]:
-    """Compare what was found with the command; a measurement that failed stays one."""
-    if found.value is None or source.value is None:
-        return Outcome(None, found.fault)
-    commanded = condition.target_poses[list(frames)]
-    visible = torch.from_numpy(source.value.visible)
-    errors = compare(commanded, torch.from_numpy(found.value.poses), condition.target_poses, visible, frames)
-    return Outcome(dataclasses.replace(errors, metric=source.value.metric))
+def _errors(source: Source, condition: Condition, frames: Sequence[int], found: Located) -> PoseErrors:
+    """Compare the poses that were found with the command."""
+    commanded, visible = condition.target_poses[list(frames)], torch.from_numpy(source.visible)
+    errors = compare(commanded, torch.from_numpy(found.poses), condition.target_poses, visible, frames)
+    return dataclasses.replace(errors, metric=source.metric)
 
 
 @functools.cache
 def shared_measurer() -> PoseMeasurer:
-    """Return this process's measurer, which all rewards of poses read; it uses this rank's share of the cores."""
+    """Return the measurer that all pose rewards of this process share; it uses this rank's share of the cores."""
     share = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return PoseMeasurer(workers=min(share, MOST_WORKERS) if share > 1 else 0)
 
 
 class PathReward:
-    """What every reward of the camera's path does with a measurement.
+    """Base of the rewards that score `PoseErrors`.
 
-    `measures` ends with "valid_frames", the share of the frames judged that are recognised, and "unregistered", 1 where
-    too few are; before these stand the names of what `read` returns after the value.
+    `measures` starts with the names of what `read` returns after the value and ends with "valid_frames", the located
+    share of the frames with weight, and "unregistered", 1 where too few are located.
     """
 
     measures: tuple[str, ...]
-    needs_metres = True  # a source without a known unit is nothing to measure by
+    needs_metres = True  # not valid where the unit of the source is unknown
 
     def __init__(self, measurer: PoseMeasurer | None = None) -> None:
         self.measurer = shared_measurer() if measurer is None else measurer
 
     def read(self, errors: PoseErrors) -> tuple[float, ...]:
-        """Return the value and what it stands for, in units of its own."""
+        """Return the value, then measurements in their own units."""
         raise NotImplementedError
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid where nothing could be measured."""
         outcomes = [self._in_metres(outcome) for outcome in self.measurer(videos, conditions)]
-        rows = torch.full((len(conditions), 1 + len(self.measures)), torch.nan)
-        for row, outcome in enumerate(outcomes):
-            if outcome.value is not None:
-                errors = outcome.value
-                rows[row] = torch.tensor([*self.read(errors), errors.located, float(errors.unregistered)])
-        values, *measured = rearrange(rows, "b k -> k b").unbind(0)
-        causes = tuple(outcome.fault for outcome in outcomes)
-        valid = torch.tensor([not cause for cause in causes])
-        faulty = torch.tensor([outcome.failed for outcome in outcomes])
-        return RewardResult(values, valid, causes, dict(zip(self.measures, measured, strict=True)), faulty)
+        return from_outcomes([outcome.then(self._row) for outcome in outcomes], self.measures)
+
+    def _row(self, errors: PoseErrors) -> tuple[float, ...]:
+        return *self.read(errors), errors.located, float(errors.unregistered)
 
     def _in_metres(self, outcome: Outcome[PoseErrors]) -> Outcome[PoseErrors]:
         if self.needs_metres and outcome.value is not None and not outcome.value.metric:
@@ -289,12 +273,12 @@ class PathReward:
 class PoseRot(PathReward):
     """Closeness of the camera's rotation to its command.
 
-    `info`: `rot_deg`, the mean error over the frames judged, with the cap for those not recognised; `valid_frames`, the
-    share of the frames judged that are recognised; `unregistered`, 1 where too few are.
+    `info`: `rot_deg`, the mean error over the frames with weight, with the cap for those not located; `valid_frames`,
+    the located share of these frames; `unregistered`, 1 where it is too small.
     """
 
     name = "pose_rot"
-    floor = 0.1 / ROT_CAP_DEG  # a tenth of a degree: blur and JPEG move the estimate so far
+    floor = 0.1 / ROT_CAP_DEG  # a tenth of a degree: how far blur and JPEG move the estimate
     measures = ("rot_deg", "valid_frames", "unregistered")
     needs_metres = False
 

@@ -1,8 +1,8 @@
 """A camera that moves as steadily as its command: a companion of `pose_rot` and `pose_trans` against trembling.
 
-The pose rewards judge every frame on its own; a path that trembles by less than they can tell from the truth is still
-seen to shake. Here the speed of the path that was found is compared from one step to the next. A video that stands
-still is perfectly steady, so this reward says nothing of where the camera went: never use it without `pose_*`.
+The pose rewards score every frame independently; a path that trembles by less than their noise still visibly shakes.
+This reward compares the speed of the estimated path from one step to the next. A static video is perfectly steady, so
+it says nothing of where the camera went: never use it without `pose_*`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 from flow_grpo.maths.poses import rotation_vector
 from flow_grpo.rewards.camera.pose import CAP_REACHES, ROT_CAP_DEG, PathReward, PoseErrors
 
-TURN_NOISE_DEG, MOVE_NOISE_M = 0.1, 0.01  # what the estimate itself trembles on right videos, spoiled ones included
+TURN_NOISE_DEG, MOVE_NOISE_M = 0.1, 0.01  # jitter of the estimate itself on correct, even degraded, videos
 
 
 def unsteadiness(poses: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how much turn and move change from one step to the next: degrees and metres (N - 2,) float64.
+    """Return the changes of rotation and translation from one step to the next: degrees and metres (N - 2,) float64.
 
-    With even steps these are the lengths of the second differences of the rotation vector and of the centre. Turns are
-    taken from step to step, so that no path comes near half a turn.
+    With even steps these are the norms of the second differences of the rotation vector and of the centre. Rotations
+    are taken from step to step, so that none comes near half a turn.
 
     Args:
-        poses: (N, 4, 4) float64 in metres; what touches a NaN is NaN.
+        poses: (N, 4, 4) float64 in metres; NaN propagates.
         frames: (N,) numbers of the frames, at least 3; a step is their mean distance.
     """
     gaps = frames.double().diff()[:, None]
@@ -36,15 +36,14 @@ def unsteadiness(poses: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
 class Smooth(PathReward):
     """Steadiness of the camera's path, compared with the commanded one.
 
-    value = -1/2 mean_i min(a_i / 45 deg, 1) - 1/2 mean_i min(b_i / 2 L, 1) over all places i between two steps: by how
-    much the path found exceeds the commanded one in change of turn a_i (degrees a step) and of move b_i (metres a
-    step), less the 0.1 degrees and 1 cm that the estimate trembles by itself. Caps and L are those of the pose rewards:
-    with smaller ones a right path that trembles a little would lose to a static one. A step is a twentieth of a video
-    of 21 frames or more. What touches a frame that is not recognised takes the cap, and so does all of a video that is
-    mostly not recognised.
+    value = -1/2 mean_i min(a_i / 45 deg, 1) - 1/2 mean_i min(b_i / 2 L, 1) over all joints i of two steps, where a_i
+    (degrees a step) and b_i (metres a step) are the excess of the estimated path over the commanded one in change of
+    rotation and translation, less the 0.1 degrees and 1 cm of noise of the estimate. Caps and L are those of the pose
+    rewards: with smaller ones a correct path that trembles a little would lose to a static one. A step is a twentieth
+    of a video of 21 frames or more. Joints that touch a frame that is not located take the cap, and so does all of a
+    video that is mostly not located.
 
-    `info`: `shake_deg` and `shake_m`, means of a_i and b_i with the cap for what is lost; `valid_frames` and
-    `unregistered` as for `PoseRot`.
+    `info`: `shake_deg` and `shake_m`, means of a_i and b_i; `valid_frames` and `unregistered` as for `PoseRot`.
     """
 
     name = "smooth"
@@ -55,14 +54,14 @@ class Smooth(PathReward):
         """Return the value, and the mean excess in degrees and metres.
 
         Raises:
-            ValueError: fewer than 3 frames may be judged, which show no change of speed.
+            ValueError: fewer than 3 frames have weight, too few for a change of speed.
         """
-        judged = errors.weights > 0
-        if judged.sum() < 3:
-            raise ValueError(f"steadiness needs at least 3 frames that may be judged, got {int(judged.sum())}")
-        frames = torch.tensor(errors.frames)[judged]
-        wanted = unsteadiness(errors.commanded[judged], frames)
-        found = unsteadiness(errors.seen[judged], frames)
+        scored = errors.weights > 0
+        if scored.sum() < 3:
+            raise ValueError(f"steadiness needs at least 3 frames that can be scored, got {int(scored.sum())}")
+        frames = torch.tensor(errors.frames)[scored]
+        wanted = unsteadiness(errors.commanded[scored], frames)
+        found = unsteadiness(errors.seen[scored], frames)
         caps = (ROT_CAP_DEG, CAP_REACHES * errors.reach)
         excess = []
         for seen, asked, noise, cap in zip(found, wanted, (TURN_NOISE_DEG, MOVE_NOISE_M), caps, strict=True):

@@ -1,9 +1,9 @@
-"""Where the frames of a video were taken from, by structure from motion alone.
+"""Camera poses of a video's frames by structure from motion alone.
 
-COLMAP's features and its global mapper (GLOMAP) with the focal length known and kept. Nothing but the video goes in, so
-the result has a world and a unit of its own. Incremental mapping is not used: on dollies and pans it finds nothing.
+COLMAP's features and its global mapper (GLOMAP) with a fixed, known focal length. The input is the video alone, so the
+result is in an arbitrary reference frame and unit. Incremental mapping finds nothing on dollies and pans.
 
-The evaluation judges by it, so rewards keep away from it, but for sources that come without poses (`unposed.py`).
+It is the evaluation's independent estimator, so rewards use it only for sources without poses (`unposed.py`).
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from numpy.typing import NDArray
 
 try:
     import pycolmap
-except ImportError:  # not everywhere to be had: `name` says so
+except ImportError:  # no wheel for some platforms: `name` raises
     pycolmap = None  # type: ignore[assignment]
 
 Floats = NDArray[np.float64]
 
 MOST_FEATURES = 2048  # of a frame
-SMALL_ROWS = 360  # frames with fewer rows or columns are doubled: a dolly of 240x416 is then found three times better
-OVERLAP = 5  # a frame is compared with so many others: those 1, 2, 4, 8 and 16 after it
-LEAST_POINTS = 30  # points placed in space; with fewer the frames share one place, see `Estimate.centred`
+SMALL_ROWS = 360  # frames with fewer rows or columns are upscaled twice: three times more exact on dollies of 240x416
+OVERLAP = 5  # a frame is matched with this many others: those 1, 2, 4, 8 and 16 after it
+LEAST_POINTS = 30  # triangulated points; with fewer all frames get one position, see `Estimate.centred`
 SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What was found of F frames.
+    """Estimated cameras of F frames.
 
     Attributes:
-        poses: (F, 4, 4) float64 OpenCV camera-to-world in a world and a unit of their own; NaN where not registered.
-        points: how many points were placed in space.
-        centred: too few points show any parallax, so the distances between the cameras are not known: all are put into
-            one place, and the rotations stand alone.
-        parallax_deg: how far the view moved once rotation is taken out, see `largest_parallax`; NaN when not known.
+        poses: (F, 4, 4) float64 OpenCV camera-to-world in an arbitrary frame and unit; NaN where not registered.
+        points: number of triangulated points.
+        centred: too few points show parallax, so only rotations are known and all positions are 0.
+        parallax_deg: how far the view moved apart from rotation, see `largest_parallax`; NaN when not known.
         metric: whether the unit is the metre.
         cpu_seconds: spent by the process.
     """
@@ -58,7 +57,7 @@ class Estimate:
 
 
 def name() -> str:
-    """Return the estimator's name and version: results of different ones are not compared.
+    """Return the estimator's name and version; results of different ones are not comparable.
 
     Raises:
         ValueError: it is not installed.
@@ -71,7 +70,7 @@ def name() -> str:
 
 
 def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
-    """Find the cameras of grey pictures (F, h, w); all NaN when they show no common scene.
+    """Estimate the cameras of grey pictures (F, h, w); all NaN when they show no common scene.
 
     Args:
         pictures: (F, h, w) grey.
@@ -81,7 +80,7 @@ def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
         ValueError: pycolmap is not installed.
     """
     name()
-    pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value  # pictures without a scene are no fault of the program
+    pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value  # its errors on pictures without a scene are expected
     nothing = Estimate(np.full((len(pictures), 4, 4), np.nan))
     with tempfile.TemporaryDirectory() as folder:
         images, database = Path(folder) / "images", Path(folder) / "database.db"
@@ -92,7 +91,7 @@ def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
         model = _map(images, database, _mapper_options())
         points = model.num_points3D() if model else 0
         if points < LEAST_POINTS:
-            # Without parallax the mapper keeps a point by luck or gives up; what it found of rotations needs none.
+            # Without parallax the full mapper fails or keeps random points; rotations need no parallax.
             model = _map(images, database, _mapper_options(rotations_only=True))
         if model is None:
             return nothing
@@ -105,7 +104,7 @@ def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
 
 
 def _map(images: Path, database: Path, options: pycolmap.GlobalPipelineOptions) -> pycolmap.Reconstruction | None:
-    """Return the model with most frames, or None without any."""
+    """Return the model with the most frames, or None."""
     with tempfile.TemporaryDirectory() as folder:
         models = pycolmap.global_mapping(database, images, folder, options)
     return max(models.values(), key=lambda model: model.num_reg_images(), default=None)
@@ -116,7 +115,7 @@ def _match(images: Path, database: Path, size: tuple[int, ...], focal_px: float)
     height, width = size
     pycolmap.set_random_seed(SEED)
     camera = pycolmap.ImageReaderOptions(
-        # COLMAP counts from the outer corner of the first pixel, as we do.
+        # COLMAP, too, counts pixels from the outer corner of the first one.
         camera_model="PINHOLE",
         camera_params=f"{focal_px},{focal_px},{width / 2},{height / 2}",
     )
@@ -131,16 +130,16 @@ def _match(images: Path, database: Path, size: tuple[int, ...], focal_px: float)
     pairs = pycolmap.SequentialPairingOptions(overlap=OVERLAP, quadratic_overlap=True, num_threads=1)
     verification = pycolmap.TwoViewGeometryOptions()
     verification.ransac.random_seed = SEED
-    verification.detect_watermark = False  # a video that stands still is no watermark
+    verification.detect_watermark = False  # it would take a static video for one
     pycolmap.match_sequential(
         database, matching_options=matching, pairing_options=pairs, verification_options=verification, device=device
     )
 
 
 def _mapper_options(*, rotations_only: bool = False) -> pycolmap.GlobalPipelineOptions:
-    """Return options of one thread, no GPU, a fixed seed and a camera that stays as it is.
+    """Return options for one thread, no GPU, a fixed seed and fixed intrinsics.
 
-    `rotations_only` ends after the averaging of rotations: frames have no places then.
+    `rotations_only` stops after rotation averaging: frames then have no positions.
     """
     options = pycolmap.GlobalPipelineOptions(num_threads=1, random_seed=SEED)
     mapper = options.mapper
@@ -158,11 +157,11 @@ def _mapper_options(*, rotations_only: bool = False) -> pycolmap.GlobalPipelineO
 
 
 def largest_parallax(model: pycolmap.Reconstruction, database: Path, focal_px: float, size: tuple[int, ...]) -> float:
-    """Return in degrees how far the view moved once rotation is taken out; NaN when no two registered frames match.
+    """Return in degrees how far the view moved apart from rotation; NaN when no two registered frames match.
 
-    For two frames with verified matches: the median angle between the directions, in the world, in which they see the
-    same things. Of all such pairs, the largest. It is about 57 times the sideways distance over the distance to the
-    scene, needs no point in space, and is near zero for a camera that only turns.
+    The largest, over all pairs of frames with verified matches, of the median angle between their world-space rays to
+    the same features. It is about 57 times the sideways distance over the distance to the scene, needs no triangulated
+    point, and is near zero for a camera that only turns.
     """
     height, width = size
     poses = {number: _camera_to_world(model.images[number]) for number in model.reg_image_ids()}
@@ -196,7 +195,7 @@ def _camera_to_world(image: pycolmap.Image) -> Floats:
 
 
 def _centred(pose: Floats) -> Floats:
-    """Return a pose at the origin."""
+    """Return the pose moved to the origin."""
     turned = np.eye(4)
     turned[:3, :3] = pose[:3, :3]
     return turned

@@ -1,7 +1,7 @@
-"""Anchors of a source video that came without poses: its cameras are found once, by structure from motion.
+"""Anchors of a source video without poses: its cameras are estimated once by structure from motion.
 
-The first frame is the reference camera, as it is of every command on a video of one's own. The unit is unknown; where
-there is a ground-truth view, whose path is known in metres, it is taken from there.
+The first frame is the reference camera, as in every command for a user's own video. The unit is unknown unless there is
+a ground-truth view, whose path is known in metres.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from flow_grpo.rewards.camera.features import Floats
 from flow_grpo.rewards.camera.pnp import locate_video
 
 LEAST_REGISTERED = 0.5  # share of the source's frames
-LEAST_PATH_M = 0.1  # of the true view's camera: a shorter path tells no size
+LEAST_PATH_M = 0.1  # of the true view's camera: a shorter path does not determine the unit
 
 
 def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> Source:
-    """Return the anchors of a source video whose poses are not known, checked as those of any source.
+    """Return the checked anchors of a source video whose poses are not known.
 
     Args:
         source: the source video; its poses are not read.
@@ -27,7 +27,7 @@ def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> So
         camera: (3, 3) from `pnp.camera_matrix`, of both. The reconstruction takes fx alone, for square pixels and a
             principal point in the middle; anchors and checks take all of it.
     """
-    # Here, in a scoring process: hardly any run needs it, and it is not for every machine.
+    # Imported in the scoring process that needs it: few runs do, and pycolmap has no wheel for some machines.
     from flow_grpo.rewards.camera import structure_from_motion
 
     nothing = Source((), camera, np.ones(len(source.frames), np.bool_), "", metric=False)
@@ -40,7 +40,7 @@ def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> So
         fault = f"it came without poses, and of {len(source.frames)} frames {len(rows)} could be placed"
         return dataclasses.replace(nothing, fault=f"{fault}{' without parallax' if found.centred else ''}")
     poses = np.linalg.inv(found.poses[0]) @ found.poses[rows]
-    poses[:, :3, 3] /= np.linalg.norm(poses[:, :3, 3], axis=1).max()  # so that the checks' tolerances mean something
+    poses[:, :3, 3] /= np.linalg.norm(poses[:, :3, 3], axis=1).max()  # so that the tolerances of the check apply
     film = Film(source.pictures[rows], poses, tuple(source.frames[row] for row in rows))
     made = dataclasses.replace(make_source(film, None, camera), visible=nothing.visible, metric=False)
     size = None if target is None or made.fault else metres(made, target)
@@ -51,7 +51,7 @@ def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> So
 
 
 def metres(made: Source, target: Film) -> float | None:
-    """Return how many metres a source's unit is, by least squares over the path of the true view; None if not known."""
+    """Return the metres in a source's unit, by least squares over the path of the true view; None if not known."""
     centres = locate_video(target.pictures, target.frames, made.views, made.camera).poses[:, :3, 3]
     seen = np.isfinite(centres).all(1)
     known = target.poses[:, :3, 3]

@@ -1,15 +1,15 @@
-"""How far the picture is from where the ground-truth view has it, in pixels: `view_disp`.
+"""Displacement of the picture from the ground-truth view, in pixels: `view_disp`.
 
-Features of each generated frame are matched to those of the synchronised true view; the median of how far they lie
-apart falls steadily as the camera nears its command, where pixel scores saturate and optical flow loses its way. It
-needs no poses, no focal length and no anchors, so it also judges sources that the pose rewards cannot use, and it sees
-errors of a few hundredths of a degree.
+Features of each generated frame are matched to those of the synchronised true view. The median of their displacements
+falls steadily as the camera nears its command, where pixel scores saturate and optical flow fails. It needs no poses,
+focal length or anchors, so it also scores sources that the pose rewards cannot use, and it detects errors of a few
+hundredths of a degree.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,13 +22,13 @@ from flow_grpo.rewards.camera.features import Features, Floats, find_features, m
 from flow_grpo.rewards.camera.pose import MOST_SECONDS, shared_measurer
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.process_pool import CallPool, Outcome
-from flow_grpo.rewards.target_view import why_not_comparable
-from flow_grpo.runtime.lru import keep_latest
+from flow_grpo.rewards.results import from_outcomes, why_not_comparable
+from flow_grpo.runtime.lru import LruCache
 
-CAP_PIXELS = 100.0  # of a picture CAP_COLUMNS wide, the width of ReCamMaster's videos
+CAP_PIXELS = 100.0  # in a picture of CAP_COLUMNS, the width of ReCamMaster's videos
 CAP_COLUMNS = 832
 LEAST_MATCHES = 12
-VIEWS_KEPT = 8  # true views, of up to 17 MB
+VIEWS_KEPT = 8  # features of true views, up to 17 MB each
 
 Views = tuple[Features, ...]
 
@@ -54,50 +54,46 @@ class ViewDisp:
 
     value = -sum_i w_i min(m_i, c) / c over at most 21 frames i, evenly spread, with m_i the median displacement in
     pixels, c = 100 px in a picture 832 wide and in proportion in others, and w_i growing from 1 to 3 as in `pose_rot`.
-    A frame with fewer than 12 matches takes the cap: that is the policy's fault. A frame of the true view with fewer
-    than 12 features can be matched by nobody and has no weight.
+    A generated frame with fewer than 12 matches takes the cap. A frame of the true view with fewer than 12 features
+    cannot be matched by any video and has no weight.
 
-    `info`: `disp_px`, the mean of min(m_i, c) over the frames judged, in pixels of a picture 832 wide;
-    `matched_frames`, the share of the frames judged that match.
+    `info`: `disp_px`, the mean of min(m_i, c) over the frames with weight, in pixels of a picture 832 wide;
+    `matched_frames`, the share of these frames that match.
 
     Args:
         pool: processes to spread a batch over; None shares those of the pose rewards.
     """
 
     name = "view_disp"
-    floor = 0.2 / CAP_PIXELS  # a fifth of a pixel: what JPEG makes of one video
+    floor = 0.2 / CAP_PIXELS  # a fifth of a pixel, caused by JPEG alone
     measures = ("disp_px", "matched_frames")
 
     def __init__(self, pool: CallPool | None = None) -> None:
         self.pool = shared_measurer().pool if pool is None else pool
-        self._views: OrderedDict[bytes, Views] = OrderedDict()
+        self._views: LruCache[bytes, Views] = LruCache(VIEWS_KEPT)
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid where there is no target video of the same shape."""
         frames = frame_numbers(videos.shape[2])
         causes = [why_not_comparable(video, condition) for video, condition in zip(videos, conditions, strict=True)]
-        rows = [row for row, cause in enumerate(causes) if not cause]
-        views = self._find_views(rows, conditions, frames)
-        measured = torch.full((len(causes), 1 + len(self.measures)), torch.nan)
-        faulty, jobs = torch.zeros(len(causes), dtype=torch.bool), {}
-        for row in rows:
-            found = views[row]
-            causes[row], faulty[row] = found.fault, found.failed
-            if found.value is not None:
-                jobs[row] = (grey_frames(videos[row], frames), found.value)
-        outcomes = self.pool.run(displacements, list(jobs.values()), seconds=MOST_SECONDS, what="displacements")
-        for (row, (_, view)), outcome in zip(jobs.items(), outcomes, strict=True):
-            causes[row], faulty[row] = outcome.fault, outcome.failed
-            if outcome.value is not None:
-                measured[row] = torch.tensor(_judge(torch.from_numpy(outcome.value), view, videos.shape[-1]))
-        values, *info = measured.unbind(1)
-        valid = torch.tensor([not cause for cause in causes])
-        return RewardResult(values, valid, tuple(causes), dict(zip(self.measures, info, strict=True)), faulty)
+        views = self._find_views([row for row, cause in enumerate(causes) if not cause], conditions, frames)
+        jobs = {
+            row: (grey_frames(videos[row], frames), found.value)
+            for row, found in views.items()
+            if found.value is not None
+        }
+        moved = self.pool.run(displacements, list(jobs.values()), seconds=MOST_SECONDS, what="displacements")
+        scores: list[Outcome[tuple[float, ...]]] = [Outcome(None, cause, lacking=True) for cause in causes]
+        for row, found in views.items():
+            scores[row] = Outcome(None, found.fault, found.lacking)
+        for (row, (_, view)), outcome in zip(jobs.items(), moved, strict=True):
+            scores[row] = outcome.then(functools.partial(_score, views=view, width=videos.shape[-1]))
+        return from_outcomes(scores, self.measures)
 
     def _find_views(
         self, rows: Sequence[int], conditions: Sequence[Condition], frames: Sequence[int]
     ) -> dict[int, Outcome[Views]]:
-        """Return row -> features of its true view, found once for all copies, or why they are of no use."""
+        """Return row -> features of its true view, computed once for all copies, or why there are none."""
         pictures, keys = {}, {}
         for row in rows:
             target = conditions[row].target_video
@@ -109,15 +105,15 @@ class ViewDisp:
         missing = [key for key in pictures if key not in known]
         jobs = [(pictures[key],) for key in missing]
         made = self.pool.run(find_views, jobs, seconds=MOST_SECONDS, what="true views")
-        known |= dict(zip(missing, made, strict=True))
-        for key, outcome in known.items():
+        for key, outcome in zip(missing, made, strict=True):
+            known[key] = outcome
             if outcome.value is not None:
-                keep_latest(self._views, key, outcome.value, VIEWS_KEPT)
+                self._views[key] = outcome.value
         return {row: _usable(known[key], conditions[row]) for row, key in keys.items()}
 
 
 def _usable(found: Outcome[Views], condition: Condition) -> Outcome[Views]:
-    """Refuse a true view that nothing could be matched to."""
+    """Refuse a true view without texture."""
     if found.value is not None and all(len(view) < LEAST_MATCHES for view in found.value):
         where = f"{condition.scene} {condition.target_camera}"
         return Outcome(
@@ -126,10 +122,11 @@ def _usable(found: Outcome[Views], condition: Condition) -> Outcome[Views]:
     return found
 
 
-def _judge(moved: Tensor, views: Views, width: int) -> tuple[float, float, float]:
+def _score(pixels: Floats, views: Views, width: int) -> tuple[float, float, float]:
     """Return the value, the mean displacement and the share of matched frames of displacements (F,) in pixels."""
     visible = torch.tensor([len(view) >= LEAST_MATCHES for view in views])
+    moved = torch.from_numpy(pixels) * (CAP_COLUMNS / width)
     matched = ~moved.isnan()
-    pixels = (moved * (CAP_COLUMNS / width)).masked_fill(~matched, CAP_PIXELS).clamp(max=CAP_PIXELS)
-    value = -float((frame_weights(visible) * pixels).sum()) / CAP_PIXELS
-    return value, float(pixels[visible].mean()), float(matched[visible].double().mean())
+    moved = moved.masked_fill(~matched, CAP_PIXELS).clamp(max=CAP_PIXELS)
+    value = -float((frame_weights(visible) * moved).sum()) / CAP_PIXELS
+    return value, float(moved[visible].mean()), float(matched[visible].double().mean())

@@ -1,150 +1,201 @@
-"""One HTTP call that ends: within its time, with a body that was answered 200, or with a cause in one line.
+"""HTTP requests to a reward server: the JSON object of a 200 reply, or an error of one line, within a deadline.
 
-A socket's own timeout begins anew with every byte, so a server that drips would never be late; here a timer shuts the
-connection down. Only looking up a host's name is outside it: give an address, or a name that resolves.
+httpx restarts its timeouts with every byte, so a server that drips would never be late: a timer shuts the socket down
+instead. Only looking up a host name is outside the deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
+import functools
+import logging
 import os
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
-from urllib.parse import urlsplit
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import httpx
 
 from flow_grpo.rewards.remote import protocol
 
-# Read at every call and kept nowhere: what is in a configuration or an object ends in logs and checkpoints.
+# Read at every request and stored nowhere: what an object or a configuration holds ends up in logs and checkpoints.
 TOKEN = "FLOW_GRPO_REWARD_TOKEN"
 CONNECT_S = 5.0
-LONGEST_DELAY_S = 10.0  # however long a server asks to wait
+MAX_DELAY_S = 10.0  # whatever Retry-After asks for
 MAX_REPLY = 16 * 2**20  # bytes
 STARS = "***"
-AGAIN = (408, 429)  # and all of 5xx
+RETRIED = (408, 429)  # and every 5xx
+
+# Their info and debug lines quote addresses and whatever a server sent, which may be the token.
+for _name in ("httpx", "httpcore"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 class ServiceError(Exception):
-    """Why there is no answer: one line, without the token that a server may have sent back."""
+    """Why there is no reply: one line, with the token starred in case the server sent it back."""
 
     def __init__(self, cause: str) -> None:
-        super().__init__(cause.replace(_token() or STARS, STARS))
+        super().__init__(starred(cause))
 
 
-class _AgainError(Exception):
-    """An attempt that may be repeated, after some seconds if the server asked for them."""
+class _RetryableError(Exception):
+    """A failed attempt that may be repeated, `after_s` seconds later if the server asked for a pause."""
 
     def __init__(self, cause: str, after_s: float = 0.0) -> None:
         super().__init__(cause)
         self.after_s = after_s
 
 
+class _Deadline:
+    """Shuts a request's connection down `seconds` after entering, whatever it is doing."""
+
+    def __init__(self, seconds: float) -> None:
+        self.passed = False
+        self._socket: socket.socket | None = None
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Note the socket of a new connection: httpx's "trace" extension."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self.passed:
+                self._shut_down()
+
+    def _end(self) -> None:
+        self.passed = True
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
 @dataclasses.dataclass(frozen=True)
-class Caller:
-    """Asks one server.
+class Client:
+    """Sends requests to one server.
 
     Attributes:
-        url: http://HOST:PORT, perhaps with a path before those of the calls; https as well.
+        url: http://HOST:PORT or https://HOST:PORT, with or without a path prefix.
         delays_s: seconds before each further attempt, at most 10.
     """
 
     url: str
     delays_s: tuple[float, ...] = (0.5, 2.0)
 
-    def ask(self, path: str, timeout_s: float, request: protocol.Message | None = None) -> bytes:
-        """Return the body of an answer 200, after several attempts if need be: POST with a request, GET without.
+    def ask(self, path: str, timeout_s: float, message: protocol.Message | None = None) -> dict[str, Any]:
+        """Return the JSON object of a 200 reply to POST `message`, or to GET without one.
 
-        Attempts are repeated after connection errors, timeouts, 408, 429 and 5xx, not after other refusals.
+        Connection errors, timeouts, 408, 429 and 5xx are retried; other statuses and malformed JSON are final.
+
+        Args:
+            path: appended to the server's url.
+            timeout_s: total time of one attempt, connecting included.
+            message: body of a POST.
 
         Raises:
-            ServiceError: there is none.
+            ServiceError: no usable reply.
         """
         for number, delay in enumerate((*self.delays_s, 0.0), start=1):
             try:
-                return self._attempt(path, timeout_s, request)
-            except _AgainError as error:
+                return self._attempt(path, timeout_s, message)
+            except _RetryableError as error:
                 if number > len(self.delays_s):
                     raise ServiceError(f"failed {number} attempts, the last: {error}") from None
-                time.sleep(min(max(delay, error.after_s), LONGEST_DELAY_S))
+                time.sleep(min(max(delay, error.after_s), MAX_DELAY_S))
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempt(self, path: str, timeout_s: float, request: protocol.Message | None) -> bytes:
-        url = urlsplit(self.url)
-        connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = connect(url.hostname or "", url.port, timeout=CONNECT_S)
-        with contextlib.closing(connection):
-            try:
-                connection.connect()
-                with _deadline(connection.sock, timeout_s):
-                    return _exchange(connection, url.path.rstrip("/") + path, request)
-            except TimeoutError as error:
-                raise _AgainError(str(error)) from None
-            except (OSError, http.client.HTTPException) as error:
-                raise _AgainError(protocol.one_line(f"{type(error).__name__}: {error}")) from None
+    def _attempt(self, path: str, timeout_s: float, message: protocol.Message | None) -> dict[str, Any]:
+        headers, content = {"Accept-Encoding": "identity"} | _authorization(), None
+        if message is not None:
+            headers |= {"Content-Type": message.content_type, "Content-Length": str(len(message))}
+            content = message.pieces()
+        deadline = _Deadline(timeout_s)
+        timeout = httpx.Timeout(timeout_s + 1, connect=min(CONNECT_S, timeout_s))
+        # Proxies and .netrc of the environment are ignored: the address is the one that the configuration names.
+        client = httpx.Client(verify=_certificates(), trust_env=False, timeout=timeout)
+        request = client.build_request(
+            "GET" if message is None else "POST",
+            self.url.rstrip("/") + path,
+            content=content,
+            headers=headers,
+            extensions={"trace": deadline.trace},
+        )
+        try:
+            with client, deadline, contextlib.closing(client.send(request, stream=True)) as response:
+                body = _read(response)
+        except httpx.HTTPError as error:
+            if not deadline.passed:
+                raise _RetryableError(protocol.one_line(f"{type(error).__name__}: {error}")) from None
+        if deadline.passed:  # also after a reply without a length, which looks complete when it is cut
+            raise _RetryableError(f"no answer within {timeout_s:g} s")
+        return _accepted(response, body)
 
 
-def _exchange(connection: http.client.HTTPConnection, path: str, request: protocol.Message | None) -> bytes:
-    headers = _authorization()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        # A server may refuse and close before it has read everything: its answer is then there all the same.
-        if request is None:
-            connection.request("GET", path, headers=headers)
-        else:
-            headers |= {"Content-Type": request.content_type, "Content-Length": str(len(request))}
-            connection.request("POST", path, request.chunks, headers)
-    response = connection.getresponse()
-    body = response.read(MAX_REPLY + 1).replace(_token().encode() or STARS.encode(), STARS.encode())
-    if len(body) > MAX_REPLY:
-        raise ServiceError(f"answered more than {MAX_REPLY >> 20} MiB")
-    if response.length:
-        raise ConnectionError("connection ended within the answer")
-    if response.status == 200:
-        return body
-    cause = f"status {response.status}: {_error_text(body) or protocol.one_line(response.reason)}"
-    if response.status in AGAIN or response.status >= 500:
-        raise _AgainError(cause, _seconds(response.getheader("Retry-After")))
+def _read(response: httpx.Response) -> bytes:
+    body = bytearray()
+    for piece in response.iter_raw():
+        body += piece
+        if len(body) > MAX_REPLY:
+            raise ServiceError(f"answered more than {MAX_REPLY >> 20} MiB")
+    return bytes(body)
+
+
+def _accepted(response: httpx.Response, body: bytes) -> dict[str, Any]:
+    """Return the object of a 200 reply; raise for every other status."""
+    status = response.status_code
+    if status == 200:
+        try:
+            reply: dict[str, Any] = starred(protocol.read_object(body, "reply"))
+        except (ValueError, RecursionError) as error:
+            raise ServiceError(f"cannot be believed: {protocol.one_line(error)}") from None
+        return reply
+    cause = f"status {status}: {_error_text(body) or protocol.one_line(response.reason_phrase)}"
+    if status in RETRIED or status >= 500:
+        raise _RetryableError(cause, _seconds(response.headers.get("Retry-After", "")))
     raise ServiceError(f"refused, {cause}")
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 def _token() -> str:
     return os.environ.get(TOKEN, "").strip()
 
 
+def starred(value: Any) -> Any:
+    """Return decoded JSON with the token starred in every text; before decoding, unicode escapes could hide it."""
+    if isinstance(value, str):
+        return value.replace(_token() or STARS, STARS)
+    if isinstance(value, list):
+        return [starred(entry) for entry in value]
+    if isinstance(value, dict):
+        return {starred(key): starred(entry) for key, entry in value.items()}
+    return value
+
+
 def _authorization() -> dict[str, str]:
     token = _token()
-    # http.client would quote a token it cannot send in its error, and that would end in the log.
+    # A library would quote a token that it cannot send in its error, which ends up in the log.
     if not (token.isascii() and token.isprintable()):
         raise ServiceError(f"not asked: {TOKEN} is no printable ASCII text")
     return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-@contextlib.contextmanager
-def _deadline(sock: socket.socket, seconds: float) -> Iterator[None]:
-    """Shut a connection down after `seconds`, whatever it is doing."""
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-
-    sock.settimeout(seconds + 1)  # should the shutdown not wake it
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except (OSError, http.client.HTTPException):
-        if late.is_set():
-            raise TimeoutError(f"no answer within {seconds:g} s") from None
-        raise
-    finally:
-        timer.cancel()
-    if late.is_set():  # an answer of unknown length looks complete when it is cut
-        raise TimeoutError(f"no answer within {seconds:g} s")
 
 
 def _error_text(body: bytes) -> str:
@@ -153,6 +204,6 @@ def _error_text(body: bytes) -> str:
     return ""
 
 
-def _seconds(header: str | None) -> float:
-    """Return the seconds of Retry-After; a date is not worth a clock that both sides agree on."""
-    return float(header) if header and header.isascii() and header.isdigit() else 0.0
+def _seconds(header: str) -> float:
+    """Return the seconds of Retry-After; a date would need clocks that agree, and counts as 0."""
+    return float(header) if header.isascii() and header.isdigit() else 0.0

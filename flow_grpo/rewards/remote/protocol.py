@@ -1,7 +1,7 @@
-"""What trainer and reward servers say to each other: multipart requests of JSON and `.npy` parts, JSON replies.
+"""The protocol between trainer and reward servers: multipart requests of JSON and `.npy` parts, JSON replies.
 
-docs/remote_rewards.md is the protocol in words. Both sides distrust what arrives: nothing is ever unpickled, nothing is
-allocated because a header asks for it, and whatever is not exactly as agreed is a `ValueError` of one line.
+docs/remote_rewards.md describes it. Neither side trusts its input: nothing is unpickled, no header makes it allocate
+memory, and every deviation from the protocol is a `ValueError` of one line.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch import Tensor
 from flow_grpo.records import Condition
 
 PROTOCOL = 1
-FPS = 15.0  # frames per second of MultiCamVideo, for judges of motion
-MAX_HEAD = 10_000  # bytes of a part's header or of an array's: no honest one comes near
-MAX_TEXT = 300  # characters of a cause that come from the other side
+FPS = 15.0  # frames per second of MultiCamVideo, for models that judge motion
+MAX_HEAD = 10_000  # bytes of a part's header or of a `.npy` header
+MAX_TEXT = 300  # characters kept of a text from the other side
+PIECE = 2**20  # bytes sent at a time
 
 Pixels: TypeAlias = NDArray[np.uint8]
 
 TEXTS = ("prompt", "scene", "source_camera", "target_camera")
 IDS = ("index", "gid", "slot")
-# Poses are float64 here and there; JSON keeps every digit of them.
 TENSORS: Mapping[str, torch.dtype] = {
     "target_poses": torch.float64,
     "source_poses": torch.float64,
@@ -49,7 +49,7 @@ class Message:
 
     Attributes:
         content_type: header that names the boundary.
-        chunks: flat bytes to be sent one after the other; pixels are not copied.
+        chunks: flat bytes to send in this order; they share memory with the pixels.
     """
 
     content_type: str
@@ -58,16 +58,22 @@ class Message:
     def __len__(self) -> int:
         return sum(len(chunk) for chunk in self.chunks)
 
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes in pieces small enough to be copied by an HTTP library."""
+        for chunk in self.chunks:
+            for start in range(0, len(chunk), PIECE):
+                yield bytes(chunk[start : start + PIECE])
+
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What a server says of B videos.
+    """Scores of B videos.
 
     Attributes:
         values: (B,) fp32, NaN where not valid.
         causes: B texts, "" where valid.
-        faulty: (B,) bool, not valid because measuring failed, see `RewardResult`.
-        identity: the model and its version.
+        faulty: (B,) bool, invalid because measuring failed, see `RewardResult`.
+        identity: model and version.
     """
 
     values: Tensor
@@ -78,13 +84,13 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """What a server says of itself.
+    """Description of a server.
 
     Attributes:
         identity: model and version, such as a checksum of its weights.
-        rewards: names that it scores.
-        needs: which videos beside the samples it wants to see: of "source" and "target".
-        max_bytes: of a request.
+        rewards: names of its scores.
+        needs: videos to send with each sample: any of "source", "target".
+        max_bytes: size limit of a request.
     """
 
     identity: tuple[str, str]
@@ -94,20 +100,20 @@ class Health:
 
 
 def one_line(text: object) -> str:
-    """Return a text from elsewhere as one short line without control characters: it ends in logs and on consoles."""
+    """Return a text from the other side as one short line without control characters, for logs and consoles."""
     words = " ".join(str(text).split())
     return "".join(letter for letter in words if letter.isprintable())[:MAX_TEXT]
 
 
 def to_pixels(video: Tensor) -> Pixels:
-    """Return uint8 (..., T, h, w, 3) of a video (..., 3, T, h, w) in [0, 1]; a file's colours come out exact."""
+    """Return uint8 (..., T, h, w, 3) of a video (..., 3, T, h, w) in [0, 1]; exact for colours of 8 bits."""
     levels = rearrange(video.detach(), "... c t h w -> ... t h w c").mul(255).round()
     pixels: Pixels = levels.to(torch.uint8).contiguous().numpy()
     return pixels
 
 
 def from_pixels(pixels: Pixels) -> Tensor:
-    """Return fp32 (..., 3, T, h, w) in [0, 1], laid out in memory like a video that was read here."""
+    """Return a contiguous fp32 video (..., 3, T, h, w) in [0, 1]."""
     return rearrange(torch.from_numpy(pixels), "... t h w c -> ... c t h w").contiguous().float() / 255
 
 
@@ -115,10 +121,10 @@ def from_pixels(pixels: Pixels) -> Tensor:
 
 
 def encode(meta: Mapping[str, Any], arrays: Mapping[str, Pixels]) -> Message:
-    """Return a request of one JSON part "meta" and one `.npy` part per array, whose pixels it shares.
+    """Return a request of one JSON part "meta" and one `.npy` part per array, which shares the array's memory.
 
     Raises:
-        ValueError: numbers in `meta` that JSON does not know, such as NaN.
+        ValueError: `meta` holds a NaN or an infinity, which JSON lacks.
     """
     boundary = uuid.uuid4().hex
     chunks = [_head(boundary, "meta", "application/json"), json.dumps(meta, allow_nan=False).encode()]
@@ -138,7 +144,7 @@ def _head(boundary: str, name: str, kind: str) -> bytes | memoryview:
 
 
 def decode(content_type: str, body: bytearray) -> tuple[dict[str, Any], dict[str, Pixels]]:
-    """Return the meta part and the arrays of a request; the arrays lie in `body`.
+    """Return the meta part and the arrays of a request; the arrays are views of `body`.
 
     Raises:
         ValueError: anything but what `encode` writes.
@@ -163,7 +169,7 @@ def decode(content_type: str, body: bytearray) -> tuple[dict[str, Any], dict[str
 
 
 def _parts(boundary: bytes, body: bytearray) -> Iterator[tuple[str, memoryview]]:
-    """Yield name and content of every part, without copies."""
+    """Yield name and content of every part; contents are views of `body`."""
     mark, view = b"--" + boundary, memoryview(body)
     place = len(mark) if body.startswith(mark) else len(body)
     while body[place : place + 2] == b"\r\n":
@@ -194,23 +200,23 @@ def read_object(content: bytes | memoryview, what: str) -> dict[str, Any]:
 
 
 def read_npy(content: memoryview, what: str) -> Pixels:
-    """Return an array that shares memory with a `.npy` file of uint8 in C order; arrays of objects are refused unread.
+    """Return the array of a `.npy` file as a view of its bytes.
 
     Raises:
-        ValueError: anything else.
+        ValueError: anything but uint8 in C order; arrays of objects are refused without unpickling them.
     """
     head = io.BytesIO(content[:MAX_HEAD])
     try:
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(head)]
         shape, fortran, dtype = read(head)
-    except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"part {what!r} is no .npy file: {one_line(error)}") from None
+    except Exception as error:  # numpy's parser of hostile headers raises more than it documents
+        raise ValueError(f"part {what!r} is no .npy file: {one_line(error)}") from error
     if dtype != np.uint8 or fortran:
         order = "Fortran" if fortran else "C"
         raise ValueError(f"part {what!r} holds {dtype} in {order} order, must be uint8 in C order")
     pixels = content[head.tell() :]
-    if min(shape, default=0) < 1 or math.prod(shape) != len(pixels):
-        raise ValueError(f"part {what!r} has shape {shape}, but {len(pixels)} bytes")
+    if not all(type(size) is int and size > 0 for size in shape) or math.prod(shape) != len(pixels) or len(shape) > 8:
+        raise ValueError(f"part {what!r} has shape {one_line(shape)}, but {len(pixels)} bytes")
     return np.frombuffer(pixels, dtype=np.uint8).reshape(shape)
 
 
@@ -218,24 +224,24 @@ def read_npy(content: memoryview, what: str) -> Pixels:
 
 
 def describe(condition: Condition) -> dict[str, Any]:
-    """Return all of a condition but its videos, in JSON's own types."""
+    """Return every field of a condition except its videos, in JSON types; float64 poses keep every digit."""
     found = {name: getattr(condition, name) for name in (*IDS, *TEXTS, "preset")}
     tensors = {name: getattr(condition, name) for name in TENSORS}
     return found | {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
 
 
 def rebuild(sample: object, source: Tensor | None, target: Tensor | None, size: tuple[int, int, int]) -> Condition:
-    """Return the condition that `describe` described.
+    """Return the condition that `describe` was given.
 
     Args:
-        sample: what `describe` returned.
-        source: (3, T, h, w), or None when it was not sent; the condition then holds a video without frames, which no
-            reward can take for a video.
+        sample: output of `describe`, after JSON.
+        source: (3, T, h, w), or None if it was not sent: the condition then gets a video of no frames, on which every
+            reward that reads it fails.
         target: (3, T, h, w) or None.
         size: frames, rows and columns of the sample.
 
     Raises:
-        ValueError: missing or unfit fields.
+        ValueError: a field is missing or has another type, range or shape.
     """
     if not isinstance(sample, dict):
         raise ValueError(f"a sample is a JSON {type(sample).__name__}, must be an object")
@@ -243,8 +249,10 @@ def rebuild(sample: object, source: Tensor | None, target: Tensor | None, size: 
     for name, kind in kinds.items():
         if type(sample.get(name)) is not kind:
             raise ValueError(f"samples' {name} is {one_line(sample.get(name))!r}, must be of type {kind.__name__}")
+        if kind is int and abs(sample[name]) >= 2**63:
+            raise ValueError(f"samples' {name} has {len(str(sample[name]))} digits, must fit into 64 bits")
     scene = PurePosixPath(sample["scene"])
-    if scene.is_absolute() or ".." in scene.parts:  # rewards read files of their data folder by it
+    if scene.is_absolute() or ".." in scene.parts:  # rewards open files below their data folder by it
         raise ValueError(f"samples' scene is {one_line(scene)!r}, must lie below the dataset folder")
     frames, height, width = size
     shapes = {"target_poses": (frames, 4, 4), "source_poses": (frames, 4, 4), "reference_pose": (4, 4)}
@@ -266,7 +274,7 @@ def _tensor(value: object, name: str, shape: tuple[int, ...]) -> Tensor | None:
         return None
     try:
         tensor = torch.tensor(value, dtype=TENSORS[name])
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"samples' {name} are no numbers: {one_line(error)}") from None
     if tuple(tensor.shape) != shape:
         raise ValueError(f"samples' {name} have shape {tuple(tensor.shape)}, must be {shape}")
@@ -276,13 +284,12 @@ def _tensor(value: object, name: str, shape: tuple[int, ...]) -> Tensor | None:
 # --- replies
 
 
-def read_health(body: bytes, name: str) -> Health:
-    """Return what a server says of itself.
+def read_health(said: Mapping[str, Any], name: str) -> Health:
+    """Return the description of a server from the JSON of its /health.
 
     Raises:
-        ValueError: another protocol, a server that does not score `name`, or an answer of another form.
+        ValueError: another protocol version, no score `name`, or missing or unfit fields.
     """
-    said = read_object(body, "health")
     if said.get("protocol") != PROTOCOL:
         raise ValueError(f"server speaks protocol {one_line(said.get('protocol'))}, must be {PROTOCOL}")
     lists = {key: said.get(key) for key in ("rewards", "needs")}
@@ -302,18 +309,17 @@ def _identity(said: Mapping[str, Any]) -> tuple[str, str]:
     return one_line(model), one_line(version)
 
 
-def read_reply(body: bytes, name: str, count: int) -> Reply:
-    """Return the score called `name` of `count` videos; a number that is not finite takes its own row along only.
+def read_reply(said: Mapping[str, Any], name: str, count: int) -> Reply:
+    """Return the score `name` of `count` videos from the JSON of /score; a number that is not finite masks its row.
 
     Raises:
-        ValueError: not of the agreed form, so that nothing in it can be believed.
+        ValueError: missing or unfit fields, so that no score of the reply can be trusted.
     """
-    said = read_object(body, "reply")
     scores, valid = said.get("scores"), _list(said.get("valid"), "valid", count)
     if not isinstance(scores, dict) or name not in scores:
         raise ValueError(f"reply holds no score {name!r}")
     found = _list(scores[name], f"scores.{name}", count)
-    # A server that does not say so may have failed: what is not valid then counts as a fault.
+    # Without "faulty" every invalid row counts as a failure of the server.
     failed = _list(said.get("faulty", [not fine for fine in valid]), "faulty", count)
     for key, rows in (("valid", valid), ("faulty", failed)):
         if not all(type(row) is bool for row in rows):
@@ -322,12 +328,12 @@ def read_reply(body: bytes, name: str, count: int) -> Reply:
         raise ValueError("reply calls a sample both valid and faulty")
     if not all(row is None or type(row) in (int, float) for row in found):
         raise ValueError(f"reply's scores.{name} must hold numbers and null only")
-    told = _list(said.get("causes", [""] * count), "causes", count)
+    stated = _list(said.get("causes", [""] * count), "causes", count)
     values = torch.tensor([_number(row) if fine else math.nan for row, fine in zip(found, valid, strict=True)])
     finite = values.isfinite()
     causes = [
         (one_line(cause) or "server calls it not valid") if not fine else "" if number else f"value is {one_line(row)}"
-        for cause, fine, number, row in zip(told, valid, finite.tolist(), found, strict=True)
+        for cause, fine, number, row in zip(stated, valid, finite.tolist(), found, strict=True)
     ]
     faulty = torch.tensor(failed) | (torch.tensor(valid) & ~finite)
     return Reply(values.masked_fill(~finite, math.nan), tuple(causes), faulty, _identity(said))
@@ -343,5 +349,5 @@ def _list(value: object, what: str, count: int) -> Sequence[Any]:
 def _number(value: float | None) -> float:
     try:
         return math.nan if value is None else float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer beyond the range of floats
         return math.inf

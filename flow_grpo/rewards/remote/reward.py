@@ -1,14 +1,13 @@
-"""A reward that another process measures, asked over HTTP.
+"""A reward that another process computes, asked over HTTP.
 
-Learned judges pin their own versions of torch and transformers, so each lives in a process of its own, such as
-`tools/reward_server.py`. Whatever goes wrong on the way ends as samples without a value and with a cause, never as a
-score, and never hangs: one request takes at most (retries + 1) x (5 s to connect + `timeout_s`) and the delays between.
-There is no collective in here, so ranks may fail apart from each other.
+Learned reward models pin their own versions of torch and transformers, so each runs in a process of its own, such as
+`tools/reward_server.py`. Every failure ends as samples without a value and with a cause, never as a score. A request is
+bounded in time: (retries + 1) x `timeout_s` plus the delays between. Nothing here is a collective call, so one rank may
+fail without the others.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import logging
@@ -21,23 +20,23 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.remote import protocol
-from flow_grpo.rewards.remote.http_client import Caller, ServiceError
+from flow_grpo.rewards.remote.http_client import Client, ServiceError
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 10.0  # a server answers this while it scores
+HEALTH_S = 10.0  # timeout of /health, which a server answers while it scores
 MARGIN = 2**20  # bytes of a request that are no pixels: boundaries and the poses of its samples
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
-    """How long a reward is waited for.
+class RetryPolicy:
+    """Timeouts and retries of a server.
 
     Attributes:
-        timeout_s: seconds of one attempt from connection to the reply's last byte; twice the slowest measured.
+        timeout_s: seconds of one attempt from connecting to the reply's last byte; set it to twice the slowest.
         delays_s: seconds before each further attempt.
-        failures: failed calls in a row after which the server is left alone.
-        cool_down_s: seconds it is left alone.
+        failures: failed calls in a row that open the circuit breaker.
+        cool_down_s: seconds without calls while it is open.
     """
 
     timeout_s: float = 120.0
@@ -46,128 +45,84 @@ class Patience:
     cool_down_s: float = 60.0
 
 
-class Latency:
-    """Histogram of seconds: buckets a quarter wider each, so a percentile is known to 25 %, in constant memory."""
+class CircuitBreaker:
+    """Stops calls after several failures in a row, so that a dead server does not cost every batch its timeouts."""
 
-    EDGES = tuple(0.001 * 1.25**step for step in range(72))  # 1 ms to 2 h
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(self.EDGES) + 1)
-        self.failed = 0
-        self.longest = 0.0
-
-    @property
-    def count(self) -> int:
-        """Return how many were recorded."""
-        return sum(self.counts)
-
-    def record(self, seconds: float, *, failed: bool = False) -> None:
-        """Count one request, with its repetitions."""
-        self.counts[bisect.bisect_left(self.EDGES, seconds)] += 1
-        self.failed += failed
-        self.longest = max(self.longest, seconds)
-
-    def percentile(self, share: float) -> float:
-        """Return seconds within which `share` of the requests ended; NaN without any."""
-        seen, wanted = 0, max(1, math.ceil(share * self.count))
-        for edge, count in zip((*self.EDGES, math.inf), self.counts, strict=True):
-            seen += count
-            if seen >= wanted:
-                return min(edge, self.longest)
-        return math.nan
-
-    def metrics(self) -> dict[str, float]:
-        """Return numbers for the tracker."""
-        shares = {"p50_s": 0.5, "p90_s": 0.9, "p99_s": 0.99}
-        found = {name: self.percentile(share) for name, share in shares.items()}
-        return found | {"max_s": self.longest, "requests": float(self.count), "failed": float(self.failed)}
-
-    def __str__(self) -> str:
-        m = self.metrics()
-        times = ", ".join(f"{name[:-2]} {m[name]:.3g} s" for name in ("p50_s", "p90_s", "p99_s", "max_s"))
-        return f"{self.count} requests, {self.failed} failed, {times}" if self.count else "no requests"
-
-
-class Breaker:
-    """Leaves a server alone after several failed calls in a row: a dead one must not cost every batch its wait."""
-
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
         self._failures = 0
         self._open_until = -math.inf
 
     def rest_s(self) -> float:
-        """Return seconds for which no call is made; at 0 one call may try."""
+        """Return seconds until the next call may be made, 0 if now."""
         return max(0.0, self._open_until - time.monotonic())
 
-    def note(self, *, failed: bool) -> bool:
-        """Take note of a call's end; True when the server is left alone from now on."""
-        # The count is kept while it rests: the first call afterwards decides alone.
+    def record(self, *, failed: bool) -> bool:
+        """Record the outcome of a call; return True if it opens the breaker."""
+        # The count survives the cool-down: the first call afterwards decides alone.
         self._failures = self._failures + 1 if failed else 0
-        if self._failures < self._patience.failures:
+        if self._failures < self._policy.failures:
             return False
-        self._open_until = time.monotonic() + self._patience.cool_down_s
+        self._open_until = time.monotonic() + self._policy.cool_down_s
         return True
 
 
 class RemoteReward:
-    """One score of a server: value as the server says, valid where it says so and the number is finite.
+    """One score of a server: its value, valid where the server says so and the number is finite.
 
     Args:
-        name: of the score at the server; the reward is called "remote:<name>".
-        url: http://HOST:PORT, perhaps with a path before /score and /health.
-        patience: timeouts and repetitions.
+        name: of the score on the server; the reward is called "remote:<name>".
+        url: http://HOST:PORT, with or without a path prefix before /score and /health.
+        policy: timeouts and retries.
     """
 
-    floor = 0.0  # in a unit unknown here: `reward.flat_eps` counts
+    floor = 0.0  # its unit is unknown here: `reward.flat_eps` alone decides
     measures: tuple[str, ...] = ()
 
-    def __init__(self, name: str, url: str, patience: Patience = Patience()) -> None:
+    def __init__(self, name: str, url: str, policy: RetryPolicy = RetryPolicy()) -> None:
         self.name = f"remote:{name}"
-        self.latency = Latency()  # of the whole run
-        self._recent = Latency()
+        self.policy = policy
+        self.identity: tuple[str, str] | None = None  # model and version, from the first reply on
         self._score = name
-        self._caller = Caller(url, patience.delays_s)
-        self.patience = patience
-        self._breaker = Breaker(patience)
+        self._client = Client(url, policy.delays_s)
+        self._breaker = CircuitBreaker(policy)
         self._health: protocol.Health | None = None
-        self.identity: tuple[str, str] | None = None  # model and version, once known
+        self._seconds: list[float] = []  # of the requests since the last `stats`, retries included
+        self._failures = 0
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-        """Score CPU fp32 videos (B, 3, T, h, w) in [0, 1], which travel as 8 bits; a server's failure never raises."""
+        """Score CPU fp32 videos (B, 3, T, h, w) in [0, 1], sent as 8 bits; a server's failure never raises."""
         inside = ((videos >= 0) & (videos <= 1)).flatten(1).all(1).tolist()  # also false for NaN
         values = torch.full((len(conditions),), torch.nan)
         causes = ["" if fine else "video holds values outside [0, 1], not sent" for fine in inside]
         left = [row for row, fine in enumerate(inside) if fine]
-        faulty = torch.tensor(inside)  # what is to be sent, until the server has said what became of it
+        faulty = torch.tensor(inside)  # rows to send count as failed until there is a reply
         if left and (rest := self._breaker.rest_s()):
             for row in left:
-                causes[row] = f"{self.name} not asked: it failed {self.patience.failures} calls, next in {rest:.0f} s"
-            left = []
+                causes[row] = f"{self.name} not asked: it failed {self.policy.failures} calls, next in {rest:.0f} s"
         elif left:
             try:
                 self._score_all(videos, conditions, left, values, causes, faulty)
-                self._breaker.note(failed=False)
+                self._breaker.record(failed=False)
             except ServiceError as error:
-                # Once one request of a call has failed, the rest of the call is not sent: its time stays bounded.
-                self._note_failure(error, left)
+                # After one failed request the rest of the batch is not sent, so that a call stays bounded in time.
+                self._health = None  # the next reply may come from another server
+                logger.warning("%s %s: %d samples have no value", self.name, error, len(left))
+                if self._breaker.record(failed=True):
+                    logger.warning("%s gets no calls for %g s", self.name, self.policy.cool_down_s)
                 for row in left:
                     causes[row] = f"{self.name} {error}"
         valid = torch.tensor([not cause for cause in causes])
         return RewardResult(values, valid, tuple(causes), faulty=faulty)
 
     def stats(self) -> dict[str, float]:
-        """Return requests and failures since the last call, and within which seconds 50 % and 95 % of them ended."""
-        recent, self._recent = self._recent, Latency()
-        counts = {"calls": float(recent.count), "failures": float(recent.failed)}
-        return counts | {"p50_s": recent.percentile(0.5), "p95_s": recent.percentile(0.95)}
-
-    def _note_failure(self, error: ServiceError, rows: Sequence[int]) -> None:
-        self._health = None  # what comes back may be another server
-        logger.warning("%s %s: %d samples have no value", self.name, error, len(rows))
-        if self._breaker.note(failed=True):
-            rest, so_far = self.patience.cool_down_s, self.latency
-            logger.warning("%s is left alone for %g s (%s)", self.name, rest, so_far)
+        """Return requests, failures and the 50 % and 95 % quantiles of their seconds since the last call."""
+        seconds, failures = sorted(self._seconds), self._failures
+        self._seconds, self._failures = [], 0
+        stats = {"calls": float(len(seconds)), "failures": float(failures)}
+        for name, share in (("p50_s", 0.5), ("p95_s", 0.95)):
+            stats[name] = seconds[math.ceil(share * len(seconds)) - 1] if seconds else math.nan
+        return stats
 
     def _score_all(
         self,
@@ -178,25 +133,25 @@ class RemoteReward:
         causes: list[str],
         faulty: Tensor,
     ) -> None:
-        """Fill in `values`, `causes`, `faulty` request by request, taking the rows that are done from `left`."""
-        health = self._greet()
+        """Fill `values`, `causes` and `faulty` request by request, removing finished rows from `left`."""
+        health = self._check_health()
         size = max(_bytes(videos[row], conditions[row], health) for row in left)
         share = max(1, (health.max_bytes - MARGIN) // size)
         while left:
             rows = left[:share]
-            request = self._request(videos[rows], [conditions[row] for row in rows], health)
+            message = self._message(videos[rows], [conditions[row] for row in rows], health)
             with self._timed():
-                body = self._caller.ask("/score", self.patience.timeout_s, request)
-                with _believing():
-                    reply = protocol.read_reply(body, self._score, len(rows))
-                self._recognise(reply.identity)
+                said = self._client.ask("/score", self.policy.timeout_s, message)
+                with _protocol_errors():
+                    reply = protocol.read_reply(said, self._score, len(rows))
+                self._check_identity(reply.identity)
             values[rows], faulty[rows] = reply.values, reply.faulty
             for row, cause in zip(rows, reply.causes, strict=True):
                 causes[row] = cause
             del left[: len(rows)]
 
-    def _request(self, videos: Tensor, conditions: Sequence[Condition], health: protocol.Health) -> protocol.Message:
-        """Return the request for videos (b, 3, T, h, w); sources and targets go along where the server needs them."""
+    def _message(self, videos: Tensor, conditions: Sequence[Condition], health: protocol.Health) -> protocol.Message:
+        """Return the request for videos (b, 3, T, h, w), with the sources and targets that the server needs."""
         arrays = {"videos": protocol.to_pixels(videos)}
         for kind in health.needs:
             for row, video in enumerate(_companion(condition, kind) for condition in conditions):
@@ -207,20 +162,20 @@ class RemoteReward:
         try:
             return protocol.encode(meta, arrays)
         except ValueError as error:
-            raise ServiceError(f"not asked: a condition holds what JSON does not know: {error}") from None
+            raise ServiceError(f"not asked: JSON cannot hold a condition: {error}") from None
 
-    def _greet(self) -> protocol.Health:
-        """Return what the server says of itself, asked once until something fails."""
+    def _check_health(self) -> protocol.Health:
+        """Return the server's description, asked for once and again after a failure."""
         if self._health is None:
-            body = self._caller.ask("/health", min(HEALTH_S, self.patience.timeout_s))
-            with _believing():
-                health = protocol.read_health(body, self._score)
-            self._recognise(health.identity)
+            said = self._client.ask("/health", min(HEALTH_S, self.policy.timeout_s))
+            with _protocol_errors():
+                health = protocol.read_health(said, self._score)
+            self._check_identity(health.identity)
             self._health = health
         return self._health
 
-    def _recognise(self, identity: tuple[str, str]) -> None:
-        """Refuse scores of another model than the first: groups of one run would be judged by two measures."""
+    def _check_identity(self, identity: tuple[str, str]) -> None:
+        """Refuse scores of another model than the first: they are not comparable within a run."""
         if self.identity is None:
             self.identity = identity
             logger.info("%s is %s, version %s", self.name, *identity)
@@ -234,13 +189,10 @@ class RemoteReward:
         try:
             yield
         except ServiceError:
-            self._record(time.monotonic() - begin, failed=True)
+            self._failures += 1
             raise
-        self._record(time.monotonic() - begin, failed=False)
-
-    def _record(self, seconds: float, *, failed: bool) -> None:
-        self.latency.record(seconds, failed=failed)
-        self._recent.record(seconds, failed=failed)
+        finally:
+            self._seconds.append(time.monotonic() - begin)
 
 
 def _companion(condition: Condition, kind: str) -> Tensor | None:
@@ -248,14 +200,14 @@ def _companion(condition: Condition, kind: str) -> Tensor | None:
 
 
 def _bytes(video: Tensor, condition: Condition, health: protocol.Health) -> int:
-    """Return about how many bytes a sample takes on the way."""
+    """Return how many bytes of pixels a sample sends."""
     sent = [video, *(_companion(condition, kind) for kind in health.needs)]
     return sum(tensor.numel() for tensor in sent if tensor is not None)
 
 
 @contextlib.contextmanager
-def _believing() -> Iterator[None]:
-    """End the call when what came back is not of the agreed form."""
+def _protocol_errors() -> Iterator[None]:
+    """Turn a reply that breaks the protocol into a ServiceError."""
     try:
         yield
     except ValueError as error:

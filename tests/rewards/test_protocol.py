@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -89,6 +90,8 @@ def test_a_source_that_was_not_sent_is_no_video():
     [
         ({"gid": 1.5}, "gid is '1.5', must be of type int"),
         ({"gid": True}, "gid is 'True'"),
+        ({"gid": 10**400}, "gid has 401 digits, must fit into 64 bits"),
+        ({"intrinsics": [10**400, 0, 0, 0]}, "intrinsics are no numbers"),
         ({"prompt": None}, "prompt is 'None', must be of type str"),
         ({"target_poses": None}, "target_poses are missing"),
         ({"target_poses": [[1.0]]}, r"target_poses have shape \(1, 1\), must be \(5, 4, 4\)"),
@@ -114,6 +117,11 @@ class Bomb:
 ZEROS = np.zeros((2, 2), np.uint8)
 
 
+def header(text: str) -> bytes:
+    """Return a .npy file of nothing but a header."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [
@@ -126,6 +134,13 @@ ZEROS = np.zeros((2, 2), np.uint8)
         (npy(ZEROS).replace(b"(2, 2)", b"(-2,-2)").replace(b"   \n", b"  \n", 1), "no .npy file|has shape"),
         (npy(ZEROS).replace(b"(2, 2)", b"(9**9)"), "no .npy file|has shape"),
         (npy(ZEROS)[:20], "no .npy file"),
+        (npy(ZEROS).replace(b"(2, 2)", b"(True, 4)").replace(b"   \n", b"\n", 1), "no .npy file|has shape"),
+        (npy(ZEROS).replace(b"(2, 2)", b"(" * 6), "no .npy file"),
+        (npy(ZEROS).replace(b"(2, 2)", b"\t\n  9)"), "no .npy file"),
+        (header("(" * 5000 + ")" * 4000), "no .npy file"),
+        (header("{" + "-" * 9000 + "1: 1}"), "no .npy file"),
+        (header("{'descr': '|u1', 'fortran_order': False, 'shape': (1,) * 9}"), "no .npy file"),
+        (header("{'descr': '|u1', 'fortran_order': False, 'shape': (" + "1, " * 70 + ")}") + b"x", "has shape"),
         (b"", "no .npy file"),
     ],
 )
@@ -134,11 +149,16 @@ def test_an_array_of_another_form_is_refused_and_never_unpickled(content, match)
         protocol.read_npy(memoryview(content), "videos")
 
 
+@given(st.binary(max_size=80))
+def test_any_array_header_is_read_or_refused(content):
+    with contextlib.suppress(ValueError):
+        protocol.read_npy(memoryview(header(content.decode("latin-1")) + b"x"), "videos")
+
+
 def test_a_header_that_promises_much_allocates_nothing():
-    huge = io.BytesIO()
-    np.lib.format.write_array_header_1_0(huge, {"descr": "|u1", "fortran_order": False, "shape": (2**50, 3)})
+    huge = header(f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({2**50}, 3)}}")
     with pytest.raises(ValueError, match="but 4 bytes"):
-        protocol.read_npy(memoryview(huge.getvalue() + b"1234"), "videos")
+        protocol.read_npy(memoryview(huge + b"1234"), "videos")
 
 
 def test_a_damaged_request_is_refused():
@@ -187,7 +207,7 @@ def test_numbers_that_json_does_not_know_are_not_sent():
 
 
 def read(said: object, count: int = 2) -> protocol.Reply:
-    return protocol.read_reply(said if isinstance(said, bytes) else json.dumps(said).encode(), "beauty", count)
+    return protocol.read_reply(json.loads(json.dumps(said)), "beauty", count)
 
 
 def test_a_reply_is_read_with_every_digit():
@@ -214,10 +234,6 @@ def test_a_number_that_is_not_finite_is_no_score_but_takes_no_other_row_along(va
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        (b"not JSON", "no JSON"),
-        (pickle.dumps(Bomb()), "no JSON"),
-        (b"", "no JSON"),
-        ([], "must be an object"),
         ({}, "valid is NoneType"),
         (scores(1.0), "valid is 1 entries, must be a list of 2"),
         (scores(1.0, 2.0, 3.0), "valid is 3 entries"),
@@ -253,11 +269,11 @@ def test_a_reply_of_another_form_is_not_believed(said, match):
     ],
 )
 def test_health_of_another_form_is_not_believed(changes, match):
-    assert protocol.read_health(json.dumps(HEALTH).encode(), "beauty").identity == ("judge", "v1")
+    assert protocol.read_health(HEALTH, "beauty").identity == ("judge", "v1")
     with pytest.raises(ValueError, match=match):
-        protocol.read_health(json.dumps(HEALTH | changes).encode(), "beauty")
+        protocol.read_health(HEALTH | changes, "beauty")
 
 
-def test_a_text_from_elsewhere_is_one_short_printable_line():
+def test_a_text_from_the_other_side_becomes_one_short_printable_line():
     assert protocol.one_line("a\r\n b\x1b[31m\x00") == "a b[31m"
     assert len(protocol.one_line("x" * 10_000)) == protocol.MAX_TEXT

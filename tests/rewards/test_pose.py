@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 
 import pytest
@@ -302,25 +301,12 @@ def test_anchors_that_take_their_time_leave_the_poses_theirs(monkeypatch):
     assert given == {"anchors": 100.0, "camera poses": 100.0}
 
 
-def test_a_measurer_keeps_only_so_many_sources(monkeypatch):
+def test_anchors_are_cached_by_source_up_to_a_limit(monkeypatch, calls_made):
     monkeypatch.setattr(camera_pose, "SOURCES_KEPT", 1)
     measurer = PoseMeasurer()
-    video = shot("arc_right")[None]
-    for scene in ("a", "b"):
-        PoseRot(measurer)(video, [asked("arc_right", scene=scene)])
-    assert [key[0] for key in measurer._sources] == ["b"]
-
-
-def test_rewards_declare_what_they_measure():
-    for reward in (PoseRot(MEASURER), PoseTrans(MEASURER)):
-        result = reward(shot("arc_right")[None], [asked("arc_right")])
-        assert set(result.info) == set(reward.measures)
-        assert result.values.dtype == torch.float32 and math.isfinite(reward.floor)
-    assert PoseRot.name == "pose_rot" and PoseTrans.name == "pose_trans"
-
-
-def test_rewards_without_a_measurer_share_one():
-    assert PoseRot().measurer is PoseTrans().measurer
+    for scene in ("a", "a", "b", "a"):
+        measurer.sources([asked("arc_right", scene=scene)])
+    assert calls_made == ["make_source"] * 3
 
 
 # --- the size of the real model
