@@ -35,7 +35,7 @@ from unittest import mock
 import torch
 
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Patience
+from flow_grpo.runtime.ranks.process_group import Timeouts
 
 START_LIMIT_S = 180.0  # importing torch in 8 processes on 2 busy cores
 GROUP_TIMEOUT_S = 30.0
@@ -181,12 +181,12 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> Non
     code = 1
     try:
         torch.set_num_threads(1)
-        ranks = process_group.start(torch.device("cpu"), Patience(GROUP_TIMEOUT_S), init_method=rendezvous)
+        ranks = process_group.init_ranks(torch.device("cpu"), Timeouts(GROUP_TIMEOUT_S), init_method=rendezvous)
         pipe.send_bytes(pickle.dumps((True, None)))
         while (call := pickle.loads(pipe.recv_bytes())) is not None:
             function, args = call
             pipe.send_bytes(pickle.dumps((True, function(ranks, *args))))
-        process_group.stop(ranks)
+        process_group.shut_down(ranks)
         code = 0
     except EOFError:
         pass  # the session is gone

@@ -73,7 +73,7 @@ def test_one_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, monkey
 def go_back(path: Path, ranks: Ranks = ALONE) -> None:
     found = resume.resolve(str(path), path.parent, ranks=ranks)
     assert found == path
-    assert resume.settle(str(path), found, path.parent, ranks=ranks)
+    assert resume.commit(str(path), found, path.parent, ranks=ranks)
 
 
 def test_going_back_lays_what_is_later_aside_each_time(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def _go_back_while_one_reads(ranks: Ranks, path: Path) -> bool:
     if ranks.rank == 1:
         time.sleep(0.5)
     still = path.is_dir()
-    resume.settle(str(path), found, path.parent, ranks=ranks)
+    resume.commit(str(path), found, path.parent, ranks=ranks)
     return still
 
 
@@ -118,7 +118,7 @@ def test_going_on_from_the_newest_lays_nothing_aside_not_even_a_damaged_one(tmp_
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     flip_a_bit(second / "state.safetensors")
     found = resume.find("auto", tmp_path, ranks=ALONE)
-    assert resume.settle("auto", found, tmp_path, ranks=ALONE)
+    assert resume.commit("auto", found, tmp_path, ranks=ALONE)
     assert found == first and names(tmp_path) == [first.name, second.name]
 
 
@@ -127,7 +127,7 @@ def test_another_run_s_checkpoint_does_not_replace_one_s_own(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"already holds checkpoint_000002; use resume='auto' to go on or another run"):
         resume.resolve(str(other), tmp_path / "run", ranks=ALONE)
     found = resume.resolve(str(other), tmp_path / "new", ranks=ALONE)
-    assert not resume.settle(str(other), found, tmp_path / "new", ranks=ALONE)
+    assert not resume.commit(str(other), found, tmp_path / "new", ranks=ALONE)
     assert names(tmp_path / "run") == [own.name] and names(tmp_path / "other") == [other.name]
 
 
@@ -136,7 +136,7 @@ def start(told: str, folder: Path, launcher: dist.Store, *, refused: bool = Fals
     ranks = dataclasses.replace(ALONE, again=meet(launcher, 0, 1)[1], store=launcher)
     path = resume.find(told, folder, ranks=ranks)
     if not refused:
-        resume.settle(told, path, folder, ranks=ranks)
+        resume.commit(told, path, folder, ranks=ranks)
     return path
 
 

@@ -13,7 +13,8 @@ from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
 from flow_grpo.runtime.checkpoints import state_files
-from flow_grpo.runtime.checkpoints.sharded_state import join, map_tensors, own_part
+from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
+from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, whole
 from tests.models.test_recam_policy import condition, noisy
@@ -105,7 +106,7 @@ def test_parts_are_joined_one_tensor_after_the_other(tmp_path):
     for stem, part in zip(stems, parts, strict=True):
         state_files.write(stem, part)
     asked = []
-    joined = join(stems, "learned", lambda path, tensor: asked.append(path) or tensor)
+    joined = join_shards(stems, "learned", lambda path, tensor: asked.append(path) or tensor)
     assert sorted(asked) == ["a/b", "a/step", "rows"]
     assert torch.equal(joined["a"]["b"], full["a"]["b"]) and joined["a"]["step"] == 3 and joined["none"] is None
     assert torch.equal(joined["rows"], full["rows"])
@@ -113,7 +114,7 @@ def test_parts_are_joined_one_tensor_after_the_other(tmp_path):
 
 def test_what_is_not_sharded_is_its_own_part():
     tree = {"a": {"b": torch.ones(2)}, "c": 1}
-    assert own_part(tree)["c"] == 1 and torch.equal(own_part(tree)["a"]["b"], torch.ones(2))
+    assert local_shards(tree)["c"] == 1 and torch.equal(local_shards(tree)["a"]["b"], torch.ones(2))
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(tmp_path):

@@ -84,9 +84,9 @@ def test_texts_of_different_length_arrive_whole() -> None:
 
 
 def compare_fingerprints(ranks: Ranks) -> str:
-    ranks.all_equal("same", "dataset")
+    ranks.check_equal("same", "dataset")
     with pytest.raises(ValueError, match="dataset must be the same") as caught:
-        ranks.all_equal("other" if ranks.rank == 2 else "same", "dataset")
+        ranks.check_equal("other" if ranks.rank == 2 else "same", "dataset")
     return str(caught.value)
 
 
@@ -128,7 +128,7 @@ def test_every_failing_rank_is_named() -> None:
 
 def input_or_bug(ranks: Ranks, errors: tuple[Exception | None, ...]) -> tuple[str, str]:
     with pytest.raises((InputError, RuntimeError)) as caught:
-        ranks.raise_together(errors[ranks.rank], "phase")
+        ranks.raise_if_any_failed(errors[ranks.rank], "phase")
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -213,7 +213,7 @@ def test_a_launcher_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 finds no store to meet the others by: its launcher is gone"):
-        process_group.start(CPU, process_group.Patience(1800.0))
+        process_group.init_ranks(CPU, process_group.Timeouts(1800.0))
     assert time.monotonic() - begun < 10
 
 
@@ -223,7 +223,7 @@ from flow_grpo.runtime.ranks import process_group
 if os.environ["RANK"] == "1":
     def broken(*_): raise RuntimeError("no room for a communicator")
     distributed.dist.all_reduce = broken
-distributed.start(torch.device("cpu"), distributed.Patience(600.0, dead_s=6.0))
+process_group.init_ranks(torch.device("cpu"), process_group.Timeouts(600.0, dead_s=6.0))
 """
 
 
@@ -243,36 +243,36 @@ def test_a_rank_that_fails_while_all_meet_ends_the_others_by_name() -> None:
 
 def test_a_process_without_launcher_is_alone_and_its_exchanges_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    ranks = process_group.start(CPU, process_group.Patience(1800.0))
+    ranks = process_group.init_ranks(CPU, process_group.Timeouts(1800.0))
     rows = torch.randn(2, 3)
     gathered = ranks.all_gather(rows)
     assert ranks == Ranks(0, 1, 0, None) and ranks.is_main and not dist.is_initialized()
     assert torch.equal(gathered, rows) and gathered.data_ptr() != rows.data_ptr()
     assert ranks.broadcast_text("x") == "x"
-    ranks.all_equal("x", "y")
-    ranks.raise_together(None, "phase")
+    ranks.check_equal("x", "y")
+    ranks.raise_if_any_failed(None, "phase")
     with pytest.raises(RuntimeError, match="rank 0 failed in phase: OSError: disk"):
-        ranks.raise_together(OSError("disk"), "phase")
+        ranks.raise_if_any_failed(OSError("disk"), "phase")
     with pytest.raises(ValueError, match="rows"):
         ranks.all_gather(torch.tensor(1.0))
-    process_group.stop(ranks)
+    process_group.shut_down(ranks)
 
 
 def test_a_process_without_launcher_that_hangs_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     ended: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(Heartbeat, "_end_process", lambda _, problem: ended.put(problem))
-    ranks = process_group.start(CPU, process_group.Patience(1800.0, dead_s=0.6, silent_s=0.5))
-    ranks.enter("sampling")
+    ranks = process_group.init_ranks(CPU, process_group.Timeouts(1800.0, dead_s=0.6, silent_s=0.5))
+    ranks.begin_phase("sampling")
     problem = ended.get(timeout=10)
     assert "rank 0 has made no progress for" in problem and "in sampling: it hangs" in problem
-    process_group.stop(ranks)
+    process_group.shut_down(ranks)
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), RankError("rank 0 failed in update: x")])
 def test_an_error_of_a_process_alone_is_raised_as_it_is_and_nothing_watches_it_any_more(error, monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    ranks = process_group.start(CPU, process_group.Patience(1800.0, dead_s=0.6))
+    ranks = process_group.init_ranks(CPU, process_group.Timeouts(1800.0, dead_s=0.6))
     assert any(thread.name == "heartbeat" for thread in threading.enumerate())
     with pytest.raises(type(error)) as caught, ranks.broadcast_failure():
         raise error
@@ -281,9 +281,9 @@ def test_an_error_of_a_process_alone_is_raised_as_it_is_and_nothing_watches_it_a
 
 
 def test_exchanges_between_devices_are_waited_for_as_long_as_is_asked_and_no_less_than_those_between_cpus() -> None:
-    patience, npu = process_group.Patience(control_s=3600.0, device_s=7200.0), types.SimpleNamespace(type="npu")
+    patience, npu = process_group.Timeouts(control_s=3600.0, device_s=7200.0), types.SimpleNamespace(type="npu")
     assert (patience.group_s(CPU), patience.group_s(npu)) == (3600.0, 7200.0)
-    assert process_group.Patience(control_s=3600.0, device_s=60.0).group_s(npu) == 3600.0
+    assert process_group.Timeouts(control_s=3600.0, device_s=60.0).group_s(npu) == 3600.0
 
 
 def group_facts(ranks: Ranks) -> tuple[bool, str, float, float, str]:
