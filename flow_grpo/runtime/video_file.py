@@ -17,15 +17,15 @@ from torch import Tensor
 
 from flow_grpo.runtime.atomic_file import atomic_path
 
-# One thread per call: loader workers and ranks already run concurrently, and the encoder's output must not depend on the
+# One thread per call: loader workers and ranks already run concurrently, and the output must not depend on the
 # number of cores.
 THREADS = 1
 # The default conversion between yuv420p and RGB rounds down: -1.2 levels in the mean; these flags remove the bias.
 EXACT_COLOURS = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 # Visually lossless, in half the time of the default preset. Chroma is averaged over 2x2 pixels, so it is sited at the
 # centre (chromaloc=1); undeclared, decoders assume the left edge and shift colours by half a pixel.
-# mbtree is off because x264's AVX-512 version reads uninitialised memory: on CPUs with AVX-512, equal videos gave dozens
-# of different files. qcomp=0.8 instead keeps the error and most of the size.
+# mbtree is off because x264's AVX-512 version reads uninitialised memory: on CPUs with AVX-512, equal videos gave
+# dozens of different files. qcomp=0.8 instead keeps the error and most of the size.
 PLAYABLE = {"crf": "16", "preset": "veryfast", "x264-params": "chromaloc=1:mbtree=0:qcomp=0.8"}
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2: the numbers of a single process, each rank with its part of the optimizer's state."""
+"""DeepSpeed's ZeRO-2 trains to the numbers of a single process; each rank holds a shard of the optimizer state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, unwrap
 from tests.models.test_recam_policy import condition, noisy
 from tests.runtime import test_sharded_state as runs
-from tests.runtime.test_parallel import made, train
+from tests.runtime.test_sharding import made, train
 from tests.tiny_models import CPU
 from tests.toy import ToyPolicy, group, train_config, training_batch, update, updater, weights_of
 from tests.workers import run_ranks

@@ -54,7 +54,8 @@ class RunLock:
             if error.errno not in _UNSUPPORTED:
                 raise
             _log.warning("%s cannot be locked (%s): see that no other run uses it", self._file.parent, error)
-        with open(os.open(self._file, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "w") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(self._file, flags, 0o644), "w") as file:
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
 
     def release(self) -> None:
