@@ -40,7 +40,7 @@ class Zero2(nn.Module):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, bound: float, device: torch.device) -> None:
         super().__init__()
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        config = _settings(bound, sum(parameter.numel() for parameter in trained))
+        config = deepspeed_config(bound, sum(parameter.numel() for parameter in trained))
         self.engine: Any = _deepspeed(device).initialize(
             model=module, optimizer=optimizer, model_parameters=trained, config=config
         )[0]
@@ -76,7 +76,7 @@ class Zero2(nn.Module):
         return torch.as_tensor(self.engine.get_global_grad_norm())
 
 
-def _settings(bound: float, elements: int) -> dict[str, Any]:
+def deepspeed_config(bound: float, elements: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration; raise ValueError for accelerate settings that a run would not follow."""
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -38,7 +37,6 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
     column = 2 if turns_only else 3
     box = _box(torch.cat([commanded, aligned])[:, :3, column])
     figure = Figure(figsize=(13, 4.4), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
     space = figure.add_subplot(1, 3, 1, projection="3d")
     above, side = figure.add_subplot(1, 3, 2), figure.add_subplot(1, 3, 3)

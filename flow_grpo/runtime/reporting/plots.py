@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -42,7 +41,6 @@ def draw_curves(rows: Rows, path: Path, title: str = "") -> None:
     columns = max(1, min(_COLUMNS, count))
     lines = max(1, math.ceil(count / columns))
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, fontsize=12)
     for position, name in enumerate([*rewards, *held_out, *pool], start=1):

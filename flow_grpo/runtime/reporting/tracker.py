@@ -15,7 +15,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
 import av
@@ -29,16 +29,6 @@ from flow_grpo.runtime.reporting.metric_files import MetricFiles
 GROUPS = ("reward", "policy", "dyn", "eval", "train", "time", "system", "reward_by_camera", "eval_by_camera", "server")
 CURVES = "curves.png"
 SUMMARY = "summary.json"  # its existence marks a run as complete
-
-
-class _Sink(Protocol):
-    """A tracker library."""
-
-    def scalars(self, metrics: Mapping[str, float], step: int) -> None: ...
-    def video(self, name: str, path: Path, caption: str, step: int) -> None: ...
-    def image(self, name: str, path: Path, caption: str, step: int) -> None: ...
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class Tracker:
@@ -76,7 +66,7 @@ class Tracker:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
         self._folder, self._is_main = run_folder, ranks.is_main
-        self._sinks: list[_Sink] = []
+        self._sinks: list[_Wandb | _Tensorboard] = []
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
             write_atomically(run_folder / "config.json", json.dumps(config, indent=1, default=str))
@@ -113,12 +103,6 @@ class Tracker:
         for sink in self._sinks:
             sink.video(name, path, caption, step)
 
-    def log_image(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Log a PNG file to the trackers."""
-        _check_names([name])
-        for sink in self._sinks:
-            sink.image(name, path, caption, step)
-
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Log a table to the trackers."""
         _check_names([name])
@@ -146,7 +130,8 @@ class Tracker:
     def _draw_curves(self, step: int) -> None:
         path = self._folder / CURVES
         plots.draw_curves(self._files.rows, path, title=self._folder.name)
-        self.log_image("eval/curves", path, "rewards and held-out metrics", step)
+        for sink in self._sinks:
+            sink.image("eval/curves", path, "rewards and held-out metrics", step)
 
 
 class _Wandb:
