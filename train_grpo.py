@@ -41,7 +41,7 @@ from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import InputError, Patience, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, Timeouts, Ranks
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
@@ -84,7 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 refuse(error, ranks)
                 return 2
             trainer.lock.release()
-        process_group.stop(ranks)
+        process_group.shut_down(ranks)
     return 0
 
 
@@ -157,10 +157,10 @@ def init_ranks(config: Config, wait_s: float = 0.0, *, watched: bool = False) ->
     device = device_door.resolve(config.device)
     device_door.setup(device, config.deterministic, config.num_threads, waits.collective_s)
     dead_s = waits.dead_s if watched else 0.0
-    patience = Patience(
+    timeouts = Timeouts(
         control_s=wait_s or waits.control_s, device_s=waits.device_s, dead_s=dead_s, silent_s=waits.silent_s
     )
-    ranks = process_group.start(device, patience)
+    ranks = process_group.init_ranks(device, timeouts)
     if ranks.is_main:
         print(device_door.describe(device, config.device), f"x {ranks.world_size}", flush=True)
     return device, ranks
@@ -172,7 +172,7 @@ def refuse(error: ValueError, ranks: Ranks | None) -> None:
     if rank == 0 or (ranks is None and not isinstance(error, ConfigError)):
         print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
     if ranks is not None:
-        process_group.stop(ranks)
+        process_group.shut_down(ranks)
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     state = distribute_model(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
-    from_own = resume.settle(config.resume, path, run_folder / "checkpoints", ranks=ranks)
+    from_own = resume.commit(config.resume, path, run_folder / "checkpoints", ranks=ranks)
     with raise_on_all_ranks(ranks):
         if ranks.is_main:
             lock.take()
@@ -261,7 +261,7 @@ def distribute_model(
         policy.keep_reference(offload=config.model.offload)
     optimizer = parts.build_optimizer(config, policy)
     policy.module = partition(policy.module, optimizer, config.train, device, ranks)
-    on_every_call(policy.module, ranks.tick)  # progress for the watchdog, however large a batch is
+    on_every_call(policy.module, ranks.report_progress)  # progress for the watchdog, however large a batch is
     sampler = parts.build_sampler(config, train, ranks)
     return RunState(
         module=policy.module,

@@ -78,7 +78,7 @@ def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str
         trainer = train_grpo.build(config, recipe, device, ranks)
         result = measure(trainer, epochs)
         trainer.tracker.close()
-        process_group.stop(ranks)
+        process_group.shut_down(ranks)
     return result
 
 

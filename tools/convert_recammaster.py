@@ -193,7 +193,7 @@ def staged(out: Path) -> Iterator[Path]:
     try:
         yield partial
         os.rename(partial, out)
-        to_disk(out.parent)
+        fsync(out.parent)
     finally:
         if partial.is_dir():
             shutil.rmtree(partial)
@@ -227,7 +227,7 @@ def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[s
             if not torch.isfinite(value).all():
                 raise ValueError(f"{name} has values that are not finite: the checkpoint is damaged, download it again")
             stream.write(value.view(-1).view(torch.uint8).numpy().data)
-    to_disk(file)
+    fsync(file)
 
 
 def report(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], file: Path) -> list[str]:

@@ -16,7 +16,8 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.checkpoints import checkpoint
-from flow_grpo.runtime.checkpoints.sharded_state import join, map_tensors, own_part
+from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
+from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import is_partitioned, is_sharded, part_like
 
@@ -96,7 +97,7 @@ class RunState:
         if is_partitioned(self.module):
             per_rank["moments"] = learned.pop("moments")
         if is_sharded(self.module):
-            per_rank["learned"] = own_part(learned)
+            per_rank["learned"] = local_shards(learned)
         else:
             state["learned"] = learned
         return checkpoint.save(
@@ -122,7 +123,7 @@ class RunState:
             learned = map_tensors(state["learned"], self._own)
         else:
             stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
-            learned = join(stems, "learned", self._own)
+            learned = join_shards(stems, "learned", self._own)
         if (learned["ema"] is None) != (self.ema is None):
             raise ValueError(
                 f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
@@ -179,7 +180,7 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
     identity = checkpoint.identity_of(path) | {"model": fingerprint(module), "trained": trained}
     found = checkpoint.load(path, identity=identity, ranks=Ranks())
     stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
-    learned = found.state.get("learned") or join(stems, "learned", lambda _, values: values)
+    learned = found.state.get("learned") or join_shards(stems, "learned", lambda _, values: values)
     load_trained_state(module, learned["trained"])
     if learned["ema"] is not None:
         for place, parameter in enumerate(trained_parameters(module).values()):
@@ -194,7 +195,7 @@ def common_identity(module: nn.Module, trained: str, data: MultiCamDataset, rank
     """
     identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
     identity[checkpoint.FILES] = data.contents()
-    ranks.all_equal(str(identity), "model and data")
+    ranks.check_equal(str(identity), "model and data")
     return identity
 
 

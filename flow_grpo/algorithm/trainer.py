@@ -150,7 +150,7 @@ class Trainer:
 
     def update(self, batch: TrainingBatch, epoch: int) -> None:
         """Take the epoch's gradient steps."""
-        self.ranks.enter("update")
+        self.ranks.begin_phase("update")
         plan = self.updater.plan(batch, epoch)
         self.progress.start_update(plan.passes)
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)

@@ -92,7 +92,7 @@ def check_device(device: torch.device, config: Config, ranks: Ranks) -> list[Fin
     said = device_door.describe(device, config.device)
     shared = device.type != "cpu" and users.count(here) > 1
     way_out = "start as many as there are devices, or look at what the launcher shows each rank"
-    fail = _if(shared, f"{users.count(here)} ranks share {here}, {device_door.shown(device.type)}: {way_out}")
+    fail = _if(shared, f"{users.count(here)} ranks share {here}, {device_door.visibility(device.type)}: {way_out}")
     if not device_door.supports_bf16(device) and config.model.dtype == "bf16":
         fail = "it has no bf16: pass --config.model.dtype=fp32"
     fell_back = device.type == "cpu" and config.device == "auto" and config.model.dtype == "bf16"
@@ -125,7 +125,7 @@ def _unfit_sum(place: torch.device, ranks: Ranks) -> str:
     total = torch.full((1,), ranks.rank + 1.0, device=place)
     wanted = ranks.world_size * (ranks.world_size + 1) / 2
     try:
-        with ranks.waiting():
+        with ranks.waiting_for_peers():
             dist.all_reduce(total)
     except RuntimeError as error:
         return f"no all-reduce of {place}: {' '.join(str(error).split())}"

@@ -20,7 +20,7 @@ from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as devices
-from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import to_dict
 from flow_grpo.settings.schema import Config
@@ -54,7 +54,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
         condition = dataset.condition(index, gid=index)
         names[index] = _name(condition)
         cameras[names[index]] = _entry(condition, focal_px)
-    write_whole(out / CAMERAS, json.dumps(cameras))
+    write_atomically(out / CAMERAS, json.dumps(cameras))
     missing = [index for index, name in names.items() if not (out / VIDEOS / name).is_file()]
     policy = _policy(config, adapter) if missing else None
     sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
@@ -80,7 +80,7 @@ def _claim(config: Config, adapter: Path | None, out: Path) -> None:
     file = out / RECORD
     if (out / VIDEOS).exists() and not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == record):
         raise ValueError(f"--out {out} holds videos of another recipe, adapter or origin; choose another folder")
-    write_whole(file, json.dumps(record))
+    write_atomically(file, json.dumps(record))
 
 
 def _name(condition: Condition) -> str:
