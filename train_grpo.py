@@ -37,11 +37,11 @@ from flow_grpo.models.registry import build_policy
 from flow_grpo.preflight import doctor_fast, dry_run
 from flow_grpo.preflight.fake_policy import outline, without_memory
 from flow_grpo.preflight.plan import as_text, largest_size, make_plan
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import InputError, Timeouts, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
@@ -104,8 +104,8 @@ def show_plan(config: Config, devices: int) -> None:
         print(f"no model folder {config.model.path}: shapes and sizes are those of Wan2.1-T2V-1.3B")
     print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
     print("\n".join(dry_run.lines(shapes)))
-    device = device_door.resolve(config.device)
-    limit = ASSUMED_GIB if device.type == "cpu" else device_door.memory(device)["total"]
+    device = device_api.resolve(config.device)
+    limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
     print(f"plan at {ASSUMED_RATE / 1e12:.0f} TFLOP/s and {limit:.0f} GiB a device (tools/plan.py takes others):")
     print(as_text(make_plan(config, devices, ASSUMED_RATE), limit, config, devices), flush=True)
 
@@ -154,15 +154,15 @@ def init_ranks(config: Config, wait_s: float = 0.0, *, watched: bool = False) ->
         watched: exit when another rank dies, fails or hangs; the caller must then report progress.
     """
     waits = config.distributed
-    device = device_door.resolve(config.device)
-    device_door.setup(device, config.deterministic, config.num_threads, waits.collective_s)
+    device = device_api.resolve(config.device)
+    device_api.setup(device, config.deterministic, config.num_threads, waits.collective_s)
     dead_s = waits.dead_s if watched else 0.0
     timeouts = Timeouts(
         control_s=wait_s or waits.control_s, device_s=waits.device_s, dead_s=dead_s, silent_s=waits.silent_s
     )
     ranks = process_group.init_ranks(device, timeouts)
     if ranks.is_main:
-        print(device_door.describe(device, config.device), f"x {ranks.world_size}", flush=True)
+        print(device_api.describe(device, config.device), f"x {ranks.world_size}", flush=True)
     return device, ranks
 
 

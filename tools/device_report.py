@@ -85,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit code."""
     options = _read(words)
     try:
-        device = device_door.resolve(options.device)
+        device = device_api.resolve(options.device)
         size = options.size or ("self-test" if device.type == "cpu" else "real")
         if size == "real" and device.type == "cpu":
             raise ValueError("--size real needs an accelerator, this is a CPU: use --size self-test")
@@ -284,8 +284,8 @@ def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ..
     for name, record in parts[part](setting):
         records[name] = record
         answer = {
-            "hardware": device_door.name(device),
-            "memory_gib": device_door.memory(device).get("total"),
+            "hardware": device_api.name(device),
+            "memory_gib": device_api.memory(device).get("total"),
             "sizes": {"rows": options.rows, **dataclasses.asdict(chosen)},
             "records": records,
         }

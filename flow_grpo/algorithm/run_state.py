@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
@@ -88,7 +88,7 @@ class RunState:
             "shortages": self.shortages,
             "bad_steps": self.bad_steps,
         }
-        per_rank: dict[str, Any] = {"random": device_door.rng_state(self.device)}
+        per_rank: dict[str, Any] = {"random": device_api.rng_state(self.device)}
         learned = {
             "trained": dict(trained_parameters(self.module)),
             "moments": self.optimizer.state_dict()["state"],
@@ -136,7 +136,7 @@ class RunState:
         if self.ema is not None:
             self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
-            device_door.set_rng_state(self.device, found.per_rank["random"])
+            device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
         self.bad_steps = list(state.get("bad_steps", ()))  # not in checkpoints of earlier versions
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]

@@ -114,7 +114,7 @@ class Codec:
             if self._slicing:
                 network.enable_slicing()  # type: ignore[no-untyped-call]
             self._halves[half] = network
-        with devices.visiting(self._halves[half], self._device, stays=not self._offload):
+        with device_api.visiting(self._halves[half], self._device, stays=not self._offload):
             yield self._halves[half]
 
 

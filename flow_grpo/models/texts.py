@@ -79,7 +79,7 @@ class TextEncoder:
                 length,
                 max_tokens,
             )
-        with devices.visiting(network, self._device, stays=not self._offload):
+        with device_api.visiting(network, self._device, stays=not self._offload):
             tokens = tokens.to(self._device)
             states: Tensor = network(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
         return states.float().cpu()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record]]
@@ -161,17 +161,17 @@ def measure(call: Callable[[], object], setting: Setting) -> Record:
     A CPU process has one peak for its whole life, loading of libraries included.
     """
     device, seconds = setting.device, list[float]()
-    device_door.reset_peak_memory(device)
+    device_api.reset_peak_memory(device)
     for number in range(setting.repeat + 1):
-        device_door.synchronize(device)
+        device_api.synchronize(device)
         begun = time.perf_counter()
         call()
-        device_door.synchronize(device)
+        device_api.synchronize(device)
         if number:  # the first warms up
             seconds.append(time.perf_counter() - begun)
         if sum(seconds) > SLICE_S:
             break
-    memory = device_door.memory(device)
+    memory = device_api.memory(device)
     return {
         "seconds": statistics.median(seconds),
         "repeats": len(seconds),
@@ -274,7 +274,7 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
-    backends, known = device_door.attention_backends(device), SDPBackend.__members__
+    backends, known = device_api.attention_backends(device), SDPBackend.__members__
     for backend in backends:
         yield backend.strip("_"), functools.partial(attention_backend, backend), dispatched
     for kernel in SDPA_KERNELS:

@@ -60,7 +60,7 @@ class Networks:
         """Return the fp32 velocity (B, C, F, H, W) as `RecamPolicy` computes it without guidance."""
         joined = torch.cat([latents, conditioning.source_latents], dim=2)
         given = (TIMESTEPS * sigma, conditioning.prompt_embeds, conditioning.target_cameras)
-        with device_door.autocast(latents.device, self.dtype):
+        with device_api.autocast(latents.device, self.dtype):
             predicted: Tensor = self.transformer(joined, *given)[0]
         return predicted[:, :, : latents.shape[2]].float()
 

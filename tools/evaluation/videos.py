@@ -19,7 +19,7 @@ from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
-from flow_grpo.runtime import device as devices
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import to_dict
@@ -105,8 +105,8 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
 def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
     """Load the model with what was trained of it."""
     model, sample = config.model, config.sample
-    device, dtype = devices.resolve(config.device), DTYPES[config.model.dtype]
-    devices.setup(device, config.deterministic, config.num_threads)
+    device, dtype = device_api.resolve(config.device), DTYPES[config.model.dtype]
+    device_api.setup(device, config.deterministic, config.num_threads)
     networks = load_networks(
         model.path, dtype, device, offload=model.offload, tiling=model.vae_tiling, slicing=model.vae_slicing
     )
