@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +19,7 @@ from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shard
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import is_partitioned, is_sharded, part_like
-
-_SAMPLED = 16  # values per tensor that a fingerprint looks at
+from flow_grpo.runtime.tensor_store import weights_key
 
 
 class Average(Protocol):
@@ -201,9 +199,4 @@ def common_identity(module: nn.Module, trained: str, data: MultiCamDataset, rank
 
 def fingerprint(module: nn.Module) -> str:
     """Return a hash of a network's parameter names, shapes and 16 values of each: cheap, yet it tells models apart."""
-    digest = blake2b(digest_size=16)
-    for name, parameter in module.named_parameters():
-        values = parameter.detach().flatten()[:: max(1, parameter.numel() // _SAMPLED)]
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return weights_key(module.named_parameters())

@@ -10,12 +10,8 @@ from typing import Any
 def read_json(file: Path, way_out: str) -> Any:
     """Return the content of a UTF-8 JSON file, with or without a byte order mark.
 
-    Args:
-        file: the file.
-        way_out: how to fix a bad file, appended to the error, such as "export it again".
-
     Raises:
-        ValueError: the file cannot be read or is not JSON.
+        ValueError: the file cannot be read or is not JSON; the message ends with `way_out`, such as "export it again".
     """
     try:
         text = file.read_text(encoding="utf-8-sig")

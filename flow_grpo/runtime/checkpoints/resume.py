@@ -26,13 +26,8 @@ _log = logging.getLogger(__name__)
 def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start; call `commit` once it is loaded.
 
-    Collective call. After a restart by the launcher (`torchrun --max-restarts`), a run that had committed before
-    resumes from its own latest checkpoint, whatever `resume` says.
-
-    Args:
-        resume: as for `resolve`.
-        folder: the run's checkpoints folder.
-        ranks: of the run.
+    Collective call, otherwise like `resolve`. After a restart by the launcher (`torchrun --max-restarts`), a run that
+    had committed before resumes from its own latest checkpoint, whatever `resume` says.
 
     Raises:
         ValueError: on every rank, for a checkpoint that cannot be used.
@@ -92,11 +87,8 @@ def latest(folder: Path, *, ranks: Ranks) -> Path | None:
 def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     """Return the checkpoint that a setting names, or None for a fresh start. Collective call.
 
-    Args:
-        resume: "" starts afresh, "auto" takes the run's latest valid checkpoint if there is one, anything else is the
-            path of a checkpoint, of this run or of another.
-        folder: the run's checkpoints folder.
-        ranks: of the run.
+    "" starts afresh, "auto" takes the latest valid checkpoint in the run's `folder` if there is one, anything else is
+    the path of a checkpoint, of this run or of another.
 
     Raises:
         ValueError: the path is no valid checkpoint, or the run has checkpoints that a fresh start or a start from

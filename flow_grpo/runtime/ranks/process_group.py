@@ -124,11 +124,7 @@ class Ranks:
         return self.gather_text(text if self.is_main else "")[0]
 
     def check_equal(self, fingerprint: str, what: str) -> None:
-        """Check that all ranks pass the same fingerprint. Collective call.
-
-        Args:
-            fingerprint: any text that identifies a state.
-            what: the name of that state, for the message.
+        """Check that all ranks pass the same fingerprint, a text that identifies `what`. Collective call.
 
         Raises:
             ValueError: on every rank, with each rank's value.
@@ -144,10 +140,6 @@ class Ranks:
         """Raise on every rank if any rank passes an error, else return. Collective call, once at the end of a phase.
 
         It also serves as a barrier.
-
-        Args:
-            error: of this rank, or None.
-            phase: name of the phase, for the message.
 
         Raises:
             InputError: all errors are InputErrors; their messages, each once.
@@ -256,11 +248,6 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
 
     Order: select the device, create the default process group, run one small collective on the device (the first one
     creates the communicator), then create the control group. Without a launcher (RANK is not set) there is one rank.
-
-    Args:
-        device: this rank's device, from `device.resolve`.
-        timeouts: for the collectives and the watchdog.
-        init_method: rendezvous of `torch.distributed`; "env://" is the launcher's.
 
     Raises:
         RuntimeError: the launcher is gone, a rank is missing, or the first collective returns a wrong result; peers

@@ -21,16 +21,10 @@ RENDEZVOUS_S = 600.0  # the slowest node may still be reading its libraries from
 def join_attempt(store: Store, rank: int, world_size: int, wait_s: float = RENDEZVOUS_S) -> tuple[str, bool]:
     """Wait for all ranks of this attempt; return its id, and whether an earlier one called `mark_started`.
 
-    The latter is only known if the launcher keeps the store, as torchrun does by default.
-
-    Args:
-        store: of the launcher, or of rank 0.
-        rank: of this process.
-        world_size: number of ranks.
-        wait_s: timeout in seconds.
+    The latter is only known if the store is kept by the launcher, as torchrun does by default, and not by rank 0.
 
     Raises:
-        RuntimeError: a rank is missing after `wait_s`.
+        RuntimeError: a rank is missing after `wait_s` seconds.
     """
     store.set_timeout(datetime.timedelta(seconds=wait_s))
     own = uuid.uuid4().hex

@@ -32,16 +32,10 @@ KINDS = ("ddp", "zero2", "fsdp2")
 
 
 def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks) -> nn.Module:
-    """Return the module wrapped for training on all ranks; in a single process, the module itself.
+    """Return the module, which is on `device`, wrapped for training on all ranks; in a single process, itself.
 
-    Args:
-        module: on `device`; `_no_split_modules` names the classes of its blocks, which FSDP2 shards one by one.
-        kind: "ddp", "fsdp2", or "zero2", which is wrapped later by `partition`, once there is an optimizer.
-        device: of this rank.
-        ranks: of the run.
-
-    Raises:
-        ValueError: the kind is unknown.
+    FSDP2 shards each block whose class is named in `module._no_split_modules`. "zero2" needs the optimizer and is
+    wrapped later, by `partition`. Raises ValueError for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"train.sharding is {kind!r}, must be one of {', '.join(KINDS)}")
@@ -94,14 +88,9 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
 def partition(
     module: nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig, device: torch.device, ranks: Ranks
 ) -> nn.Module:
-    """Return the module wrapped with ZeRO-2 if `train.sharding` is "zero2", else the module itself.
+    """Return the module from `parallelize`, wrapped with ZeRO-2 if `train.sharding` is "zero2".
 
-    Args:
-        module: from `parallelize`.
-        optimizer: over its trained weights; with "zero2" it holds this rank's shard of them afterwards.
-        train: its `sharding` and `max_grad_norm` are used.
-        device: of this rank.
-        ranks: of the run.
+    The optimizer, over the trained weights, then holds this rank's shard of them.
 
     Raises:
         ValueError: "zero2" without DeepSpeed, or accelerate's configuration contradicts the run's.
@@ -136,14 +125,9 @@ def on_every_call(module: nn.Module, callback: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[Tensor], object]]:
-    """Context for one forward and backward pass; the last pass before a step averages gradients over ranks.
+    """Context for one forward and backward pass; yields the backward function to call with the loss.
 
-    Args:
-        module: from `parallelize` or `partition`.
-        now: whether this is the last pass before the step; earlier ones may accumulate gradients locally.
-
-    Yields:
-        the backward function, to call with the loss instead of `loss.backward()`.
+    Gradients are averaged over ranks if `now`, in the last pass before a step; before, they may accumulate locally.
     """
     if isinstance(module, Zero2):
         yield module.backward_pass(last=now)
@@ -155,10 +139,9 @@ def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[T
 
 
 def take_step(module: nn.Module, optimizer: torch.optim.Optimizer, bound: float) -> Tensor:
-    """Clip the gradient's norm to `bound`, update the weights and zero the gradient.
+    """Clip the gradient's norm to `bound`, update the weights and zero the gradient; return the norm before clipping.
 
-    Returns:
-        the norm before clipping, a scalar identical on every rank. If it is not finite, the weights are unchanged.
+    The norm is a scalar identical on every rank. If it is not finite, the weights are unchanged.
     """
     if isinstance(module, Zero2):
         return module.step(bound)

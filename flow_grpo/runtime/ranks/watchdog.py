@@ -165,12 +165,7 @@ class Monitor:
 class Heartbeat(Monitor):
     """A monitor with a thread that checks every few seconds and ends the process when something is wrong.
 
-    Args:
-        store: shared by all ranks, on a connection of its own.
-        rank: of this process.
-        world_size: number of ranks.
-        dead_s: as for `Monitor`.
-        silent_s: likewise.
+    The store needs a connection of its own: blocking calls on a shared one would delay the checks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, *, dead_s: float, silent_s: float) -> None:

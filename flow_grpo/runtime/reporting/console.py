@@ -38,13 +38,9 @@ class Progress:
     """
 
     def __init__(self, num_epochs: int, ranks: Ranks, *, finished: int = 0, console: Console | None = None) -> None:
-        """Create the bars.
+        """Create the bars of a run of `num_epochs`, of which `finished` were done before a resume.
 
-        Args:
-            num_epochs: of the whole run.
-            ranks: only rank 0 prints; on every rank, progress is reported to the watchdog.
-            finished: epochs done before a resume.
-            console: output; standard output by default.
+        Only rank 0 prints, by default to standard output; on every rank, progress is reported to the watchdog.
         """
         self._ranks = ranks
         self._console = (console or Console()) if ranks.is_main else Console(quiet=True)

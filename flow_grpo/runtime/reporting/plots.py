@@ -25,12 +25,7 @@ def draw_curves(rows: Rows, path: Path, title: str = "") -> None:
     """Write a PNG with one panel per reward and held-out metric, and three more for dynamic sampling if it was used.
 
     A reward is a metric `reward/...mean`; its band is the metric of the same name ending in `group_std`, if present.
-    Held-out metrics are named `eval/...`.
-
-    Args:
-        rows: step -> metrics.
-        path: the PNG file, replaced atomically.
-        title: heading, such as the run's name.
+    Held-out metrics are named `eval/...`. `rows` is step -> metrics; the file is replaced atomically.
     """
     names = sorted({name for row in rows.values() for name in row})
     rewards = [name for name in names if name.startswith("reward/") and name.endswith("mean")]
