@@ -35,7 +35,7 @@ from torch import Tensor
 
 from flow_grpo.models import convert, model_files
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight
-from flow_grpo.runtime.checkpoints.state_files import to_disk
+from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -31,7 +31,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from tools.device.kernels import Video
 from tools.device.tables import ROW_HEAD, row, said, table
 
@@ -277,7 +277,7 @@ def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ..
     parts = kernels.PARTS
     if part not in parts:
         from tools.device.networks import PARTS as parts
-    device_door.setup(device)
+    device_api.setup(device)
     chosen = kernels.SIZES[size]
     setting = kernels.Setting(chosen, device, videos, options.rows, options.repeat)
     records: dict[str, Any] = {}

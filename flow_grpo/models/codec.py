@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flow_grpo.models.model_files import check_component
-from flow_grpo.runtime import device as devices
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 
 Half: TypeAlias = Literal["encoder", "decoder"]

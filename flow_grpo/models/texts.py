@@ -12,7 +12,7 @@ from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedMode
 from transformers.utils import logging as transformers_logging
 
 from flow_grpo.models.model_files import check_component, check_json
-from flow_grpo.runtime import device as devices
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 
 _log = logging.getLogger(__name__)

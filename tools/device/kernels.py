@@ -189,11 +189,11 @@ def breakdown(call: Callable[[], object], setting: Setting) -> Record:
     activity = getattr(torch.profiler.ProfilerActivity, device.type.upper(), None)
     if activity is None:
         return {"unavailable": f"torch's own profiler does not know {device.type}"}
-    device_door.synchronize(device)
+    device_api.synchronize(device)
     with torch.profiler.profile(activities=[activity]) as profile:
         begun = time.perf_counter()
         call()
-        device_door.synchronize(device)
+        device_api.synchronize(device)
         seconds = time.perf_counter() - begun
     spent: dict[str, float] = {}
     for row in profile.key_averages():
@@ -240,7 +240,7 @@ def attention(setting: Setting) -> Records:
     gradient = torch.randn(shape, device=setting.device).bfloat16()
     for name, context, call in _attentions(setting.device):
         needed = setting.rows * size.heads * tokens**2 * _SCORE_BYTES / 2**30
-        if name.endswith("_math") and needed > 0.5 * device_door.memory(setting.device).get("total", 0.0):
+        if name.endswith("_math") and needed > 0.5 * device_api.memory(setting.device).get("total", 0.0):
             yield f"attention_{name}_{video}", {"unavailable": f"would need {needed:.0f} GiB for its scores"}
             continue
 
@@ -257,7 +257,7 @@ def attention(setting: Setting) -> Records:
                     record = measure(timed, setting) | {"flops": factor * flops}
             except (ImportError, RuntimeError, TypeError, ValueError) as error:  # how a kernel is refused
                 yield f"attention_{label}_{video}", {"unavailable": _first_sentence(error)}
-                device_door.empty_cache(setting.device)
+                device_api.empty_cache(setting.device)
                 break
             yield f"attention_{label}_{video}", record
 
