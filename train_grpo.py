@@ -38,11 +38,11 @@ from flow_grpo.preflight import doctor_fast, dry_run
 from flow_grpo.preflight.fake_policy import outline, without_memory
 from flow_grpo.preflight.plan import as_text, largest_size, make_plan
 from flow_grpo.rewards.base import check_name
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import InputError, Patience, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
@@ -86,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 refuse(error, ranks)
                 return 2
             trainer.lock.release()
-        process_group.stop(ranks)
+        process_group.shut_down(ranks)
     return 0
 
 
@@ -106,8 +106,8 @@ def show_plan(config: Config, devices: int) -> None:
         print(f"no model folder {config.model.path}: shapes and sizes are those of Wan2.1-T2V-1.3B")
     print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
     print("\n".join(dry_run.lines(shapes)))
-    device = device_door.resolve(config.device)
-    limit = ASSUMED_GIB if device.type == "cpu" else device_door.memory(device)["total"]
+    device = device_api.resolve(config.device)
+    limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
     print(f"plan at {ASSUMED_RATE / 1e12:.0f} TFLOP/s and {limit:.0f} GiB a device (tools/plan.py takes others):")
     print(as_text(make_plan(config, devices, ASSUMED_RATE), limit, config, devices), flush=True)
 
@@ -160,15 +160,15 @@ def init_ranks(config: Config, wait_s: float = 0.0, *, watched: bool = False) ->
         watched: exit when another rank dies, fails or hangs; the caller must then report progress.
     """
     waits = config.distributed
-    device = device_door.resolve(config.device)
-    device_door.setup(device, config.deterministic, config.num_threads, waits.collective_s)
+    device = device_api.resolve(config.device)
+    device_api.setup(device, config.deterministic, config.num_threads, waits.collective_s)
     dead_s = waits.dead_s if watched else 0.0
-    patience = Patience(
+    timeouts = Timeouts(
         control_s=wait_s or waits.control_s, device_s=waits.device_s, dead_s=dead_s, silent_s=waits.silent_s
     )
-    ranks = process_group.start(device, patience)
+    ranks = process_group.init_ranks(device, timeouts)
     if ranks.is_main:
-        print(device_door.describe(device, config.device), f"x {ranks.world_size}", flush=True)
+        print(device_api.describe(device, config.device), f"x {ranks.world_size}", flush=True)
     return device, ranks
 
 
@@ -178,7 +178,7 @@ def refuse(error: ValueError, ranks: Ranks | None) -> None:
     if rank == 0 or (ranks is None and not isinstance(error, ConfigError)):
         print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
     if ranks is not None:
-        process_group.stop(ranks)
+        process_group.shut_down(ranks)
 
 
 @contextlib.contextmanager
@@ -226,7 +226,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     state = distribute_model(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
-    from_own = resume.settle(config.resume, path, run_folder / "checkpoints", ranks=ranks)
+    from_own = resume.commit(config.resume, path, run_folder / "checkpoints", ranks=ranks)
     with raise_on_all_ranks(ranks):
         if ranks.is_main:
             lock.take()
@@ -267,7 +267,7 @@ def distribute_model(
         policy.keep_reference(offload=config.model.offload)
     optimizer = parts.build_optimizer(config, policy)
     policy.module = partition(policy.module, optimizer, config.train, device, ranks)
-    on_every_call(policy.module, ranks.tick)  # progress for the watchdog, however large a batch is
+    on_every_call(policy.module, ranks.report_progress)  # progress for the watchdog, however large a batch is
     sampler = parts.build_sampler(config, train, ranks)
     return RunState(
         module=policy.module,

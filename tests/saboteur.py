@@ -1,6 +1,6 @@
 """A rank of `train_grpo.py` with one fault: torchrun starts this file in its place, see `test_faults.py`.
 
-The environment variable FAULT names it, FAULTY_RANK the rank that has it. It strikes in the second epoch.
+The environment variable FAULT names it, FAULTY_RANK the rank that has it. It occurs in the second epoch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HERE = os.environ.get("RANK") == os.environ.get("FAULTY_RANK")
 
 
 def due() -> bool:
-    """Tell whether the fault strikes now, here."""
+    """Return whether the fault occurs now, on this rank."""
     return HERE and EPOCH["begun"] == 1
 
 
 def before(owner: Any, name: str, strike: Callable[[], None]) -> None:
-    """Let a fault strike before every call of a function, when it is due."""
+    """Make the fault occur before every call of a function while it is due."""
     original = getattr(owner, name)
 
     def replaced(*args: Any, **named: Any) -> Any:
@@ -50,7 +50,7 @@ def before(owner: Any, name: str, strike: Callable[[], None]) -> None:
 
 
 def raising(error: Exception) -> Callable[[], None]:
-    """Return what raises an error."""
+    """Return a function that raises an error."""
 
     def strike() -> None:
         raise error
@@ -59,23 +59,23 @@ def raising(error: Exception) -> Callable[[], None]:
 
 
 def broken_gradient() -> None:
-    """Let every step of which it is due find a gradient that is not finite."""
+    """Make the gradient norm NaN in every step while the fault is due."""
     original = updater.take_step
     updater.take_step = lambda *args: torch.tensor(torch.nan) if due() else original(*args)
 
 
 def die() -> None:
-    """End without a word."""
+    """Kill this process."""
     os.kill(os.getpid(), 9)
 
 
 def started_again() -> bool:
-    """Tell whether the launcher did so."""
+    """Return whether the launcher has restarted the ranks."""
     return os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 
 
 def freeze() -> None:
-    """Stop as a machine does that hangs: threads included."""
+    """Stop the whole process, threads included, as a machine that hangs."""
     os.kill(os.getpid(), 19)
 
 
@@ -90,7 +90,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "update": lambda: before(objective, "grpo_loss", raising(BROKEN)),
     "update memory": lambda: before(objective, "grpo_loss", raising(torch.OutOfMemoryError("3 GiB"))),
     "gradient": broken_gradient,
-    "evaluate": lambda: before(evaluate, "score", raising(BROKEN)),
+    "evaluate": lambda: before(evaluate, "decode", raising(BROKEN)),
     "log": lambda: before(MetricFiles, "append", raising(OSError(errno.EROFS, "Read-only file system"))),
     "save": lambda: before(state_files, "save_file", raising(FULL)),
     "die": lambda: before(RecamPolicy, "velocity", die),
@@ -104,7 +104,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Plant the fault and train."""
+    """Install the fault and train."""
     train_epoch = train_grpo.train_epoch
 
     def counted(trainer: Any, epoch: int) -> None:

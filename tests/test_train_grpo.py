@@ -24,7 +24,7 @@ from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.rewards import target_view
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
-from flow_grpo.runtime.checkpoints.sharded_state import join
+from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.reporting import plots
@@ -246,7 +246,7 @@ def _train(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
         mock.patch.object(train_grpo, "join", return_value=(torch.device("cpu"), ranks)),
-        mock.patch.object(process_group, "stop"),
+        mock.patch.object(process_group, "shut_down"),
         mock.patch.object(plots, "draw_curves"),
     ):
         return train_grpo.main(given)
@@ -376,7 +376,7 @@ def learned(run: Path) -> dict[str, torch.Tensor]:
     path = checkpoint.published(run / "checkpoints")[-1]
     state = state_files.read(path / "state")
     stems = sorted(file.with_suffix("") for file in path.glob("rank_*.json"))
-    whole = state["learned"] if "learned" in state else join(stems, "learned", lambda _, tensor: tensor)
+    whole = state["learned"] if "learned" in state else join_shards(stems, "learned", lambda _, tensor: tensor)
     return state_files.flatten(whole)[0]
 
 

@@ -5,10 +5,10 @@
 
     assert run_ranks(sum_of_ranks, 4, 10) == [46, 46, 46, 46]
 
-Imports cost seconds, so a server process imports once what the session uses and every rank is forked from it (not from
-the test session, whose threads would not survive), and the ranks of one world size serve every call of the session. A
-failed or late call ends its ranks, and the next call starts new ones. Use `fresh=True` for a function that changes its
-process for good (backends, environment).
+Imports take seconds, so ranks are forked from a server process with all imports done (not from the test session, whose
+threads would not survive), and the ranks of one world size are reused for the whole session. A failed or late call ends
+its ranks, and the next call starts new ones. Use `fresh=True` for a function that changes its process for good
+(backends, environment).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from unittest import mock
 import torch
 
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Patience
+from flow_grpo.runtime.ranks.process_group import Timeouts
 
 START_LIMIT_S = 180.0  # importing torch in 8 processes on 2 busy cores
 GROUP_TIMEOUT_S = 30.0
-GRACE_S = 3.0  # how long the others may still report after one rank failed
+GRACE_S = 3.0  # for the other ranks to report after one has failed
 
 
 @dataclasses.dataclass
 class _Pool:
     processes: list[BaseProcess]
     pipes: list[Connection]
-    folder: str  # of the rendezvous; stays, because whoever makes a further group meets there again
+    folder: str  # of the rendezvous file, which every new process group uses again
 
 
 _POOLS: dict[int, _Pool] = {}
@@ -84,7 +84,7 @@ def run_ranks(
 
 
 def close_pools() -> None:
-    """Let all idle ranks leave in the orderly way and check their exit codes."""
+    """Shut all idle ranks down and check their exit codes."""
     while _POOLS:
         _leave(_POOLS.popitem()[1])
 
@@ -93,7 +93,7 @@ atexit.register(close_pools)
 
 
 def context() -> multiprocessing.context.ForkServerContext:
-    """Return the way to start clean processes quickly; their environment is the one of the first call."""
+    """Return a multiprocessing context with preloaded imports; its environment is that of the first call."""
     made = multiprocessing.get_context("forkserver")
     ours = sorted(module for module in sys.modules if module.startswith("flow_grpo"))
     lazily_imported = ["accelerate", "torch._dynamo"]  # the latter by DistributedDataParallel
@@ -174,23 +174,23 @@ def _end(pool: _Pool) -> None:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> None:
-    """Life of a rank: join, answer calls, leave. Always ends by `os._exit`, past interpreter teardown."""
+    """Main function of a rank: initialise, answer calls, shut down. Always ends by `os._exit`, without teardown."""
     faulthandler.enable()
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in names.items()})
     code = 1
     try:
         torch.set_num_threads(1)
-        ranks = process_group.start(torch.device("cpu"), Patience(GROUP_TIMEOUT_S), init_method=rendezvous)
+        ranks = process_group.init_ranks(torch.device("cpu"), Timeouts(GROUP_TIMEOUT_S), init_method=rendezvous)
         pipe.send_bytes(pickle.dumps((True, None)))
         while (call := pickle.loads(pipe.recv_bytes())) is not None:
             function, args = call
             pipe.send_bytes(pickle.dumps((True, function(ranks, *args))))
-        process_group.stop(ranks)
+        process_group.shut_down(ranks)
         code = 0
     except EOFError:
         pass  # the session is gone
-    except BaseException:  # noqa: BLE001 - whatever it is, it belongs into the test's report
+    except BaseException:  # noqa: BLE001 - any error belongs in the test's report
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from tools.audit import names, step
 from tools.audit.names import Finding
 from tools.audit.wheel import Wheel
@@ -63,7 +63,7 @@ def audit(wheel: Wheel, *, step: bool) -> list[Finding]:
     """
     findings = names.check_names(wheel, project_uses())
     findings.append(names.check_backend(wheel))
-    findings += names.check_environment(wheel, sorted(device_door.npu_environment()))
+    findings += names.check_environment(wheel, sorted(device_api.npu_environment()))
     if step:
         registered, seen = wheel.operators, step.observe()
         findings += step.check_operators(seen.operators, registered)

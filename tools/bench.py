@@ -35,7 +35,7 @@ import train_grpo
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.records import TrainingBatch
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
 from tools.benching import exchange
 from tools.benching import packing
@@ -78,7 +78,7 @@ def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str
         trainer = train_grpo.build(config, recipe, device, ranks)
         result = measure(trainer, epochs)
         trainer.tracker.close()
-        process_group.stop(ranks)
+        process_group.shut_down(ranks)
     return result
 
 
@@ -125,20 +125,20 @@ def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
     replays = [rows for step in trainer.updater.plan(batch, epoch).steps for rows in step]
     rollouts, replays = ([_inputs(trainer, batch, rows) for rows in calls] for calls in (rollouts, replays))
     columns = range(len(batch.parts[0].trajectory.steps))
-    device_door.synchronize(trainer.device)
+    device_api.synchronize(trainer.device)
     begun = time.perf_counter()
     for inputs in rollouts:
-        with torch.no_grad(), device_door.autocast(trainer.device, policy.dtype):
+        with torch.no_grad(), device_api.autocast(trainer.device, policy.dtype):
             for _ in range(config.sample.num_steps):
                 policy.module(*inputs)
     for inputs in [call for call in replays for _ in columns]:
-        with device_door.autocast(trainer.device, policy.dtype):
+        with device_api.autocast(trainer.device, policy.dtype):
             if config.train.kl_coef > 0:
                 with torch.no_grad():
                     policy.module(*inputs)
             output = policy.module(*inputs)[0]
         output.float().mean().backward()
-    device_door.synchronize(trainer.device)
+    device_api.synchronize(trainer.device)
     seconds = time.perf_counter() - begun
     trainer.updater.optimizer.zero_grad(set_to_none=True)
     return seconds

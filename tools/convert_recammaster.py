@@ -35,7 +35,7 @@ from torch import Tensor
 
 from flow_grpo.models import convert, model_files
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight
-from flow_grpo.runtime.checkpoints.state_files import to_disk
+from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -193,7 +193,7 @@ def staged(out: Path) -> Iterator[Path]:
     try:
         yield partial
         os.rename(partial, out)
-        to_disk(out.parent)
+        fsync(out.parent)
     finally:
         if partial.is_dir():
             shutil.rmtree(partial)
@@ -227,7 +227,7 @@ def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[s
             if not torch.isfinite(value).all():
                 raise ValueError(f"{name} has values that are not finite: the checkpoint is damaged, download it again")
             stream.write(value.view(-1).view(torch.uint8).numpy().data)
-    to_disk(file)
+    fsync(file)
 
 
 def report(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], file: Path) -> list[str]:

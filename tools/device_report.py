@@ -31,7 +31,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from tools.device.kernels import Video
 from tools.device.tables import ROW_HEAD, row, said, table
 
@@ -85,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit code."""
     options = _read(words)
     try:
-        device = device_door.resolve(options.device)
+        device = device_api.resolve(options.device)
         size = options.size or ("self-test" if device.type == "cpu" else "real")
         if size == "real" and device.type == "cpu":
             raise ValueError("--size real needs an accelerator, this is a CPU: use --size self-test")
@@ -277,15 +277,15 @@ def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ..
     parts = kernels.PARTS
     if part not in parts:
         from tools.device.networks import PARTS as parts
-    device_door.setup(device)
+    device_api.setup(device)
     chosen = kernels.SIZES[size]
     setting = kernels.Setting(chosen, device, videos, options.rows, options.repeat)
     records: dict[str, Any] = {}
     for name, record in parts[part](setting):
         records[name] = record
         answer = {
-            "hardware": device_door.name(device),
-            "memory_gib": device_door.memory(device).get("total"),
+            "hardware": device_api.name(device),
+            "memory_gib": device_api.memory(device).get("total"),
             "sizes": {"rows": options.rows, **dataclasses.asdict(chosen)},
             "records": records,
         }

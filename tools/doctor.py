@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     if ranks.is_main:
         show(findings, time.perf_counter() - begun, as_json=known.json)
-    process_group.stop(ranks)
+    process_group.shut_down(ranks)
     return 1 if failed(findings) else 0
 
 

@@ -54,7 +54,7 @@ from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
 from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.reporting.path_plots import draw_paths
-from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.runtime.atomic_file import write_atomically
 from tools.evaluation.inputs import Task, find_tasks
 from tools.evaluation.tables import compare, read_baseline, summarise, write_tables
 
@@ -279,7 +279,7 @@ def keep(out: Path, task: Task, finished: Finished) -> None:
     """Write what a later call needs not measure again."""
     poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
     content = {"key": finished.key, "row": finished.row, "poses": poses}
-    write_whole(_kept_file(out, task), json.dumps(content, allow_nan=False))
+    write_atomically(_kept_file(out, task), json.dumps(content, allow_nan=False))
 
 
 def read_kept(out: Path, task: Task, key: str) -> Finished | None:

@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise  # of this rank alone: the others would not come to say goodbye
         train_grpo.refuse(error, ranks)
         return 2
-    process_group.stop(ranks)
+    process_group.shut_down(ranks)
     return 0
 
 
@@ -184,7 +184,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
         spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # over the scenes
         held_out = Batches(args, measured, policy, ranks, sorted(set(spread))) if spread else None
     identity = common_identity(policy.module, config.model.trained, data, ranks)
-    ranks.all_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
+    ranks.check_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
     policy.module = parallelize(policy.module, "ddp", device, ranks)
     optimizer = build_optimizer(config, policy)
     return FineTuning(args, config, policy, optimizer, batches, held_out, identity, ranks, folder)
@@ -233,7 +233,7 @@ class FineTuning:
             load_trained_state(self.policy.module, found.state["trained"])
             groups = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": found.state["moments"], "param_groups": groups})
-        resume.settle(self.config.resume, path, folder, ranks=self.ranks)
+        resume.commit(self.config.resume, path, folder, ranks=self.ranks)
         self._sums, self._norm, self._begun = torch.zeros(2, dtype=torch.float64), 0.0, 0.0  # since the last report
         self._files: MetricFiles | None = None
         if self.ranks.is_main:
@@ -259,7 +259,7 @@ class FineTuning:
         losses = flow_losses(self.policy, conditions, self.config.sample.shift, self.args.seed, plan.epoch)
         bad = [item.index for item, fine in zip(conditions, losses.isfinite().tolist(), strict=True) if not fine]
         error = RuntimeError(f"loss of items {bad} is not finite") if bad else None
-        self.ranks.raise_together(error, f"step {self.step + 1}")
+        self.ranks.raise_if_any_failed(error, f"step {self.step + 1}")
         weight = plan.batch_weight(self.consumed)  # 0 for filler, which only takes part in the exchanges
         (weight * losses.sum() * self.ranks.world_size / plan.real_items(self.consumed)).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.config.train.max_grad_norm)

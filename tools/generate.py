@@ -45,7 +45,7 @@ from flow_grpo.models import codec
 from flow_grpo.models.adapter_files import LORA_FILE, load_adapter
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
-from flow_grpo.runtime import device as devices
+from flow_grpo.runtime import device as device_api
 
 TOOL = "tools/generate.py"  # how a record says that its video is no source
 # What ReCamMaster's inference_recammaster.py, like Wan's own examples, guides away from.
@@ -266,9 +266,9 @@ def check_results(requests: Sequence[Request], overwrite: bool) -> None:
 
 def load(args: argparse.Namespace) -> RecamPolicy:
     """Return the policy on its device; ValueError for a model or an adapter that cannot be used."""
-    device = devices.resolve(args.device)
-    devices.setup(device)
-    print(devices.describe(device, args.device), flush=True)
+    device = device_api.resolve(args.device)
+    device_api.setup(device)
+    print(device_api.describe(device, args.device), flush=True)
     networks = load_networks(args.model, DTYPES[args.dtype], device, offload=args.offload, tiling=args.tiling)
     if args.adapter is not None:
         networks = dataclasses.replace(

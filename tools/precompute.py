@@ -87,7 +87,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with ranks.sync_errors("encoding"):
         tally = work(tasks, ranks)
     problems = report(tally, config, ranks)
-    process_group.stop(ranks)
+    process_group.shut_down(ranks)
     return 1 if problems else 0
 
 

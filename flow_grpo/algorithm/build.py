@@ -156,7 +156,7 @@ def build_rewards(config: Config, weights: Mapping[str, float], ranks: Ranks) ->
     """Return the rewards that `weights` names, measured in this process or by the recipe's servers."""
     servers, timeout_s = config.reward.remote, config.reward.remote_timeout
     rewards = build_reward_set(weights, data_root=config.data.root, servers=servers, timeout_s=timeout_s)
-    rewards.on_measured = ranks.tick
+    rewards.on_measured = ranks.report_progress
     return rewards
 
 

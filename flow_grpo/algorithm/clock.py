@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 
 
 class Clock:
@@ -27,10 +27,10 @@ class Clock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block's time under `name`."""
-        device_door.synchronize(self._device)
+        device_api.synchronize(self._device)
         begun = time.perf_counter()
         yield
-        device_door.synchronize(self._device)
+        device_api.synchronize(self._device)
         self.seconds[name] += time.perf_counter() - begun
 
     def metrics(self) -> dict[str, float]:

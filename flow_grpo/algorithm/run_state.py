@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
-from flow_grpo.runtime.checkpoints.sharded_state import join, map_tensors, own_part
+from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
+from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import is_partitioned, is_sharded, part_like
-
-_SAMPLED = 16  # values per tensor that a fingerprint looks at
+from flow_grpo.runtime.tensor_store import weights_key
 
 
 class Average(Protocol):
@@ -87,7 +86,7 @@ class RunState:
             "shortages": self.shortages,
             "bad_steps": self.bad_steps,
         }
-        per_rank: dict[str, Any] = {"random": device_door.rng_state(self.device)}
+        per_rank: dict[str, Any] = {"random": device_api.rng_state(self.device)}
         learned = {
             "trained": dict(trained_parameters(self.module)),
             "moments": self.optimizer.state_dict()["state"],
@@ -96,7 +95,7 @@ class RunState:
         if is_partitioned(self.module):
             per_rank["moments"] = learned.pop("moments")
         if is_sharded(self.module):
-            per_rank["learned"] = own_part(learned)
+            per_rank["learned"] = local_shards(learned)
         else:
             state["learned"] = learned
         return checkpoint.save(
@@ -122,7 +121,7 @@ class RunState:
             learned = map_tensors(state["learned"], self._own)
         else:
             stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
-            learned = join(stems, "learned", self._own)
+            learned = join_shards(stems, "learned", self._own)
         if (learned["ema"] is None) != (self.ema is None):
             raise ValueError(
                 f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
@@ -135,7 +134,7 @@ class RunState:
         if self.ema is not None:
             self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
-            device_door.set_rng_state(self.device, found.per_rank["random"])
+            device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
         self.bad_steps = list(state.get("bad_steps", ()))  # not in checkpoints of earlier versions
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
@@ -179,7 +178,7 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
     identity = checkpoint.identity_of(path) | {"model": fingerprint(module), "trained": trained}
     found = checkpoint.load(path, identity=identity, ranks=Ranks())
     stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
-    learned = found.state.get("learned") or join(stems, "learned", lambda _, values: values)
+    learned = found.state.get("learned") or join_shards(stems, "learned", lambda _, values: values)
     load_trained_state(module, learned["trained"])
     if learned["ema"] is not None:
         for place, parameter in enumerate(trained_parameters(module).values()):
@@ -194,15 +193,10 @@ def common_identity(module: nn.Module, trained: str, data: MultiCamDataset, rank
     """
     identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
     identity[checkpoint.FILES] = data.contents()
-    ranks.all_equal(str(identity), "model and data")
+    ranks.check_equal(str(identity), "model and data")
     return identity
 
 
 def fingerprint(module: nn.Module) -> str:
     """Return a hash of a network's parameter names, shapes and 16 values of each: cheap, yet it tells models apart."""
-    digest = blake2b(digest_size=16)
-    for name, parameter in module.named_parameters():
-        values = parameter.detach().flatten()[:: max(1, parameter.numel() // _SAMPLED)]
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return weights_key(module.named_parameters())

@@ -32,7 +32,7 @@ from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
 from flow_grpo.runtime.reporting.clips import log_clips, log_rows, training_clips
@@ -102,7 +102,7 @@ class Trainer:
                 break
             self.tracker.begin()
             self.clock, self.metrics = Clock(self.device), {}
-            device_door.reset_peak_memory(self.device)
+            device_api.reset_peak_memory(self.device)
             yield epoch
             self._count_time()
 
@@ -150,7 +150,7 @@ class Trainer:
 
     def update(self, batch: TrainingBatch, epoch: int) -> None:
         """Take the epoch's gradient steps."""
-        self.ranks.enter("update")
+        self.ranks.begin_phase("update")
         plan = self.updater.plan(batch, epoch)
         self.progress.start_update(plan.passes)
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
@@ -168,7 +168,7 @@ class Trainer:
         seconds = sum(self.clock.seconds.values())
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
         self.metrics |= self.clock.metrics() | server_metrics(self.collector.rewards.stats(), self.ranks)
-        self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_door.memory(self.device).items()}
+        self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}
         self.metrics |= {
             "time/epoch_s": seconds,
             "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,

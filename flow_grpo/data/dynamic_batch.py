@@ -36,7 +36,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
     """Batches whose costs add up to at most `max_points`, equally many on every rank, each item once.
 
     Use it as `DataLoader(dataset, batch_sampler=sampler)` outside `accelerator.prepare`, which would shard once more.
-    Call `set_epoch` before `iter(loader)`, and once `ranks.all_equal(sampler.fingerprint(), "batch plan")` before the
+    Call `set_epoch` before `iter(loader)`, and once `ranks.check_equal(sampler.fingerprint(), "batch plan")` before the
     first step, where a difference between ranks is an error message and not yet a hang.
 
     Items of one structure are packed in the order drawn, all batches sorted by cost, and W neighbours make a row: over

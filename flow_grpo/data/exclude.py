@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flow_grpo.data.camera_files import read_json_object
-from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.settings.schema import DataConfig
 
 Verdicts = dict[str, dict[str, str]]  # scene -> target camera -> "" or what is wrong
@@ -53,4 +53,4 @@ def _is_row(row: object) -> bool:
 def write_verdicts(verdicts: Mapping[str, Mapping[str, str]], settings: Mapping[str, object], file: Path) -> None:
     """Replace a file of verdicts as a whole; OSError when it cannot be written."""
     content = {"settings": settings, "verdicts": verdicts}
-    write_whole(file, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    write_atomically(file, json.dumps(content, indent=1, sort_keys=True) + "\n")

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flow_grpo.models.model_files import check_component
-from flow_grpo.runtime import device as devices
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 
 Half: TypeAlias = Literal["encoder", "decoder"]
@@ -114,7 +114,7 @@ class Codec:
             if self._slicing:
                 network.enable_slicing()  # type: ignore[no-untyped-call]
             self._halves[half] = network
-        with devices.visiting(self._halves[half], self._device, stays=not self._offload):
+        with device_api.visiting(self._halves[half], self._device, stays=not self._offload):
             yield self._halves[half]
 
 

@@ -23,7 +23,7 @@ from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.records import Condition, Conditioning
-from flow_grpo.runtime import device as devices
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.runtime.tensor_store import TensorStore, content_key
 from flow_grpo.settings.schema import ModelConfig, SampleConfig
@@ -96,7 +96,7 @@ def apply_compute_settings(transformer: ReCamTransformer3DModel, model: ModelCon
     Raises:
         ValueError: the device does not have the attention backend, or should not compile.
     """
-    known = devices.attention_backends(device)
+    known = device_api.attention_backends(device)
     if model.attention_backend not in known:
         raise ValueError(
             f"model.attention_backend is {model.attention_backend!r}, must be one of {', '.join(known)} "
@@ -113,7 +113,7 @@ def apply_compute_settings(transformer: ReCamTransformer3DModel, model: ModelCon
     if model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if model.compile:
-        if not devices.supports_compile(device):
+        if not device_api.supports_compile(device):
             raise ValueError(f"model.compile is true, must be false on {device.type}: its compiler is experimental")
         transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
 
@@ -146,7 +146,7 @@ class RecamPolicy:
         store: TensorStore | None = None,
     ) -> None:
         self.module: nn.Module = networks.transformer
-        devices.place(self.module, device)
+        device_api.place(self.module, device)
         self.codec = networks.codec
         self.texts = networks.texts
         self.encodings = Encodings(
@@ -290,7 +290,7 @@ class RecamPolicy:
         # Only a forward with a backward pass needs the wrapper, which synchronises gradients.
         network = self.module if torch.is_grad_enabled() else unwrap(self.module)
         joined = torch.cat([latents, conditioning.source_latents], dim=2)
-        with devices.autocast(self.device, self.dtype):
+        with device_api.autocast(self.device, self.dtype):
             predicted: Tensor = network(joined, TIMESTEPS * sigma, prompts, conditioning.target_cameras)[0]
         # The prediction for the source half is meaningless.
         return predicted[:, :, : latents.shape[2]].float()

@@ -12,7 +12,7 @@ from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedMode
 from transformers.utils import logging as transformers_logging
 
 from flow_grpo.models.model_files import check_component, check_json
-from flow_grpo.runtime import device as devices
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class TextEncoder:
                 length,
                 max_tokens,
             )
-        with devices.visiting(network, self._device, stays=not self._offload):
+        with device_api.visiting(network, self._device, stays=not self._offload):
             tokens = tokens.to(self._device)
             states: Tensor = network(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
         return states.float().cpu()

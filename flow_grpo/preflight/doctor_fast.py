@@ -31,7 +31,7 @@ from flow_grpo.preflight import doctor_steps, machine_checks
 from flow_grpo.preflight.findings import Finding, agreed, as_table, attempted, failed, finding, in_one_line
 from flow_grpo.preflight.layer_diff import first_difference, recording
 from flow_grpo.records import Condition, Samples
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_sharded, local, unwrap
 
 WINDOWS = 16  # epochs whose stochastic steps are looked at
@@ -74,9 +74,9 @@ def before_training(trainer: Trainer) -> None:
         ValueError: on every rank alike, if a check failed.
     """
     begun = time.perf_counter()
-    random = device_door.rng_state(trainer.device)
+    random = device_api.rng_state(trainer.device)
     findings = examine(trainer)
-    device_door.set_rng_state(trainer.device, random)
+    device_api.set_rng_state(trainer.device, random)
     others = [found for found in findings if found.status != "ok"]
     trainer.progress.say(
         "\n".join([in_one_line(findings, time.perf_counter() - begun), *as_table(others).splitlines()])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flow_grpo.preflight.doctor_checks import check_alike
 from flow_grpo.preflight.findings import Finding, finding
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import Config
@@ -68,7 +68,7 @@ def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place:
 
 def check_versions(ranks: Ranks) -> list[Finding]:
     """Judge the software: torch and the vendor's package fit, and all ranks run the same; every rank must call it."""
-    versions = {name: _version(name) for name in device_door.packages()}
+    versions = {name: _version(name) for name in device_api.packages()}
     wrong = unpaired(versions)
     versions |= {name: _version(name) for name in LIBRARIES}
     said = ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -87,13 +87,13 @@ def unpaired(versions: Mapping[str, str]) -> str:
 
 def check_device(device: torch.device, config: Config, ranks: Ranks) -> list[Finding]:
     """Judge the device: it computes in the model's precision, and no two ranks share one; every rank must call it."""
-    here = f"{device_door.physical(device)} of {socket.gethostname()}"
+    here = f"{device_api.physical(device)} of {socket.gethostname()}"
     users = ranks.gather_text(here)
-    said = device_door.describe(device, config.device)
+    said = device_api.describe(device, config.device)
     shared = device.type != "cpu" and users.count(here) > 1
     way_out = "start as many as there are devices, or look at what the launcher shows each rank"
-    fail = _if(shared, f"{users.count(here)} ranks share {here}, {device_door.shown(device.type)}: {way_out}")
-    if not device_door.supports_bf16(device) and config.model.dtype == "bf16":
+    fail = _if(shared, f"{users.count(here)} ranks share {here}, {device_api.visibility(device.type)}: {way_out}")
+    if not device_api.supports_bf16(device) and config.model.dtype == "bf16":
         fail = "it has no bf16: pass --config.model.dtype=fp32"
     fell_back = device.type == "cpu" and config.device == "auto" and config.model.dtype == "bf16"
     return [
@@ -125,7 +125,7 @@ def _unfit_sum(place: torch.device, ranks: Ranks) -> str:
     total = torch.full((1,), ranks.rank + 1.0, device=place)
     wanted = ranks.world_size * (ranks.world_size + 1) / 2
     try:
-        with ranks.waiting():
+        with ranks.waiting_for_peers():
             dist.all_reduce(total)
     except RuntimeError as error:
         return f"no all-reduce of {place}: {' '.join(str(error).split())}"

@@ -1,1 +1,1 @@
-"""The doors to the outside: devices, ranks, files, trackers."""
+"""Devices, ranks, checkpoints, files and trackers: everything outside the algorithm."""

@@ -1,8 +1,8 @@
-"""npu | cuda | cpu: the only file that may say a vendor's name.
+"""Everything that differs between npu, cuda and cpu; no other file may name a vendor.
 
-Everything else holds a `torch.device` made by `resolve` and asks this file for what differs between vendors. The two
-accelerator modules, `torch.npu` (made by importing torch_npu) and `torch.cuda`, share the names used here, so most
-functions are one line over `getattr(torch, device.type)`; `torch.accelerator` lacks random states and names.
+Other code holds a `torch.device` from `resolve` and calls the functions below. `torch.npu` (created by importing
+torch_npu) and `torch.cuda` share the functions used here, so most of them are one line over
+`getattr(torch, device.type)`; `torch.accelerator` has no random states and no device names.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 
 KINDS = ("npu", "cuda", "cpu")  # in order of preference
-OVERRIDE = "FLOW_GRPO_DEVICE"  # environment variable, asked when the configuration says "auto"
-EVENT_AFTER_EXEC_S = 68  # by which the vendor's waiting for an event outlasts that for a collective, as its defaults do
-_EXEC, _EVENT = "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"  # seconds each, 0 for ever
-_VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}  # what a launcher may show a rank
+OVERRIDE = "FLOW_GRPO_DEVICE"  # environment variable, read when the configuration says "auto"
+EVENT_AFTER_EXEC_S = 68  # the event timeout must exceed the collective timeout; the vendor's defaults differ by this
+_EXEC, _EVENT = "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"  # in seconds, 0 for no limit
+_VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _GIB = 1024**3
 _log = logging.getLogger(__name__)
 
 _NPU_ENVIRONMENT = {
-    "HCCL_CONNECT_TIMEOUT": "1200",  # seconds; the vendor's 120 are short for a cold start of many ranks
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # against fragmentation
+    "HCCL_CONNECT_TIMEOUT": "1200",  # seconds; the default 120 is too short for a cold start of many ranks
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # reduces fragmentation
     "TASK_QUEUE_ENABLE": "1",  # 2 raises peak memory
     "CPU_AFFINITY_CONF": "1",
 }
@@ -43,68 +43,70 @@ _DETERMINISTIC_ENVIRONMENT = {
 
 
 def resolve(requested: str = "auto") -> torch.device:
-    """Return this rank's device: the requested kind, or for "auto" the first usable of npu, cuda, cpu.
+    """Return this rank's device: the requested kind, or for "auto" the first usable one of npu, cuda, cpu.
 
-    The index is LOCAL_RANK. For "auto" the environment variable FLOW_GRPO_DEVICE may name the kind.
+    The device index is LOCAL_RANK. For "auto" the environment variable FLOW_GRPO_DEVICE may name the kind.
 
     Raises:
-        ValueError: unknown or unusable request, or fewer devices than local ranks.
+        ValueError: the kind is unknown or unusable, or there are fewer devices than local ranks.
         RuntimeError: torch_npu is installed but cannot be loaded.
     """
     kind = _requested_kind(requested)
-    why_not = _why_not()  # also when cpu is requested: a broken torch_npu would break the import of the models later
+    problems = _problems()  # even for cpu: with a broken torch_npu, importing the model libraries fails later
     if kind == "auto":
-        kind = next(candidate for candidate in KINDS if not why_not[candidate])
-    if why_not[kind]:
-        raise ValueError(f"device={kind!r} was requested, but {why_not[kind]}; repair that or use device='auto'")
+        kind = next(candidate for candidate in KINDS if not problems[candidate])
+    if problems[kind]:
+        raise ValueError(f"device={kind!r} was requested, but {problems[kind]}; repair that or use device='auto'")
     if kind == "cpu":
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), _module(kind).device_count()
     if local_rank >= count:
         way_out = f"start at most {count} processes per node"
-        if count == 1 and _VISIBLE[kind] in os.environ:  # maybe a device of its own for each rank, which needs no index
+        if count == 1 and _VISIBLE[kind] in os.environ:  # the launcher may give each rank one device, always index 0
             way_out += f", or unset {_VISIBLE[kind]}, or let the launcher set LOCAL_RANK=0 for every rank"
-        raise ValueError(f"local rank {local_rank} has no {kind} device: {count} visible ({shown(kind)}); {way_out}")
+        raise ValueError(
+            f"local rank {local_rank} has no {kind} device: {count} visible ({visibility(kind)}); {way_out}"
+        )
     return torch.device(kind, local_rank)
 
 
-def shown(kind: str) -> str:
-    """Return the variable that says which devices this process sees, with its value."""
+def visibility(kind: str) -> str:
+    """Return the environment variable that limits the visible devices, and its value."""
     return f"{_VISIBLE.get(kind)} {os.environ.get(_VISIBLE.get(kind, ''), 'unset')}"
 
 
 def physical(device: torch.device) -> str:
-    """Return the device as its machine counts: each rank may be shown another one as its first."""
+    """Return the device by its number on the machine: index 0 may be another device for every rank."""
     names, index = os.environ.get(_VISIBLE.get(device.type, ""), "").split(","), device.index or 0
     return f"{device.type}:{(names[index].strip() if index < len(names) else '') or index}"
 
 
 def describe(device: torch.device, requested: str = "auto") -> str:
-    """Return one line: which device was taken, and why it was not a preferred one."""
+    """Return one line: the device, and why each more preferred kind was not taken."""
     kind = _requested_kind(requested)
     line = f"device {device} ({name(device)})"
     if kind != "auto":
         return f"{line}: {kind} was requested"
-    skipped = [f"no {better}: {why}" for better, why in _why_not().items() if why]
+    skipped = [f"no {better}: {why}" for better, why in _problems().items() if why]
     return "; ".join([line, *skipped[: KINDS.index(device.type)]])
 
 
 def launch_env(device: torch.device | str) -> dict[str, str]:
-    """Put the vendor's environment defaults in place where the user has not set them, and return what now holds.
+    """Set the vendor's environment defaults that the user has not set; return the values now in effect.
 
-    Must run before the backend is loaded; `load_plug_in` does so.
+    Must run before the backend is loaded; `load_plug_in` does this.
     """
     kind = device if isinstance(device, str) else device.type
     defaults = dict(_NPU_ENVIRONMENT) if kind == "npu" else {}
-    if "PYTORCH_ALLOC_CONF" in os.environ:  # with both allocator variables set, torch_npu aborts the process
+    if "PYTORCH_ALLOC_CONF" in os.environ:  # torch_npu aborts the process if both allocator variables are set
         defaults.pop("PYTORCH_NPU_ALLOC_CONF", None)
     return {variable: os.environ.setdefault(variable, value) for variable, value in defaults.items()}
 
 
 def load_plug_in() -> bool:
-    """Load torch_npu, with its environment defaults in place, and return whether it is installed.
+    """Import torch_npu with its environment defaults set; return False if it is not installed.
 
-    Must come before the model libraries, which import it unguarded whenever it is installed.
+    Call before importing the model libraries, which import torch_npu unguarded whenever it is installed.
 
     Raises:
         RuntimeError: it is installed but cannot be loaded.
@@ -125,18 +127,18 @@ def load_plug_in() -> bool:
 
 
 def npu_environment() -> tuple[str, ...]:
-    """Return the names of the environment variables that may be set for an NPU."""
+    """Return the names of all environment variables this module may set for an NPU."""
     return (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"], _EXEC, _EVENT)
 
 
 def setup(device: torch.device, deterministic: bool = False, num_threads: int = 0, collective_s: float = 0.0) -> None:
-    """Prepare the process for its device; call before any operation on it.
+    """Configure the process for its device; call before any operation on it.
 
     Args:
         device: from `resolve`.
-        deterministic: ask for bitwise repeatable kernels and collectives, at a cost in speed.
-        num_threads: CPU threads of this process; 0 leaves torch's choice.
-        collective_s: seconds the vendor's library allows a collective, where it can be told; 0 leaves its own.
+        deterministic: use bitwise repeatable kernels and collectives, which are slower.
+        num_threads: CPU threads of this process; 0 keeps torch's default.
+        collective_s: timeout of the vendor's collectives in seconds (NPU only); 0 keeps the vendor's default.
     """
     select(device)
     if num_threads:
@@ -150,34 +152,34 @@ def setup(device: torch.device, deterministic: bool = False, num_threads: int = 
         module = _module("npu")
         module.set_compile_mode(jit_compile=False)
         module.config.allow_internal_format = False  # private tensor formats cost precision in the video codec
-        module.conv.allow_hf32 = False  # on by default; fp32 shall mean fp32
+        module.conv.allow_hf32 = False  # on by default; keep fp32 exact
     if device.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = False  # likewise
+        torch.backends.cudnn.allow_tf32 = False  # on by default; keep fp32 exact
 
 
 def select(device: torch.device) -> None:
-    """Make `device` the current one of this process."""
+    """Make `device` the current device of this process."""
     if device.type != "cpu":
         _module(device.type).set_device(device)
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Return the backend for `init_process_group`; CPU tensors always travel over gloo."""
+    """Return the backend for `init_process_group`; CPU tensors always use gloo."""
     return {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device.type]
 
 
 def accelerator_kwargs(device: torch.device) -> dict[str, Any]:
-    """Return what `accelerate.Accelerator` needs to be told; unasked, it does not take part in a CPU group."""
+    """Return the arguments for `accelerate.Accelerator`; without cpu=True it ignores a CPU process group."""
     return {"cpu": True} if device.type == "cpu" else {}
 
 
 def autocast(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager[Any]:
-    """Return the mixed-precision context for `dtype`; for fp32 one that does nothing."""
+    """Return the autocast context for `dtype`; for fp32 a null context."""
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states (CPU uint8 tensors) of torch's CPU generator and of this rank's device."""
+    """Return the states (CPU uint8 tensors) of torch's CPU generator and of this device's generator."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = _module(device.type).get_rng_state(device)
@@ -185,42 +187,44 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    """Restore what `rng_state` returned; a state of another kind of device is left out with a warning."""
+    """Restore what `rng_state` returned; the state of another kind of device is skipped with a warning."""
     torch.set_rng_state(state["cpu"])
     if device.type != "cpu" and device.type in state:
         _module(device.type).set_rng_state(state[device.type], device)
     if set(state) != {"cpu", device.type}:
-        _log.warning("random states are of %s, this run is on %s: its generator starts anew", set(state), device)
+        _log.warning(
+            "random states of %s were saved, this run is on %s: its generator is not restored", set(state), device
+        )
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its work."""
+    """Wait for all queued work of the device."""
     if device.type != "cpu":
         _module(device.type).synchronize(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give cached memory back to the device."""
+    """Release the allocator's cached memory."""
     if device.type != "cpu":
         _module(device.type).empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether a device had no memory left; not every vendor's library raises torch's own error for it."""
+    """Return whether the error means that device memory ran out; not every vendor raises torch's own error."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Move a module to the device unless it is there: moving has no effect then, but fake tensors cannot be moved."""
+    """Move a module to the device unless it is there already: fake tensors cannot be moved, not even in place."""
     if any(parameter.device != device for parameter in module.parameters()):
         module.to(device)
 
 
 @contextlib.contextmanager
 def visiting(module: nn.Module, device: torch.device, *, stays: bool) -> Iterator[None]:
-    """Inside, the module is on the device; afterwards too if it stays, else back in CPU memory."""
+    """Move the module to the device for the block; unless `stays`, offload it to CPU memory afterwards."""
     place(module, device)
     try:
         yield
@@ -231,9 +235,9 @@ def visiting(module: nn.Module, device: torch.device, *, stays: bool) -> Iterato
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return GiB in use: `allocated`, `peak`, `reserved`, `total`.
+    """Return memory in GiB: `allocated`, `peak`, `reserved`, `total`.
 
-    On the CPU: `allocated` and `peak` of this process and the machine's `total`, where the system tells.
+    On the CPU: this process's `allocated` and `peak` and the machine's `total`; empty where /proc is missing.
     """
     if device.type == "cpu":
         return _process_memory()
@@ -244,7 +248,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `memory()["peak"]` start again from here; a CPU process keeps its peak."""
+    """Reset `memory()["peak"]`; has no effect on the CPU."""
     if device.type != "cpu":
         _module(device.type).reset_peak_memory_stats(device)
 
@@ -257,22 +261,21 @@ def name(device: torch.device) -> str:
 
 
 def packages() -> tuple[str, ...]:
-    """Return the installed packages that must be of one version: torch, and the vendor's own for it."""
+    """Return the installed packages whose versions must be the same on every rank: torch and its vendor plug-in."""
     return tuple(name for name in ("torch", "torch-npu") if importlib.util.find_spec(name.replace("-", "_")))
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Return whether bf16 is native; on the CPU it always works."""
+    """Return whether bf16 is native; always True on the CPU."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type == "cpu" or bool(_module(device.type).is_bf16_supported())
 
 
 def attention_backends(device: torch.device) -> tuple[str, ...]:
-    """Return diffusers' names of the attention backends that compute forward and backward, the default first.
+    """Return diffusers' names of the attention backends with a forward and a backward pass, the default first.
 
-    Those of CUDA beyond torch's own need their packages, which diffusers asks for. The NPU's own one reads additive
-    float masks inverted; it may be chosen where no mask or a boolean one is passed.
+    "flash" needs its own package. "_native_npu" misreads additive float masks; it is safe with boolean masks or none.
     """
     return {
         "npu": ("native", "_native_npu"),
@@ -282,12 +285,12 @@ def attention_backends(device: torch.device) -> tuple[str, ...]:
 
 
 def supports_compile(device: torch.device) -> bool:
-    """Return whether `torch.compile` is worth asking for; the NPU's graph back ends are experimental."""
+    """Return whether `torch.compile` may be used; the NPU's graph back ends are experimental."""
     return device.type != "npu"
 
 
 def profiler(device: torch.device, folder: Path | str) -> AbstractContextManager[Any]:
-    """Return a profiler context that writes its trace into `folder` when it ends."""
+    """Return a profiler context that writes a trace into `folder` on exit."""
     library: Any = sys.modules["torch_npu"].profiler if device.type == "npu" else torch.profiler
     activities = [library.ProfilerActivity.CPU]
     if device.type != "cpu":
@@ -297,7 +300,7 @@ def profiler(device: torch.device, folder: Path | str) -> AbstractContextManager
 
 
 def _bound_collectives(seconds: float) -> None:
-    """Tell the vendor's library how long a collective may take; its waiting for an event must outlast what holds."""
+    """Set the vendor's timeouts that the user has not set; the event timeout must exceed the collective timeout."""
     if seconds:
         os.environ.setdefault(_EXEC, f"{seconds:.0f}")
     if _EXEC in os.environ:
@@ -306,7 +309,7 @@ def _bound_collectives(seconds: float) -> None:
 
 
 def _requested_kind(requested: str) -> str:
-    """Return the kind asked for by configuration or environment, or "auto"."""
+    """Return the kind named by configuration or environment, or "auto"."""
     kind = os.environ.get(OVERRIDE, "auto") if requested == "auto" else requested
     if kind not in (*KINDS, "auto"):
         where = OVERRIDE if requested == "auto" else "device"
@@ -314,23 +317,18 @@ def _requested_kind(requested: str) -> str:
     return kind
 
 
-def _why_not() -> dict[str, str]:
-    """For every kind, why it cannot be used here, or ""."""
-    return {"npu": _why_not_npu(), "cuda": _why_not_cuda(), "cpu": ""}
-
-
-def _why_not_npu() -> str:
+def _problems() -> dict[str, str]:
+    """Return why each kind cannot be used on this machine, "" if it can."""
+    npu = cuda = ""
     if not load_plug_in():
-        return "torch_npu is not installed"
-    if not _module("npu").is_available():
-        return "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
-    return ""
-
-
-def _why_not_cuda() -> str:
+        npu = "torch_npu is not installed"
+    elif not _module("npu").is_available():
+        npu = "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
     if not torch.backends.cuda.is_built():
-        return "this build of torch has no CUDA support"
-    return "" if torch.cuda.is_available() else "torch sees no device (look at `nvidia-smi` and CUDA_VISIBLE_DEVICES)"
+        cuda = "this build of torch has no CUDA support"
+    elif not torch.cuda.is_available():
+        cuda = "torch sees no device (look at `nvidia-smi` and CUDA_VISIBLE_DEVICES)"
+    return {"npu": npu, "cuda": cuda, "cpu": ""}
 
 
 def _module(kind: str) -> Any:

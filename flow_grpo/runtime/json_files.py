@@ -1,4 +1,4 @@
-"""JSON files that people, or programs elsewhere, have written: an object, or one line that names the file."""
+"""Read JSON files written by people or other programs; a bad one is refused by name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Any
 
 
 def read_json(file: Path, way_out: str) -> Any:
-    """Return the content of a JSON file.
-
-    Args:
-        file: in UTF-8, with or without a mark of byte order.
-        way_out: what to do about a bad one, such as "export it again".
+    """Return the content of a UTF-8 JSON file, with or without a byte order mark.
 
     Raises:
-        ValueError: it cannot be read, or is no JSON; names the file.
+        ValueError: the file cannot be read or is not JSON; the message ends with `way_out`, such as "export it again".
     """
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -23,13 +19,13 @@ def read_json(file: Path, way_out: str) -> Any:
         raise ValueError(f"file {file} cannot be read ({error}); {way_out}") from error
     try:
         return json.loads(text)
-    # A number of thousands of digits is a plain ValueError, brackets without end are a RecursionError.
+    # An integer of thousands of digits is a plain ValueError, deep nesting a RecursionError.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"file {file} is not JSON ({error}); {way_out}") from error
 
 
 def read_json_object(file: Path, way_out: str) -> dict[str, Any]:
-    """Return the content of a JSON file that holds an object; otherwise as `read_json`."""
+    """Return the content of a JSON file that must hold an object; otherwise like `read_json`."""
     content = read_json(file, way_out)
     if not isinstance(content, dict):
         raise ValueError(f"file {file} holds a {type(content).__name__}, must be a JSON object; {way_out}")

@@ -1,21 +1,18 @@
-"""Tensors that are expensive to make, kept in memory and, with a folder, on disk, by what they were made from.
+"""Cache of tensors that are expensive to compute, in memory and optionally on disk.
 
     <folder>/<kind>/<first two digits>/<hash of the key>.safetensors
 
-A key names everything that the numbers depend on, so an entry is never out of date and may be copied elsewhere. Files
-appear whole or not at all, and processes may share a folder: of two that make one entry, either one stays.
+A key names everything the tensor depends on, so entries never go stale and may be copied to other machines. Files are
+written atomically, so processes may share a folder; if two compute one entry, the last write wins.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -23,42 +20,42 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flow_grpo.runtime.atomic_file import atomic_path
+from flow_grpo.runtime.lru import keep_latest
+
+_SAMPLED = 16  # values per tensor in a weights key
 _log = logging.getLogger(__name__)
 
 
 class TensorStore:
-    """Remembers results of pure functions.
+    """Caches the results of pure functions.
 
     Args:
-        folder: where entries are kept over runs, or None to keep them in memory only.
-        kept: entries of each kind in memory.
+        folder: directory of the disk cache, or None for memory only.
+        kept: size of the LRU cache in memory, in entries per kind.
     """
 
     def __init__(self, folder: Path | None = None, kept: int = 64) -> None:
         self.folder = folder
         self._kept = kept
-        self._known: dict[str, OrderedDict[str, Tensor]] = {}
+        self._cached: dict[str, OrderedDict[str, Tensor]] = {}
 
     def get(self, kind: str, key: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the CPU tensor of a key: remembered, else read, else made and written.
+        """Return the CPU tensor of a key from memory or disk, or compute it with `make` and store it.
 
         Raises:
-            OSError: the folder cannot be written, with the way out.
+            OSError: the folder cannot be written.
         """
-        known = self._known.setdefault(kind, OrderedDict())
-        if key not in known:
-            known[key] = self._read_or_make(kind, key, make)
-        known.move_to_end(key)
-        while len(known) > self._kept:
-            known.popitem(last=False)
-        return known[key]
+        cached = self._cached.setdefault(kind, OrderedDict())
+        keep_latest(cached, key, cached[key] if key in cached else self._read_or_make(kind, key, make), self._kept)
+        return cached[key]
 
     def has(self, kind: str, key: str) -> bool:
-        """Tell whether there is a sound entry on disk."""
+        """Return whether a valid entry is on disk."""
         return self.folder is not None and self._read(self.path(kind, key), key) is not None
 
     def path(self, kind: str, key: str) -> Path:
-        """Return the file of an entry, whether it exists or not."""
+        """Return the file of an entry, whether or not it exists."""
         assert self.folder is not None
         name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
         return self.folder / kind / name[:2] / f"{name}.safetensors"
@@ -74,47 +71,53 @@ class TensorStore:
         return found
 
     def _read(self, path: Path, key: str) -> Tensor | None:
-        """Return a sound entry; None when there is none, with a warning where it is damaged."""
+        """Return a valid entry, or None if it is missing or, with a warning, damaged."""
         try:
             with safe_open(path, framework="pt") as file:
-                made_of = file.metadata() or {}
+                metadata = file.metadata() or {}
                 tensor: Tensor = file.get_tensor("value")
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError) as error:
             _log.warning("encoding %s cannot be read (%s): it is made again", path, error)
             return None
-        if made_of.get("key") != key or made_of.get("sha256") != _digest(tensor):
+        if metadata.get("key") != key or metadata.get("sha256") != _digest(tensor):
             _log.warning("encoding %s is not what was written there: it is made again", path)
             return None
         return tensor
 
     def _write(self, path: Path, key: str, tensor: Tensor) -> None:
-        partial = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")  # process numbers repeat over machines
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"value": tensor}, partial, metadata={"key": key, "sha256": _digest(tensor)})
-            os.replace(partial, path)
+            with atomic_path(path) as temporary:
+                save_file({"value": tensor}, temporary, metadata={"key": key, "sha256": _digest(tensor)})
         except (OSError, SafetensorError) as error:
             raise OSError(
                 f"encoding {path} cannot be written ({error}); free some space, name another folder with "
                 "--config.model.encodings, or pass an empty one to keep nothing"
             ) from error
-        finally:
-            with contextlib.suppress(OSError):  # the folder itself may be what is wrong
-                partial.unlink(missing_ok=True)
 
 
 def content_key(tensor: Tensor) -> str:
-    """Return a hash of a tensor's values, shape and type."""
+    """Return a hash of a tensor's values, shape and dtype."""
     return f"{tuple(tensor.shape)} {tensor.dtype} {_digest(tensor)}"
 
 
-def files_key(folder: Path) -> str:
-    """Return a hash that tells the models of two folders apart, without reading their weights whole.
+@torch.no_grad()
+def weights_key(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a hash of named tensors (name, shape and about 16 evenly spaced values of each): cheap, not exhaustive."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors:
+        values = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLED)]
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
-    Of every file its name and size; of a safetensors file also the list of its tensors and the beginning, middle and
-    end of each; of any other its whole content.
+
+def files_key(folder: Path) -> str:
+    """Return a hash that identifies a model folder without reading all weights.
+
+    It covers every file's name and size; of a safetensors file also the header and the beginning, middle and end of
+    every tensor; of any other file the whole content.
 
     Raises:
         ValueError: the folder does not exist or is empty.
@@ -130,15 +133,15 @@ def files_key(folder: Path) -> str:
 
 
 def _sampled(file: Path, block: int = 4096) -> bytes:
-    """Return a safetensors file's header and three blocks of every tensor."""
+    """Return a safetensors file's header and up to three blocks of every tensor."""
     with file.open("rb") as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
         begin, parts = opened.tell(), [header]
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         for start, end in sorted(entry["data_offsets"] for entry in tensors.values()):
-            for place in sorted({start, max(start, (start + end - block) // 2), max(start, end - block)}):
-                opened.seek(begin + place)
-                parts.append(opened.read(min(block, end - place)))
+            for offset in sorted({start, max(start, (start + end - block) // 2), max(start, end - block)}):
+                opened.seek(begin + offset)
+                parts.append(opened.read(min(block, end - offset)))
     return b"".join(parts)
 
 

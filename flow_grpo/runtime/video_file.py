@@ -1,8 +1,7 @@
-"""Writing mp4 files that any player shows, atomically and reproducibly."""
+"""Write mp4 files that any player shows, atomically and reproducibly."""
 
 from __future__ import annotations
 
-import os
 from fractions import Fraction
 from pathlib import Path
 from typing import cast
@@ -16,40 +15,37 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-# One thread per call: loader workers and ranks already run side by side, and the encoder's output does not depend on
-# the number of cores.
+from flow_grpo.runtime.atomic_file import atomic_path
+
+# One thread per call: loader workers and ranks already run concurrently, and the output must not depend on the
+# number of cores.
 THREADS = 1
 # The default conversion between yuv420p and RGB rounds down: -1.2 levels in the mean; these flags remove the bias.
 EXACT_COLOURS = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
-# Hard to tell from the original, in half the time of the default preset. The colour samples of 2x2 pixels are averaged,
-# so their place is the centre (1); undeclared, decoders take the left edge and shift the colours by half a pixel.
-# Without mbtree, because x264's AVX-512 form of it reads memory that nothing has written: on CPUs that have it, equal
-# videos then gave dozens of different files. qcomp=0.8 in its place keeps the error and most of the size.
+# Visually lossless, in half the time of the default preset. Chroma is averaged over 2x2 pixels, so it is sited at the
+# centre (chromaloc=1); undeclared, decoders assume the left edge and shift colours by half a pixel.
+# mbtree is off because x264's AVX-512 version reads uninitialised memory: on CPUs with AVX-512, equal videos gave
+# dozens of different files. qcomp=0.8 instead keeps the error and most of the size.
 PLAYABLE = {"crf": "16", "preset": "veryfast", "x264-params": "chromaloc=1:mbtree=0:qcomp=0.8"}
 
 
 def write_video(path: str | Path, video: Tensor, fps: float = 15, lossless: bool = False) -> None:
-    """Write an mp4 file that appears whole or not at all; missing folders are made.
+    """Write an mp4 file atomically; missing folders are created.
 
     Args:
         path: the file; an existing one is replaced.
         video: (3, T, h, w), floats in [0, 1] or uint8.
         fps: frames per second.
         lossless: keep every RGB value (H.264 in RGB, which browsers do not play). Otherwise yuv420p, playable
-            anywhere; it has even sizes only, so the last row or column is doubled where one is odd.
+            anywhere; it needs even sizes, so the last row or column of an odd one is repeated.
 
     Raises:
         ValueError: wrong shape or type, or values that are not within [0, 1].
     """
     path = Path(path)
     frames = _to_frames(video)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        _encode(partial, frames, fps, lossless)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_path(path) as temporary:
+        _encode(temporary, frames, fps, lossless)
 
 
 def _to_frames(video: Tensor) -> NDArray[np.uint8]:
@@ -80,7 +76,7 @@ def _encode(path: Path, frames: NDArray[np.uint8], fps: float, lossless: bool) -
         stream.pix_fmt = "rgb24" if lossless else "yuv420p"
         stream.codec_context.thread_count = THREADS
         if not lossless:
-            # Said in the file: players otherwise guess the colour matrix from the picture size.
+            # Stored in the file: players otherwise guess the colour matrix from the picture size.
             stream.codec_context.colorspace = Colorspace.ITU601
             stream.codec_context.color_range = ColorRange.MPEG
         for frame in frames:

@@ -334,7 +334,7 @@ def train(ranks: Ranks, size: int, workers: int) -> dict[str, Any]:
     """One epoch over values 0..size-1, with the gradient of each row and the metric of the epoch."""
     dataset = mixed(size)
     sampler = DynamicBatchSampler(dataset, 20, seed=5)  # ranks are those of torch.distributed
-    ranks.all_equal(sampler.fingerprint(), "batch plan")
+    ranks.check_equal(sampler.fingerprint(), "batch plan")
     model = torch.nn.Linear(1, 1, bias=False)
     wrapped = DistributedDataParallel(model)
     batches, gradients, sums = [], [], torch.zeros(1, 2)
@@ -374,7 +374,7 @@ def refuse(ranks: Ranks) -> list[str]:
     texts = []
     for sampler in (other, forced):
         with pytest.raises(ValueError, match="must be the same on all ranks") as caught:
-            ranks.all_equal(sampler.fingerprint(), "batch plan")
+            ranks.check_equal(sampler.fingerprint(), "batch plan")
         texts.append(str(caught.value))
     return texts
 

@@ -1,4 +1,4 @@
-"""Faults in real runs under torchrun: one error that names rank, phase and cause, everybody gone in a minute, nothing
+"""Faults in real runs under torchrun: an error with rank, phase and cause, all processes gone in a minute, no progress
 lost.
 """
 
@@ -57,12 +57,12 @@ KNOBS = {
 
 @dataclasses.dataclass
 class Ended:
-    """What a run left behind.
+    """How a run ended.
 
     Attributes:
         code: torchrun's exit code.
-        said: all that was printed.
-        seconds: from the beginning of the second epoch, in which faults strike, until every process was gone.
+        said: its output.
+        seconds: from the start of the second epoch, in which faults occur, until every process was gone.
         left: processes that had to be killed.
         saved: finished epochs of the newest checkpoint, -1 for none.
     """
@@ -83,7 +83,7 @@ def places(tmp_path_factory) -> dict[str, object]:
 
 @pytest.fixture
 def launch(places, tmp_path) -> Iterator[Callable[..., Ended]]:
-    """Return what starts a run with a fault and follows it to its end."""
+    """Return a function that starts a run with a fault and waits for its end."""
     launched: list[subprocess.Popen[bytes]] = []
 
     def run(
@@ -125,7 +125,7 @@ def follow(
     begun: Path,
     strike: Callable[[Family], None] | None,
 ) -> tuple[float, list[str]]:
-    """Wait until a launcher and all it started are gone; return the seconds since the second epoch and who was left."""
+    """Wait until a launcher and its processes are gone; return the seconds since the second epoch and who was left."""
     family = Family(process)
     start, second = time.monotonic(), 0.0
     while time.monotonic() - start < 240 and (not second or time.monotonic() - second < BOUND_S + 30):
@@ -144,7 +144,7 @@ def follow(
     return seconds, said
 
 
-# Fault -> what is said. Rank 1 of 2 has it.
+# Fault of rank 1 of 2 -> what the output contains.
 PLANTED = "RuntimeError: the fault that was planted"
 SAID = {
     "fetch": [f"rank 1 failed in sampling: {PLANTED}"],
@@ -163,67 +163,67 @@ SAID = {
 
 
 def assert_gone_in_time(ended: Ended, *, saved: int = 1) -> None:
-    """Check what holds of every fault: an exit code, nobody left, in time, the last checkpoint whole."""
+    """Check what holds for every fault: a non-zero exit code, no process left, in time, the checkpoint kept."""
     assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
     assert ended.saved == saved
 
 
-def assert_goes_on(launch: Callable[..., Ended], **knobs: object) -> None:
+def assert_resumes(launch: Callable[..., Ended], **knobs: object) -> None:
     """Check that the run can be resumed to its end, without the fault."""
     again = launch("", **knobs)
     assert again.code == 0 and again.saved == 3, again.said[-2000:]
 
 
 @pytest.mark.parametrize("fault", SAID)
-def test_a_fault_of_one_rank_ends_all_by_name(launch, fault):
+def test_a_fault_of_one_rank_ends_all_ranks_with_its_name(launch, fault):
     ended = launch(fault)
     assert_gone_in_time(ended)
     for words in SAID[fault]:
         assert words in ended.said
-    assert_goes_on(launch)
+    assert_resumes(launch)
 
 
-def test_a_fault_of_one_of_four_ranks_is_told_alike_by_all(launch):
+def test_a_fault_of_one_of_four_ranks_is_raised_on_all(launch):
     ended = launch("fetch", ranks=4)
     assert_gone_in_time(ended)
     assert ended.said.count(f"RankError: rank 3 failed in sampling: {PLANTED}") == 4
-    assert_goes_on(launch, ranks=4)
+    assert_resumes(launch, ranks=4)
 
 
-def test_a_fault_while_the_others_wait_inside_a_sharded_forward_ends_all_by_name(launch):
+def test_a_fault_while_peers_are_blocked_in_a_sharded_forward_pass_ends_all_ranks_with_its_name(launch):
     ended = launch("rollout", train__sharding="fsdp2")
     assert_gone_in_time(ended)
     assert f"RankError: rank 1 failed in sampling: {PLANTED}" in ended.said
     assert f"rank 0 ends in sampling: rank 1 failed in sampling: {PLANTED}" in ended.said
-    assert_goes_on(launch, train__sharding="fsdp2")
+    assert_resumes(launch, train__sharding="fsdp2")
 
 
-def test_a_reward_that_hangs_ends_a_process_that_is_alone(launch):
+def test_a_hanging_reward_ends_a_single_process(launch):
     ended = launch("hang", ranks=1)
     assert_gone_in_time(ended)
     assert "rank 0 has made no progress for" in ended.said and "in sampling: it hangs" in ended.said
-    assert_goes_on(launch, ranks=1)
+    assert_resumes(launch, ranks=1)
 
 
-def test_a_gradient_that_is_not_finite_ends_all_by_name(launch):
+def test_gradients_that_are_not_finite_end_the_run(launch):
     ended = launch("gradient", ranks=1)
     assert_gone_in_time(ended)
     assert "1 optimizer step(s) in a row are not finite" in ended.said
-    assert_goes_on(launch, ranks=1)
+    assert_resumes(launch, ranks=1)
 
 
-def test_a_log_that_cannot_be_written_ends_all_by_name(launch):
+def test_a_log_that_cannot_be_written_ends_all_ranks(launch):
     ended = launch("log", ranks=1)
     assert_gone_in_time(ended)
     assert "rank 0 failed in logging: OSError: [Errno 30] Read-only file system" in ended.said
-    assert_goes_on(launch, ranks=1)
+    assert_resumes(launch, ranks=1)
 
 
 def test_a_killed_rank_ends_the_others(launch):
     ended = launch("die")
     assert_gone_in_time(ended)
     assert "Signal 9 (SIGKILL)" in ended.said and "(local_rank: 1)" in ended.said  # the launcher's words
-    assert_goes_on(launch)
+    assert_resumes(launch)
 
 
 def test_a_killed_rank_is_started_again_by_the_launcher_and_goes_on_by_itself(launch):
@@ -235,7 +235,7 @@ def test_a_killed_loader_process_ends_all_by_name(launch):
     ended = launch("slow", strike=lambda family: family.workers()[0].kill(), data__num_workers=1, num_epochs=6)
     assert_gone_in_time(ended)
     assert "failed in sampling" in ended.said and "DataLoader worker" in ended.said
-    assert_goes_on(launch)
+    assert_resumes(launch)
 
 
 def test_a_killed_launcher_leaves_no_rank_behind(launch):
@@ -249,14 +249,14 @@ def test_sigterm_to_one_rank_ends_all_after_the_epoch_with_code_0(launch):
     ended = launch("slow", strike=lambda family: family.ranks()[0].send_signal(signal.SIGTERM), num_epochs=6)
     assert ended.code == 0 and not ended.left and ended.seconds < BOUND_S
     assert "ended by SIGTERM after epoch 2, saved" in ended.said and ended.saved == 2
-    assert_goes_on(launch)
+    assert_resumes(launch)
 
 
 def test_sigint_to_the_launcher_saves_as_well(launch):
     ended = launch("slow", strike=lambda family: family.launcher.send_signal(signal.SIGINT), num_epochs=6)
     assert not ended.left and ended.seconds < BOUND_S
     assert "after epoch 2, saved" in ended.said and ended.saved == 2
-    assert_goes_on(launch)
+    assert_resumes(launch)
 
 
 def test_a_dead_reward_server_stops_the_run_saved_with_code_2(launch):
@@ -264,4 +264,4 @@ def test_a_dead_reward_server_stops_the_run_saved_with_code_2(launch):
     ended = launch("", ranks=1, **server)
     assert_gone_in_time(ended, saved=0)
     assert "reward remote:judge failed to measure" in ended.said and "exitcode  : 2" in ended.said
-    assert_goes_on(launch, ranks=1)
+    assert_resumes(launch, ranks=1)

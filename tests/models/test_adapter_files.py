@@ -14,7 +14,7 @@ from torch import nn
 
 from flow_grpo.models import adapter_files, adapters
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
-from flow_grpo.runtime import device as devices
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import parallelize
 from tests.models.test_adapters import LORA, SELF_ATTENTION, move, output, trained_model
@@ -75,7 +75,7 @@ def test_a_loaded_adapter_computes_what_was_trained_bit_for_bit(targets, dtype, 
     move(model)
     folder = saved(model, tmp_path / "adapter")
     loaded = adapter_files.load_adapter(load_recam_transformer(tmp_path / "start", dtype), folder)
-    with devices.autocast(torch.device("cpu"), dtype):
+    with device_api.autocast(torch.device("cpu"), dtype):
         assert torch.equal(output(loaded), output(model))
         assert not torch.equal(output(loaded), output(tiny_transformer()))
 

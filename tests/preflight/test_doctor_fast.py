@@ -252,7 +252,7 @@ def test_a_failed_check_stops_the_run_before_its_first_epoch_unless_it_is_switch
 def _train(ranks: Ranks, given: list[str]) -> int:
     with (
         mock.patch.object(train_grpo, "join", return_value=(CPU, ranks)),
-        mock.patch.object(process_group, "stop"),
+        mock.patch.object(process_group, "shut_down"),
         mock.patch.object(plots, "draw_curves"),
     ):
         return train_grpo.main(given)

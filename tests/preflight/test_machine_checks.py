@@ -11,7 +11,7 @@ import torch
 
 from flow_grpo.preflight import machine_checks
 from flow_grpo.preflight.machine_checks import GIB
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.loading import load_config
 from tests.workers import run_ranks
@@ -77,13 +77,13 @@ def test_a_vendor_s_package_for_another_torch_fails():
     assert status(machine_checks.check_versions(Ranks())) == "ok"
     with (
         mock.patch.object(machine_checks, "version", lambda name: "2.9.0" if name == "torch-npu" else "2.13.0"),
-        mock.patch.object(device_door, "packages", return_value=("torch", "torch-npu")),
+        mock.patch.object(device_api, "packages", return_value=("torch", "torch-npu")),
     ):
         assert status(machine_checks.check_versions(Ranks())) == "fail"
 
 
 def test_a_package_that_no_installer_knows_is_no_reason_to_stop():
-    with mock.patch.object(device_door, "packages", return_value=("torch", "torch-npu")):  # which is not installed here
+    with mock.patch.object(device_api, "packages", return_value=("torch", "torch-npu")):  # which is not installed here
         (found,) = machine_checks.check_versions(Ranks())
     assert found.status == "ok" and "torch-npu absent" in found.measured
 
@@ -106,17 +106,17 @@ def config(**changes):
 def test_the_device_must_know_the_model_s_precision_and_be_meant():
     assert status(machine_checks.check_device(CPU, config(), Ranks())) == "ok"
     assert status(machine_checks.check_device(CPU, config(dtype="bf16", device="cpu"), Ranks())) == "ok"
-    with mock.patch.dict("os.environ", {device_door.OVERRIDE: "auto"}):
+    with mock.patch.dict("os.environ", {device_api.OVERRIDE: "auto"}):
         assert status(machine_checks.check_device(CPU, config(dtype="bf16", device="auto"), Ranks())) == "warn"
-    with mock.patch.object(device_door, "supports_bf16", return_value=False):
+    with mock.patch.object(device_api, "supports_bf16", return_value=False):
         assert status(machine_checks.check_device(CPU, config(dtype="bf16"), Ranks())) == "fail"
 
 
 @pytest.fixture
 def accelerators():
     with (
-        mock.patch.object(device_door, "supports_bf16", return_value=True),
-        mock.patch.object(device_door, "describe", return_value="device"),
+        mock.patch.object(device_api, "supports_bf16", return_value=True),
+        mock.patch.object(device_api, "describe", return_value="device"),
     ):
         yield torch.device("cuda:0")
 

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, verified, bound to their run, alike on all ranks."""
+"""Checkpoints: atomic, verified, bound to their run, consistent over ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_was_saved_is_loaded_and_nothing_temporary_stays(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_loaded_and_nothing_temporary_remains(tmp_path: Path) -> None:
     path = save(tmp_path / "run" / "checkpoints", 7)
     loaded = load_latest(path.parent)
     assert loaded is not None and (loaded.path, loaded.step, loaded.world_size) == (path, 7, 1)
@@ -63,7 +63,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         save(tmp_path, 11, keep=0)
 
 
-def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_as_well_as_the_newest(tmp_path: Path) -> None:
     def kept(step: int, score: float | None) -> list[str]:
         identity = {"model": "m"}
         checkpoint.save(tmp_path, step, state={}, per_rank={}, identity=identity, ranks=ALONE, keep=1, score=score)
@@ -77,7 +77,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert kept(6, 0.7) == ["6"]  # of equals the newest
 
 
-def test_saving_after_going_back_replaces_the_steps_that_were_given_up(tmp_path: Path) -> None:
+def test_saving_after_going_back_replaces_the_abandoned_steps(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     state = {"again": True}
@@ -139,18 +139,16 @@ def test_a_checkpoint_of_another_model_is_refused_field_by_field(tmp_path: Path)
     assert "k is" not in text and "another run_name" in text and "\n" not in text
 
 
-def test_files_that_were_mended_are_said_and_do_not_keep_a_run_from_going_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_repaired_data_files_are_a_warning_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1, identity=IDENTITY | {checkpoint.FILES: "one"})
     with caplog.at_level(logging.WARNING):
         assert load_latest(tmp_path, IDENTITY | {checkpoint.FILES: "one"}) is not None
         assert not caplog.text
         assert load_latest(tmp_path, IDENTITY | {checkpoint.FILES: "other"}) is not None
-    assert "checkpoint_000001 was saved with files of other sizes" in caplog.text
+    assert "checkpoint_000001 was saved with data files of other sizes" in caplog.text
 
 
-def test_a_replaced_checkpoint_goes_only_when_the_new_one_is_in_place(
+def test_a_process_killed_while_replacing_a_checkpoint_leaves_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
@@ -171,7 +169,7 @@ def test_a_replaced_checkpoint_goes_only_when_the_new_one_is_in_place(
     assert loaded is not None and loaded.state == {"new": 1} and names(tmp_path) == ["checkpoint_000001"]
 
 
-def test_a_replaced_checkpoint_comes_back_where_the_new_one_cannot_be_put(
+def test_a_replaced_checkpoint_is_restored_if_the_new_one_cannot_be_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
@@ -189,7 +187,7 @@ def test_a_replaced_checkpoint_comes_back_where_the_new_one_cannot_be_put(
     assert "weights" in load_latest(tmp_path).state
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_only_said(
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def busy(path: Path, **_: object) -> None:
@@ -203,7 +201,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_only_said(
     assert caplog.text.count("cannot be removed") == 2
 
 
-def test_a_full_disk_publishes_nothing_and_leaves_the_previous_one_valid(
+def test_a_full_disk_publishes_nothing_and_keeps_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
@@ -211,7 +209,7 @@ def test_a_full_disk_publishes_nothing_and_leaves_the_previous_one_valid(
     def full(_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(state_files, "to_disk", full)
+    monkeypatch.setattr(state_files, "fsync", full)
     with pytest.raises(RuntimeError, match=r"rank 0 failed in saving a checkpoint \(files\): OSError.*No space left"):
         save(tmp_path, 2)
     assert names(tmp_path) == ["checkpoint_000001"]
@@ -219,21 +217,21 @@ def test_a_full_disk_publishes_nothing_and_leaves_the_previous_one_valid(
     assert loaded is not None and loaded.step == 1
 
 
-def test_the_manifest_is_last_and_everything_is_on_the_disk_before_the_rename(
+def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    to_disk, rename = state_files.to_disk, os.rename
+    fsync, rename = state_files.fsync, os.rename
 
-    def watched_to_disk(path: Path) -> None:
+    def watched_fsync(path: Path) -> None:
         events.append(path.name)
-        to_disk(path)
+        fsync(path)
 
     def watched_rename(source: Path, target: Path) -> None:
         events.append("rename")
         rename(source, target)
 
-    monkeypatch.setattr(state_files, "to_disk", watched_to_disk)
+    monkeypatch.setattr(state_files, "fsync", watched_fsync)
     monkeypatch.setattr(os, "rename", watched_rename)
     save(tmp_path / "c", 3)
     assert events[:4] == ["state.safetensors", "state.json", "rank_0.safetensors", "rank_0.json"]
@@ -253,7 +251,7 @@ def save_on_all(ranks: Ranks, folder: Path, unpicklable_rank: int | None) -> str
     return str(caught.value)
 
 
-def test_every_rank_gets_its_own_part_back_and_a_new_rank_gets_none(tmp_path: Path) -> None:
+def test_every_rank_gets_its_own_state_back_and_a_new_rank_gets_none(tmp_path: Path) -> None:
     results = run_ranks(save_on_all, 3, tmp_path, None)
     assert results == [f"checkpoint_000001 3 [{rank}, 1]" for rank in range(3)]
     newcomer = Ranks(rank=3)

@@ -1,10 +1,11 @@
-"""What rank 0 prints."""
+"""Console output of rank 0."""
 
 from __future__ import annotations
 
 import io
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -25,25 +26,21 @@ def run(progress: Progress, epochs: int) -> None:
             progress.finish_epoch(METRICS)
 
 
-def test_without_a_terminal_there_is_exactly_one_plain_line_per_epoch() -> None:
+def test_without_a_terminal_there_is_one_plain_line_per_epoch() -> None:
     out = io.StringIO()
     run(Progress(12, Ranks(), finished=8, console=Console(file=out, width=40)), 2)
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
-    assert re.fullmatch(
-        r"epoch  9/12  reward/mean 0.1235   reward/group_std 0.04     \d+\.\d s  ETA 0:00:0\d", lines[0]
-    )
+    assert re.fullmatch(r"epoch  9/12  reward/mean 0.1235   reward/group_std 0.04     \d+\.\d s  ETA [\d:]+", lines[0])
     assert lines[1].startswith("epoch 10/12  ")
 
 
-def test_time_left_counts_only_epochs_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 0.0, 0.0, 10.0, 10.0])
-    monkeypatch.setattr("flow_grpo.runtime.reporting.console.time.monotonic", lambda: next(clock))
-    out = io.StringIO()
+def test_the_time_left_is_estimated_from_this_processs_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, clock = io.StringIO(), mock.Mock(return_value=0.0)
+    monkeypatch.setattr("flow_grpo.runtime.reporting.console.time.monotonic", clock)
     progress = Progress(100, Ranks(), finished=90, console=Console(file=out))
-    progress._begin = 0.0
     progress.start_epoch(rollouts=1)
-    monkeypatch.setattr("flow_grpo.runtime.reporting.console.time.monotonic", lambda: 10.0)
+    clock.return_value = 10.0
     progress.finish_epoch({})
     assert out.getvalue().strip() == "epoch  91/100  10.0 s  ETA 0:01:30"
 
@@ -63,7 +60,7 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_closing_table_shows_both_values_their_change_and_the_folder() -> None:
+def test_the_final_table_shows_both_values_their_change_and_the_folder() -> None:
     out = io.StringIO()
     before = {"eval/trans_err_m": 0.5, "eval/psnr": 18.0, "eval/zero": 0.0, "eval/only_before": 1.0}
     after = {"eval/trans_err_m": 0.4, "eval/psnr": 18.9, "eval/zero": 0.1}

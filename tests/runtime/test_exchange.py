@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from flow_grpo.runtime.ranks.exchange import exchange_rows
 from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.watchdog import Monitor
 from tests.workers import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
 
 
 def rows_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return (3, 2) values that tell rank and row."""
+    """Return (3, 2) values that identify rank and row."""
     values = torch.tensor([[10 * rank + row, row] for row in range(3)])
     return (values % 2).to(dtype) if dtype == torch.bool else values.to(dtype)
 
 
 def _swap(ranks: Ranks) -> tuple[dict[str, torch.Tensor], int]:
-    """Rank r sends its row 2 to the next rank and its rows 0, 0 to the one before."""
+    """Rank r sends its row 2 to the next rank and its rows 0, 0 to the previous one."""
     tensors = {str(dtype): rows_of(ranks.rank, dtype) for dtype in DTYPES}
     world = ranks.world_size
     send = [[] for _ in range(world)]
@@ -31,14 +36,12 @@ def _swap(ranks: Ranks) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def test_rows_arrive_by_source_rank_bit_for_bit_in_every_dtype():
-    results = run_ranks(_swap, 4)
-    for rank, (received, row_bytes) in enumerate(results):
+    for rank, (received, row_bytes) in enumerate(run_ranks(_swap, 4)):
         before, after = (rank - 1) % 4, (rank + 1) % 4
         for dtype in DTYPES:
             parts = {before: rows_of(before, dtype)[[2]], after: rows_of(after, dtype)[[0, 0]]}
             wanted = torch.cat([parts[source] for source in sorted(parts)])
-            assert received[str(dtype)].dtype == dtype
-            assert torch.equal(received[str(dtype)], wanted)
+            assert received[str(dtype)].dtype == dtype and torch.equal(received[str(dtype)], wanted)
         assert row_bytes == 2 * (4 + 2 + 8 + 1 + 8)
 
 
@@ -49,54 +52,57 @@ def _one_holds_all(ranks: Ranks) -> dict[str, torch.Tensor]:
     return exchange_rows(tensors, send, receive, ranks)[0]
 
 
-def test_a_rank_that_never_held_such_rows_learns_their_form():
+def test_a_rank_without_rows_learns_their_shape_from_the_others():
     first, holder, third = run_ranks(_one_holds_all, 3)
     assert first["states"].tolist() == [[3.0, 4.0, 5.0]]
     assert third["states"].tolist() == [[0.0, 1.0, 2.0]]
     assert holder["states"].shape == (0, 3)
 
 
-def _unlike(ranks: Ranks) -> str:
-    tensors = {"states": torch.zeros(1, 2 + ranks.rank)}
-    with pytest.raises(ValueError, match="have one form") as caught:
-        exchange_rows(tensors, [[], []], [0, 0], ranks)
-    return str(caught.value)
-
-
-def test_unlike_forms_are_refused_on_all_ranks_with_both_shapes():
-    first, second = run_ranks(_unlike, 2)
-    assert first == second
-    assert "[2]" in first and "[3]" in first
-
-
-def _sends_what_it_has_not(ranks: Ranks) -> str:
-    tensors = {"states": torch.zeros(1, 2)} if ranks.rank == 0 else {}
-    send = [[], []] if ranks.rank == 0 else [[0], []]
-    with pytest.raises(ValueError, match="have one form") as caught:
-        exchange_rows(tensors, send, [0, int(ranks.rank == 0)], ranks)
-    return str(caught.value)
-
-
-def test_a_plan_that_asks_for_missing_rows_is_refused_on_all_ranks():
-    first, second = run_ranks(_sends_what_it_has_not, 2)
-    assert first == second
-
-
 def test_a_single_process_receives_nothing():
     received, row_bytes = exchange_rows({"states": torch.zeros(3, 4)}, [[]], [0], Ranks())
-    assert received["states"].shape == (0, 4)
-    assert row_bytes == 16
+    assert received["states"].shape == (0, 4) and row_bytes == 16
 
 
-def _from_a_device(ranks: Ranks) -> str:
-    tensors = {"states": torch.zeros(1, 2, device="meta" if ranks.rank == 1 else "cpu")}
-    with pytest.raises(ValueError, match="must be in CPU memory") as caught:
-        exchange_rows(tensors, [[], []], [0, 0], ranks)
+def _refused(ranks: Ranks, case: str) -> str:
+    first = ranks.rank == 0
+    tensors = {
+        "shapes": {"states": torch.zeros(1, 2 + ranks.rank)},
+        "missing rows": {"states": torch.zeros(1, 2)} if first else {},
+        "device": {"states": torch.zeros(1, 2, device="cpu" if first else "meta")},
+    }[case]
+    send = [[0], []] if case == "missing rows" and not first else [[], []]
+    with pytest.raises(ValueError, match="rows to exchange") as caught:
+        exchange_rows(tensors, send, [0, int(case == "missing rows" and first)], ranks)
     return str(caught.value)
 
 
-def test_tensors_on_a_device_are_refused_on_all_ranks() -> None:
-    first, second = run_ranks(_from_a_device, 2)
-    assert first == second
-    with pytest.raises(ValueError, match="must be in CPU memory"):
-        exchange_rows({"states": torch.zeros(1, 2, device="meta")}, [[]], [0], Ranks())
+@pytest.mark.parametrize(
+    ("case", "words"), [("shapes", ["[2]", "[3]"]), ("missing rows", ["[2]"]), ("device", ["CPU memory", "meta"])]
+)
+def test_rows_that_cannot_be_exchanged_are_refused_on_every_rank(case, words):
+    first, second = run_ranks(_refused, 2, case)
+    assert first == second and all(word in first for word in words)
+
+
+def _statuses_in_the_exchange(ranks: Ranks) -> list[str]:
+    """Return what the watchdog publishes of this rank while the rows are on their way, and afterwards."""
+    store, statuses, exchange = dist.HashStore(), [], dist.all_to_all_single
+    monitor = Monitor(store, ranks.rank, ranks.world_size, dead_s=60, silent_s=60, now=0.0)
+
+    def publish() -> None:
+        monitor.check(1.0)
+        statuses.append(store.get(f"beat/{ranks.rank}").decode().split("|")[2])
+
+    def watched(*args: object, **options: object) -> None:
+        publish()
+        exchange(*args, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", watched):
+        exchange_rows({"a": torch.zeros(1)}, [[], []], [0, 0], dataclasses.replace(ranks, heartbeat=monitor))
+    publish()
+    return statuses
+
+
+def test_a_group_exchange_under_the_watchdog_counts_as_waiting_for_peers():
+    assert run_ranks(_statuses_in_the_exchange, 2) == [["waiting", "working"]] * 2

@@ -1,4 +1,4 @@
-"""JSON from elsewhere is read whole, or refused in one line with its file."""
+"""JSON files from elsewhere are read, or refused in one line that names the file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from flow_grpo.runtime.json_files import read_json, read_json_object
 
 
-def test_any_json_is_read_with_or_without_a_mark(tmp_path):
+def test_json_is_read_with_or_without_a_byte_order_mark(tmp_path):
     file = tmp_path / "a.json"
     for content in (b'{"a": [1]}', b'\xef\xbb\xbf{"a": [1]}'):
         file.write_bytes(content)
@@ -27,7 +27,7 @@ def test_any_json_is_read_with_or_without_a_mark(tmp_path):
         (b"[]", "holds a list, must be a JSON object"),
     ],
 )
-def test_anything_else_names_file_reason_and_way_out(tmp_path, content, reason):
+def test_a_bad_file_is_refused_with_its_name_the_reason_and_the_way_out(tmp_path, content, reason):
     file = tmp_path / "a.json"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(reason)) as caught:

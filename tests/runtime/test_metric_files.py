@@ -40,7 +40,7 @@ def test_every_call_is_a_line_and_every_step_a_row(tmp_path: Path) -> None:
     ]
 
 
-def test_a_new_column_appears_in_the_table_and_older_rows_stay_empty_there(tmp_path: Path) -> None:
+def test_a_new_metric_is_a_column_that_is_empty_in_older_rows(tmp_path: Path) -> None:
     files = MetricFiles(tmp_path)
     files.append({"a": 1.0}, 1)
     files.append({"b": 2.0, "a": 3.0}, 2)
@@ -52,15 +52,13 @@ def test_a_new_column_appears_in_the_table_and_older_rows_stay_empty_there(tmp_p
     ]
 
 
-def test_numbers_without_a_value_are_null_in_json_and_named_in_the_table(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_null_in_json_and_named_in_the_table(tmp_path: Path) -> None:
     MetricFiles(tmp_path).append({"a": math.nan, "b": math.inf}, 1)
     assert lines(tmp_path) == [{"step": 1, "a": None, "b": None}]
     assert table(tmp_path) == [{"step": "1", "a": "nan", "b": "inf"}]
 
 
-def test_a_resumed_run_appends_and_has_nothing_past_the_resumed_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_keeps_nothing_past_the_resumed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = MetricFiles(tmp_path)
     for step in (0, 1, 2, 3):
         files.append({"a": float(step), "b": math.nan}, step)
@@ -80,7 +78,7 @@ def test_a_resumed_run_appends_and_has_nothing_past_the_resumed_step(
     ]
 
 
-def test_what_was_recorded_after_the_checkpoint_of_its_step_is_recorded_once(tmp_path: Path) -> None:
+def test_metrics_logged_after_their_steps_checkpoint_are_recorded_once(tmp_path: Path) -> None:
     files = MetricFiles(tmp_path)
     assert files.append({"a": 1.0}, 2) and files.append({"held_out": 2.0}, 2)
     files = MetricFiles(tmp_path, resumed_step=2)

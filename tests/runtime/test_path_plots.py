@@ -1,4 +1,4 @@
-"""Pictures of two paths: what is drawn where."""
+"""The plot of a commanded and an estimated camera path."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def curves(axes: Any) -> list[np.ndarray]:
     return [np.stack(line.get_data(), 1) for line in axes.lines]
 
 
-def test_a_right_path_in_another_world_and_unit_lies_on_the_command(tmp_path):
+def test_a_correct_path_in_another_world_frame_and_unit_coincides_with_the_command(tmp_path):
     commanded = preset_path("arc_left", 9)
     space, above, side = drawn(commanded, elsewhere(commanded), tmp_path / "new" / "a.png")
     for axes, columns, signs in ((above, (0, 2), (1, 1)), (side, (2, 1), (1, -1))):
@@ -50,7 +50,7 @@ def test_a_right_path_in_another_world_and_unit_lies_on_the_command(tmp_path):
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["a.png"]
 
 
-def test_a_path_that_only_turns_shows_its_directions(tmp_path):
+def test_a_path_that_only_rotates_shows_its_viewing_directions(tmp_path):
     commanded = preset_path("pan_right", 9)
     space, above, _ = drawn(commanded, elsewhere(preset_path("pan_right", 9, rotation_scale=0.5)), tmp_path / "a.png")
     full, half = curves(above)
@@ -59,7 +59,7 @@ def test_a_path_that_only_turns_shows_its_directions(tmp_path):
     assert "viewing direction" in above.get_title() and not space.collections
 
 
-def test_frames_that_were_not_found_are_left_out(tmp_path):
+def test_frames_without_an_estimate_are_left_out(tmp_path):
     commanded = preset_path("zoom_in", 9)
     estimated = elsewhere(commanded)
     estimated[[0, 4]] = torch.nan
@@ -75,7 +75,7 @@ def test_all_views_have_one_scale(tmp_path):
 
 
 @pytest.mark.parametrize("estimated", ["nothing found", "frozen"])
-def test_without_an_estimated_path_there_is_a_picture(tmp_path, estimated):
+def test_a_missing_or_frozen_estimate_is_still_plotted(tmp_path, estimated):
     commanded = preset_path("arc_left", 5)
     poses = torch.full((5, 4, 4), torch.nan).double() if estimated == "nothing found" else preset_path("tilt_up", 5)
     _, above, _ = drawn(commanded, poses, tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""The picture of the curves."""
+"""The plot of a run's curves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_there_is_a_panel_for_each_reward_and_held_out_metric_and_no_other(tmp_p
     assert list(axes[2].lines[0].get_xdata()) == [0, 3]
 
 
-def test_a_run_with_dynamic_sampling_shows_how_it_fares(tmp_path: Path) -> None:
+def test_a_run_with_dynamic_sampling_has_three_more_panels(tmp_path: Path) -> None:
     data = rows(3)
     for step in (1, 2, 3):
         data[step] |= {"dyn/valid_groups_ratio_initial": 0.5, "dyn/resample_rounds": 1.0, "dyn/fallback_rate": 0.1}
@@ -50,25 +50,22 @@ def test_a_run_with_dynamic_sampling_shows_how_it_fares(tmp_path: Path) -> None:
     assert titles[3:] == ["dyn/valid_groups_ratio_initial", "dyn/resample_rounds", "dyn/fallback_rate"]
 
 
-def test_the_band_is_the_spread_inside_the_groups(tmp_path: Path) -> None:
+def test_the_band_is_the_within_group_standard_deviation(tmp_path: Path) -> None:
     combined, single, _ = drawn_axes(tmp_path / "curves.png", rows(3))
     band = combined.collections[0].get_paths()[0].vertices
     assert band[:, 1].min() == pytest.approx(0.1 - 0.2) and band[:, 1].max() == pytest.approx(0.3 + 0.2)
     assert not single.collections
 
 
-def test_a_running_mean_is_drawn_over_many_points_only(tmp_path: Path) -> None:
+def test_a_running_mean_of_the_reward_is_drawn_from_twenty_points(tmp_path: Path) -> None:
     assert len(drawn_axes(tmp_path / "curves.png", rows(19))[0].lines) == 1
-    assert len(drawn_axes(tmp_path / "curves.png", rows(20))[0].lines) == 2
-
-
-def test_the_running_mean_of_a_constant_is_that_constant_up_to_the_ends() -> None:
-    assert np.allclose(plots._running_mean(np.full(57, 2.5)), 2.5)
-    assert plots._running_mean(np.arange(30.0))[10] == pytest.approx(10.0)
+    combined, constant, _ = drawn_axes(tmp_path / "curves.png", rows(30))
+    assert combined.lines[1].get_ydata()[10] == pytest.approx(0.1 * 11)
+    assert np.allclose(constant.lines[1].get_ydata(), 1.0)  # up to the ends
 
 
 @pytest.mark.parametrize("data", [{}, {1: {"train/loss": 1.0}}, {1: {"reward/mean": math.nan, "eval/x": math.nan}}])
-def test_missing_values_still_give_a_picture(data: dict[int, dict[str, float]], tmp_path: Path) -> None:
+def test_a_run_without_values_is_still_plotted(data: dict[int, dict[str, float]], tmp_path: Path) -> None:
     plots.draw_curves(data, tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.size[0] > 100

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: its newest that is whole, one it is told, or none."""
+"""Which checkpoint a run resumes from: its latest valid one, a given one, or none."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import errno
 import shutil
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from flow_grpo.algorithm.run_state import RunState, fingerprint
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.models.adapters import Ema
 from flow_grpo.runtime.checkpoints import checkpoint, resume
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
-from flow_grpo.runtime.ranks.rendezvous import meet
+from flow_grpo.runtime.ranks.rendezvous import join_attempt
 from tests.runtime.test_checkpoint import ALONE, flip_a_bit, names, save
 from tests.workers import run_ranks
 
 
-def test_resume_means_fresh_latest_or_a_path(tmp_path: Path) -> None:
+def test_resume_is_empty_auto_or_a_path(tmp_path: Path) -> None:
     assert resume.resolve("", tmp_path, ranks=ALONE) is None
     assert resume.resolve("auto", tmp_path / "missing", ranks=ALONE) is None
     first, second = save(tmp_path, 1), save(tmp_path, 2)
@@ -39,7 +44,7 @@ def test_stale_temporary_folders_are_removed_and_nothing_else(tmp_path: Path) ->
     assert names(tmp_path) == ["checkpoint_000001", "notes"]
 
 
-def test_one_that_was_complete_when_its_process_was_killed_is_put_in_its_empty_place(tmp_path: Path) -> None:
+def test_a_complete_temporary_checkpoint_is_published_if_its_name_is_free(tmp_path: Path) -> None:
     whole, taken = save(tmp_path, 1), save(tmp_path, 2)
     shutil.copytree(taken, tmp_path / "checkpoint_000002.tmp-abc")
     whole.rename(tmp_path / "checkpoint_000001.tmp-abc")
@@ -51,21 +56,25 @@ def test_one_that_was_complete_when_its_process_was_killed_is_put_in_its_empty_p
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
 
 
-def test_checkpoints_of_which_none_is_whole_are_no_reason_to_start_afresh(tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
     for step in (1, 2):
         flip_a_bit(save(tmp_path, step) / "state.safetensors")
     with pytest.raises(InputError, match=r"no checkpoint that is whole \(checkpoint_000002: .*checkpoint_000001: "):
         resume.resolve("auto", tmp_path, ranks=ALONE)
 
 
-def test_one_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_does_not_count_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
 
-    def broken(_path: Path) -> str:
-        raise OSError(errno.EIO, "Input/output error")
+    read = Path.open
 
-    monkeypatch.setattr(checkpoint, "_sha256", broken)
+    def broken(path: Path, *args: str, **named: str) -> IO[bytes]:
+        if path.name == "state.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path, *args, **named)
+
+    monkeypatch.setattr(Path, "open", broken)
     with pytest.raises(RuntimeError, match=r"looking for a checkpoint: OSError.*Input/output error"):
         resume.resolve("auto", tmp_path, ranks=ALONE)
 
@@ -73,10 +82,10 @@ def test_one_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, monkey
 def go_back(path: Path, ranks: Ranks = ALONE) -> None:
     found = resume.resolve(str(path), path.parent, ranks=ranks)
     assert found == path
-    assert resume.settle(str(path), found, path.parent, ranks=ranks)
+    assert resume.commit(str(path), found, path.parent, ranks=ranks)
 
 
-def test_going_back_lays_what_is_later_aside_each_time(tmp_path: Path) -> None:
+def test_going_back_archives_the_later_checkpoints_each_time(tmp_path: Path) -> None:
     first, _ = save(tmp_path, 1), save(tmp_path, 2)
     for aside in (1, 2):
         go_back(first)
@@ -85,7 +94,7 @@ def test_going_back_lays_what_is_later_aside_each_time(tmp_path: Path) -> None:
         save(tmp_path, 2)
 
 
-def test_what_was_laid_aside_can_take_its_place_again(tmp_path: Path) -> None:
+def test_a_run_can_go_back_to_an_archived_checkpoint(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     go_back(first)
     (tmp_path / f"given_up_{second.name}" / "mark").touch()
@@ -102,11 +111,11 @@ def _go_back_while_one_reads(ranks: Ranks, path: Path) -> bool:
     if ranks.rank == 1:
         time.sleep(0.5)
     still = path.is_dir()
-    resume.settle(str(path), found, path.parent, ranks=ranks)
+    resume.commit(str(path), found, path.parent, ranks=ranks)
     return still
 
 
-def test_what_takes_its_place_again_is_not_moved_while_another_rank_reads_it(tmp_path: Path) -> None:
+def test_an_archived_checkpoint_is_not_moved_while_another_rank_reads_it(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     go_back(first)
     aside = tmp_path / f"given_up_{second.name}"
@@ -114,33 +123,33 @@ def test_what_takes_its_place_again_is_not_moved_while_another_rank_reads_it(tmp
     assert second.is_dir() and not aside.exists()
 
 
-def test_going_on_from_the_newest_lays_nothing_aside_not_even_a_damaged_one(tmp_path: Path) -> None:
+def test_resuming_from_the_latest_archives_nothing_not_even_a_damaged_one(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     flip_a_bit(second / "state.safetensors")
     found = resume.find("auto", tmp_path, ranks=ALONE)
-    assert resume.settle("auto", found, tmp_path, ranks=ALONE)
+    assert resume.commit("auto", found, tmp_path, ranks=ALONE)
     assert found == first and names(tmp_path) == [first.name, second.name]
 
 
-def test_another_run_s_checkpoint_does_not_replace_one_s_own(tmp_path: Path) -> None:
+def test_another_runs_checkpoint_does_not_replace_ones_own(tmp_path: Path) -> None:
     own, other = save(tmp_path / "run", 2), save(tmp_path / "other", 1)
     with pytest.raises(ValueError, match=r"already holds checkpoint_000002; use resume='auto' to go on or another run"):
         resume.resolve(str(other), tmp_path / "run", ranks=ALONE)
     found = resume.resolve(str(other), tmp_path / "new", ranks=ALONE)
-    assert not resume.settle(str(other), found, tmp_path / "new", ranks=ALONE)
+    assert not resume.commit(str(other), found, tmp_path / "new", ranks=ALONE)
     assert names(tmp_path / "run") == [own.name] and names(tmp_path / "other") == [other.name]
 
 
-def start(told: str, folder: Path, launcher: dist.Store, *, refused: bool = False) -> Path | None:
+def start(setting: str, folder: Path, launcher: dist.Store, *, refused: bool = False) -> Path | None:
     """Start as the only rank of a launcher; `refused` after a checkpoint was found."""
-    ranks = dataclasses.replace(ALONE, again=meet(launcher, 0, 1)[1], store=launcher)
-    path = resume.find(told, folder, ranks=ranks)
+    ranks = dataclasses.replace(ALONE, restarted=join_attempt(launcher, 0, 1)[1], store=launcher)
+    path = resume.find(setting, folder, ranks=ranks)
     if not refused:
-        resume.settle(told, path, folder, ranks=ranks)
+        resume.commit(setting, path, folder, ranks=ranks)
     return path
 
 
-def test_started_again_by_its_launcher_a_run_goes_on_by_itself(tmp_path: Path) -> None:
+def test_after_a_restart_by_its_launcher_a_run_resumes_by_itself(tmp_path: Path) -> None:
     launcher = dist.HashStore()
     assert start("", tmp_path, launcher) is None
     assert start("", tmp_path, launcher) is None  # it died before its first save
@@ -148,7 +157,7 @@ def test_started_again_by_its_launcher_a_run_goes_on_by_itself(tmp_path: Path) -
     assert start("", tmp_path, launcher) == newest == start("", tmp_path, launcher)
 
 
-def test_started_again_after_going_back_it_does_not_go_back_twice(tmp_path: Path) -> None:
+def test_after_a_restart_a_run_does_not_go_back_twice(tmp_path: Path) -> None:
     launcher, first = dist.HashStore(), save(tmp_path, 1)
     save(tmp_path, 2)
     assert start(str(first), tmp_path, launcher) == first == start(str(first), tmp_path, launcher)
@@ -156,10 +165,38 @@ def test_started_again_after_going_back_it_does_not_go_back_twice(tmp_path: Path
     assert start(str(first), tmp_path, launcher) == newest
 
 
-def test_a_start_that_is_refused_is_refused_again_and_moves_nothing(tmp_path: Path) -> None:
+def test_a_failed_start_fails_again_after_a_restart_and_moves_nothing(tmp_path: Path) -> None:
     launcher, first, second = dist.HashStore(), save(tmp_path, 1), save(tmp_path, 2)
     for _ in range(2):
         with pytest.raises(ValueError, match="already holds checkpoint_000001, checkpoint_000002"):
             start("", tmp_path, launcher)
         assert start(str(first), tmp_path, launcher, refused=True) == first  # it is of another model
         assert names(tmp_path) == [first.name, second.name]
+
+
+def test_a_checkpoint_of_the_first_version_is_restored(tmp_path: Path) -> None:
+    """It was written by that version after one step of AdamW from the weights below."""
+    shutil.copytree(Path(__file__).parent / "first_version", tmp_path, dirs_exist_ok=True)
+    module = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[1.0, -2.0]]))
+        module.bias.fill_(0.5)
+    state = RunState(
+        module=module,
+        optimizer=torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.0),
+        sampler=DistributedKRepeatSampler(24, 4, 4, 1, 0, seed=1),
+        ema=Ema(list(module.parameters()), 0.5),
+        device=torch.device("cpu"),
+        identity={"model": fingerprint(module), "trained": "full"},
+    )
+    path = resume.find("auto", tmp_path, ranks=ALONE)
+    assert path == tmp_path / "checkpoint_000003"
+    state.restore(path, ranks=ALONE)
+    torch.testing.assert_close(module.weight.data, torch.tensor([[0.9, -2.1]]))
+    with state.ema.applied():
+        torch.testing.assert_close(module.weight.data, torch.tensor([[0.95, -2.05]]))
+    moments = state.optimizer.state[module.bias]
+    assert moments["step"] == 1 and moments["exp_avg"].item() == pytest.approx(0.1)
+    assert (state.finished, state.train_seconds, state.before) == (3, 1.5, {"eval/x": 0.25})
+    assert (state.shortages, state.bad_steps) == ([1], ["loss is nan"])
+    assert torch.rand(1).item() == pytest.approx(0.5349, abs=1e-4)  # the saved random state was seeded with 7

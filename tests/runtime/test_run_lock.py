@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
 
+import filelock
 import pytest
 
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, RunLock
@@ -23,33 +23,39 @@ sys.stdin.read()
 """
 
 
-def test_a_second_process_is_refused_by_name_until_the_first_has_ended(tmp_path):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None and holder.stdin is not None
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(ValueError, match=rf"run is in use by process {holder.pid} on .*another --config.run_name"):
-        RunLock(tmp_path / "run").take()
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
-    holder.stdin.close()
+def test_a_second_process_is_refused_with_the_holders_name_until_the_first_is_killed(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=rf"run is in use by process {holder.pid} on .*another --config.run_name"):
+            RunLock(tmp_path / "run").take()
+        holder.kill()
     ours = RunLock(tmp_path / "run")
     ours.take()
     ours.take()
-    with pytest.raises(ValueError, match="in use"):
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
         RunLock(tmp_path / "run").take()
     ours.release()
     RunLock(tmp_path / "run").take()
-    assert str(os.getpid()) in (tmp_path / "run" / LOCK).read_text()
 
 
-def test_where_there_are_no_locks_the_run_goes_on_with_a_warning(tmp_path, monkeypatch, caplog):
-    def none(descriptor: int, operation: int) -> None:
+def test_without_file_system_locks_the_run_continues_with_a_warning_and_is_found_by_its_lock_file(
+    tmp_path, monkeypatch, caplog
+):
+    def unsupported(self):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(filelock.FileLock, "acquire", unsupported)
     RunLock(tmp_path).take()
     assert "cannot be locked" in caplog.text
-    assert str(os.getpid()) in (tmp_path / LOCK).read_text()  # by which a user finds it
+    assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_lock_file_that_is_a_symbolic_link_is_neither_followed_nor_truncated(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("content")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(target)
+    with pytest.raises(ValueError, match=r"\.lock is a symbolic link.*remove it"):
+        RunLock(tmp_path / "run").take()
+    assert target.read_text() == "content"

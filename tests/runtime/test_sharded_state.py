@@ -1,4 +1,4 @@
-"""Checkpoints of shards: written by every rank, read back on any number of ranks."""
+"""Sharded checkpoints: written by every rank, loaded on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
 from flow_grpo.runtime.checkpoints import state_files
-from flow_grpo.runtime.checkpoints.sharded_state import join, map_tensors, own_part
+from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
+from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, whole
 from tests.models.test_recam_policy import condition, noisy
-from tests.runtime.test_parallel import made
+from tests.runtime.test_sharding import made
 from tests.tiny_models import CPU
 from tests.toy import train_config
 from tests.workers import run_ranks
@@ -76,7 +77,7 @@ def resume_and_go_on(ranks: Ranks, path: Path, mode: str, kind: str) -> torch.Te
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sharded_run_resumes_bit_by_bit_and_on_other_numbers_of_ranks(tmp_path, mode):
+def test_a_sharded_run_resumes_bit_for_bit_and_on_other_numbers_of_ranks(tmp_path, mode):
     (path, expected), _ = run_ranks(save_and_go_on, 2, tmp_path, mode, "fsdp2", timeout=120)
     for resumed in run_ranks(resume_and_go_on, 2, path, mode, "fsdp2", timeout=120):
         assert torch.equal(resumed, expected)
@@ -84,13 +85,13 @@ def test_a_sharded_run_resumes_bit_by_bit_and_on_other_numbers_of_ranks(tmp_path
     torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path):
+def test_a_checkpoint_of_one_process_resumes_sharded(tmp_path):
     path, expected = save_and_go_on(Ranks(), tmp_path, "full", "ddp")
     for resumed in run_ranks(resume_and_go_on, 2, path, "full", "fsdp2", timeout=120):
         torch.testing.assert_close(resumed, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_no_rank_writes_more_than_its_share(tmp_path):
+def test_every_rank_writes_only_its_shards(tmp_path):
     (path, _), _ = run_ranks(save_and_go_on, 2, tmp_path, "full", "fsdp2", timeout=120)
     names = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
     shares = [names["rank_0.safetensors"], names["rank_1.safetensors"]]
@@ -98,25 +99,25 @@ def test_no_rank_writes_more_than_its_share(tmp_path):
     assert names["state.safetensors"] < 0.05 * sum(shares)
 
 
-def test_parts_are_joined_one_tensor_after_the_other(tmp_path):
+def test_shards_are_joined_one_tensor_at_a_time(tmp_path):
     full = {"a": {"b": torch.arange(10.0).view(5, 2), "step": torch.tensor(3.0)}, "none": None, "rows": torch.arange(1)}
     parts = [{"learned": map_tensors(full, lambda _, t, r=r: (*t.chunk(2), t[:0])[r] if t.ndim else t)} for r in (0, 1)]
     stems = [tmp_path / f"rank_{rank}" for rank in (0, 1)]
     for stem, part in zip(stems, parts, strict=True):
         state_files.write(stem, part)
     asked = []
-    joined = join(stems, "learned", lambda path, tensor: asked.append(path) or tensor)
+    joined = join_shards(stems, "learned", lambda path, tensor: asked.append(path) or tensor)
     assert sorted(asked) == ["a/b", "a/step", "rows"]
     assert torch.equal(joined["a"]["b"], full["a"]["b"]) and joined["a"]["step"] == 3 and joined["none"] is None
     assert torch.equal(joined["rows"], full["rows"])
 
 
-def test_what_is_not_sharded_is_its_own_part():
+def test_the_shard_of_a_plain_tensor_is_the_tensor():
     tree = {"a": {"b": torch.ones(2)}, "c": 1}
-    assert own_part(tree)["c"] == 1 and torch.equal(own_part(tree)["a"]["b"], torch.ones(2))
+    assert local_shards(tree)["c"] == 1 and torch.equal(local_shards(tree)["a"]["b"], torch.ones(2))
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(tmp_path):
+def test_a_checkpoint_without_the_expected_entry_is_refused_with_the_way_out(tmp_path):
     path, _ = save_and_go_on(Ranks(), tmp_path, "lora", "ddp")
     state = state_files.read(path / "state")
     state["trained"] = state.pop("learned")["trained"]

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2: the numbers of a single process, each rank with its part of the optimizer's state."""
+"""DeepSpeed's ZeRO-2 trains to the numbers of a single process; each rank holds a shard of the optimizer state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, unwrap
 from tests.models.test_recam_policy import condition, noisy
 from tests.runtime import test_sharded_state as runs
-from tests.runtime.test_parallel import made, train
+from tests.runtime.test_sharding import made, train
 from tests.tiny_models import CPU
 from tests.toy import ToyPolicy, group, train_config, training_batch, update, updater, weights_of
 from tests.workers import run_ranks
@@ -40,7 +40,7 @@ def on_two_ranks(function: Any, *args: object) -> list[Any]:
 # --- without DeepSpeed
 
 
-def test_without_deepspeed_one_line_names_the_ways_out(monkeypatch):
+def test_without_deepspeed_the_refusal_names_the_ways_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     network = torch.nn.Linear(1, 1)
@@ -59,40 +59,40 @@ def test_without_deepspeed_one_line_names_the_ways_out(monkeypatch):
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
     ],
 )
-def test_what_accelerate_asks_for_and_a_run_does_not_do_is_refused(monkeypatch, changes, word):
+def test_accelerate_settings_that_contradict_the_run_are_refused(monkeypatch, changes, word):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     plugin = mock.Mock(deepspeed_config=PLAIN | changes)
     with mock.patch("accelerate.DeepSpeedPlugin", return_value=plugin), pytest.raises(ValueError, match=word) as caught:
-        zero2._settings(1.0, 10)
+        zero2.deepspeed_config(1.0, 10)
     assert "config/accelerate/zero2.yaml" in str(caught.value)
 
 
-def test_accelerate_s_precision_is_refused(monkeypatch):
+def test_accelerates_precision_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     plugin = mock.Mock(deepspeed_config=PLAIN)
     with mock.patch("accelerate.DeepSpeedPlugin", return_value=plugin), pytest.raises(ValueError, match="'bf16'"):
-        zero2._settings(1.0, 10)
+        zero2.deepspeed_config(1.0, 10)
 
 
-def test_accelerate_s_section_on_zero_is_taken_over(monkeypatch):
+def test_accelerates_zero_section_is_used(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 7, "offload_param": {"device": "none"}}
     plugin = mock.Mock(deepspeed_config=PLAIN | {"zero_optimization": zero, "steps_per_print": math.inf})
     with mock.patch("accelerate.DeepSpeedPlugin", return_value=plugin):
-        found = zero2._settings(1.0, 10)
+        found = zero2.deepspeed_config(1.0, 10)
     assert found["zero_optimization"] == {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 7}
     assert not {"fp16", "bf16"} & set(found)
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
-    assert zero2._settings(1.0, 10)["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 10}
+    assert zero2.deepspeed_config(1.0, 10)["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 10}
 
 
-def test_the_shipped_accelerate_file_asks_for_what_a_run_does():
+def test_the_shipped_accelerate_file_agrees_with_a_run():
     path = Path(__file__).resolve().parents[2] / "config" / "accelerate" / "zero2.yaml"
-    told = yaml.safe_load(path.read_text())
-    assert told["distributed_type"] == "DEEPSPEED" and told["mixed_precision"] == "no"
-    assert told["deepspeed_config"]["zero_stage"] == 2
-    assert {value for name, value in told["deepspeed_config"].items() if name.startswith("offload")} == {"none"}
+    given = yaml.safe_load(path.read_text())
+    assert given["distributed_type"] == "DEEPSPEED" and given["mixed_precision"] == "no"
+    assert given["deepspeed_config"]["zero_stage"] == 2
+    assert {value for name, value in given["deepspeed_config"].items() if name.startswith("offload")} == {"none"}
 
 
 # --- with it, on two CPU ranks
@@ -113,7 +113,7 @@ def train_in_parts(ranks: Ranks, mode: str, dtype: torch.dtype) -> tuple[list[fl
 @pytest.mark.parametrize(
     ("mode", "dtype"), [("lora", torch.float32), ("attention", torch.float32), ("lora", torch.bfloat16)]
 )
-def test_two_ranks_learn_the_numbers_of_one_and_leave_frozen_weights_alone(mode, dtype):
+def test_two_ranks_train_to_the_numbers_of_one_and_leave_frozen_weights_unchanged(mode, dtype):
     norms, weights = train(made(mode, dtype), Ranks())
     first, second = on_two_ranks(train_in_parts, mode, dtype)
     assert torch.equal(first[1], second[1])
@@ -163,7 +163,7 @@ def refuse_on_one_rank(ranks: Ranks, value: float) -> tuple[bool, bool]:
 
 @needs_deepspeed
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_on_one_rank_moves_nothing_on_any(value):
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_on_any(value):
     assert on_two_ranks(refuse_on_one_rank, value) == [(False, True)] * 2
 
 
@@ -178,7 +178,7 @@ def moments_of(ranks: Ranks, folder: Path, mode: str) -> tuple[Path, torch.Tenso
 
 @needs_deepspeed
 @pytest.mark.parametrize("mode", ["lora", "attention"])
-def test_a_run_in_parts_resumes_bit_by_bit_and_on_as_many_ranks_only(tmp_path, mode):
+def test_a_zero2_run_resumes_bit_for_bit_and_only_on_as_many_ranks(tmp_path, mode):
     (path, expected, held, trained), _ = on_two_ranks(moments_of, tmp_path, mode)
     assert held <= trained / 2 + 8  # DeepSpeed fills up to a round number
     for resumed in on_two_ranks(runs.resume_and_go_on, path, mode, "zero2"):
@@ -198,7 +198,7 @@ def resume_from_whole(ranks: Ranks, path: Path) -> str:
 
 
 @needs_deepspeed
-def test_a_checkpoint_of_whole_state_is_refused_alike(tmp_path):
+def test_a_checkpoint_of_unsharded_state_is_refused_on_every_rank(tmp_path):
     path, _ = runs.save_and_go_on(Ranks(), tmp_path, "lora", "ddp")
     first, second = on_two_ranks(resume_from_whole, path)
     assert first == second and "in 1 part(s), this run needs 2" in first

@@ -197,7 +197,7 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, wan, change, wor
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("place", ["add_components", "to_disk", "os.rename"])
+@pytest.mark.parametrize("place", ["add_components", "fsync", "os.rename"])
 def test_an_interrupted_write_leaves_nothing_and_keeps_what_it_linked(tmp_path, wan, error, place, monkeypatch, capsys):
     seen = []
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 from flow_grpo.preflight.footprint import WAN_1_3B
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from tools import device_report
 from tools.device import counts, networks
 from tools.device.kernels import SIZES, Setting, Video, breakdown
@@ -270,7 +270,7 @@ def test_keeping_attention_gives_the_gradients_of_recomputing_it_and_calls_it_on
         given = (torch.full((1,), 500.0), torch.randn(1, size.prompt_tokens, size.text_width))
         joined = torch.randn(1, shape[0], 2 * shape[1], *shape[2:])
         with Attentions() as counter:
-            with device_door.autocast(CPU, made.dtype):
+            with device_api.autocast(CPU, made.dtype):
                 output = built(joined, *given, torch.randn(1, shape[1], 12))[0]
             output.float().square().mean().backward()
         calls.append(counter.calls)

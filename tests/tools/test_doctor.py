@@ -103,7 +103,7 @@ def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str
     """Examine on ranks that have met already and stay together afterwards."""
     with (
         mock.patch.object(train_grpo, "join", return_value=(torch.device("cpu"), ranks)),
-        mock.patch.object(process_group, "stop"),
+        mock.patch.object(process_group, "shut_down"),
     ):
         return examined(given, getattr(doctor_cases, fault) if fault else contextlib.nullcontext)
 

@@ -241,7 +241,7 @@ def _tune(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
         mock.patch.object(train_grpo, "join", return_value=(CPU, ranks)),
-        mock.patch.object(process_group, "stop"),
+        mock.patch.object(process_group, "shut_down"),
     ):
         return finetune_recam.main(given)
 

@@ -61,8 +61,8 @@ def _rank(
 ) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
-    ranks = process_group.start(
-        torch.device("cpu"), process_group.Patience(300.0), init_method=f"file://{folder}/rendezvous"
+    ranks = process_group.init_ranks(
+        torch.device("cpu"), process_group.Timeouts(300.0), init_method=f"file://{folder}/rendezvous"
     )
     rounds = [_round(ranks, number, local, mebibytes) for number in range(2)]
     dist.barrier(group=ranks.control_group)
@@ -75,7 +75,7 @@ def _rank(
         growth = growth or peak_mib() - before
         del kept
     torch.save((statistics.median(seconds), growth), f"{folder}/{rank}.pt")
-    process_group.stop(ranks)
+    process_group.shut_down(ranks)
     os._exit(0)  # gloo may abort in the interpreter's own teardown after large transfers
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record]]
@@ -161,17 +161,17 @@ def measure(call: Callable[[], object], setting: Setting) -> Record:
     A CPU process has one peak for its whole life, loading of libraries included.
     """
     device, seconds = setting.device, list[float]()
-    device_door.reset_peak_memory(device)
+    device_api.reset_peak_memory(device)
     for number in range(setting.repeat + 1):
-        device_door.synchronize(device)
+        device_api.synchronize(device)
         begun = time.perf_counter()
         call()
-        device_door.synchronize(device)
+        device_api.synchronize(device)
         if number:  # the first warms up
             seconds.append(time.perf_counter() - begun)
         if sum(seconds) > SLICE_S:
             break
-    memory = device_door.memory(device)
+    memory = device_api.memory(device)
     return {
         "seconds": statistics.median(seconds),
         "repeats": len(seconds),
@@ -189,11 +189,11 @@ def breakdown(call: Callable[[], object], setting: Setting) -> Record:
     activity = getattr(torch.profiler.ProfilerActivity, device.type.upper(), None)
     if activity is None:
         return {"unavailable": f"torch's own profiler does not know {device.type}"}
-    device_door.synchronize(device)
+    device_api.synchronize(device)
     with torch.profiler.profile(activities=[activity]) as profile:
         begun = time.perf_counter()
         call()
-        device_door.synchronize(device)
+        device_api.synchronize(device)
         seconds = time.perf_counter() - begun
     spent: dict[str, float] = {}
     for row in profile.key_averages():
@@ -240,7 +240,7 @@ def attention(setting: Setting) -> Records:
     gradient = torch.randn(shape, device=setting.device).bfloat16()
     for name, context, call in _attentions(setting.device):
         needed = setting.rows * size.heads * tokens**2 * _SCORE_BYTES / 2**30
-        if name.endswith("_math") and needed > 0.5 * device_door.memory(setting.device).get("total", 0.0):
+        if name.endswith("_math") and needed > 0.5 * device_api.memory(setting.device).get("total", 0.0):
             yield f"attention_{name}_{video}", {"unavailable": f"would need {needed:.0f} GiB for its scores"}
             continue
 
@@ -257,7 +257,7 @@ def attention(setting: Setting) -> Records:
                     record = measure(timed, setting) | {"flops": factor * flops}
             except (ImportError, RuntimeError, TypeError, ValueError) as error:  # how a kernel is refused
                 yield f"attention_{label}_{video}", {"unavailable": _first_sentence(error)}
-                device_door.empty_cache(setting.device)
+                device_api.empty_cache(setting.device)
                 break
             yield f"attention_{label}_{video}", record
 
@@ -274,7 +274,7 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
-    backends, known = device_door.attention_backends(device), SDPBackend.__members__
+    backends, known = device_api.attention_backends(device), SDPBackend.__members__
     for backend in backends:
         yield backend.strip("_"), functools.partial(attention_backend, backend), dispatched
     for kernel in SDPA_KERNELS:

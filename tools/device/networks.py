@@ -25,7 +25,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam_policy import DTYPES, TIMESTEPS
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
 from flow_grpo.records import Conditioning
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.settings.schema import Config
 from tools.device.counts import count, kept_whole_gib, recipe, transformer_config
 from tools.device.kernels import Record, Records, Setting, Size, breakdown, measure
@@ -60,7 +60,7 @@ class Networks:
         """Return the fp32 velocity (B, C, F, H, W) as `RecamPolicy` computes it without guidance."""
         joined = torch.cat([latents, conditioning.source_latents], dim=2)
         given = (TIMESTEPS * sigma, conditioning.prompt_embeds, conditioning.target_cameras)
-        with device_door.autocast(latents.device, self.dtype):
+        with device_api.autocast(latents.device, self.dtype):
             predicted: Tensor = self.transformer(joined, *given)[0]
         return predicted[:, :, : latents.shape[2]].float()
 
@@ -176,7 +176,7 @@ def forward(setting: Setting) -> Records:
 
     yield from named("forward")
     yield f"forward_kernels_{video}", breakdown(rollout_step, setting)
-    if device_door.supports_compile(setting.device):
+    if device_api.supports_compile(setting.device):
         step.networks.transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
         yield from named("forward_compiled")
 
@@ -209,12 +209,12 @@ def update(setting: Setting) -> Records:
     keep_attention(transformer)
     yield from timed("update_keep_attention")
     needed = kept_whole_gib(setting)
-    if needed < 0.8 * device_door.memory(setting.device).get("total", 0.0):
+    if needed < 0.8 * device_api.memory(setting.device).get("total", 0.0):
         transformer.disable_gradient_checkpointing()
         yield from timed("update_none")
     else:
         yield f"update_none_{video}", {"unavailable": f"would keep {needed:.0f} GiB of activations"}
-    if device_door.supports_compile(setting.device):
+    if device_api.supports_compile(setting.device):
         transformer.enable_gradient_checkpointing()
         transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
         yield from timed("update_compiled")
@@ -278,7 +278,7 @@ def decode(setting: Setting) -> Records:
     except RuntimeError as error:  # out of memory, which tiles may not be
         record = {"error": " ".join(str(error).split())[:300]}
     yield f"decode_{video}", record
-    device_door.empty_cache(setting.device)
+    device_api.empty_cache(setting.device)
     codec.enable_tiling()
     yield f"decode_tiled_{video}", measure(decoded, setting)
 

@@ -18,7 +18,7 @@ from typing import Any
 from flow_grpo.data.camera_files import read_json_object
 from flow_grpo.maths.bootstrap import DRAWS, LEVEL, mean_interval
 from flow_grpo.maths.path_errors import CONVENTIONS
-from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.runtime.atomic_file import write_atomically
 
 Row = Mapping[str, Any]
 
@@ -123,8 +123,8 @@ def _change(mine: Row, theirs: Row) -> dict[str, Any]:
 def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
     """Write metrics.json, rows.csv, summary.csv and summary.md into a folder, each whole or not at all."""
     content = {"settings": dict(settings), "rows": list(rows), "summary": dict(summary)}
-    write_whole(folder / "metrics.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    write_whole(folder / "rows.csv", _csv(list(rows[0]), [list(row.values()) for row in rows]))
+    write_atomically(folder / "metrics.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_atomically(folder / "rows.csv", _csv(list(rows[0]), [list(row.values()) for row in rows]))
     head = ["camera_type", "videos", "sources", "registered", "failure_rate"]
     ends = [f"{name}{end}" for name in METRICS for end in ("", "_low", "_high", "_rows")]
     lines = []
@@ -132,8 +132,8 @@ def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row],
         cells = [group["metrics"].get(name, {}) for name in METRICS]
         values = [cell.get(part) for cell in cells for part in ("mean", "low", "high", "rows")]
         lines.append([kind, *(group[name] for name in head[1:]), *values])
-    write_whole(folder / "summary.csv", _csv([*head, *ends], lines))
-    write_whole(folder / "summary.md", as_markdown(settings, rows, summary))
+    write_atomically(folder / "summary.csv", _csv([*head, *ends], lines))
+    write_atomically(folder / "summary.md", as_markdown(settings, rows, summary))
 
 
 def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> str:

@@ -19,8 +19,8 @@ from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
-from flow_grpo.runtime import device as devices
-from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import to_dict
 from flow_grpo.settings.schema import Config
@@ -54,7 +54,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
         condition = dataset.condition(index, gid=index)
         names[index] = _name(condition)
         cameras[names[index]] = _entry(condition, focal_px)
-    write_whole(out / CAMERAS, json.dumps(cameras))
+    write_atomically(out / CAMERAS, json.dumps(cameras))
     missing = [index for index, name in names.items() if not (out / VIDEOS / name).is_file()]
     policy = _policy(config, adapter) if missing else None
     sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
@@ -80,7 +80,7 @@ def _claim(config: Config, adapter: Path | None, out: Path) -> None:
     file = out / RECORD
     if (out / VIDEOS).exists() and not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == record):
         raise ValueError(f"--out {out} holds videos of another recipe, adapter or origin; choose another folder")
-    write_whole(file, json.dumps(record))
+    write_atomically(file, json.dumps(record))
 
 
 def _name(condition: Condition) -> str:
@@ -105,8 +105,8 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
 def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
     """Load the model with what was trained of it."""
     model, sample = config.model, config.sample
-    device, dtype = devices.resolve(config.device), DTYPES[config.model.dtype]
-    devices.setup(device, config.deterministic, config.num_threads)
+    device, dtype = device_api.resolve(config.device), DTYPES[config.model.dtype]
+    device_api.setup(device, config.deterministic, config.num_threads)
     networks = load_networks(
         model.path, dtype, device, offload=model.offload, tiling=model.vae_tiling, slicing=model.vae_slicing
     )

@@ -18,7 +18,7 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def _decode_in_halves(policy: Policy, latents: Tensor) -> Tensor:
     try:
         return policy.decode(latents).float().cpu()
     except RuntimeError as error:
-        if not device_door.is_out_of_memory(error):
+        if not device_api.is_out_of_memory(error):
             raise
         if len(latents) == 1:
             raise RuntimeError(
@@ -55,7 +55,7 @@ def _decode_in_halves(policy: Policy, latents: Tensor) -> Tensor:
                 "--config.model.vae_tiling=true, or --config.model.offload=true"
             ) from error
     # Outside the except block: until then the error's traceback holds the failed call's tensors.
-    device_door.empty_cache(latents.device)
+    device_api.empty_cache(latents.device)
     logger.warning("no memory to decode %d videos at once: decoding them in halves", len(latents))
     return torch.cat([_decode_in_halves(policy, half) for half in latents.chunk(2)])
 

@@ -16,7 +16,7 @@ from flow_grpo.algorithm.update.statistics import UpdateStats, gather_stats
 from flow_grpo.maths.keys import generator
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples, TrainingBatch
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import RankError, Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, take_step
 from flow_grpo.settings.schema import TrainConfig
@@ -259,7 +259,7 @@ def name_memory_knobs(batch_size: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not device_door.is_out_of_memory(error):
+        if not device_api.is_out_of_memory(error):
             raise
         smaller = f"--config.train.batch_size={batch_size // 2}, " if batch_size > 1 else ""
         raise RuntimeError(

@@ -1,1 +1,1 @@
-"""Saving and resuming a run."""
+"""Saving and resuming runs."""

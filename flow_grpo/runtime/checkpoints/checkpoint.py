@@ -1,13 +1,13 @@
-"""Checkpoints: everything a run needs to go on, published atomically, nothing pickled.
+"""Checkpoints: the complete state of a run, published atomically, nothing pickled.
 
     checkpoints/checkpoint_000010/
         manifest.json           step, world size, identity, size and sha256 of every other file; written last
-        state.safetensors .json what all ranks share, written by rank 0
-        rank_0.safetensors .json ... what is each rank's own
+        state.safetensors .json state shared by all ranks, written by rank 0
+        rank_0.safetensors .json ... each rank's own state
 
-Files are written into a temporary sibling folder, brought to the disk, listed in the manifest, and the folder is
-renamed. A process killed at any moment leaves the previous checkpoint valid and at most a temporary folder, removed at
-the next start. All ranks must see one file system.
+All files are written into a temporary sibling folder and flushed to disk, the manifest last; then the folder is
+renamed. A process killed at any moment leaves the previous checkpoint valid and at most a temporary folder, which the
+next start removes. All ranks must share one file system.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,22 @@ from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.runtime.ranks.process_group import Ranks
 
 MANIFEST = "manifest.json"
-FILES = "files"  # the one part of an identity that may change: a broken file is mended, and the run goes on
-TEMPORARY, REMOVED = ".tmp-", ".old-"  # what a folder that is written, or replaced, has behind its name
+FILES = "files"  # the only identity field that may differ on resume: the user may have repaired a data file
+TEMPORARY, REMOVED = ".tmp-", ".old-"  # in the names of folders being written, and being removed
 _PUBLISHED = re.compile(r"checkpoint_(\d{6,})")
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded; tensors are on the CPU.
+    """A loaded checkpoint; tensors are on the CPU.
 
     Attributes:
         path: its folder.
         step: the step it was saved at.
         world_size: number of ranks that saved it.
-        state: what all ranks share.
-        per_rank: this rank's own part, or None when fewer ranks saved it.
+        state: shared by all ranks.
+        per_rank: this rank's own state, or None if fewer ranks saved it.
     """
 
     path: Path
@@ -65,20 +65,20 @@ def save(
     keep: int,
     score: float | None = None,
 ) -> Path:
-    """Publish a checkpoint of `step` and return its folder; every rank must call it.
+    """Publish a checkpoint of `step` and return its folder. Collective call: every rank must call it.
 
-    After publishing, only the `keep` newest stay, and the one of the highest score. Checkpoints of later steps are
-    removed too: they belong to a course of the run that was given up when it was resumed from an earlier step.
+    Afterwards only the `keep` newest checkpoints and the one with the highest score are kept. Checkpoints of later
+    steps are removed: they were abandoned when the run resumed from an earlier step.
 
     Args:
         folder: the run's checkpoints folder.
         step: number of finished steps.
-        state: shared by all ranks and read on rank 0 only; nested as `state_files.flatten` describes.
-        per_rank: this rank's own part, likewise, such as random states.
+        state: shared by all ranks, read on rank 0 only; nested as `state_files.flatten` describes.
+        per_rank: this rank's own state, such as random states; nested likewise.
         identity: names the model, data and configuration that the checkpoint belongs to; compared by `load`.
-        ranks: who takes part.
-        keep: how many checkpoints to keep, at least 1.
-        score: how good this one is, if that was measured; the better, the higher.
+        ranks: of the run.
+        keep: number of checkpoints to keep, at least 1.
+        score: of this checkpoint, higher is better; None if it was not evaluated.
 
     Raises:
         RuntimeError: on every rank, if any failed; nothing is published then.
@@ -102,23 +102,23 @@ def save(
                 _publish(partial, final)
                 _prune(folder, step, keep)
     except BaseException:
-        if ranks.is_main:  # all ranks have left the phase: nobody writes there any more
+        if ranks.is_main:  # the error was synchronised: no rank is still writing
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
 
 
 def saved_step(path: Path) -> int:
-    """Return the step that a checkpoint was saved at, whatever its folder is called now."""
+    """Return the step in a checkpoint's manifest; its folder may have been renamed."""
     step: int = json.loads((path / MANIFEST).read_text())["step"]
     return step
 
 
 def identity_of(path: Path) -> dict[str, str]:
-    """Return the identity that a checkpoint was saved with.
+    """Return the identity a checkpoint was saved with.
 
     Raises:
-        ValueError: it is missing or damaged.
+        ValueError: the checkpoint is missing or damaged.
     """
     if problem := damage(path):
         raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint")
@@ -127,7 +127,7 @@ def identity_of(path: Path) -> dict[str, str]:
 
 
 def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint:
-    """Read a checkpoint, verified before; every rank must call it.
+    """Verify and read a checkpoint. Collective call: every rank must call it.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, or its identity differs (every differing field is named).
@@ -148,13 +148,13 @@ def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint
 
 
 def published(folder: Path) -> list[Path]:
-    """Return the published checkpoint folders in ascending order of step; they may be damaged."""
+    """Return the published checkpoint folders in ascending order of step, without verifying them."""
     found = [path for path in folder.glob("checkpoint_*") if _PUBLISHED.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder that nobody needs, or say that it stays: a network file system keeps what is open elsewhere."""
+    """Remove a folder, or warn that it stays: network file systems refuse while a file is open elsewhere."""
     try:
         shutil.rmtree(path)
     except OSError as error:
@@ -162,7 +162,7 @@ def remove(path: Path) -> None:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return where a run's checkpoint of some step lies."""
+    """Return the folder of a run's checkpoint of `step`."""
     return folder / f"checkpoint_{step:06d}"
 
 
@@ -172,22 +172,22 @@ def step_of(path: Path) -> int:
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with a checkpoint folder in one line, or "" if every file is as the manifest says.
+    """Return what is wrong with a checkpoint in one line, or "" if all files match the manifest.
 
     Raises:
-        OSError: it cannot be read, which says nothing of what it holds.
+        OSError: a file cannot be read, which does not mean that it is damaged.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        return _unfit(manifest) or _altered(path, manifest["files"])
+        return _manifest_problem(manifest) or _file_problem(path, manifest["files"])
     except (FileNotFoundError, NotADirectoryError) as error:
         return f"{error.filename} does not exist ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
 
 
-def _altered(path: Path, listed: Mapping[str, Any]) -> str:
-    """Return which file is not as it was written, or ""."""
+def _file_problem(path: Path, listed: Mapping[str, Any]) -> str:
+    """Return which file differs from its manifest entry, or ""."""
     for file, expected in listed.items():
         size = (path / file).stat().st_size
         if size != expected["size"]:
@@ -197,8 +197,8 @@ def _altered(path: Path, listed: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unfit(manifest: dict[str, Any]) -> str:
-    """Return in which way a manifest is none, or ""; one vouches for the files of its ranks, and for no others."""
+def _manifest_problem(manifest: dict[str, Any]) -> str:
+    """Return what is wrong with a manifest, or ""; it must list exactly the files of its ranks."""
     for field, kind in (("step", int), ("world_size", int), ("identity", dict), ("files", dict)):
         if type(manifest[field]) is not kind:
             return f"{MANIFEST} holds {field}={manifest[field]!r:.60}, must be of type {kind.__name__}"
@@ -210,7 +210,7 @@ def _unfit(manifest: dict[str, Any]) -> str:
 
 
 def _files(folder: Path, world_size: int) -> list[Path]:
-    """Return the files of a checkpoint beside its manifest."""
+    """Return all files of a checkpoint but its manifest."""
     stems = ["state", *(f"rank_{rank}" for rank in range(world_size))]
     return [path for stem in stems for path in state_files.paths(folder / stem)]
 
@@ -220,19 +220,19 @@ def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[
     listed = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     manifest = {"step": step, "world_size": world_size, "identity": dict(identity), "score": score, "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    state_files.to_disk(folder / MANIFEST)
-    state_files.to_disk(folder)
+    state_files.fsync(folder / MANIFEST)
+    state_files.fsync(folder)
 
 
 def _publish(partial: Path, final: Path) -> None:
-    replaced = _set_aside(final) if final.exists() else None  # a folder is not replaced by a rename
+    replaced = _set_aside(final) if final.exists() else None  # rename does not replace a folder
     try:
         os.rename(partial, final)
     except OSError:
         if replaced is not None:
             os.rename(replaced, final)
         raise
-    state_files.to_disk(final.parent)
+    state_files.fsync(final.parent)
     if replaced is not None:
         remove(replaced)
 
@@ -244,21 +244,16 @@ def _prune(folder: Path, step: int, keep: int) -> None:
     best = max(scores, key=lambda path: (scores[path], step_of(path)), default=None)
     for path in existing:
         if path not in current[-keep:] and path != best:
-            _discard(path)
+            remove(_set_aside(path))  # renamed first: a process killed half-way must not leave a damaged checkpoint
 
 
 def _score(path: Path) -> float | None:
-    """Return the score of a published checkpoint; a manifest that cannot be read has none."""
+    """Return the finite score of a published checkpoint, or None."""
     try:
         score = json.loads((path / MANIFEST).read_text())["score"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return score if isinstance(score, float) and math.isfinite(score) else None
-
-
-def _discard(path: Path) -> None:
-    """Remove a checkpoint; renamed first, so that being killed half-way leaves no damaged one behind."""
-    remove(_set_aside(path))
 
 
 def _set_aside(path: Path) -> Path:
@@ -278,16 +273,14 @@ def _sha256(path: Path) -> str:
 def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str], ranks: Ranks) -> None:
     saved, current = dict(saved), dict(current)
     if saved.pop(FILES, None) != current.pop(FILES, None) and ranks.is_main:
-        _log.warning("%s was saved with files of other sizes: the run goes on, as after a broken one was mended", path)
-    if differences := list(_differences(saved, current)):
+        _log.warning("%s was saved with data files of other sizes: the run resumes, assuming a repair", path)
+    differences = []
+    for field in sorted({*saved, *current}):
+        if saved.get(field) != current.get(field):
+            there, here = (repr(values[field]) if field in values else "absent" for values in (saved, current))
+            differences.append(f"{field} is {there} there and {here} here")
+    if differences:
         raise ValueError(
             f"{path} belongs to another run: {'; '.join(differences)}; resume with the configuration it was saved "
             "with, or start afresh under another run_name"
         )
-
-
-def _differences(saved: Mapping[str, str], current: Mapping[str, str]) -> Iterator[str]:
-    for field in sorted({*saved, *current}):
-        if saved.get(field) != current.get(field):
-            there, here = (repr(values[field]) if field in values else "absent" for values in (saved, current))
-            yield f"{field} is {there} there and {here} here"

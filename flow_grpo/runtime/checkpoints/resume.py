@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""Which checkpoint a run resumes from, and what happens to the later ones."""
 
 from __future__ import annotations
 
@@ -19,57 +19,53 @@ from flow_grpo.runtime.checkpoints.checkpoint import (
 )
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 
-GIVEN_UP = "given_up_"  # before the name of what lies later than where a run went back to
+GIVEN_UP = "given_up_"  # prefix of checkpoints later than the one a run went back to
 _log = logging.getLogger(__name__)
 
 
 def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
-    """Return the checkpoint to go on from, or None for a fresh start; every rank must call it, and `settle` later.
+    """Return the checkpoint to resume from, or None for a fresh start; call `commit` once it is loaded.
 
-    Started again by its launcher (`torchrun --max-restarts`), a run that had settled goes on from what it saved.
-
-    Args:
-        resume: as in `resolve`.
-        folder: the run's checkpoints folder.
-        ranks: who takes part.
+    Collective call, otherwise like `resolve`. After a restart by the launcher (`torchrun --max-restarts`), a run that
+    had committed before resumes from its own latest checkpoint, whatever `resume` says.
 
     Raises:
-        ValueError: on every rank alike, for a checkpoint that cannot be used.
+        ValueError: on every rank, for a checkpoint that cannot be used.
     """
     remove_stale(folder, ranks=ranks)
-    if ranks.again and (path := latest(folder, ranks=ranks)):
+    if ranks.restarted and (path := latest(folder, ranks=ranks)):
         return path
     return resolve(resume, folder, ranks=ranks)
 
 
-def settle(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> bool:
-    """Make a start count, once what `find` returned has been taken; every rank must call it.
+def commit(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> bool:
+    """Make the resume permanent once the checkpoint that `find` returned is loaded. Collective call.
 
-    Returns whether that lies among the run's own checkpoints: one that starts from another run's has none yet.
+    If the run goes back to an earlier checkpoint, the later ones are archived: a restart before the next save must not
+    resume from them. A start that fails before this call changes nothing, and fails again when the launcher repeats it.
 
-    Where the run goes back, what is later is laid aside: started again before it saves, it would take that. A start
-    that is refused before leaves everything in its place, and is refused again when its launcher repeats it.
+    Returns:
+        whether the checkpoint is one of the run's own; False for a fresh start or another run's checkpoint.
 
     Raises:
         RuntimeError: on every rank, if a folder cannot be renamed.
     """
-    ranks.raise_together(None, "restoring")  # nothing moves while another rank still reads it
+    ranks.raise_if_any_failed(None, "restoring")  # barrier: another rank may still be reading
     with ranks.sync_errors("giving up later checkpoints"):
-        told = path is not None and resume not in ("", "auto") and path == Path(resume).resolve()
         own = path is not None and path.resolve().parent == folder.resolve()
-        if ranks.is_main and path is not None and told and own:
+        if ranks.is_main and path is not None and own and resume not in ("", "auto") and path == Path(resume).resolve():
             _go_back(path, path.parent)
-    ranks.admit()
+    ranks.mark_started()
     return own
 
 
 def latest(folder: Path, *, ranks: Ranks) -> Path | None:
-    """Return the checkpoint of the highest step that verifies, or None; each damaged one met is warned about.
+    """Return the valid checkpoint of the highest step, or None if there are none; warn about damaged ones.
 
-    Every rank must call it; rank 0 looks.
+    Collective call; rank 0 reads.
 
     Raises:
-        InputError: on every rank: there are some, and none verifies; a run that starts afresh would remove them.
+        InputError: on every rank, if all checkpoints are damaged: a fresh start would remove them.
     """
     found, problems = "", []
     with ranks.sync_errors("looking for a checkpoint"):
@@ -89,16 +85,14 @@ def latest(folder: Path, *, ranks: Ranks) -> Path | None:
 
 
 def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
-    """Return the checkpoint that a setting names, or None for a fresh start; every rank must call it.
+    """Return the checkpoint that a setting names, or None for a fresh start. Collective call.
 
-    Args:
-        resume: "" starts afresh, "auto" takes the latest valid checkpoint of the run if there is one, anything else is
-            the folder of a checkpoint: of this run, which goes back to it, or of another one.
-        folder: the run's checkpoints folder.
-        ranks: who takes part.
+    "" starts afresh, "auto" takes the latest valid checkpoint in the run's `folder` if there is one, anything else is
+    the path of a checkpoint, of this run or of another.
 
     Raises:
-        ValueError: a path that is no checkpoint, or a start from none or from another run's where this one has some.
+        ValueError: the path is no valid checkpoint, or the run has checkpoints that a fresh start or a start from
+            another run's checkpoint would replace.
     """
     if resume == "auto":
         return latest(folder, ranks=ranks)
@@ -109,15 +103,15 @@ def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
             f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as {path_of(folder, 10)} or "
             "'auto'"
         )
-    of_another = not resume or given.parent != folder.resolve()
-    existing = ranks.broadcast_text(", ".join(path.name for path in published(folder)) if of_another else "")
+    foreign = not resume or given.parent != folder.resolve()
+    existing = ranks.broadcast_text(", ".join(path.name for path in published(folder)) if foreign else "")
     if existing:
         raise ValueError(f"{folder} already holds {existing}; use resume='auto' to go on or another run_name")
     return given if resume else None
 
 
 def _go_back(given: Path, folder: Path) -> None:
-    """Lay aside what is later than a checkpoint of the folder, the last first, and put it in its place if it is not."""
+    """Archive all checkpoints later than `given`, the last first; give an archived one its published name back."""
     place = path_of(folder, saved_step(given))
     for path in reversed(published(folder)):
         if step_of(path) >= step_of(place) and path != given:
@@ -128,12 +122,12 @@ def _go_back(given: Path, folder: Path) -> None:
 
 
 def remove_stale(folder: Path, *, ranks: Ranks) -> None:
-    """Remove temporary folders of processes that were killed; call once at start, on every rank.
+    """Remove temporary folders of killed processes. Collective call, once at start.
 
-    One that was complete and whose place is empty is put there: it may be the only one left.
+    A temporary checkpoint that is complete, and whose final name is free, is published instead: it may be the only one.
 
     Raises:
-        RuntimeError: on every rank, if a folder cannot be read or put in its place.
+        RuntimeError: on every rank, if a folder cannot be read or renamed.
     """
     with ranks.sync_errors("removing stale checkpoints"):
         for path in sorted(folder.glob(f"checkpoint_*{TEMPORARY}*")) if ranks.is_main else ():

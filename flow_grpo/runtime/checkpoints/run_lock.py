@@ -1,64 +1,63 @@
-"""One run, one folder: two processes that save into one folder would destroy each other's checkpoints.
+"""An exclusive lock on a run's folder: two processes saving into one folder would destroy each other's checkpoints.
 
-That happens by accident: a launcher that was killed leaves its ranks behind for a while, and the run is started again.
+This happens by accident: after a launcher is killed its ranks may live on for a while, and the run is started again.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import socket
 from pathlib import Path
 
-LOCK = ".lock"
+from filelock import FileLock, Timeout
+
+LOCK = ".lock"  # holds "process <pid> on <host>"
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # from file systems without locks
 _log = logging.getLogger(__name__)
 
 
 class RunLock:
-    """The claim of a process on a run's folder, which ends with the process, however that ends.
+    """The lock of one run's folder; the system releases it when the process ends for whatever reason.
 
     Args:
-        folder: of the run.
+        folder: of the run, created by `take`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._descriptor: int | None = None
+        self._file = folder / LOCK
+        # No soft lock: it would outlive a killed process.
+        self._lock = FileLock(self._file, blocking=False, thread_local=False, fallback_to_soft=False)
 
     def take(self) -> None:
-        """Claim the folder, unless that was done; it is made if it is missing.
+        """Lock the folder, unless this object has locked it already.
 
         Raises:
-            ValueError: another process holds it.
-            OSError: it cannot be written to.
+            ValueError: another process holds the lock, or the lock file is a symbolic link.
+            OSError: the folder cannot be written to.
         """
-        if self._descriptor is not None:
+        if self._lock.is_locked:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        if self._file.is_symlink():
+            raise ValueError(f"lock file {self._file} is a symbolic link, which is not followed; remove it")
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock.acquire()
+        except Timeout:
+            holder = self._file.read_text(errors="replace")[:200] or "another process"
+            raise ValueError(
+                f"run folder {self._file.parent} is in use by {holder}; wait until that has ended, or pass another "
+                "--config.run_name"
+            ) from None
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                holder = os.read(self._descriptor, 200).decode(errors="replace")
-                self.release()
-                raise ValueError(
-                    f"run folder {self._folder} is in use by {holder or 'another process'}; wait until that has ended, "
-                    "or pass another --config.run_name"
-                ) from None
-            # Some network file systems know no locks: the run goes on without.
-            _log.warning("%s cannot be locked (%s): see that no other run uses it", self._folder, error)
-        os.truncate(self._descriptor, 0)
-        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            if error.errno not in _UNSUPPORTED:
+                raise
+            _log.warning("%s cannot be locked (%s): see that no other run uses it", self._file.parent, error)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(self._file, flags, 0o644), "w") as file:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
 
     def release(self) -> None:
-        """Let go of the folder."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __del__(self) -> None:
-        """Let go of it with the last reference, as after an error in a process that goes on."""
-        self.release()
+        """Unlock the folder."""
+        self._lock.release()

@@ -1,13 +1,13 @@
-"""Nested state (optimizers, random states, counters) as a pair of files: tensors in safetensors, the rest in JSON.
+"""Nested state (optimizers, random states, counters) as two files: tensors in safetensors, the rest in JSON.
 
-Nothing is pickled, and tensors are stored from CPU memory, so that a file opens on any machine.
+Nothing is pickled, and tensors are saved from CPU memory, so the files load on any machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from torch import Tensor
 
 
 def write(stem: Path, tree: Mapping[str, Any]) -> None:
-    """Write a nested dict to `paths(stem)` and bring the files to the disk.
+    """Write a nested dict to the files `paths(stem)` and fsync them.
 
     Raises:
-        ValueError: it holds something that `flatten` does not take.
-        OSError: the disk does not take it.
+        ValueError: a value is of a type that `flatten` does not support.
+        OSError: a file cannot be written.
     """
     tensors, rest = flatten(dict(tree))
-    # Own memory for each: the format refuses tensors that share storage.
+    # Copies: safetensors refuses tensors that share storage.
     copies = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
@@ -33,18 +33,22 @@ def write(stem: Path, tree: Mapping[str, Any]) -> None:
     tensor_file, rest_file = paths(stem)
     save_file(copies, tensor_file)
     rest_file.write_text(json.dumps(rest))
-    to_disk(tensor_file)
-    to_disk(rest_file)
+    fsync(tensor_file)
+    fsync(rest_file)
 
 
 def read(stem: Path) -> dict[str, Any]:
-    """Return what `write` was given; tensors are on the CPU. ValueError for a file of another kind."""
+    """Return the nested dict that `write` was given, with tensors on the CPU.
+
+    Raises:
+        ValueError: the tensor file is not in safetensors format.
+    """
     tensor_file, rest_file = paths(stem)
     try:
         tensors = load_file(tensor_file)
     except SafetensorError as error:
         raise ValueError(f"{tensor_file} is no file of tensors ({error}); resume from another checkpoint") from None
-    tree: dict[str, Any] = unflatten(tensors, json.loads(rest_file.read_text()))
+    tree: dict[str, Any] = unflatten(tensors.__getitem__, json.loads(rest_file.read_text()))
     return tree
 
 
@@ -53,8 +57,8 @@ def paths(stem: Path) -> tuple[Path, Path]:
     return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
 
-def to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+def fsync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -63,32 +67,38 @@ def to_disk(path: Path) -> None:
 
 
 def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Separate a nested structure into its tensors by path and a JSON-able rest.
+    """Split a nested structure into its tensors by path and a JSON-serialisable skeleton.
 
-    In the rest every container or tensor is an object with one key that says what it is, so that int keys, tuples and
-    dicts of any names come back as they were.
+    In the skeleton every container or tensor is an object with one key that names its type, so that int keys, tuples
+    and dicts with any keys are restored exactly.
 
     Args:
-        tree: nested dicts (keys str or int), lists and tuples of tensors, numbers, texts, booleans and None.
+        tree: nested dicts (keys str or int), lists and tuples of tensors, numbers, strings, booleans and None.
 
     Raises:
-        ValueError: something else is in there (its path and type are named), or two tensors have the same path.
+        ValueError: a value of another type (its path is named), or two tensors with the same path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _flatten(tree, "", tensors)
 
 
-def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
-    """Put together again what `flatten` separated."""
-    if not isinstance(rest, dict):
-        return rest
-    ((kind, content),) = rest.items()
+def unflatten(tensor_at: Callable[[str], Tensor], skeleton: Any) -> Any:
+    """Return the structure that `flatten` split; `tensor_at` returns the tensor of a path."""
+    if not isinstance(skeleton, dict):
+        return skeleton
+    ((kind, content),) = skeleton.items()
     if kind == "tensor":
-        return tensors[content]
+        return tensor_at(content)
     if kind == "dict":
-        return {key: unflatten(tensors, value) for key, value in content}
-    values = [unflatten(tensors, value) for value in content]
+        return {key: unflatten(tensor_at, value) for key, value in content}
+    values = [unflatten(tensor_at, value) for value in content]
     return tuple(values) if kind == "tuple" else values
+
+
+def map_tensors(tree: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
+    """Return a nested structure with every tensor replaced by `function(path, tensor)`."""
+    tensors, skeleton = flatten(tree)
+    return unflatten(lambda path: function(path, tensors[path]), skeleton)
 
 
 def _flatten(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:

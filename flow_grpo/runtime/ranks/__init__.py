@@ -1,1 +1,1 @@
-"""Process group, watchdog, exchange of samples, sharding."""
+"""Process groups, watchdog, rendezvous, sample exchange and sharded training."""

@@ -1,8 +1,7 @@
-"""Move a few samples between ranks, tensor by tensor, between CPUs.
+"""Move a few samples between ranks, tensor by tensor, in CPU memory.
 
-Nothing is gathered and nothing is pickled: a row travels from the one rank that has it to the one rank that needs it,
-as bytes over the gloo control group. Object collectives would copy every row to every rank, several times over, and
-restore device tensors on the sender's device.
+Rows are sent point to point as bytes over the gloo control group, without gathering or pickling. Object collectives
+would copy every row to every rank several times and restore device tensors on the sender's device.
 """
 
 from __future__ import annotations
@@ -21,50 +20,51 @@ from flow_grpo.runtime.ranks.process_group import Ranks
 def exchange_rows(
     tensors: Mapping[str, Tensor], send: Sequence[Sequence[int]], receive: Sequence[int], ranks: Ranks
 ) -> tuple[dict[str, Tensor], int]:
-    """Send rows to other ranks; return the rows that arrive, by source rank, and the bytes of one row over all tensors.
+    """Send rows to other ranks; return the received rows in order of source rank, and the bytes of one row.
 
-    Every rank must call it, also with nothing to send or receive.
+    Collective call: every rank must call it, even with nothing to send or receive.
 
     Args:
-        tensors: name -> (n, ...) CPU tensors, alike in names, dtypes and row shapes on every rank that has any; a rank
-            that never held such rows passes none and learns their form from the others.
-        send: per destination rank, the rows that go there.
-        receive: per source rank, how many rows come from there.
-        ranks: who takes part.
+        tensors: name -> (n, ...) CPU tensors, with the same names, dtypes and row shapes on every rank that has any; a
+            rank without rows passes an empty mapping and learns shapes and dtypes from the others.
+        send: per destination rank, the indices of the rows to send there.
+        receive: per source rank, the number of rows to expect from there.
+        ranks: of the run.
 
     Raises:
-        ValueError: on every rank alike, when tensors are not in CPU memory or differ in form, or a rank is to send what
-            it has not.
+        ValueError: on every rank, if tensors are not in CPU memory, differ in shape or dtype, or a rank is to send rows
+            that it does not have.
     """
-    forms = _agreed_forms(tensors, ranks, sends=any(send))
+    row_types = _agreed_row_types(tensors, ranks, sends=any(send))
     received = {}
-    for name, (shape, dtype) in forms.items():
-        # A copy of the moved rows only, gone before the next tensor's turn.
+    for name, (shape, dtype) in row_types.items():
+        # One tensor at a time: only the rows that move are copied, and freed before the next tensor.
         outgoing = _bytes(tensors[name], [row for rows in send for row in rows]) if tensors else torch.empty(0)
         row_bytes = _row_bytes(shape, dtype)
         incoming = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8)
         if ranks.control_group is not None:
-            dist.all_to_all_single(
-                incoming,
-                outgoing.to(torch.uint8),
-                output_split_sizes=[count * row_bytes for count in receive],
-                input_split_sizes=[len(rows) * row_bytes for rows in send],
-                group=ranks.control_group,
-            )
+            with ranks.waiting_for_peers():
+                dist.all_to_all_single(
+                    incoming,
+                    outgoing.to(torch.uint8),
+                    output_split_sizes=[count * row_bytes for count in receive],
+                    input_split_sizes=[len(rows) * row_bytes for rows in send],
+                    group=ranks.control_group,
+                )
         received[name] = incoming.view(dtype).view(sum(receive), *shape)
-    return received, sum(_row_bytes(*form) for form in forms.values())
+    return received, sum(_row_bytes(*row_type) for row_type in row_types.values())
 
 
-def _agreed_forms(
+def _agreed_row_types(
     tensors: Mapping[str, Tensor], ranks: Ranks, *, sends: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return name -> (row shape, dtype), sorted by name: the order of the exchange."""
+    """Return name -> (row shape, dtype), sorted by name, which is the order of the collectives."""
     own = [(name, list(t.shape[1:]), str(t.dtype), t.device.type) for name, t in sorted(tensors.items())]
     texts = [text for text in ranks.gather_text(json.dumps(own) if own or sends else "") if text]
     agreed = json.loads(texts[0]) if texts else []
     if len(set(texts)) > 1 or any(device != "cpu" for *_, device in agreed):
         raise ValueError(
-            "rows to exchange must be in CPU memory and have one form on all ranks that hold any, got "
+            "rows to exchange must be in CPU memory and have one shape and dtype on all ranks that hold any, got "
             f"{sorted(set(texts))}"
         )
     return {name: (tuple(shape), getattr(torch, dtype.removeprefix("torch."))) for name, shape, dtype, _ in agreed}

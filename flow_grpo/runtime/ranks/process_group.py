@@ -1,7 +1,7 @@
-"""Ranks: start-up in the one right order, small exchanges between CPUs, and "did any rank fail".
+"""Start-up of the ranks, small CPU collectives between them, and synchronised errors.
 
-Everything here travels over a gloo control group as plain CPU tensors, whatever the accelerator: metrics, group ids and
-error texts are small, and an accelerator's own library aborts the process on a mistake that gloo can report.
+Everything here uses a gloo control group and CPU tensors, whatever the accelerator: metrics, group ids and error texts
+are small, and an accelerator's communication library aborts the process on mistakes that gloo can report.
 """
 
 from __future__ import annotations
@@ -20,37 +20,58 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from flow_grpo.runtime import device as device_door
-from flow_grpo.runtime.ranks.rendezvous import MEET_S, admit, meet
+from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.ranks.rendezvous import RENDEZVOUS_S, join_attempt, mark_started
 from flow_grpo.runtime.ranks.watchdog import Heartbeat
 
-LAUNCHER_S = 10.0  # to answer, where it lives
-_SHOWN = 80  # characters of a differing text that an error quotes
+LAUNCHER_S = 10.0  # for a running launcher's store to answer
+_QUOTED = 80  # characters of each rank's text in an error
 
 
 class InputError(ValueError):
-    """Something given to a run is not fit, such as a broken file: one line that names it."""
+    """An input of the run is unusable, such as a broken file; the message is one line that names it."""
 
     def __str__(self) -> str:
-        # From a loader's worker it comes behind that one's traceback.
+        # An error re-raised from a data loader's worker has that worker's traceback in front.
         return super().__str__().rpartition(f"{type(self).__name__}: ")[2].strip()
 
 
 class RankError(RuntimeError):
-    """What went wrong on some ranks, by rank, phase and cause."""
+    """What failed on which ranks: rank, phase and cause of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeouts:
+    """How long ranks wait for each other, in seconds.
+
+    Attributes:
+        control_s: for CPU collectives; must exceed the lag of the slowest rank.
+        device_s: for device collectives; should exceed the vendor's own timeouts, which give better error messages.
+        dead_s: without a heartbeat before a rank counts as dead; 0 disables the watchdog.
+        silent_s: without progress before a rank counts as hanging.
+    """
+
+    control_s: float
+    device_s: float = 7200.0
+    dead_s: float = 0.0
+    silent_s: float = 1800.0
+
+    def group_s(self, device: torch.device) -> float:
+        """Return the timeout of the default process group, whose collectives run on `device`."""
+        return self.control_s if device.type == "cpu" else max(self.device_s, self.control_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Who this process is among its equals; without a process group every exchange returns its own input.
+    """This process among all ranks; in a single process every collective returns its own input.
 
     Attributes:
         rank: 0..world_size-1 over all nodes.
         world_size: number of processes, W.
         local_rank: 0.. on this node.
-        control_group: gloo group of all ranks, or None for a single process.
-        heartbeat: tells the others of this rank and watches all, itself included, or None.
-        again: whether the launcher has started the ranks before, as after one was killed, and they were admitted.
+        control_group: gloo group of all ranks, or None in a single process.
+        heartbeat: the watchdog of this process, or None.
+        restarted: whether the launcher restarted the ranks after an attempt that called `mark_started`.
         store: of the launcher, which outlives the ranks, or None.
     """
 
@@ -59,22 +80,22 @@ class Ranks:
     local_rank: int = 0
     control_group: dist.ProcessGroup | None = None
     heartbeat: Heartbeat | None = None
-    again: bool = False
+    restarted: bool = False
     store: Store | None = None
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints, logs and publishes."""
+        """Whether this is rank 0, which prints, logs and publishes."""
         return self.rank == 0
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the (W*n, ...) rows of all ranks in rank order, bit for bit, from every rank's (n, ...) CPU tensor.
+        """Return the (W*n, ...) rows of all ranks in rank order, bit for bit, from each rank's (n, ...) CPU tensor.
 
-        Every rank must call it with the same shape and dtype; that is compared first, because plain gloo aborts the
-        process on a mismatch.
+        Collective call. Shape and dtype must be the same on every rank; they are compared first, because gloo aborts
+        the process on a mismatch.
 
         Raises:
-            ValueError: the tensor is not on the CPU or has no rows dimension, or ranks differ (every shape is named).
+            ValueError: on every rank, if shapes or dtypes differ, or a tensor is not on the CPU or is 0-dimensional.
         """
         kinds = self.gather_text(f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}")
         if len(set(kinds)) > 1 or tensor.dim() == 0 or tensor.device.type != "cpu":
@@ -84,36 +105,29 @@ class Ranks:
             )
         if self.control_group is None or tensor.numel() == 0:
             return tensor.detach().clone().repeat(self.world_size, *[1] * (tensor.dim() - 1))
-        # As bytes: gloo lacks some dtypes, and bytes also keep NaN payloads.
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        parts = [torch.empty_like(flat) for _ in range(self.world_size)]
-        with self.waiting():
-            dist.all_gather(parts, flat, group=self.control_group)
-        return torch.cat(parts).view(tensor.dtype).view(self.world_size * tensor.shape[0], *tensor.shape[1:])
+        # As bytes: gloo lacks some dtypes, and bytes preserve NaN payloads.
+        rows = self._gather_equal(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        return rows.view(tensor.dtype).view(self.world_size * tensor.shape[0], *tensor.shape[1:])
 
     def gather_text(self, text: str) -> list[str]:
-        """Return every rank's text in rank order; lengths may differ. Every rank must call it."""
+        """Return every rank's text, of any length, in rank order. Collective call."""
         if self.control_group is None:
             return [text]
-        encoded = text.encode(errors="backslashreplace")  # names of files may be no UTF-8
+        encoded = text.encode(errors="backslashreplace")  # file names may not be valid UTF-8
         lengths = self._gather_equal(torch.tensor([len(encoded)])).tolist()
         padded = encoded.ljust(max(*lengths, 1), b"\0")
         rows = self._gather_equal(torch.frombuffer(bytearray(padded), dtype=torch.uint8)).view(self.world_size, -1)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast_text(self, text: str) -> str:
-        """Return rank 0's text on every rank; the others' argument is ignored. Every rank must call it."""
+        """Return rank 0's text on every rank; the argument of the others is ignored. Collective call."""
         return self.gather_text(text if self.is_main else "")[0]
 
-    def all_equal(self, fingerprint: str, what: str) -> None:
-        """Check that all ranks hold the same fingerprint.
-
-        Args:
-            fingerprint: any text that tells two states apart.
-            what: what it is a fingerprint of, for the message.
+    def check_equal(self, fingerprint: str, what: str) -> None:
+        """Check that all ranks pass the same fingerprint, a text that identifies `what`. Collective call.
 
         Raises:
-            ValueError: on every rank alike, naming each rank's value.
+            ValueError: on every rank, with each rank's value.
         """
         values = self.gather_text(fingerprint)
         if len(set(values)) > 1:
@@ -122,39 +136,35 @@ class Ranks:
                 "give every rank the same files, configuration and software"
             )
 
-    def raise_together(self, error: BaseException | None, phase: str) -> None:
-        """End a phase on all ranks alike: return if no rank brings an error, else raise on every rank.
+    def raise_if_any_failed(self, error: BaseException | None, phase: str) -> None:
+        """Raise on every rank if any rank passes an error, else return. Collective call, once at the end of a phase.
 
-        Every rank must call it once at the end of the phase. It also serves as the barrier after work of one rank.
-
-        Args:
-            error: what went wrong on this rank, or None.
-            phase: name of the phase, for the message.
+        It also serves as a barrier.
 
         Raises:
-            InputError: no rank brings anything but such: what they say, each text once.
-            RankError: the same text on every rank, naming rank, phase, type and message of each failure.
+            InputError: all errors are InputErrors; their messages, each once.
+            RankError: the same message on every rank, with rank, phase, type and message of each error.
                 In both cases the original exception is the cause on a rank that failed.
         """
         failed = torch.tensor([0 if error is None else 1 if isinstance(error, InputError) else 2], dtype=torch.int32)
         if self.control_group is not None:
-            with self._announced(error), self.waiting():
+            with self._announced(error), self.waiting_for_peers():
                 dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control_group)
         if not failed.item():
             return
-        # Marked by length: an exception may have an empty message, a rank without one sends an empty text.
+        # Never empty for an error, even one without a message; empty means that the rank has none.
         texts = self.gather_text("" if error is None else _in_words(error))
         if failed.item() == 1:
-            said = [text.removeprefix(f"{InputError.__name__}: ") for text in texts if text]
-            raise InputError("; ".join(dict.fromkeys(said))) from error
+            messages = [text.removeprefix(f"{InputError.__name__}: ") for text in texts if text]
+            raise InputError("; ".join(dict.fromkeys(messages))) from error
         failures = [_failure(rank, phase, text) for rank, text in enumerate(texts) if text]
         raise RankError("; ".join(failures)) from error
 
     @contextlib.contextmanager
     def _announced(self, error: BaseException | None) -> Iterator[None]:
-        """Inside, the others are asked to end should they not come: they may wait for this rank somewhere else.
+        """Publish the error during the block: peers blocked in another collective then exit instead of waiting.
 
-        Bad input is not worth that: who is busy may finish, and the run be saved.
+        An InputError is not published: peers may finish what they are doing, and the run be saved.
         """
         if self.heartbeat is None or error is None or isinstance(error, InputError):
             yield
@@ -162,45 +172,34 @@ class Ranks:
         self.heartbeat.announce(_in_words(error))
         try:
             yield
-        except RuntimeError:  # they did end
+        except RuntimeError:  # the peers have exited
             raise RankError(_failure(self.rank, self.heartbeat.phase, _in_words(error))) from error
         self.heartbeat.withdraw()
 
     @contextlib.contextmanager
     def sync_errors(self, phase: str) -> Iterator[None]:
-        """Run a block, then `raise_together`.
+        """Run a block, then `raise_if_any_failed`. Collective call.
 
-        The block holds no exchange of its own, or only such as no rank can miss: a rank that fails leaves the others
-        waiting in theirs until that times out.
+        The block must contain no collective that a failing rank could skip: the others would wait until it times out.
 
         Raises:
-            InputError: on every rank, as `raise_together`.
+            InputError: on every rank, as `raise_if_any_failed`.
             RankError: likewise.
         """
-        self.enter(phase)
+        self.begin_phase(phase)
         try:
             yield
         except BaseException as error:
-            self.raise_together(error, phase)
+            self.raise_if_any_failed(error, phase)
             raise
-        self.raise_together(None, phase)
-
-    def enter(self, phase: str) -> None:
-        """Note that a phase begins: the others are told its name when this rank fails, dies or hangs in it."""
-        if self.heartbeat is not None:
-            self.heartbeat.enter(phase)
-
-    def tick(self) -> None:
-        """Note progress within a phase, so that a long one is not taken for a rank that hangs."""
-        if self.heartbeat is not None:
-            self.heartbeat.tick()
+        self.raise_if_any_failed(None, phase)
 
     @contextlib.contextmanager
     def broadcast_failure(self) -> Iterator[None]:
-        """Let the others know of an error inside, wherever they wait for this rank; they end.
+        """Publish an exception raised in the block so that peers blocked in any collective exit; not collective.
 
         Raises:
-            RankError: for an error of this rank alone; others are raised as they are.
+            RankError: for an error of this rank alone; other errors are re-raised unchanged.
         """
         try:
             yield
@@ -210,101 +209,79 @@ class Ranks:
             if self.world_size == 1:
                 self.heartbeat.stop()
                 raise
-            if isinstance(error, RankError):  # which all have
+            if isinstance(error, RankError):  # already raised on every rank
                 raise
-            with contextlib.suppress(OSError):  # nobody reads it
-                traceback.print_exc()  # before the others end, whose launcher then ends this rank
-            self.heartbeat.leave(_in_words(error))
+            with contextlib.suppress(OSError):  # stderr may be closed
+                traceback.print_exc()  # now: when the peers exit, their launcher kills this rank
+            self.heartbeat.fail(_in_words(error))
             raise RankError(_failure(self.rank, self.heartbeat.phase, _in_words(error))) from None
 
-    def admit(self) -> None:
-        """Note that this start was found right: started again by the same launcher, the run goes on by itself."""
-        if self.store is not None and self.is_main:
-            admit(self.store)
+    def begin_phase(self, phase: str) -> None:
+        """Set the phase that peers report if this rank fails, dies or hangs; counts as progress."""
+        if self.heartbeat is not None:
+            self.heartbeat.begin_phase(phase)
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return what notes that this rank waits for the others inside."""
-        return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting()
+    def report_progress(self) -> None:
+        """Tell the watchdog that this rank is not hanging."""
+        if self.heartbeat is not None:
+            self.heartbeat.report_progress()
+
+    def waiting_for_peers(self) -> AbstractContextManager[None]:
+        """Return a context for blocking collectives: the watchdog then looks for the hanging rank elsewhere."""
+        return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting_for_peers()
+
+    def mark_started(self) -> None:
+        """Record in the launcher's store that start-up succeeded; after a restart `restarted` is True."""
+        if self.store is not None and self.is_main:
+            mark_started(self.store)
 
     def _gather_equal(self, tensor: Tensor) -> Tensor:
-        """Gather tensors that are of one shape by construction."""
+        """Return the tensors of all ranks, which must have the same shape, concatenated."""
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with self.waiting():
+        with self.waiting_for_peers():
             dist.all_gather(parts, tensor, group=self.control_group)
         return torch.cat(parts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Patience:
-    """How long ranks wait for each other, in seconds.
+def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "env://") -> Ranks:
+    """Initialise the process groups; call once, after `device.setup` and before any other communication.
 
-    Attributes:
-        control_s: in an exchange between CPUs; more than one rank may lag behind another.
-        device_s: in one between devices; more than the vendor's own timeouts, which explain themselves better.
-        dead_s: without a sign of life before a rank counts as gone; 0 asks for none.
-        silent_s: without progress before it counts as hanging.
-    """
-
-    control_s: float
-    device_s: float = 7200.0
-    dead_s: float = 0.0
-    silent_s: float = 1800.0
-
-    def group_s(self, device: torch.device) -> float:
-        """Return what bounds an exchange of the process group, which is between devices of this kind."""
-        return self.control_s if device.type == "cpu" else max(self.device_s, self.control_s)
-
-    def watch(self, store: Callable[[], Store], rank: int, world_size: int) -> Heartbeat | None:
-        """Return this rank's heartbeat, if one is asked for; a single process has one as well, for it may hang."""
-        if not self.dead_s:
-            return None
-        return Heartbeat(store(), rank, world_size, dead_s=self.dead_s, silent_s=self.silent_s)
-
-
-def start(device: torch.device, patience: Patience, *, init_method: str = "env://") -> Ranks:
-    """Join the other ranks; call once, after `device.setup` and before anything else communicates.
-
-    Order: select the device, make the process group, run one small collective on the device (the first one builds the
-    communicator), then make the control group. A process without launcher (no RANK in the environment) is alone.
-
-    Args:
-        device: this rank's device, from `device.resolve`.
-        patience: how long the ranks wait for each other.
-        init_method: rendezvous of `torch.distributed`; "env://" is the launcher's.
+    Order: select the device, create the default process group, run one small collective on the device (the first one
+    creates the communicator), then create the control group. Without a launcher (RANK is not set) there is one rank.
 
     Raises:
-        RuntimeError: the launcher is gone, a rank does not come, or the first collective gives a wrong answer; the
-            others, if they are watched, end by it.
+        RuntimeError: the launcher is gone, a rank is missing, or the first collective returns a wrong result; peers
+            with a watchdog exit, too.
     """
     if "RANK" not in os.environ:
-        return Ranks(heartbeat=patience.watch(HashStore, 0, 1))
+        return Ranks(heartbeat=_watchdog(timeouts, HashStore, 0, 1))
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
         _prefer_loopback()
-    device_door.select(device)
-    control_timeout = datetime.timedelta(seconds=patience.control_s)
-    # The store is ours, for the heartbeat has need of it beside the process group. A launcher's own is there before us:
-    # where nobody answers it was killed.
-    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    found_s = datetime.timedelta(seconds=LAUNCHER_S if of_launcher else MEET_S)
+    device_api.select(device)
+    control_timeout = datetime.timedelta(seconds=timeouts.control_s)
+    # We make the store ourselves because the watchdog needs it as well. A launcher's store exists before its ranks: if
+    # it does not answer, the launcher was killed.
+    from_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    found_s = datetime.timedelta(seconds=LAUNCHER_S if from_launcher else RENDEZVOUS_S)
     try:
         store, _, _ = next(iter(rendezvous(init_method, rank, world_size, timeout=found_s)))
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"rank {rank} finds no store to meet the others by: its launcher is gone ({error})"
         ) from None
-    attempt, again = meet(store, rank, world_size)
+    attempt, restarted = join_attempt(store, rank, world_size)
     store.set_timeout(control_timeout)
-    # On a connection that nobody waits on.
-    heartbeat = patience.watch(lambda: PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
-    ranks = Ranks(rank, world_size, local_rank, None, heartbeat, again, store)
+    # A cloned connection: blocking calls on the original would delay heartbeats.
+    heartbeat = _watchdog(timeouts, lambda: PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
+    ranks = Ranks(rank, world_size, local_rank, None, heartbeat, restarted, store)
     with ranks.broadcast_failure():
         dist.init_process_group(
-            device_door.process_group_backend(device),
+            device_api.process_group_backend(device),
             store=PrefixStore(f"process_group/{attempt}", store),
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=patience.group_s(device)),
+            timeout=datetime.timedelta(seconds=timeouts.group_s(device)),
         )
         probe = torch.ones(1, device=device)
         dist.all_reduce(probe)
@@ -314,19 +291,26 @@ def start(device: torch.device, patience: Patience, *, init_method: str = "env:/
     return dataclasses.replace(ranks, control_group=control_group)
 
 
-def stop(ranks: Ranks) -> None:
-    """Leave together: wait for all ranks, then take the process group down.
+def shut_down(ranks: Ranks) -> None:
+    """Wait for all ranks, then destroy the process groups. Collective call.
 
-    Leaving a gloo group without this may abort the process. Not for a rank that failed alone: the others would never
-    come, and the launcher ends them when the failed process exits.
+    Without the barrier, leaving a gloo group may abort the process. Do not call on a rank that failed alone: the others
+    would not come; its exit makes the launcher end them.
     """
     if ranks.control_group is not None:
-        with ranks.waiting():
+        with ranks.waiting_for_peers():
             dist.barrier(group=ranks.control_group)
     if ranks.heartbeat is not None:
         ranks.heartbeat.stop()
     if ranks.control_group is not None:
         dist.destroy_process_group()
+
+
+def _watchdog(timeouts: Timeouts, store: Callable[[], Store], rank: int, world_size: int) -> Heartbeat | None:
+    """Return this rank's watchdog, or None if it is disabled; a single process has one too, since it may hang."""
+    if not timeouts.dead_s:
+        return None
+    return Heartbeat(store(), rank, world_size, dead_s=timeouts.dead_s, silent_s=timeouts.silent_s)
 
 
 def _failure(rank: int, phase: str, text: str) -> str:
@@ -338,11 +322,11 @@ def _in_words(error: BaseException) -> str:
 
 
 def _by_rank(values: list[str]) -> str:
-    return ", ".join(f"{value[:_SHOWN]} on rank {rank}" for rank, value in enumerate(values))
+    return ", ".join(f"{value[:_QUOTED]} on rank {rank}" for rank, value in enumerate(values))
 
 
 def _prefer_loopback() -> None:
-    """On a single node let gloo use the loopback interface, so that an unresolvable host name does no harm."""
+    """Make gloo use the loopback interface, so that a single node works with an unresolvable host name."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

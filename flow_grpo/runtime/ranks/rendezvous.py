@@ -1,9 +1,9 @@
-"""A name of its own for every attempt of the ranks to meet.
+"""A unique id for every attempt of the ranks to start.
 
-A launcher that starts ranks again keeps its store, and in it what earlier attempts left: addresses of processes that
-are gone, faults that were announced. How often it did so it tells every node another number (torch 2.13 counts only a
-node's own failures). So rank 0 makes up a name and deals it to those who are there, and says whether an attempt before
-was admitted to its run.
+A launcher that restarts its ranks keeps its store, which still holds what earlier attempts left: addresses of dead
+processes, announced faults. The launcher's restart count cannot tell attempts apart, because nodes may disagree on it
+(torch 2.13 counts only a node's own failures). So rank 0 makes up an id and sends it to the ranks that are present,
+along with whether an earlier attempt got as far as `mark_started`.
 """
 
 from __future__ import annotations
@@ -14,49 +14,43 @@ import uuid
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-_ADMITTED = "admitted"
-MEET_S = 600.0  # the slowest node may still be reading its libraries from a cold file system
+_STARTED = "admitted"
+RENDEZVOUS_S = 600.0  # the slowest node may still be reading its libraries from a cold file system
 
 
-def meet(store: Store, rank: int, world_size: int, wait_s: float = MEET_S) -> tuple[str, bool]:
-    """Wait for the other ranks of this attempt; return its name, and whether one before was admitted, see `admit`.
+def join_attempt(store: Store, rank: int, world_size: int, wait_s: float = RENDEZVOUS_S) -> tuple[str, bool]:
+    """Wait for all ranks of this attempt; return its id, and whether an earlier one called `mark_started`.
 
-    The latter is only known where the launcher keeps the store, as torchrun does unless it is told not to.
-
-    Args:
-        store: of the launcher, or of rank 0.
-        rank: of this process.
-        world_size: number of ranks.
-        wait_s: how long the last one may take.
+    The latter is only known if the store is kept by the launcher, as torchrun does by default, and not by rank 0.
 
     Raises:
-        RuntimeError: somebody did not come.
+        RuntimeError: a rank is missing after `wait_s` seconds.
     """
     store.set_timeout(datetime.timedelta(seconds=wait_s))
     own = uuid.uuid4().hex
     if rank:
         store.set(f"hello/{rank}", own)
-        name = store.get(f"welcome/{own}").decode()
-        store.set(f"met/{name}/{rank}", "")
+        attempt = store.get(f"welcome/{own}").decode()
+        store.set(f"met/{attempt}/{rank}", "")
     else:
-        name = f"{own}-{'again' if store.check([_ADMITTED]) else 'first'}"
-        _welcome(store, name, world_size, wait_s)
-    return name, name.endswith("again")
+        attempt = f"{own}-{'again' if store.check([_STARTED]) else 'first'}"
+        _send_id(store, attempt, world_size, wait_s)
+    return attempt, attempt.endswith("again")
 
 
-def admit(store: Store) -> None:
-    """Note that this launch may go on with what its run saved, should it be started again."""
-    store.set(_ADMITTED, "")
+def mark_started(store: Store) -> None:
+    """Record that start-up succeeded: if the launcher restarts the ranks, they may resume from the run's own state."""
+    store.set(_STARTED, "")
 
 
-def _welcome(store: Store, name: str, world_size: int, wait_s: float) -> None:
-    """Deal the name until all have it: what says hello first may be left from a process that is gone."""
-    last, missing = time.monotonic() + wait_s, set(range(1, world_size))
+def _send_id(store: Store, attempt: str, world_size: int, wait_s: float) -> None:
+    """Send the id until all ranks have confirmed it: the first hello of a rank may be left over from a dead process."""
+    deadline, missing = time.monotonic() + wait_s, set(range(1, world_size))
     while missing:
-        missing = {rank for rank in missing if not store.check([f"met/{name}/{rank}"])}
+        missing = {rank for rank in missing if not store.check([f"met/{attempt}/{rank}"])}
         for rank in missing:
             if store.check([f"hello/{rank}"]):
-                store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", name)
-        if missing and time.monotonic() > last:
+                store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", attempt)
+        if missing and time.monotonic() > deadline:
             raise RuntimeError(f"rank(s) {', '.join(map(str, sorted(missing)))} did not come within {wait_s:.0f} s")
         time.sleep(0.02)

@@ -1,13 +1,10 @@
-"""How a trained network lies over the ranks.
+"""DDP, ZeRO-2 and FSDP2 wrappers behind one set of functions; callers need not know which is used.
 
-Whole on each with gradients averaged (DDP), whole with gradients and optimizer state in parts (ZeRO-2), or all cut into
-shards (FSDP2). Who calls a function here need not ask which.
+DDP comes from accelerate. FSDP2 is torch's `fully_shard`, because accelerate skips FSDP on CPU ranks: every device runs
+the code that the tests run.
 
-accelerate wraps for DDP. For shards torch's own `fully_shard` is called, since accelerate leaves FSDP out on CPU ranks:
-this way every device runs the code that the tests run.
-
-Under shards every parameter is a DTensor cut along its first dimension, every forward is a collective, and so all ranks
-must call the network equally often.
+Under FSDP2 every parameter is a DTensor sharded along its first dimension and every forward pass is a collective, so
+all ranks must call the network equally often.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from flow_grpo.runtime import device as device_door
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.zero2 import Zero2
 from flow_grpo.settings.schema import TrainConfig
@@ -35,16 +32,10 @@ KINDS = ("ddp", "zero2", "fsdp2")
 
 
 def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks) -> nn.Module:
-    """Return the module as the ranks hold it; a single process keeps it as it is.
+    """Return the module, which is on `device`, wrapped for training on all ranks; in a single process, itself.
 
-    Args:
-        module: on `device`; its `_no_split_modules` names the classes of the repeated blocks, each a shard of its own.
-        kind: "ddp", "fsdp2", or "zero2", for which `partition` follows once there is an optimizer.
-        device: of this rank.
-        ranks: who takes part.
-
-    Raises:
-        ValueError: an unknown kind.
+    FSDP2 shards each block whose class is named in `module._no_split_modules`. "zero2" needs the optimizer and is
+    wrapped later, by `partition`. Raises ValueError for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"train.sharding is {kind!r}, must be one of {', '.join(KINDS)}")
@@ -55,29 +46,27 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
         return prepared
     mesh = init_device_mesh(device.type, (ranks.world_size,))
     blocks = getattr(module, "_no_split_modules", None) or ()
-    # Parameters are given back after every forward. Without that, weights gathered in a rollout outlive the optimizer's
-    # step, and the next forward computes with the old ones (measured with torch 2.13).
+    # Without resharding, weights gathered in a rollout survive the optimizer's step, and the next forward pass computes
+    # with the old ones (observed with torch 2.13).
     for part in [part for part in module.modules() if type(part).__name__ in blocks] + [module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     return module
 
 
 def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
-    """Return an Accelerator that agrees with `ranks` on who takes part; call after `start`.
-
-    Precision is not its business (`device.autocast` is used), gradient accumulation neither.
+    """Return an Accelerator for DDP; call after `init_ranks`. It handles neither precision nor gradient accumulation.
 
     Raises:
-        RuntimeError: accelerate sees another number of processes, which would leave gradients unsynchronised, or
-            another kind of device, to which it would move the model.
-        ValueError: accelerate was told to shard weights (FSDP, DeepSpeed): optimizer, average and checkpoints here hold
-            whole weights, and would quietly hold stale ones.
+        RuntimeError: accelerate sees another number of processes, so gradients would not be synchronised, or another
+            kind of device, to which it would move the model.
+        ValueError: accelerate is configured to shard weights (FSDP, DeepSpeed): the optimizer, average and checkpoints
+            of this project hold full weights, which would silently become stale.
     """
     from accelerate import Accelerator
 
     threads = torch.get_num_threads()
-    made = Accelerator(**device_door.accelerator_kwargs(device))
-    torch.set_num_threads(threads)  # on CPU ranks, accelerate replaces the number when OMP_NUM_THREADS is not set
+    made = Accelerator(**device_api.accelerator_kwargs(device))
+    torch.set_num_threads(threads)  # on CPU ranks, accelerate changes the number if OMP_NUM_THREADS is not set
     if made.num_processes != ranks.world_size:
         raise RuntimeError(
             f"accelerate sees {made.num_processes} processes where {ranks.world_size} were started on {device}; "
@@ -99,17 +88,12 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
 def partition(
     module: nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig, device: torch.device, ranks: Ranks
 ) -> nn.Module:
-    """Return what `parallelize` made, for "zero2" with gradients and optimizer state in parts.
+    """Return the module from `parallelize`, wrapped with ZeRO-2 if `train.sharding` is "zero2".
 
-    Args:
-        module: from `parallelize`.
-        optimizer: over its trained weights; for "zero2" it holds this rank's part of them afterwards.
-        train: says the kind and the bound of the gradient's norm.
-        device: of this rank.
-        ranks: who takes part.
+    The optimizer, over the trained weights, then holds this rank's shard of them.
 
     Raises:
-        ValueError: "zero2" without DeepSpeed, or asked by accelerate for what it does not do.
+        ValueError: "zero2" without DeepSpeed, or accelerate's configuration contradicts the run's.
     """
     if train.sharding != "zero2" or ranks.world_size == 1:
         return module
@@ -117,53 +101,47 @@ def partition(
 
 
 def is_partitioned(module: nn.Module) -> bool:
-    """Tell whether each rank's optimizer holds the state of its own part of the weights."""
+    """Return whether optimizer state is sharded over the ranks while weights are replicated (ZeRO-2)."""
     return isinstance(module, Zero2)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Tell whether the ranks hold different parts of the module."""
+    """Return whether the weights are sharded over the ranks (FSDP2)."""
     return isinstance(module, FSDPModule)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the network inside the wrapper that exchanges gradients, or the module itself when it has none."""
+    """Return the network inside a DDP or ZeRO-2 wrapper, or the module itself."""
     if isinstance(module, Zero2):
         return module.network
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
 
 
-def on_every_call(module: nn.Module, tell: Callable[[], object]) -> None:
-    """Have `tell` called after every call of the network: in rollouts, which go past the wrapper, and in updates."""
-    unwrap(module).register_forward_hook(lambda *_: tell())
+def on_every_call(module: nn.Module, callback: Callable[[], object]) -> None:
+    """Run `callback` after every forward pass of the network, in rollouts (which bypass the wrapper) and updates."""
+    unwrap(module).register_forward_hook(lambda *_: callback())
 
 
 @contextlib.contextmanager
 def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[Tensor], object]]:
-    """Make one forward and backward pass inside; the last before a step averages gradients over ranks.
+    """Context for one forward and backward pass; yields the backward function to call with the loss.
 
-    Args:
-        module: as the ranks hold it.
-        now: False for a pass that is followed by others before the step; most kinds then only add up.
-
-    Yields:
-        what takes a loss back to the gradients, in place of the loss's own `backward`.
+    Gradients are averaged over ranks if `now`, in the last pass before a step; before, they may accumulate locally.
     """
     if isinstance(module, Zero2):
         yield module.backward_pass(last=now)
         return
-    # Under shards every pass is averaged: what is only added up stays whole on every rank until it is.
+    # FSDP2 modules have no `no_sync` and average every pass: locally accumulated gradients would be unsharded.
     local_only = getattr(module, "no_sync", contextlib.nullcontext)
     with contextlib.nullcontext() if now else local_only():
         yield Tensor.backward
 
 
 def take_step(module: nn.Module, optimizer: torch.optim.Optimizer, bound: float) -> Tensor:
-    """Bound the gradient's norm, move the weights and forget the gradient.
+    """Clip the gradient's norm to `bound`, update the weights and zero the gradient; return the norm before clipping.
 
-    Returns:
-        the norm before it was bounded, a scalar alike on every rank. If it is not finite, weights are as they were.
+    The norm is a scalar identical on every rank. If it is not finite, the weights are unchanged.
     """
     if isinstance(module, Zero2):
         return module.step(bound)
@@ -176,19 +154,19 @@ def take_step(module: nn.Module, optimizer: torch.optim.Optimizer, bound: float)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the tensor's own memory; all of it when it is not sharded."""
+    """Return this rank's shard of a DTensor, sharing its memory, or a plain tensor itself; both detached."""
     part: Tensor = tensor.detach()
     return part.to_local() if isinstance(part, DTensor) else part
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on this rank; for a shard every rank must call it."""
+    """Return the full tensor of a DTensor (collective call), or a plain tensor itself; both detached."""
     part: Tensor = tensor.detach()
     return part.full_tensor() if isinstance(part, DTensor) else part
 
 
 def part_like(values: Tensor, template: Tensor) -> Tensor:
-    """Return this rank's part of whole CPU values, on the device and in the layout of `template`, of the same shape."""
+    """Return full CPU values on the device and in the dtype and sharding of `template`, which has the same shape."""
     if not isinstance(template, DTensor):
         return values.to(template.device, template.dtype)
     mesh, rank = template.device_mesh, template.device_mesh.get_local_rank()

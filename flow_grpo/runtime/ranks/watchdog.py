@@ -1,13 +1,12 @@
-"""No rank waits for one that will never come.
+"""A watchdog that ends all ranks when one dies, hangs or fails alone.
 
-In an exchange a rank cannot see that another one was killed, lost its machine, raised where the others go on, or
-hangs: it waits until the group's timeout, half an hour or more. So a thread of every rank writes a line into the store
-that the ranks met by, every few seconds, and reads those of the others. A rank that sees another one fail or fall
-silent says which one, where and why, shows where it stands itself, and ends its process; all do so within seconds of
-each other.
+A rank blocked in a collective cannot see that a peer was killed, lost its machine, raised an exception or hangs; it
+would wait for the collective's timeout, half an hour or more. So a thread in every rank writes a status line into the
+store of the rendezvous every few seconds and reads those of the others. When it finds a failed or silent rank, it
+prints which one, where and why, dumps its own stack traces and exits; all ranks do so within seconds of each other.
 
-What a thread can tell apart: a process that is gone writes no lines; one that hangs still writes them, but its count of
-progress stands still; one that raised has announced its error.
+A dead process writes no lines. A hanging one does, but its progress count does not change. One that raised an exception
+has announced it.
 """
 
 from __future__ import annotations
@@ -20,202 +19,195 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-FAULT_GRACE_S = 15.0  # a rank that raised usually tells so in the exchange that ends the phase, beside other causes
+FAULT_GRACE_S = 15.0  # a synchronised error usually reaches all ranks by its own collective, which names every cause
 EXIT_CODE = 1
 _DONE = "done"
 
 
 @dataclasses.dataclass
-class _Heard:
-    """What is known of another rank: its last line, and when that and its progress last changed."""
+class _Peer:
+    """The last status line of a rank, and when the line and the progress in it last changed."""
 
+    changed: float
+    moved: float
     line: str = ""
-    changed: float = 0.0
     progress: str = ""
-    moved: float = 0.0
 
 
-class Heartbeat:
-    """This rank's sign of life, and its eye on the others.
+class Monitor:
+    """The watchdog without its thread: publishes this rank's status and judges that of all ranks.
 
     Args:
-        store: of the process group; used from a thread of its own.
+        store: shared by all ranks.
         rank: of this process.
         world_size: number of ranks.
-        dead_s: seconds without a line after which a rank counts as gone.
-        silent_s: seconds without progress after which a rank counts as hanging; more than anything takes in between.
-        end: called with what is wrong; None shows it on stderr and ends the process.
+        dead_s: seconds without a new status line after which a rank counts as dead.
+        silent_s: seconds without progress after which a rank counts as hanging; must exceed the longest step.
+        now: current time in seconds on the clock of later `check` calls.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        dead_s: float,
-        silent_s: float,
-        end: Callable[[str], None] | None = None,
+        self, store: Store, rank: int, world_size: int, *, dead_s: float, silent_s: float, now: float | None = None
     ) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._dead_s, self._silent_s = dead_s, silent_s
-        self._every = min(5.0, dead_s / 6)
-        self._phase, self._progress, self._count, self._waiting = "start-up", 0, 0, False
-        now = time.monotonic()
-        self._heard = {other: _Heard(changed=now, moved=now) for other in range(world_size) if other != rank}
-        self._own = _Heard(moved=now)
-        self._store_answered, self._failed_since = now, 0.0
-        self._end = end or self._end_process
-        self._stopped = threading.Event()
+        now = time.monotonic() if now is None else now
+        self._store, self._rank = store, rank
+        self._dead_s, self._silent_s, self.interval_s = dead_s, silent_s, min(5.0, dead_s / 6)
+        self.phase, self._progress, self._beats, self._waiting = "start-up", 0, 0, False
+        self._peers = {peer: _Peer(now, now) for peer in range(world_size) if peer != rank}
+        self._own = _Peer(now, now)
+        self._store_answered, self._fault_seen = now, 0.0
         self._store.set_timeout(datetime.timedelta(seconds=dead_s))
-        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
-        self._thread.start()
 
-    def enter(self, phase: str) -> None:
-        """Note that this rank begins a phase, which is progress."""
-        self._phase = phase
-        self.tick()
+    def begin_phase(self, phase: str) -> None:
+        """Set the phase shown in reports about this rank; counts as progress."""
+        self.phase = phase
+        self.report_progress()
 
-    def tick(self) -> None:
-        """Note progress within the phase."""
+    def report_progress(self) -> None:
+        """Note that this rank is not hanging."""
         self._progress += 1
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, this rank waits for others: it is not the one that hangs."""
+    def waiting_for_peers(self) -> Iterator[None]:
+        """Mark this rank as blocked in a collective during the block: it is not the one that hangs."""
         self._waiting = True
         try:
             yield
         finally:
             self._waiting = False
-            self.tick()
-
-    @property
-    def phase(self) -> str:
-        """Where this rank is."""
-        return self._phase
+            self.report_progress()
 
     def announce(self, text: str) -> None:
-        """Tell the others of an error of this rank; they end themselves if no exchange tells them soon."""
-        self._store.set(self._fault_key(self._rank), f"in {self._phase}: {text}")
+        """Publish an error of this rank; peers exit if no collective delivers it within FAULT_GRACE_S."""
+        self._store.set(f"fault/{self._rank}", f"in {self.phase}: {text}")
 
     def withdraw(self) -> None:
-        """Take the announcement back: an exchange has told all."""
-        self._store.set(self._fault_key(self._rank), "")
+        """Remove the announcement: a collective has delivered the error."""
+        self._store.set(f"fault/{self._rank}", "")
 
-    def leave(self, text: str) -> None:
-        """Announce an error that no exchange will tell of, and wait until the others end, a few beats at most.
+    def check(self, now: float) -> str:
+        """Publish this rank's status and return what is wrong with any rank, or ""."""
+        try:
+            self._beats += 1
+            self._store.set(f"beat/{self._rank}", f"{self._beats}|{self._status()}")
+            problem = self._fault(now)
+            if problem is None:
+                problem = self._dead(now) or self._hanging(now)
+            self._store_answered = now
+        except (RuntimeError, ValueError) as error:
+            silent = now - self._store_answered
+            if silent <= self._dead_s:
+                return ""
+            problem = f"the ranks' store has not answered for {silent:.0f} s ({error}); its node is gone"
+        return problem
 
-        A connection that closes earlier would tell them first, and without the cause.
-        """
-        self._stopped.set()
-        last = time.monotonic() + 3 * self._every
-        others = [self._left_key(rank) for rank in self._heard]
-        # A store that is gone has nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._store.set(self._left_key(self._rank), "")
-            self.announce(text)
-            while time.monotonic() < last and not self._store.check(others):
-                time.sleep(0.1)
-
-    def stop(self) -> None:
-        """Leave in peace: the others expect no more of this rank."""
-        self._stopped.set()
-        self._thread.join()
-        self._store.set(self._key(self._rank), _DONE)
-
-    def _key(self, rank: int) -> str:
-        return f"beat/{rank}"
-
-    def _fault_key(self, rank: int) -> str:
-        return f"fault/{rank}"
-
-    def _left_key(self, rank: int) -> str:
-        return f"left/{rank}"
+    def _status(self) -> str:
+        return f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self.phase}"
 
     def _read(self, key: str) -> str:
-        """Return what is kept under a key, or "": asking for one that is not there would wait for it."""
+        """Return the value of a key, or "" if it is missing: `get` would block on it."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _watch(self) -> None:
-        while not self._stopped.wait(self._every):
-            problem = ""
-            try:
-                self._beat()
-                problem = self._look()
-                self._store_answered = time.monotonic()
-            except (RuntimeError, ValueError) as error:
-                silent = time.monotonic() - self._store_answered
-                if silent > self._dead_s:
-                    problem = f"the ranks' store has not answered for {silent:.0f} s ({error}); its node is gone"
-            if problem and not self._stopped.is_set():
-                with contextlib.suppress(RuntimeError):
-                    self._store.set(self._left_key(self._rank), "")
-                self._end(problem)
-                return
+    def _fault(self, now: float) -> str | None:
+        """Return the announced errors, "" while a collective may still deliver them, or None if there are none."""
+        faults = {peer: text for peer in self._peers if (text := self._read(f"fault/{peer}"))}
+        if not faults:
+            self._fault_seen = 0.0
+            return None
+        self._fault_seen = self._fault_seen or now
+        left = any(self._store.check([f"left/{peer}"]) for peer in faults)
+        if not left and now - self._fault_seen < FAULT_GRACE_S:
+            return ""
+        return "; ".join(f"rank {peer} failed {text}" for peer, text in faults.items())
 
-    def _stand(self) -> str:
-        return f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self._phase}"
-
-    def _beat(self) -> None:
-        self._count += 1
-        self._store.set(self._key(self._rank), f"{self._count}|{self._stand()}")
-
-    def _look(self) -> str:
-        """Return what is wrong with another rank or with this one, or ""."""
-        now = time.monotonic()
-        if failed := {rank: text for rank in self._heard if (text := self._read(self._fault_key(rank)))}:
-            self._failed_since = self._failed_since or now
-            left = any(self._store.check([self._left_key(rank)]) for rank in failed)
-            if not left and now - self._failed_since < FAULT_GRACE_S:
-                return ""
-            return "; ".join(f"rank {rank} failed {text}" for rank, text in failed.items())
-        self._failed_since = 0.0
-        for rank, heard in self._heard.items():
-            self._hear(rank, heard, now)
-            if heard.line != _DONE and now - heard.changed > self._dead_s:
-                where = heard.line.partition("|")[2].split("|")[-1] or "start-up"
-                silent = f"has not been heard of for {now - heard.changed:.0f} s"
+    def _dead(self, now: float) -> str:
+        """Read the peers' status; return which one has stopped writing it, or ""."""
+        for rank, peer in self._peers.items():
+            line = self._read(f"beat/{rank}")
+            if line != peer.line:
+                peer.line, peer.changed = line, now
+            _, _, progress = line.partition("|")
+            if progress != peer.progress:
+                peer.progress, peer.moved = progress, now
+            if peer.line != _DONE and now - peer.changed > self._dead_s:
+                where = progress.rpartition("|")[2] or "start-up"
+                silent = f"has not been heard of for {now - peer.changed:.0f} s"
                 return f"rank {rank} {silent}, it was in {where}: its process or its machine is gone"
-        return self._hanging(now)
-
-    def _hear(self, rank: int, heard: _Heard, now: float) -> None:
-        line = self._read(self._key(rank))
-        if line != heard.line:
-            heard.line, heard.changed = line, now
-        progress = line.partition("|")[2]
-        if progress != heard.progress:
-            heard.progress, heard.moved = progress, now
+        return ""
 
     def _hanging(self, now: float) -> str:
         """Return which rank hangs, or "".
 
-        It is not one that waits for others, unless all wait for each other; and of those that stand still within an
-        exchange of a device, or of gradients, it is the one that came least far.
+        Ranks that wait for peers are only blamed if all ranks wait. Device collectives and gradient synchronisation are
+        not marked as waiting; of the ranks stuck there, the one with the least progress is blamed.
         """
-        own = self._stand()
+        own = self._status()
         if own != self._own.progress:
             self._own.progress, self._own.moved = own, now
         silent: dict[tuple[bool, int], list[str]] = {}
         over = []
-        for rank, heard in sorted({self._rank: self._own, **self._heard}.items()):
-            count, _, state = heard.progress.partition("|")
-            waits, seconds = state.startswith("waiting"), now - heard.moved
+        for rank, peer in sorted({self._rank: self._own, **self._peers}.items()):
+            count, _, state = peer.progress.partition("|")
+            waits, seconds = state.startswith("waiting"), now - peer.moved
             late = seconds - (1.5 if waits else 1.0) * self._silent_s
-            if heard.line != _DONE and late > -3 * self._every:  # of the others one hears with a delay
-                said = f"rank {rank} has made no progress for {seconds:.0f} s in {state.partition('|')[2]}"
-                silent.setdefault((waits, int(count or 0)), []).append(said)
+            if peer.line != _DONE and late > -3 * self.interval_s:  # status of peers arrives with a delay
+                text = f"rank {rank} has made no progress for {seconds:.0f} s in {state.partition('|')[2]}"
+                silent.setdefault((waits, int(count or 0)), []).append(text)
                 over.append(late > 0)
         why = "it hangs, or distributed.silent_s is less than a call of the network takes"
         return f"{'; '.join(silent[min(silent)])}: {why}" if any(over) else ""
 
-    def _end_process(self, problem: str) -> None:
-        try:  # whoever read the output may be gone
-            sys.stderr.write(f"error: rank {self._rank} ends in {self._phase}: {problem}\n")
+
+class Heartbeat(Monitor):
+    """A monitor with a thread that checks every few seconds and ends the process when something is wrong.
+
+    The store needs a connection of its own: blocking calls on a shared one would delay the checks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, *, dead_s: float, silent_s: float) -> None:
+        super().__init__(store, rank, world_size, dead_s=dead_s, silent_s=silent_s)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def fail(self, text: str) -> None:
+        """Announce an error that no collective will deliver, and wait a few beats for the peers to exit.
+
+        Closing the connection earlier would end them too, but without the cause.
+        """
+        self._stopped.set()
+        deadline = time.monotonic() + 3 * self.interval_s
+        peers = [f"left/{peer}" for peer in self._peers]
+        # If the store is gone there is nobody left to inform.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self._rank}", "")
+            self.announce(text)
+            while time.monotonic() < deadline and not self._store.check(peers):
+                time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Stop monitoring; the peers expect no more status from this rank."""
+        self._stopped.set()
+        self._thread.join()
+        self._store.set(f"beat/{self._rank}", _DONE)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self.interval_s):
+            problem = self.check(time.monotonic())
+            if problem and not self._stopped.is_set():
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(f"left/{self._rank}", "")
+                self.end_process(problem)
+                return
+
+    def end_process(self, problem: str) -> None:
+        """Print the problem and the stack traces of this process and exit, without finalisers."""
+        try:  # stderr may be closed
+            sys.stderr.write(f"error: rank {self._rank} ends in {self.phase}: {problem}\n")
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.stderr)
             sys.stdout.flush()

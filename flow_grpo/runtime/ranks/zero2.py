@@ -1,10 +1,10 @@
-"""Gradients and optimizer state in parts over the ranks, by DeepSpeed (ZeRO-2); weights stay whole on every rank.
+"""DeepSpeed ZeRO-2: gradients and optimizer state are sharded over the ranks, weights are replicated.
 
-DeepSpeed is called here and not through accelerate, which leaves it out on CPU ranks: this way every device runs the
-code that the tests run. Of an accelerate configuration file for DeepSpeed, the section on ZeRO is read.
+DeepSpeed is called directly and not through accelerate, which skips it on CPU ranks: every device runs the code that
+the tests run. Of an accelerate configuration file for DeepSpeed, only the ZeRO section is used.
 
-DeepSpeed hears nothing of precision, for it would cast the network, frozen weights included. It hears of no gradient
-accumulation either: it would divide by the number, and the update's losses are already weighed.
+DeepSpeed is given no precision, because it would cast the whole network, frozen weights included, and no number of
+gradient accumulation steps, because it would divide by it and the update's losses are already weighted.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BUCKET = 50_000_000  # trained weights reduced at a time; DeepSpeed's own 5e8 would reserve 2 GB
+_BUCKET = 50_000_000  # elements reduced at a time; DeepSpeed's default 5e8 would reserve 2 GB
 
 
 class Zero2(nn.Module):
-    """A network whose gradients and optimizer state DeepSpeed keeps in parts.
+    """A network whose gradients and optimizer state are sharded by DeepSpeed.
 
-    Every backward pass is an exchange, so all ranks must take equally many. A forward with gradients must go through
-    this module; one without may go through the network itself.
+    Every backward pass is a collective, so all ranks must make equally many. A forward pass with gradients must go
+    through this module; one without may call the network itself.
 
     Args:
-        module: on `device`, alike on every rank.
-        optimizer: over the trained weights of `module`, all fp32; from here on it holds this rank's part of them.
-        bound: of the gradient's norm.
+        module: on `device`, identical on every rank.
+        optimizer: over the trained weights of `module`, all fp32; afterwards it holds this rank's shard of them.
+        bound: maximum norm of the gradient.
         device: of this rank.
 
     Raises:
-        ValueError: DeepSpeed is missing or runs on another device, or accelerate asks for something else.
+        ValueError: DeepSpeed is missing or runs on another device, or accelerate's configuration contradicts the run's.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, bound: float, device: torch.device) -> None:
         super().__init__()
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        config = _settings(bound, sum(parameter.numel() for parameter in trained))
+        config = deepspeed_config(bound, sum(parameter.numel() for parameter in trained))
         self.engine: Any = _deepspeed(device).initialize(
             model=module, optimizer=optimizer, model_parameters=trained, config=config
         )[0]
 
     @property
     def network(self) -> nn.Module:
-        """The network itself."""
+        """The wrapped network."""
         network: nn.Module = self.engine.module
         return network
 
@@ -56,28 +56,28 @@ class Zero2(nn.Module):
         return self.engine(*args, **options)
 
     def backward_pass(self, *, last: bool) -> Callable[[Tensor], object]:
-        """Return what takes a loss back to the gradients; ask before the forward. The last one completes the parts."""
+        """Return the backward function for one loss; call before the forward pass. The `last` one reduces gradients."""
         self.engine.set_gradient_accumulation_boundary(last)
         backward: Callable[[Tensor], object] = self.engine.backward
         return backward
 
     def step(self, bound: float) -> Tensor:
-        """Bound the gradient, move the weights, forget the gradient; return its norm, the same on every rank.
+        """Clip the gradient, update the weights, zero the gradient; return its norm before clipping.
 
-        If the gradient is not finite on any rank, return NaN and leave the weights as they are.
+        If the gradient is not finite on any rank, return NaN and leave the weights unchanged. Collective call.
         """
         assert bound == self.engine.gradient_clipping(), "the engine was made for another bound"
-        # DeepSpeed steps a copy of this rank's part; what was put into the weights from outside is not in it.
+        # DeepSpeed updates a copy of this rank's shard, which misses changes made to the weights from outside.
         self.engine.optimizer.refresh_fp32_params()
-        # Some versions (0.16, 0.17) ask for it in fp16 only and otherwise take the step: DeepSpeed's pull request 8035.
+        # DeepSpeed 0.16 and 0.17 check this in fp16 only and step regardless otherwise (their pull request 8035).
         if self.engine.optimizer.has_overflow():
             return torch.tensor(math.nan)
         self.engine.step()
         return torch.as_tensor(self.engine.get_global_grad_norm())
 
 
-def _settings(bound: float, elements: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; ValueError for what accelerate asks for and a run here would not do."""
+def deepspeed_config(bound: float, elements: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration; raise ValueError for accelerate settings that a run would not follow."""
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -88,15 +88,15 @@ def _settings(bound: float, elements: int) -> dict[str, Any]:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         from accelerate import DeepSpeedPlugin
 
-        told = dict(DeepSpeedPlugin().deepspeed_config)
-        zero |= told.pop("zero_optimization")
-        wrong = [f"{name}={value!r}" for name, value in told.items() if value not in ("auto", ours.get(name))]
+        given = dict(DeepSpeedPlugin().deepspeed_config)
+        zero |= given.pop("zero_optimization")
+        wrong = [f"{name}={value!r}" for name, value in given.items() if value not in ("auto", ours.get(name))]
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         wrong += [f"mixed_precision={precision!r}"] * (precision != "no")
         wrong += [f"stage={zero['stage']}"] * (zero["stage"] != 2)
         for name in ("offload_optimizer", "offload_param"):
-            kept = (zero.pop(name, None) or {}).get("device") or "none"
-            wrong += [f"{name}={kept!r}"] * (kept != "none")
+            target = (zero.pop(name, None) or {}).get("device") or "none"
+            wrong += [f"{name}={target!r}"] * (target != "none")
         if wrong:
             raise ValueError(
                 f"accelerate's configuration of DeepSpeed sets {', '.join(wrong)}, which train.sharding='zero2' does "
@@ -106,7 +106,7 @@ def _settings(bound: float, elements: int) -> dict[str, Any]:
 
 
 def _deepspeed(device: torch.device) -> Any:
-    """Return the library, made to run on this rank's kind of device."""
+    """Import DeepSpeed for this rank's kind of device."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         library = importlib.import_module("deepspeed")

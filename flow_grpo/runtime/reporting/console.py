@@ -1,4 +1,4 @@
-"""What rank 0 says: bars for rollouts and updates on a terminal, one line per epoch everywhere, a table at the end."""
+"""Console output of rank 0: progress bars on a terminal, one line per epoch, a table at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADLINE = (
 
 
 class Progress:
-    """Progress of a run on rank 0; silent on the others. Use as a context manager.
+    """Progress output of a run, on rank 0 only; a context manager.
 
     with Progress(num_epochs, ranks, finished=resumed_epochs) as progress:
         progress.start_epoch(rollouts=samples)
@@ -38,13 +38,9 @@ class Progress:
     """
 
     def __init__(self, num_epochs: int, ranks: Ranks, *, finished: int = 0, console: Console | None = None) -> None:
-        """Prepare the bars.
+        """Create the bars of a run of `num_epochs`, of which `finished` were done before a resume.
 
-        Args:
-            num_epochs: of the whole run.
-            ranks: only rank 0 prints.
-            finished: epochs done before a resume.
-            console: where to print; standard output by default.
+        Only rank 0 prints, by default to standard output; on every rank, progress is reported to the watchdog.
         """
         self._ranks = ranks
         self._console = (console or Console()) if ranks.is_main else Console(quiet=True)
@@ -76,32 +72,32 @@ class Progress:
         self._bars.stop()
 
     def start_epoch(self, *, rollouts: int) -> None:
-        """Set the bars of an epoch to 0; `rollouts` samples are to come."""
+        """Reset the bars; `rollouts` samples are expected in this epoch."""
         self._epoch_begin = time.monotonic()
         self._bars.reset(self._rollouts, total=rollouts)
         self._bars.reset(self._updates, total=None)
 
     def more_rollouts(self, count: int) -> None:
-        """Expect further samples in this epoch."""
+        """Expect `count` more samples in this epoch."""
         total = self._bars.tasks[self._rollouts].total or 0
         self._bars.update(self._rollouts, total=total + count)
 
     def start_update(self, updates: int) -> None:
-        """Set the total of the epoch's replayed micro-batches."""
+        """Set the number of micro-batches in the epoch's update."""
         self._bars.update(self._updates, total=updates)
 
     def rollout(self, count: int) -> None:
         """Count finished samples."""
-        self._ranks.tick()
+        self._ranks.report_progress()
         self._bars.advance(self._rollouts, count)
 
     def update(self, count: int = 1) -> None:
         """Count finished micro-batches of the update."""
-        self._ranks.tick()
+        self._ranks.report_progress()
         self._bars.advance(self._updates, count)
 
     def finish_epoch(self, metrics: Mapping[str, float], headline: Sequence[str] = HEADLINE) -> None:
-        """Print the epoch's line with those of the headline metrics that are there, its seconds and the time left."""
+        """Print the epoch's line: the available headline metrics, its duration and the time left."""
         self._finished += 1
         left = self._seconds_left()
         self._bars.update(self._epochs, completed=self._finished, note=f"ETA {left}")
@@ -128,7 +124,7 @@ def print_before_after(
     ranks: Ranks,
     console: Console | None = None,
 ) -> None:
-    """Print held-out metrics before and after training side by side, and where the run's files are (rank 0)."""
+    """Print held-out metrics before and after training side by side, and the run's folder; on rank 0 only."""
     if not ranks.is_main:
         return
     console = console or Console()

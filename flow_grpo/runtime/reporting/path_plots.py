@@ -1,4 +1,4 @@
-"""A commanded and an estimated camera path in one picture."""
+"""Plot a commanded and an estimated camera path in one figure."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M, baseline_m
 from flow_grpo.maths.poses import relative
+from flow_grpo.runtime.atomic_file import atomic_path
 
 _COMMANDED, _ESTIMATED = "#1f5fa8", "#b5472f"
-_SHOWN_VIEWS = 7  # viewing directions along a path: more hide it
-_MARGIN = 1.15  # of the box around the paths
+_SHOWN_VIEWS = 7  # viewing directions per path; more would hide it
+_MARGIN = 1.15  # size of the axes relative to the paths' bounding box
 
 
 def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = "") -> None:
-    """Write a PNG of two paths in space, and seen from above and from the side, all in one scale.
+    """Write a PNG of two paths in 3D, from above and from the side, all at the same scale.
 
-    The estimate stands in the command's first frame found, in the one scale that fits best. Of a path that moves,
-    camera centres are drawn, in space with viewing directions. Of one that only turns there is nothing but the
-    directions: the tips of unit vectors are drawn.
+    The estimate is aligned to the command at its first estimated frame, with the best-fitting scale. For a moving
+    camera, camera centres are drawn, in 3D with viewing directions; for one that only rotates, the viewing directions'
+    unit vectors.
 
     Args:
         commanded: (F, 4, 4) camera-to-world in metres.
-        estimated: (F, 4, 4) camera-to-world in any world and unit, NaN where not found.
-        path: the PNG file, replaced; missing folders are made.
+        estimated: (F, 4, 4) camera-to-world in any world frame and unit, NaN for frames without an estimate.
+        path: the PNG file, replaced atomically; missing folders are created.
         title: heading.
     """
     commanded = relative(commanded[0], commanded)
@@ -37,12 +37,11 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
     column = 2 if turns_only else 3
     box = _box(torch.cat([commanded, aligned])[:, :3, column])
     figure = Figure(figsize=(13, 4.4), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
     space = figure.add_subplot(1, 3, 1, projection="3d")
     above, side = figure.add_subplot(1, 3, 2), figure.add_subplot(1, 3, 3)
     label = f"estimated, {len(aligned)} of {len(commanded)} frames"
-    # The command lies broad below the estimate, so that both show where they agree.
+    # The command is drawn first and wide, so that both are visible where they coincide.
     curves = [(commanded, "commanded", _COMMANDED, 5.0), (aligned, label, _ESTIMATED, 1.3)]
     for poses, name, colour, width in curves:
         x, y, z = poses[:, :3, column].unbind(-1)
@@ -54,16 +53,14 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
         if len(poses) and not turns_only:
             _draw_views(space, poses, float(box[0, 1] - box[0, 0]) / 6, colour)
     _finish(space, above, side, box, "viewing direction" if turns_only else "camera centre, m")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")  # a viewer never sees half a picture
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def _aligned(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the poses (n, 4, 4) found, from the command's first frame of those and in the scale nearest to it.
+    """Return the n estimated poses (n, 4, 4) with the first one placed on the command, at the least-squares scale.
 
-    No rotation is fitted: about a straight path it would be arbitrary, and the error of rotations is to be seen.
+    No rotation is fitted: it would be arbitrary about a straight path, and would hide rotation errors.
     """
     found = estimated.isfinite().flatten(1).all(1)
     if not found.any():
@@ -79,21 +76,21 @@ def _aligned(commanded: Tensor, estimated: Tensor) -> Tensor:
 
 
 def _box(points: Tensor) -> Tensor:
-    """Return the lower and upper ends (3, 2) of a cube around points (n, 3)."""
+    """Return the lower and upper bounds (3, 2) of a cube around points (n, 3)."""
     low, high = points.amin(0), points.amax(0)
     half = _MARGIN * float((high - low).max()) / 2 or 1.0
     return torch.stack([(low + high) / 2 - half, (low + high) / 2 + half], dim=1)
 
 
 def _draw_views(space: Any, poses: Tensor, length: float, colour: str) -> None:
-    """Draw where some of the cameras look."""
+    """Draw the viewing directions of some poses."""
     chosen = torch.linspace(0, len(poses) - 1, min(_SHOWN_VIEWS, len(poses))).round().long()
     (x, y, z), (u, v, w) = (poses[chosen, :3, column].unbind(-1) for column in (3, 2))
     space.quiver(x, z, -y, u, w, -v, length=length, color=colour, lw=0.8, arrow_length_ratio=0.25)
 
 
 def _finish(space: Any, above: Any, side: Any, box: Tensor, what: str) -> None:
-    """Name the axes, as x right, z forward and up, and give all of them one scale."""
+    """Label the axes (x right, z forward, y up) and give all of them the same scale."""
     right, forward, up = box[0].tolist(), box[2].tolist(), (-box[1].flip(0)).tolist()
     space.set(xlim=right, ylim=forward, zlim=up, xlabel="right", ylabel="forward", zlabel="up")
     above.set(xlim=right, ylim=forward, xlabel="right", ylabel="forward", title=f"from above: {what}")

@@ -1,4 +1,4 @@
-"""The curves of a run as one picture: rewards with their spread inside the groups, and held-out metrics."""
+"""Plot a run's curves: rewards with their within-group standard deviation, and held-out metrics."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from flow_grpo.runtime.atomic_file import atomic_path
 
 Rows = Mapping[int, Mapping[str, float]]
 
 _COLUMNS = 3
-_SMOOTH_FROM = 20  # points from which on a running mean is drawn
+_SMOOTH_FROM = 20  # number of points from which a running mean is drawn
 _REWARD, _EVAL, _POOL = "#1f5fa8", "#b5472f", "#4a7a3a"
 _POOL_PANELS = ("dyn/valid_groups_ratio_initial", "dyn/resample_rounds", "dyn/fallback_rate")
 
 
 def draw_curves(rows: Rows, path: Path, title: str = "") -> None:
-    """Write a PNG with one panel per reward and one per held-out metric; three more of a run with dynamic sampling.
+    """Write a PNG with one panel per reward and held-out metric, and three more for dynamic sampling if it was used.
 
-    A reward is a column `reward/...mean`; its band is the column of the same name ending in `group_std` (spread of the
-    reward inside the groups, averaged over groups) if there is one. Held-out metrics are the columns `eval/...`.
-
-    Args:
-        rows: step -> metrics.
-        path: the PNG file, replaced.
-        title: heading, such as the run's name.
+    A reward is a metric `reward/...mean`; its band is the metric of the same name ending in `group_std`, if present.
+    Held-out metrics are named `eval/...`. `rows` is step -> metrics; the file is replaced atomically.
     """
     names = sorted({name for row in rows.values() for name in row})
     rewards = [name for name in names if name.startswith("reward/") and name.endswith("mean")]
@@ -40,7 +36,6 @@ def draw_curves(rows: Rows, path: Path, title: str = "") -> None:
     columns = max(1, min(_COLUMNS, count))
     lines = max(1, math.ceil(count / columns))
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, fontsize=12)
     for position, name in enumerate([*rewards, *held_out, *pool], start=1):
@@ -52,9 +47,8 @@ def draw_curves(rows: Rows, path: Path, title: str = "") -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    partial = path.with_name(f".{path.name}")  # a viewer never sees half a picture
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
@@ -90,7 +84,7 @@ def _points(rows: Rows, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
 
 
 def _running_mean(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Mean over a centred window of a tenth of the points; at the ends over what there is of the window."""
+    """Return the mean over a centred window of a tenth of the points, truncated at the ends."""
     width = max(3, len(values) // 10) | 1
     window = np.ones(width)
     weights = np.convolve(np.ones_like(values), window, mode="same")

@@ -1,7 +1,7 @@
-"""What a run leaves behind: metrics in files always; videos, pictures and tables in the trackers that are asked for.
+"""Logging of a run: metrics to files always; metrics, videos, images and tables to the configured trackers.
 
-Metrics are named `group/name`. All groups but those of evaluations, `eval` and `eval_by_camera`, run over the epoch;
-these have their own step, so that a tracker shows both on the right axis, and the groups as sections.
+Metrics are named `group/name`; trackers show groups as sections. Evaluation groups (`eval`, `eval_by_camera`) have the
+step axis `eval/epoch`, all others `train/epoch`.
 """
 
 from __future__ import annotations
@@ -15,38 +15,27 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
 import av
 from PIL import Image
 
-from flow_grpo.runtime.atomic_file import write_whole
+from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
 
 GROUPS = ("reward", "policy", "dyn", "eval", "train", "time", "system", "reward_by_camera", "eval_by_camera", "server")
 CURVES = "curves.png"
-SUMMARY = "summary.json"  # that a run is complete
-
-
-class _Sink(Protocol):
-    """A tracker library."""
-
-    def scalars(self, metrics: Mapping[str, float], step: int) -> None: ...
-    def video(self, name: str, path: Path, caption: str, step: int) -> None: ...
-    def image(self, name: str, path: Path, caption: str, step: int) -> None: ...
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None: ...
-    def close(self) -> None: ...
+SUMMARY = "summary.json"  # its existence marks a run as complete
 
 
 class Tracker:
-    """Records a run; only rank 0 writes, the others check names and return.
+    """Logs a run on rank 0; on the other ranks it only checks names.
 
-    Steps count finished epochs: 0 is before training, and the metrics of the first epoch have step 1. After a resume
-    from a checkpoint of step s, everything recorded past s is dropped from the files and from tensorboard (wandb keeps
-    what was uploaded).
+    A step is the number of finished epochs: 0 is before training, the first epoch's metrics have step 1. Resuming at
+    step s removes everything logged after s from the files and tensorboard, but not from wandb.
     """
 
     def __init__(
@@ -58,14 +47,14 @@ class Tracker:
         *,
         resumed_step: int | None = None,
     ) -> None:
-        """Open the files and trackers of a run and write `config.json`.
+        """Open the run's files and trackers and write `config.json`.
 
         Args:
             run_folder: outputs/<run_name>; its name is the run's name.
             config: the whole configuration, nested.
-            trackers: of "wandb", "tensorboard".
-            ranks: who writes.
-            resumed_step: step of the checkpoint the run goes on from, or None.
+            trackers: any of "wandb", "tensorboard".
+            ranks: of the run; rank 0 writes.
+            resumed_step: step of the checkpoint the run resumes from, or None.
 
         Raises:
             ValueError: a tracker is unknown or not installed.
@@ -77,22 +66,22 @@ class Tracker:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
         self._folder, self._is_main = run_folder, ranks.is_main
-        self._sinks: list[_Sink] = []
+        self._sinks: list[_Wandb | _Tensorboard] = []
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
-            write_whole(run_folder / "config.json", json.dumps(config, indent=1, default=str))
+            write_atomically(run_folder / "config.json", json.dumps(config, indent=1, default=str))
             self._files = MetricFiles(run_folder, resumed_step)
             self._sinks = [_SINKS[name](run_folder, config, resumed_step) for name in libraries]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics of a step; with held-out ones among them, draw the curves anew.
+        """Log metrics of a step; if they include held-out metrics, redraw the curves.
 
         Args:
-            metrics: `group/name` -> number or one-element tensor; NaN is recorded as such.
+            metrics: `group/name` -> number or one-element tensor, NaN included.
             step: number of finished epochs.
 
         Raises:
-            ValueError: a name is outside the groups.
+            ValueError: a name has no known group.
         """
         _check_names(metrics)
         if not self._is_main:
@@ -105,29 +94,23 @@ class Tracker:
             self._draw_curves(step)
 
     def recorded(self, step: int) -> set[str]:
-        """Return the names of what is on record of a step; on rank 0, else none."""
+        """Return the names of a step's logged metrics; empty on ranks other than 0."""
         return set(self._files.rows.get(step, ())) if self._is_main else set()
 
     def log_video(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show an mp4 file in the trackers; the file stays where it is."""
+        """Log an mp4 file to the trackers."""
         _check_names([name])
         for sink in self._sinks:
             sink.video(name, path, caption, step)
 
-    def log_image(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show a PNG file in the trackers; the file stays where it is."""
-        _check_names([name])
-        for sink in self._sinks:
-            sink.image(name, path, caption, step)
-
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Show a table in the trackers."""
+        """Log a table to the trackers."""
         _check_names([name])
         for sink in self._sinks:
             sink.table(name, columns, rows, step)
 
     def begin(self) -> None:
-        """Take away the summary of an end that the run goes beyond with its next epoch: it is complete no more."""
+        """Delete `summary.json`: the run trains another epoch, so it is no longer complete."""
         if self._is_main:
             (self._folder / SUMMARY).unlink(missing_ok=True)
 
@@ -135,10 +118,10 @@ class Tracker:
         """Write `summary.json`: held-out metrics before and after training, and the seconds between."""
         if self._is_main:
             summary = {"before": dict(before), "after": dict(after), "train_seconds": train_seconds}
-            write_whole(self._folder / SUMMARY, json.dumps(summary, indent=1))
+            write_atomically(self._folder / SUMMARY, json.dumps(summary, indent=1))
 
     def close(self) -> None:
-        """Draw the curves a last time and close the trackers."""
+        """Redraw the curves and close the trackers."""
         if self._is_main and self._files.rows:
             self._draw_curves(max(self._files.rows))
         for sink in self._sinks:
@@ -147,17 +130,18 @@ class Tracker:
     def _draw_curves(self, step: int) -> None:
         path = self._folder / CURVES
         plots.draw_curves(self._files.rows, path, title=self._folder.name)
-        self.log_image("eval/curves", path, "rewards and held-out metrics", step)
+        for sink in self._sinks:
+            sink.image("eval/curves", path, "rewards and held-out metrics", step)
 
 
 class _Wandb:
-    """Weights & Biases; offline unless a key or WANDB_MODE is set."""
+    """Weights & Biases, offline unless an API key or WANDB_MODE is set."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int | None) -> None:
         self._library: Any = importlib.import_module("wandb")
         id_file = folder / "wandb_run_id.txt"
         if resumed_step is None or not id_file.exists():
-            write_whole(id_file, uuid.uuid4().hex[:8])
+            write_atomically(id_file, uuid.uuid4().hex[:8])
         offline = "WANDB_MODE" not in os.environ and not _wandb_key_is_set()
         self._run = self._library.init(
             project=os.environ.get("WANDB_PROJECT", "flow_grpo"),
@@ -167,7 +151,7 @@ class _Wandb:
             mode="offline" if offline else None,
             dir=str(folder),
             config=dict(config),
-            settings=self._library.Settings(console="off"),  # it would record every redraw of the bars
+            settings=self._library.Settings(console="off"),  # would record every redraw of the progress bars
         )
         for group in GROUPS:
             axis = _axis(group)
@@ -195,7 +179,7 @@ class _Wandb:
 
 
 class _Tensorboard:
-    """Event files in `<run folder>/tensorboard`; videos are shown as animated pictures."""
+    """Event files in `<run folder>/tensorboard`; videos are logged as animated GIFs."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -247,7 +231,7 @@ def _axis(group: str) -> str:
 
 
 def _wandb_key_is_set() -> bool:
-    """Whether uploading would work without asking anyone."""
+    """Return whether wandb can upload without prompting for a login."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -258,7 +242,7 @@ def _wandb_key_is_set() -> bool:
 
 
 def _as_gif(path: Path) -> bytes:
-    """Return a video file as an animated picture that plays at the same speed."""
+    """Return a video file as an animated GIF with the same frame rate."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         milliseconds = 1000 / float(stream.average_rate or 15)

@@ -1,4 +1,4 @@
-"""Whole weights on every rank, or shards: the numbers of a single process either way."""
+"""DDP and FSDP2 train to the numbers of a single process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def made(mode: str, dtype: torch.dtype = torch.float32) -> RecamPolicy:
 
 
 def train(policy: RecamPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:
-    """Take AdamW steps over one sample at a time; return gradient norms and all trained weights, averaged ones last."""
+    """Take AdamW steps over one sample at a time; return gradient norms, then trained and averaged weights."""
     optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
     policy.module = partition(policy.module, optimizer, train_config(sharding=kind), CPU, ranks)
     ema = Ema(policy.trained_parameters(), 0.5)
@@ -92,7 +92,7 @@ def train_on_ranks(ranks: Ranks, kind: str, mode: str, dtype: torch.dtype) -> tu
         ("fsdp2", "lora", torch.bfloat16),
     ],
 )
-def test_two_ranks_learn_the_numbers_of_one(kind, mode, dtype):
+def test_two_ranks_train_to_the_numbers_of_one(kind, mode, dtype):
     norms, weights = train(made(mode, dtype), Ranks())
     for sharded, other_norms, other_weights in run_ranks(train_on_ranks, 2, kind, mode, dtype, timeout=120):
         assert sharded == (kind == "fsdp2")
@@ -107,7 +107,7 @@ def shares_of_shards(ranks: Ranks) -> list[tuple[int, int]]:
     return [(local(p).numel(), p.numel()) for p in unwrap(policy.module).parameters()]
 
 
-def test_each_rank_holds_its_share_only():
+def test_each_rank_holds_only_its_shard():
     shares = run_ranks(shares_of_shards, 2)
     assert all(sum(rank[n][0] for rank in shares) == shares[0][n][1] for n in range(len(shares[0])))
     held = [sum(own for own, _ in rank) / sum(total for _, total in rank) for rank in shares]
@@ -134,7 +134,7 @@ def reference_under_shards(ranks: Ranks, mode: str, offload: bool) -> list[bool]
 
 
 @pytest.mark.parametrize(("mode", "offload"), [("lora", False), ("attention", False), ("attention", True)])
-def test_the_reference_policy_stays_under_shards(mode, offload):
+def test_the_reference_policy_does_not_change_under_fsdp2(mode, offload):
     assert run_ranks(reference_under_shards, 2, mode, offload) == [[True] * 4] * 2
 
 
@@ -149,29 +149,29 @@ def parts_of_values(ranks: Ranks) -> list[bool]:
     return found
 
 
-def test_a_part_of_whole_values_lies_as_the_parameter_does():
+def test_full_values_are_sharded_like_the_parameter():
     for found in run_ranks(parts_of_values, 2):
         assert all(found)
     plain = torch.nn.Parameter(torch.zeros(3))
     assert torch.equal(part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
 
 
-def calls_told(ranks: Ranks, kind: str) -> list[int]:
-    policy, told = made("lora"), []
+def calls_counted(ranks: Ranks, kind: str) -> list[int]:
+    policy, calls = made("lora"), []
     policy.module = parallelize(policy.module, kind, CPU, ranks)
-    on_every_call(policy.module, lambda: told.append(torch.is_grad_enabled()))
+    on_every_call(policy.module, lambda: calls.append(torch.is_grad_enabled()))
     conditions = [condition(0)]
     encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)
     with torch.no_grad():
         for _ in range(2):
             policy.velocity(latents, sigma, encoded)
     policy.velocity(latents, sigma, encoded).square().sum().backward()
-    return [told.count(False), told.count(True)]
+    return [calls.count(False), calls.count(True)]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_calls_of_a_rollout_are_told_as_those_of_an_update_are(kind):
-    assert run_ranks(calls_told, 2, kind) == [[2, 1], [2, 1]]
+def test_every_call_of_the_network_is_counted_in_rollouts_and_updates(kind):
+    assert run_ranks(calls_counted, 2, kind) == [[2, 1], [2, 1]]
 
 
 def test_a_single_process_keeps_its_module():
@@ -184,7 +184,7 @@ def test_a_single_process_keeps_its_module():
         parallelize(module, "zero", CPU, Ranks())
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing():
+def test_a_step_with_a_gradient_that_is_not_finite_changes_no_weight():
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     before = module.weight.detach().clone()
@@ -201,7 +201,7 @@ def gradients_between_passes(ranks: Ranks) -> list[bool]:
     return [local(p.grad).numel() == local(p).numel() for p in policy.trained_parameters() if p.grad is not None]
 
 
-def test_under_shards_gradients_are_shards_between_micro_batches_too():
+def test_under_fsdp2_gradients_are_sharded_between_micro_batches_too():
     for found in run_ranks(gradients_between_passes, 2):
         assert found and all(found)
 
@@ -213,7 +213,7 @@ def accelerator_gradients(ranks: Ranks) -> tuple[int, int, list[float]]:
     return made.num_processes, made.process_index, [p.grad.item() for p in model.parameters()]
 
 
-def test_accelerator_takes_part_on_cpu_and_averages_gradients_over_all_ranks() -> None:
+def test_the_accelerator_averages_gradients_over_cpu_ranks() -> None:
     results = run_ranks(accelerator_gradients, 3)
     assert results == [(3, rank, [1.0]) for rank in range(3)]
 
@@ -225,7 +225,7 @@ def accelerator_threads(ranks: Ranks) -> int:
     return torch.get_num_threads()
 
 
-def test_accelerator_leaves_the_number_of_threads_alone() -> None:
+def test_the_accelerator_keeps_the_number_of_threads() -> None:
     assert run_ranks(accelerator_threads, 2, fresh=True) == [3, 3]
 
 
@@ -235,13 +235,13 @@ def accelerator_that_disagrees(ranks: Ranks) -> str:
     return str(caught.value)
 
 
-def test_accelerator_with_another_number_of_processes_is_refused() -> None:
+def test_an_accelerator_with_another_number_of_processes_is_refused() -> None:
     assert "accelerate sees 3 processes where 5 were started" in run_ranks(accelerator_that_disagrees, 3)[0]
 
 
-def test_an_accelerate_that_would_move_the_model_elsewhere_is_refused(monkeypatch) -> None:
+def test_an_accelerator_on_another_kind_of_device_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(accelerate, "Accelerator", lambda: types.SimpleNamespace(num_processes=1, device=CPU))
-    with pytest.raises(RuntimeError, match="would move the model to cpu, this rank's device is cuda:0; unset ACCEL"):
+    with pytest.raises(RuntimeError, match=r"to cpu.*device is cuda:0; unset ACCELERATE_USE_CPU"):
         accelerator(torch.device("cuda", 0), Ranks())
 
 

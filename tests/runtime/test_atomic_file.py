@@ -1,0 +1,33 @@
+"""A file is replaced as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+
+from flow_grpo.runtime.atomic_file import atomic_path, write_atomically
+
+
+def test_a_file_is_replaced_its_folder_created_and_its_line_ends_kept(tmp_path):
+    file = tmp_path / "new" / "table.csv"
+    for text in ("a,b\r\n", "ä\n"):
+        write_atomically(file, text)
+        assert file.read_bytes() == text.encode()
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
+    file = tmp_path / "kept.json"
+    write_atomically(file, "old")
+    with contextlib.suppress(OSError), atomic_path(file) as temporary:
+        temporary.write_text("ne")
+        raise OSError(28, "No space left on device")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_concurrent_writers_do_not_share_a_temporary_file(tmp_path):
+    file = tmp_path / "shared"
+    with atomic_path(file) as first, atomic_path(file) as second:
+        assert first != second
+        first.write_text("first")
+        second.write_text("second")
+    assert file.read_text() == "first"
