@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flow_grpo.runtime.atomic_file import atomic_path
-from flow_grpo.runtime.lru import keep_latest
+from flow_grpo.runtime.lru import LruCache
 
 _SAMPLED = 16  # values per tensor in a weights key
 _log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class TensorStore:
     def __init__(self, folder: Path | None = None, kept: int = 64) -> None:
         self.folder = folder
         self._kept = kept
-        self._cached: dict[str, OrderedDict[str, Tensor]] = {}
+        self._cached: dict[str, LruCache[str, Tensor]] = {}
 
     def get(self, kind: str, key: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the CPU tensor of a key from memory or disk, or compute it with `make` and store it.
@@ -46,9 +45,8 @@ class TensorStore:
         Raises:
             OSError: the folder cannot be written.
         """
-        cached = self._cached.setdefault(kind, OrderedDict())
-        keep_latest(cached, key, cached[key] if key in cached else self._read_or_make(kind, key, make), self._kept)
-        return cached[key]
+        cached = self._cached.setdefault(kind, LruCache(self._kept))
+        return cached.get_or_make(key, lambda: self._read_or_make(kind, key, make))
 
     def has(self, kind: str, key: str) -> bool:
         """Return whether a valid entry is on disk."""
