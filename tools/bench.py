@@ -37,8 +37,7 @@ from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_door
 from flow_grpo.runtime.ranks import process_group
-from tools.benching import exchange
-from tools.benching import packing
+from tools.bench_cases import exchange, packing
 
 CASES: dict[str, Callable[[], dict[str, float]]] = {
     "dynamic-sampling": exchange.measure,

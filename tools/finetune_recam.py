@@ -172,11 +172,11 @@ class Batches:
 
 def build(args: argparse.Namespace, config: Config, device: torch.device, ranks: Ranks) -> FineTuning:
     """Load everything and connect it; ValueError, alike on every rank, for anything missing or unfit."""
-    with train_grpo.alike(ranks):
+    with train_grpo.raise_on_all_ranks(ranks):
         if ranks.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
-    with train_grpo.alike(ranks):
+    with train_grpo.raise_on_all_ranks(ranks):
         policy = RecamPolicy.from_config(config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device)
         data, measured = train_grpo.splits(config)
         train_grpo.check_sizes(policy, data, measured)

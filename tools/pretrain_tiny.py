@@ -28,8 +28,8 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
-from tiny_probe import MOVING, SHIFT, SURE, UNSURE, Probe, encode, in_unit, predict, scene_cameras
-from tiny_text import CAPTIONS, build_text_encoder, encode_captions
+from tools.tiny.probe import MOVING, SHIFT, SURE, UNSURE, Probe, encode, in_unit, predict, scene_cameras
+from tools.tiny.text import CAPTIONS, build_text_encoder, encode_captions
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase

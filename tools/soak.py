@@ -11,7 +11,7 @@ left over, and no start may take longer than its bound. The faults:
     kill_save   to a rank while a checkpoint is written
     launcher    SIGKILL to torchrun          worker      to a loader process of a rank
     term        SIGTERM to a rank: it finishes its epoch, saves and exits with code 0
-    nan, reward, slow   inside a rank, see `tools/faults/soak_rank.py`
+    nan, reward, slow   inside a rank, see `tools/dev/soak_rank.py`
 
 A line for every start goes to OUT/soak.jsonl, the summary to OUT/summary.json. Exit code: 0, 1 when anything was lost,
 2 for options that cannot work, or when the run in peace used up `--minutes` and nothing was tested.
@@ -163,7 +163,7 @@ class Soak:
         knobs |= {"output_root": self.args.out / "runs", "data.root": self.args.out / "world"}
         knobs |= {"model.path": ROOT / "assets" / "tiny_recam", "seed": self.args.seed}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        program = [f"--nproc_per_node={self.args.ranks}", str(ROOT / "tools" / "soak_rank.py")]
+        program = [f"--nproc_per_node={self.args.ranks}", str(ROOT / "tools" / "dev" / "soak_rank.py")]
         recipe = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
         return [*launcher, *program, *recipe, *(f"--config.{knob}={value}" for knob, value in knobs.items())]
 

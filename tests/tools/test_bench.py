@@ -10,7 +10,7 @@ import pytest
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from tests.tiny_models import make_tiny_folder
 from tools import bench
-from tools.benching import exchange
+from tools.bench_cases import exchange
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script 
 
 import torch
 from diffusers import AutoencoderKLWan
-from tiny_text import CAPTIONS
 from torch import Tensor, nn
 
 from flow_grpo.data.tiny_world import TinyScene, WorldSpec, caption, film, make_scene
@@ -23,6 +22,7 @@ from flow_grpo.maths.poses import camera_tokens
 from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.rewards.target_view import psnr_db
+from tools.tiny.text import CAPTIONS
 
 UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 1.0))  # labels both sources give
 SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source gives
