@@ -1,18 +1,17 @@
-"""A rank of `train_grpo.py` that goes wrong when `tools/soak.py` says so; started by torchrun in its place.
+"""A rank of `train_grpo.py` with an injected fault; `tools/soak.py` lets torchrun start it instead.
 
 The environment variable FLOW_GRPO_SOAK holds JSON: {"fault": NAME, "epoch": N, "rank": R}. In the N-th epoch of the
-process, from 0,
+process, counted from 0, on rank R:
 
-    nan      the gradient of rank R turns into NaN before its step is taken
-    reward   every reward of rank R raises
-    slow     the rewards of rank R take 20 seconds
-    none     nothing of this
-
-Nothing in the library knows of this file.
+    nan      the gradient becomes NaN before the optimizer step
+    reward   every reward raises
+    slow     the rewards take 20 seconds
+    none     nothing happens
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -34,44 +33,44 @@ from flow_grpo.rewards.base import RewardSet
 SLOW_S = 20.0
 
 
+@dataclasses.dataclass
 class Saboteur:
-    """Stands before three functions of the program."""
+    """Injects one fault by wrapping functions of the program."""
 
-    def __init__(self, fault: str, epoch: int, rank: int) -> None:
-        self.fault, self.epoch, self.mine = fault, epoch, int(os.environ.get("RANK", "0")) == rank
-        self.begun = -1
-        self.train_epoch, self.take_step, self.measure = train_grpo.train_epoch, updater.take_step, RewardSet.__call__
-
-    def arm(self) -> None:
-        """Take the places."""
-        train_grpo.train_epoch = self.counted
-        updater.take_step = self.stepped
-        RewardSet.__call__ = lambda rewards, *given: self.measured(rewards, *given)  # type: ignore[method-assign]
+    fault: str
+    epoch: int
+    rank: int
+    begun: int = -1  # epochs that this process has begun, minus one
 
     def due(self, fault: str) -> bool:
-        """Tell whether it is time for a fault."""
-        return self.mine and self.fault == fault and self.begun == self.epoch
+        """Return whether a fault is to happen now, on this rank."""
+        return (fault, int(os.environ.get("RANK", "0")), self.begun) == (self.fault, self.rank, self.epoch)
 
-    def counted(self, trainer: Trainer, epoch: int) -> None:
-        """Count the epochs of this process."""
-        self.begun += 1
-        self.train_epoch(trainer, epoch)
+    def arm(self) -> None:
+        """Install the wrappers."""
+        train_epoch, take_step, score = train_grpo.train_epoch, updater.take_step, RewardSet.__call__
 
-    def stepped(self, module: torch.nn.Module, *given: Any) -> torch.Tensor:
-        """Spoil the gradient."""
-        if self.due("nan"):
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(torch.nan)
-        return self.take_step(module, *given)
+        def counted(trainer: Trainer, epoch: int) -> None:
+            self.begun += 1
+            train_epoch(trainer, epoch)
 
-    def measured(self, rewards: RewardSet, *given: Any) -> Any:
-        """Break the rewards or make them slow."""
-        if self.due("slow"):
-            time.sleep(SLOW_S)
-        if self.due("reward"):
-            rewards = RewardSet([Broken(reward) for reward in rewards.rewards], rewards.weights)
-        return self.measure(rewards, *given)
+        def stepped(module: torch.nn.Module, *given: Any) -> torch.Tensor:
+            if self.due("nan"):
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.fill_(torch.nan)
+            return take_step(module, *given)
+
+        def scored(rewards: RewardSet, *given: Any) -> Any:
+            if self.due("slow"):
+                time.sleep(SLOW_S)
+            if self.due("reward"):
+                rewards = RewardSet([Broken(reward) for reward in rewards.rewards], rewards.weights)
+            return score(rewards, *given)
+
+        train_grpo.train_epoch = counted
+        updater.take_step = stepped
+        RewardSet.__call__ = scored  # type: ignore[method-assign]
 
 
 class Broken:
