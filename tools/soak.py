@@ -36,11 +36,11 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 from tools.common import fail, make_parser
 
+ROOT = Path(__file__).resolve().parents[1]
 INSIDE = ("nan", "reward", "slow")
 OUTSIDE = ("kill", "kill_all", "kill_save", "launcher", "worker", "term")
 KNOBS = {
