@@ -22,9 +22,8 @@ def tool(request, monkeypatch) -> ModuleType:
 
 
 def load(name: str, monkeypatch) -> ModuleType:
-    """Import a tool as its own folder sees it."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module(name)
+    """Import a tool."""
+    return importlib.import_module(f"tools.{name}")
 
 
 def test_the_untrained_codec_is_the_best_linear_one(monkeypatch):
@@ -62,7 +61,7 @@ def test_targets_are_drawn_in_the_stated_shares(monkeypatch):
 def start(tool: ModuleType, work: Path):
     """Return a run of a tool, fresh or where its folder left off, and a function that takes one step."""
     torch.manual_seed(0)
-    if tool.__name__ == "pretrain_codec":
+    if tool.__name__ == "tools.pretrain_codec":
         args = argparse.Namespace(work=work, base_dim=16, latent_channels=4, learning_rate=1e-3, steps=9, batch=2)
         run = tool.Training(args, tool.make_clips("codec", 1))
         return run, run.codec, lambda: run.advance(0, 1)
