@@ -163,9 +163,7 @@ def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: i
         try:
             motion = _motion(read_cameras(file, [camera], max(frames, 1))[0])
         except ValueError as error:
-            texts.setdefault(
-                str(error).replace(f" for {camera};", ";"), camera
-            )  # a frame missing for all: one line
+            texts.setdefault(str(error).replace(f" for {camera};", ";"), camera)  # a frame missing for all: one line
             continue
         report.motions.append(motion)
         if motion[2] > settings.max_step[0] or motion[3] > settings.max_step[1]:
@@ -293,9 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("root", type=Path, help="dataset folder, the parent of the splits")
     parser.add_argument("--split", action="append", help="folder below the root, may be repeated; default: all")
-    parser.add_argument(
-        "--decode", action="store_true", help="decode every frame: finds hidden damage, slow"
-    )
+    parser.add_argument("--decode", action="store_true", help="decode every frame: finds hidden damage, slow")
     parser.add_argument("--frames", type=int, help="least number of frames of every video and camera")
     parser.add_argument("--size", type=image_size, help="required pixels of every video, as ROWSxCOLUMNS")
     parser.add_argument("--max-step", type=float, nargs=2, default=MAX_STEP, metavar=("METRES", "DEGREES"))

@@ -39,14 +39,14 @@ from torch import Tensor
 from config.base import get_config
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
-from flow_grpo.runtime.reporting.clips import side_by_side
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models import codec
 from flow_grpo.models.adapter_files import LORA_FILE, load_adapter
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as devices
+from flow_grpo.runtime.reporting.clips import side_by_side
+from flow_grpo.runtime.video_file import write_video
 from tools.common import fail
 
 TOOL = "tools/generate.py"  # marks records of generated videos, which are never taken as sources

@@ -25,14 +25,14 @@ from matplotlib.figure import Figure
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.rewards.base import Reward
 from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot, PoseTrans
+from flow_grpo.rewards.camera.smooth import Smooth
+from flow_grpo.rewards.camera.view_disp import ViewDisp
 from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.process_pool import CallPool
 from flow_grpo.rewards.sharpness import Sharpness
-from flow_grpo.rewards.camera.smooth import Smooth
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
-from flow_grpo.rewards.camera.view_disp import ViewDisp
 from tools.common import image_size, make_parser, markdown_table
 from tools.hacking.tricks import COMMANDS, EXACT, Stage, stage
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.runtime.video_file import write_video
 from tools import check_dataset
 
@@ -20,17 +19,10 @@ VAL = "val/f17_aperture10/scene1"
 CAMERAS = "cameras/camera_extrinsics.json"
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    root = tmp_path_factory.mktemp("world") / "tiny"
-    ensure_tiny_world(root, "unit_test")
-    return root
-
-
 @pytest.fixture
-def root(original, tmp_path):
+def root(world, tmp_path):
     """Return a copy that a test may break."""
-    return Path(shutil.copytree(original, tmp_path / "tiny"))
+    return Path(shutil.copytree(world, tmp_path / "tiny"))
 
 
 def report(root: Path, *words: str, code: int = 1) -> dict:
@@ -69,9 +61,9 @@ def break_six_things(root: Path) -> None:
     file.write_text("".join(line for line in file.read_text().splitlines(True) if "cam07" not in line))
 
 
-def test_a_clean_world_is_clean_and_its_contents_are_counted(original, tmp_path):
+def test_a_clean_world_is_clean_and_its_contents_are_counted(world, tmp_path):
     file = tmp_path / "report.json"
-    words = [str(original), "--decode", "--frames", "5", "--size", "24x32", "--json", str(file)]
+    words = [str(world), "--decode", "--frames", "5", "--size", "24x32", "--json", str(file)]
     assert check_dataset.main(words) == 0
     got = json.loads(file.read_text())
     assert got["problems"] == [] and got["decoded"] is True
@@ -108,24 +100,19 @@ def test_motion_is_measured_in_metres_and_degrees(root):
     assert motion["train"]["step_deg"]["max"] == pytest.approx(motion["train"]["rotation_deg"]["max"] / 4, abs=1e-4)
 
 
-def test_all_damages_stand_in_one_report_each_by_its_name(root):
+def test_every_damage_is_reported_once_under_its_file(root):
     break_six_things(root)
     found = problems(root)
-    assert set(found) == {
-        f"{SCENE}/videos/cam03.mp4",
-        f"{SCENE}/{CAMERAS}",
-        f"{OTHER}/{CAMERAS}",
-        f"{OTHER}/videos/cam02.mp4",
-        f"{OTHER}/videos/cam04.mp4",
-        f"{VAL}/metadata.csv",
+    said = {
+        f"{SCENE}/videos/cam03.mp4": "damaged or no video",
+        f"{SCENE}/{CAMERAS}": "has no frame3, needs frame0..frame4",
+        f"{OTHER}/{CAMERAS}": "frame2, cam05 has a rotation part that is off orthonormal by 3",
+        f"{OTHER}/videos/cam02.mp4": "16x16 pixels, must be 24x32",
+        f"{OTHER}/videos/cam04.mp4": "4 frames, must be 5",
+        f"{VAL}/metadata.csv": "0 rows for cam07.mp4, must be one, with text",
     }
-    assert all(len(texts) == 1 for texts in found.values()), found
-    assert "damaged or no video" in found[f"{SCENE}/videos/cam03.mp4"][0]
-    assert "has no frame3, needs frame0..frame4; complete the file" in found[f"{SCENE}/{CAMERAS}"][0]
-    assert "frame2, cam05 has a rotation part that is off orthonormal by 3" in found[f"{OTHER}/{CAMERAS}"][0]
-    assert found[f"{OTHER}/videos/cam02.mp4"] == ["16x16 pixels, must be 24x32"]
-    assert found[f"{OTHER}/videos/cam04.mp4"] == ["4 frames, must be 5"]
-    assert found[f"{VAL}/metadata.csv"] == ["0 rows for cam07.mp4, must be one, with text"]
+    assert set(found) == set(said)
+    assert all(len(texts) == 1 and said[file] in texts[0] for file, texts in found.items()), found
 
 
 def test_unreadable_clips_are_not_counted_and_two_workers_give_the_report_of_one(root):
@@ -229,14 +216,11 @@ def test_one_split_may_be_checked_alone(root):
     assert set(problems(root, "--split", "train", "--split", "val")) == {f"{VAL}/{CAMERAS}"}
 
 
-def test_people_read_tables_and_a_line_for_each_problem(root, capsys):
-    assert check_dataset.main([str(root)]) == 0
-    out, err = capsys.readouterr()
-    assert "f17_aperture10" in out and "24x32 (20)" in out and out.endswith("no problems\n")
-    assert err == ""  # no bar where there is no terminal
+def test_without_json_tables_and_a_line_per_problem_are_printed(root, capsys):
     break_six_things(root)
     assert check_dataset.main([str(root)]) == 1
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "f17_aperture10" in out and "24x32 (18)" in out and err == ""  # no bar where there is no terminal
     assert f"{OTHER}/videos/cam02.mp4: 16x16 pixels, must be 24x32\n" in out and out.endswith("6 problems\n")
 
 
@@ -252,8 +236,8 @@ def test_people_read_tables_and_a_line_for_each_problem(root, capsys):
         (["{root}/train/f17_aperture10/scene1/videos"], "has no split"),
     ],
 )
-def test_wrong_use_has_its_own_exit_code(original, capsys, words, said):
+def test_invalid_arguments_are_exit_code_2(world, capsys, words, said):
     with pytest.raises(SystemExit) as caught:
-        check_dataset.main([word.format(root=original) for word in words])
+        check_dataset.main([word.format(root=world) for word in words])
     assert caught.value.code == 2
     assert said in capsys.readouterr().err

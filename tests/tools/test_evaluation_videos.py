@@ -11,7 +11,6 @@ import torch
 
 from flow_grpo.algorithm.evaluate import held_out_indices
 from flow_grpo.data.multicam import MultiCamDataset
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.keys import key
 from flow_grpo.models.recam_transformer import load_recam_transformer
@@ -21,13 +20,6 @@ from tools.generate import generate
 
 ROOT = Path(__file__).parents[2]
 FRAMES, COUNT = 5, 3
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("films") / "world"
-    ensure_tiny_world(root, "unit_test")
-    return root
 
 
 def words(world: Path, out: Path, *more: str, **knobs: object) -> list[str]:
