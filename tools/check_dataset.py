@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flow_grpo.data.camera_files import read_cameras
+from flow_grpo.data.camera_files import read_cameras, read_json_object
 from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.poses import rotation_angle_deg
@@ -158,18 +158,18 @@ def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: i
         report.problems.append((name, f"poses of {', '.join(sorted(spare))}, which have no video"))
     if settings.frames is None and f"frame{frames}" in content:
         report.problems.append((name, f"poses beyond frame{frames - 1}, the last of the videos"))
-    texts: dict[str, str] = {}
+    texts: list[str] = []
     for camera in names:
         try:
             motion = _motion(read_cameras(file, [camera], max(frames, 1))[0])
         except ValueError as error:
-            texts.setdefault(str(error).replace(f" for {camera};", ";"), camera)  # a frame missing for all: one line
+            texts.append(str(error).replace(f" for {camera};", ";"))
             continue
         report.motions.append(motion)
         if motion[2] > settings.max_step[0] or motion[3] > settings.max_step[1]:
             step, limit = "{:.3g} m and {:.3g} degrees".format(*motion[2:]), "{:g} m, {:g}".format(*settings.max_step)
-            texts[f"{camera} moves {step} between two frames, at most {limit} degrees are plausible"] = camera
-    report.problems.extend((name, text) for text in texts)
+            texts.append(f"{camera} moves {step} between two frames, at most {limit} degrees are plausible")
+    report.problems.extend((name, text) for text in dict.fromkeys(texts))  # a frame that all cameras lack: once
 
 
 def _motion(poses: torch.Tensor) -> tuple[float, float, float, float]:
@@ -203,14 +203,10 @@ def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -
 
 def _read_object(file: Path, report: SceneReport) -> dict[str, Any] | None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        content = error
-    if isinstance(content, dict):
-        return content
-    text = f"cannot be read as a JSON object ({str(content)[:80]})"
-    report.problems.append((f"{report.name}/cameras/{file.name}", text))
-    return None
+        return read_json_object(file)
+    except ValueError as error:
+        report.problems.append((f"{report.name}/cameras/{file.name}", str(error)))
+        return None
 
 
 def summarise(settings: Settings, scenes: Sequence[SceneReport]) -> dict[str, Any]:

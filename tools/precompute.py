@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with train_grpo.raise_on_all_ranks(ranks):
             splits = [dataset(config, split) for split in (config.data.train_split, config.data.eval_split)]
             encodings = open_encodings(config, device)
-            tasks = share([*video_tasks(splits, encodings), *prompt_tasks(config, splits, encodings)], ranks)
+            tasks = [*video_tasks(splits, encodings), *prompt_tasks(config, splits, encodings)]
     except ValueError as error:
         train_grpo.refuse(error, ranks)
         return 2
@@ -124,13 +124,9 @@ def prompt_tasks(config: Config, splits: Sequence[Conditions], encodings: Encodi
         )
 
 
-def share(tasks: Sequence[Task], ranks: Ranks) -> Sequence[Task]:
-    """Return this rank's tasks."""
-    return tasks[ranks.rank :: ranks.world_size]
-
-
 def work(tasks: Sequence[Task], ranks: Ranks) -> Tally:
-    """Run the tasks; unreadable files are recorded and skipped."""
+    """Run this rank's share of the tasks; unreadable files are recorded and skipped."""
+    tasks = tasks[ranks.rank :: ranks.world_size]
     tally, begun, reported = Tally(), time.perf_counter(), time.perf_counter()
     for number, task in enumerate(tasks, 1):
         try:
