@@ -77,7 +77,7 @@ def score(
     frames: int,
     *,
     make: Callable[[str, tuple[int, int], int], Stage] = stage,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Scores:
     """Score the videos of every command with every reward.
 
@@ -86,7 +86,7 @@ def score(
         size: rows and columns.
         frames: per video.
         make: renders the videos of a command.
-        tell: called with a line of progress per video.
+        progress: called with a line per video.
 
     Raises:
         ValueError: a reward has no value for a video.
@@ -106,7 +106,7 @@ def score(
                 if not result.valid.all():
                     raise ValueError(f"{reward.name} has no value for {command}, {name}: {result.causes[0]}")
                 scores[reward.name] = float(result.values)
-            tell(f"{command}, {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in scores.items()))
+            progress(f"{command}, {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in scores.items()))
     count = sum(map(len, values.values()))
     floors = {reward.name: reward.floor for reward in rewards}
     return Scores(values, floors, {name: spent / count for name, spent in seconds.items()})
@@ -181,9 +181,9 @@ def main() -> None:
         return
     size = f"{args.size[0]}x{args.size[1]}"
     call = f"python tools/hacking_table.py --size {size} --frames {args.frames} --commands {' '.join(args.commands)}"
-    tell = functools.partial(print, file=sys.stderr, flush=True)
+    progress = functools.partial(print, file=sys.stderr, flush=True)
     try:
-        scores = score(args.commands, args.size, args.frames, tell=tell)
+        scores = score(args.commands, args.size, args.frames, progress=progress)
         text = report(scores, args.size, args.frames, call + " --write-docs" * args.write_docs)
         if args.write_docs:
             write_between(PAGE, text)

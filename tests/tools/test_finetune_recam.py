@@ -238,14 +238,14 @@ def test_two_ranks_train_as_one_process_that_sees_whole_rows(places, tmp_path) -
         ([], {"data__buckets": "5x24x36"}, "config.data.buckets: got '5x24x36'"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2(places, tmp_path, capsys, given, changes, message) -> None:
+def test_invalid_settings_are_one_line_and_exit_code_2(places, tmp_path, capsys, given, changes, message) -> None:
     assert finetune_recam.main(words(places, tmp_path, *given, **changes)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert message in error
 
 
-def test_an_item_that_cannot_be_read_ends_the_run_in_one_line(places, tmp_path, capsys) -> None:
+def test_an_unreadable_item_ends_the_run_in_one_line(places, tmp_path, capsys) -> None:
     """Found by a worker process long after the start, which looks at one item of each size."""
     root = tmp_path / "world"
     shutil.copytree(places["data.root"], root)

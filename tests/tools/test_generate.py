@@ -75,7 +75,7 @@ def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(so
     assert f"1/1 room.mp4 along arc_left:0.5: {source.with_name('room_arc_left-0.5.mp4')} (" in output.out
 
 
-def test_the_source_stands_on_the_left_and_what_was_generated_on_the_right(source):
+def test_the_side_by_side_video_shows_source_left_and_result_right(source):
     generated = made(source).float()
     beside = read_video(source.with_name("room_arc_left-0.5_beside.mp4"), 5)[..., 5::10, 5::10].float()
     left, right = beside.chunk(2, dim=-1)
@@ -262,7 +262,7 @@ def test_a_result_replaces_neither_another_nor_what_it_is_made_from(source, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_found_out_first(source, capsys):
+def test_an_unwritable_folder_is_refused_before_sampling(source, capsys):
     with mock.patch.object(os, "access", return_value=False):  # modes do not stop every user
         assert "cannot be written to; choose another folder with --out" in refusal(capsys, words(source))
 

@@ -233,7 +233,7 @@ def test_a_baseline_is_compared_video_by_video(place):
         (lambda content: content.pop("rows"), "must be a metrics.json"),
     ],
 )
-def test_a_baseline_that_cannot_be_compared_is_refused(place, capsys, change, message):
+def test_an_incomparable_baseline_is_refused(place, capsys, change, message):
     content = run(place)
     change(content)
     (place / "baseline.json").write_text(json.dumps(content))

@@ -183,7 +183,7 @@ def _fake_module() -> Any:
         "device_count": 1,
         "current_device": 0,
         "_is_in_bad_fork": False,
-        "get_device_name": "stand-in",
+        "get_device_name": "fake",
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "mem_get_info": (0, 0),
     }

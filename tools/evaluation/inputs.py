@@ -1,6 +1,6 @@
 """Finds the videos that `tools/evaluate.py` judges and the camera path each one was asked to follow.
 
-Two formats of camera files, told apart by their keys:
+Two formats of camera files, distinguished by their keys:
 
     {"dog.mp4": POSES, "sub/cat.mp4": {"poses": POSES, "camera_type": "arc_left", "source": "cat",
      "focal_px": 630.3, "shares_estimator": false}}
