@@ -1,17 +1,15 @@
-"""Does this project fit a release of torch_npu? Found out without an NPU: the wheel is read, never installed.
+"""Check this project against a release of torch_npu, without an NPU: the wheel is read, never installed.
 
-    python tools/audit_npu.py                               # downloads the wheel that pairs with requirements.txt
+    python tools/audit_npu.py                               # downloads the wheel that matches requirements.txt
     python tools/audit_npu.py --wheel torch_npu-2.13.0-....whl --json audit.json
 
-Three questions: does every name of torch_npu that the sources use exist and take the arguments it is given; has every
-ATen operator of a tiny training step a kernel for the NPU, or is it made of such; does nothing of 64-bit or complex
-floating point live on the device. docs/npu.md says what the answers are worth. Exit code 0: all fits, 1: something does
-not, 2: it cannot be audited.
+Checks that every torch_npu name used here exists and accepts the arguments it is called with; that every ATen operator
+of a tiny training step has an NPU kernel or decomposes into such; and that no float64 or complex tensor is on the
+device. docs/npu.md discusses how far that goes. Exit code: 0 all fits, 1 something does not, 2 the audit cannot run.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -29,16 +27,17 @@ from flow_grpo.runtime import device as device_api
 from tools.audit import names, step
 from tools.audit.names import Finding
 from tools.audit.wheel import Wheel
+from tools.common import fail, make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("flow_grpo", "config", "tools", "train_grpo.py")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Audit, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheel", type=Path, help="a wheel that is there already; else it is downloaded")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every finding there, too")
+    """Audit, print the findings and return the exit code."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--wheel", type=Path, help="local wheel; default: download it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all findings as JSON")
     parser.add_argument("--names-only", action="store_true", help="skip the training step, which takes a minute")
     known = parser.parse_args(words)
     try:
@@ -49,30 +48,24 @@ def main(words: Sequence[str] | None = None) -> int:
                 rows = [dataclasses.asdict(finding) for finding in findings]
                 known.json.write_text(json.dumps({"wheel": wheel.name, "findings": rows}, indent=1) + "\n")
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
-        return 2
+        return fail(error)
     show(wheel.name, findings)
     return int(any(finding.status == "fail" for finding in findings))
 
 
 def audit(wheel: Wheel, *, step: bool) -> list[Finding]:
-    """Return all findings; without `step` those about operators and number types are left out.
-
-    Raises:
-        ValueError: the wheel does not tell what is asked of it.
-    """
+    """Return all findings; without `step` those on operators and dtypes are skipped. ValueError: unreadable wheel."""
     findings = names.check_names(wheel, project_uses())
     findings.append(names.check_backend(wheel))
     findings += names.check_environment(wheel, sorted(device_api.npu_environment()))
     if step:
         registered, seen = wheel.operators, step.observe()
-        findings += step.check_operators(seen.operators, registered)
-        findings += step.check_dtypes(seen.wide)
+        findings += [*step.check_operators(seen.operators, registered), *step.check_dtypes(seen.wide)]
     return findings
 
 
 def project_uses() -> list[names.Use]:
-    """Return where this project's programs and library use torch_npu."""
+    """Return every use of torch_npu in this project's sources."""
     places = [ROOT / place for place in SOURCES]
     files = [file for place in places for file in ([place] if place.suffix else sorted(place.rglob("*.py")))]
     return names.uses(files, ROOT)
@@ -80,11 +73,7 @@ def project_uses() -> list[names.Use]:
 
 @contextlib.contextmanager
 def downloaded() -> Iterator[Path]:
-    """Download the wheel that pairs with the pinned torch into a folder that is removed afterwards.
-
-    Raises:
-        ValueError: pip finds none or reaches no index.
-    """
+    """Download the wheel that requirements-npu.txt pins to a temporary folder; ValueError if pip cannot."""
     version = pinned((ROOT / "requirements-npu.txt").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -99,11 +88,7 @@ def downloaded() -> Iterator[Path]:
 
 
 def pinned(requirements: str) -> str:
-    """Return the version of torch-npu that a requirements file asks for.
-
-    Raises:
-        ValueError: it pins none.
-    """
+    """Return the torch-npu version that a requirements file pins; ValueError if there is none."""
     match = re.search(r"^torch-npu==(\S+)$", requirements, re.MULTILINE)
     if match is None:
         raise ValueError("requirements-npu.txt pins no torch-npu; add a line torch-npu==VERSION")
@@ -111,7 +96,7 @@ def pinned(requirements: str) -> str:
 
 
 def show(name: str, findings: Sequence[Finding]) -> None:
-    """Print a table: every finding about names, of the operators those that are more than registered."""
+    """Print the findings, leaving out the many registered operators, and the counts of each check."""
     print(f"{name}\n")
     for finding in findings:
         if (finding.check, finding.text) != ("operator", step.REGISTERED):

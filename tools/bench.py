@@ -1,22 +1,21 @@
-"""Measure what the library costs, as ratios within one run; --json prints one object.
+"""Measure the overhead of the library, as ratios within one run; --json prints one object.
 
     python tools/bench.py --config config/grpo.py:tiny_recam --json --config.sample.train_batch_size=32
     python tools/bench.py dynamic-sampling --json
     python tools/bench.py packing --json
 
-The first times an epoch by phase beside the bare transformer calls it cannot do without; the second moves a group of
-32 MiB samples over 4 ranks beside gathering all samples as objects (`time_ratio`, `memory_ratio`); the third tells how
-long ranks wait for each other under cost-limited batches beside packing rank by rank (`idle_share`,
+The first command times the phases of an epoch against the transformer calls alone; the second moves a group of 32 MiB
+samples between 4 ranks, against gathering all samples as objects (`time_ratio`, `memory_ratio`); the third computes how
+long ranks wait for each other with cost-limited batches, against packing on each rank (`idle_share`,
 `naive_idle_share`).
 
-`rollout_update_over_bare` divides the rollout and update phases by forward calls, and forward and backward calls, of
-the same shapes and counts; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate, and the medians
-are compared, because the speed of a shared machine drifts.
+`rollout_update_over_bare` divides the rollout and update phases by the same number of forward and backward calls on the
+same shapes; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate and their medians are compared,
+because the speed of a shared machine drifts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -37,8 +36,8 @@ from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
-from tools.benching import exchange
-from tools.benching import packing
+from tools.bench_cases import exchange, packing
+from tools.common import make_parser
 
 CASES: dict[str, Callable[[], dict[str, float]]] = {
     "dynamic-sampling": exchange.measure,
@@ -50,11 +49,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit code."""
     given = list(sys.argv[1:] if words is None else words)
     case = given.pop(0) if given and given[0] in CASES else "epoch"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, recipe=case == "epoch")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     if case == "epoch":
-        parser.add_argument("--config", required=True, metavar="FILE:RECIPE")
-        parser.add_argument("--epochs", type=int, default=5, help="measured epochs, after one to warm up")
+        parser.add_argument("--epochs", type=int, default=5, help="measured epochs, after one warm-up epoch")
         known, overrides = parser.parse_known_args(given)
         result = measure_epochs(known.config, overrides, known.epochs)
     else:
@@ -65,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str, float]:
-    """Build a recipe's trainer in a folder that goes away, and measure it."""
+    """Build a recipe's trainer in a temporary folder, and measure it."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [
             f"--config.output_root={folder}",
@@ -111,7 +109,7 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
 
 
 def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
-    """Return the seconds of the transformer calls of one epoch with nothing around them.
+    """Return the seconds that one epoch's transformer calls take by themselves.
 
     Guidance calls the network with twice the rows; KL adds a reference call to every replayed step.
     """
@@ -145,7 +143,7 @@ def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
 
 
 def _inputs(trainer: Trainer, batch: TrainingBatch, positions: torch.Tensor) -> list[torch.Tensor]:
-    """Return what the network is called with for these samples."""
+    """Return the network's inputs for these samples."""
     part = batch.take(positions, trainer.device)
     latents, given = part.trajectory.states[:, 0], part.conditioning
     times = torch.full((len(part),), 500.0, device=latents.device)
@@ -155,7 +153,7 @@ def _inputs(trainer: Trainer, batch: TrainingBatch, positions: torch.Tensor) -> 
 
 
 def table(result: dict[str, float]) -> str:
-    """Return the figures as lines of name and value."""
+    """Return one line of name and value per figure."""
     return "\n".join(f"{name:28s} {value:10.4f}" for name, value in result.items())
 
 

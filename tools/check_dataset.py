@@ -1,8 +1,8 @@
-"""Check a folder in MultiCamVideo layout: what it holds, and everything in it that training would stumble over.
+"""Check a folder in MultiCamVideo layout: report what it contains and every problem that training would run into.
 
     python tools/check_dataset.py data/MultiCamVideo --split val --frames 81 --size 1280x1280 --decode --json out.json
 
-Exit code 0: clean, 1: problems found, 2: wrong use.
+Exit code: 0 clean, 1 problems found, 2 invalid arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
@@ -34,63 +34,49 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flow_grpo.data.camera_files import read_cameras
+from flow_grpo.data.camera_files import read_cameras, read_json_object
 from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.poses import rotation_angle_deg
+from tools.common import image_size, make_parser
 
-# Above any camera of the set: 4.87 m and 75 degrees over 80 frames, and a good deal faster on its speed curve.
+# Well above any camera of the dataset: 4.87 m and 75 degrees in 80 frames at varying speed.
 MAX_STEP = (1.0, 30.0)
+MOTIONS = ("path_m", "rotation_deg", "step_m", "step_deg")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is asked of every scene.
+    """Requirements on every scene."""
 
-    Attributes:
-        root: dataset folder.
-        decode: decode every frame instead of believing the headers.
-        frames: video frames needed, or None for as many as the scene's videos have.
-        size: rows and columns needed, or None for what most videos of the scene have.
-        max_step: metres and degrees a camera may move from one frame to the next.
-    """
-
-    root: Path
-    decode: bool = False
-    frames: int | None = None
-    size: tuple[int, int] | None = None
-    max_step: tuple[float, float] = MAX_STEP
+    root: Path  # dataset folder
+    decode: bool = False  # decode every frame instead of trusting the headers
+    frames: int | None = None  # least number of video frames; None: as many as most of the scene's videos have
+    size: tuple[int, int] | None = None  # rows and columns; None: those of most of the scene's videos
+    max_step: tuple[float, float] = MAX_STEP  # metres and degrees between two frames
 
 
 @dataclasses.dataclass
 class SceneReport:
-    """What one scene holds; plain values only, so that it travels between processes and into JSON.
+    """Contents of one scene, in plain values that can be pickled and written as JSON."""
 
-    Attributes:
-        name: folder relative to the root.
-        cameras: how many camera videos there are.
-        clips: frames, rows, columns and frames per second of every readable video.
-        captions: how many videos have one; None without a caption file.
-        motions: of every camera path length (m), largest angle to its start (deg), largest step (m) and (deg).
-        problems: (file or folder relative to the root, what is wrong).
-    """
-
-    name: str
-    cameras: int = 0
-    clips: list[tuple[int, int, int, float]] = dataclasses.field(default_factory=list)
-    captions: int | None = None
+    name: str  # folder relative to the root
+    cameras: int = 0  # number of camera videos
+    clips: list[tuple[int, int, int, float]] = dataclasses.field(default_factory=list)  # frames, rows, columns, fps
+    captions: int | None = None  # videos with a caption; None without a caption file
+    # Per camera: path length (m), largest angle to the start (deg), largest step (m), largest step (deg).
     motions: list[tuple[float, float, float, float]] = dataclasses.field(default_factory=list)
-    problems: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    problems: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (path relative to the root, text)
 
     @property
     def place(self) -> tuple[str, str]:
-        """Split and lens folder, "" where there is none."""
+        """Split and lens folder, "" if there is none."""
         parts = self.name.split("/")
         return parts[0], next((part for part in parts if LENS_FOLDER.fullmatch(part)), "")
 
 
 def scene_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders below that hold videos or cameras, and those that hold no folder at all."""
+    """Yield the subfolders with videos or cameras, and those without subfolders."""
     if any((folder / part).is_dir() for part in ("videos", "cameras")):
         yield folder
         return
@@ -102,14 +88,14 @@ def scene_folders(folder: Path) -> Iterator[Path]:
 
 
 def check_scene(settings: Settings, folder: Path) -> SceneReport:
-    """Look at everything in one scene folder; whatever is wrong goes into the report, nothing is raised for it."""
+    """Check one scene folder; problems are reported, never raised."""
     name = folder.relative_to(settings.root).as_posix()
     report = SceneReport(name)
     try:
-        find_scenes(settings.root, name)  # a split of this one scene
+        find_scenes(settings.root, name)  # as a split of this scene only
     except (ValueError, OSError) as error:
         text = str(error) if (folder / "videos").is_dir() else f"no videos here, only {sorted(os.listdir(folder))}"
-        if f"has no {CAMERAS_JSON.as_posix()}" not in text:  # is found below, whatever else is wrong
+        if f"has no {CAMERAS_JSON.as_posix()}" not in text:  # _check_cameras reports that one in any case
             report.problems.append((name, text))
     videos = sorted(folder.joinpath("videos").glob("[!.]*.mp4"))
     report.cameras = len(videos)
@@ -119,19 +105,19 @@ def check_scene(settings: Settings, folder: Path) -> SceneReport:
     _check_captions(folder, videos, report)
     if (folder / PRESETS_JSON).is_file():
         _read_object(folder / PRESETS_JSON, report)
-    # Messages of the library name whole paths; the report names them relative to the root.
+    # Messages of the library contain absolute paths; the report's are relative to the root.
     report.problems = [(file, text.replace(f"{settings.root}{os.sep}", "")) for file, text in report.problems]
     return report
 
 
 def _check_videos(settings: Settings, videos: Sequence[Path], report: SceneReport) -> int | None:
-    """Return how many frames the videos of the scene have or must have, None when none can be read."""
+    """Check all videos, and return the frame count that they have or must have; None if unknown."""
     found: dict[str, tuple[int, int, int]] = {}
     for video in videos:
         name = f"{report.name}/videos/{video.name}"
         try:
             size, rate = video_size(video), _rate(video)
-            if settings.decode:  # all frames are, but only the last one is kept
+            if settings.decode:  # decodes every frame but keeps only the last one
                 read_video(video, 1, start=max(size[0], settings.frames or 0, 1) - 1)
         except (ValueError, OSError) as error:
             report.problems.append((name, str(error)))
@@ -152,7 +138,7 @@ def _check_videos(settings: Settings, videos: Sequence[Path], report: SceneRepor
 
 
 def _rate(video: Path) -> float:
-    """Return the frames per second that a file's header names, 0 when it names none."""
+    """Return the frames per second in a file's header, 0 if missing."""
     try:
         with av.open(str(video)) as container:
             return float(container.streams.video[0].average_rate or 0)
@@ -172,28 +158,27 @@ def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: i
         report.problems.append((name, f"poses of {', '.join(sorted(spare))}, which have no video"))
     if settings.frames is None and f"frame{frames}" in content:
         report.problems.append((name, f"poses beyond frame{frames - 1}, the last of the videos"))
-    texts: dict[str, str] = {}
+    texts: list[str] = []
     for camera in names:
         try:
             motion = _motion(read_cameras(file, [camera], max(frames, 1))[0])
         except ValueError as error:
-            texts.setdefault(str(error).replace(f" for {camera};", ";"), camera)  # a frame missing for all: once
+            texts.append(str(error).replace(f" for {camera};", ";"))
             continue
         report.motions.append(motion)
         if motion[2] > settings.max_step[0] or motion[3] > settings.max_step[1]:
             step, limit = "{:.3g} m and {:.3g} degrees".format(*motion[2:]), "{:g} m, {:g}".format(*settings.max_step)
-            texts[f"{camera} moves {step} between two frames, at most {limit} degrees are plausible"] = camera
-    report.problems.extend((name, text) for text in texts)
+            texts.append(f"{camera} moves {step} between two frames, at most {limit} degrees are plausible")
+    report.problems.extend((name, text) for text in dict.fromkeys(texts))  # a frame that all cameras lack: once
 
 
 def _motion(poses: torch.Tensor) -> tuple[float, float, float, float]:
-    """Return path length (m), largest angle to the first frame, largest step (m) and (degrees) of (T, 4, 4) poses."""
+    """Return path length (m), largest angle to the first frame, largest step (m, deg) of (T, 4, 4) poses."""
     before = torch.cat([poses[:1], poses[:-1]])
     steps = torch.linalg.vector_norm(poses[:, :3, 3] - before[:, :3, 3], dim=-1)
     angles = rotation_angle_deg(poses, poses[:1])
     parts = (steps.sum(), angles.max(), steps.max(), rotation_angle_deg(poses, before).max())
-    length, largest, step, turn = (round(part.item(), 6) for part in parts)
-    return length, largest, step, turn
+    return tuple(round(part.item(), 6) for part in parts)
 
 
 def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -> None:
@@ -218,51 +203,47 @@ def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -
 
 def _read_object(file: Path, report: SceneReport) -> dict[str, Any] | None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        content = error
-    if isinstance(content, dict):
-        return content
-    text = f"cannot be read as a JSON object ({str(content)[:80]})"
-    report.problems.append((f"{report.name}/cameras/{file.name}", text))
-    return None
+        return read_json_object(file)
+    except ValueError as error:
+        report.problems.append((f"{report.name}/cameras/{file.name}", str(error)))
+        return None
 
 
 def summarise(settings: Settings, scenes: Sequence[SceneReport]) -> dict[str, Any]:
-    """Return the report as plain JSON values; the same for every number of workers."""
+    """Return the report as JSON values; independent of the number of workers."""
     problems = [problem for scene in scenes for problem in scene.problems]
-    lenses, splits = [], []
-    for split, lens in sorted({scene.place for scene in scenes}):
-        own = [scene for scene in scenes if scene.place == (split, lens)]
-        clips = [clip for scene in own for clip in scene.clips]
-        lenses.append(
-            {
-                "split": split,
-                "lens": lens,
-                "scenes": len(own),
-                "cameras": _counts(scene.cameras for scene in own),
-                "clips": len(clips),
-                "frames": _counts(clip[0] for clip in clips),
-                "sizes": _counts(f"{clip[1]}x{clip[2]}" for clip in clips),
-                "seconds": _range([clip[0] / clip[3] for clip in clips if clip[3]]),
-                "captioned": sum(scene.captions or 0 for scene in own),
-            }
-        )
+    lenses = [_summarise_lens(place, scenes) for place in sorted({scene.place for scene in scenes})]
+    splits = []
     for split in sorted({scene.place[0] for scene in scenes}):
         own = [scene for scene in scenes if scene.place[0] == split]
         bare = [scene.name for scene in own if scene.captions is None and scene.cameras]
         if any(scene.captions is not None for scene in own):
             problems += [(name, f"no caption file, other scenes of {split} have one") for name in bare]
-        names = ("path_m", "rotation_deg", "step_m", "step_deg")
-        motions = list(zip(*(motion for scene in own for motion in scene.motions), strict=True)) or [()] * 4
-        splits.append({"split": split} | {n: _range(values) for n, values in zip(names, motions, strict=True)})
+        motions = list(zip(*(motion for scene in own for motion in scene.motions), strict=True)) or [()] * len(MOTIONS)
+        splits.append({"split": split} | {n: _range(values) for n, values in zip(MOTIONS, motions, strict=True)})
     listed = [{"file": file, "problem": text} for file, text in problems]
     head = {"root": str(settings.root), "decoded": settings.decode}
     return head | {"lenses": lenses, "motion": splits, "problems": listed}
 
 
-def _counts(values: Iterator[Any] | Any) -> dict[str, int]:
-    return {str(value): count for value, count in sorted(Counter(values).items(), key=lambda pair: str(pair[0]))}
+def _summarise_lens(place: tuple[str, str], scenes: Sequence[SceneReport]) -> dict[str, Any]:
+    own = [scene for scene in scenes if scene.place == place]
+    clips = [clip for scene in own for clip in scene.clips]
+    return {
+        "split": place[0],
+        "lens": place[1],
+        "scenes": len(own),
+        "cameras": _counts(scene.cameras for scene in own),
+        "clips": len(clips),
+        "frames": _counts(clip[0] for clip in clips),
+        "sizes": _counts(f"{clip[1]}x{clip[2]}" for clip in clips),
+        "seconds": _range([clip[0] / clip[3] for clip in clips if clip[3]]),
+        "captioned": sum(scene.captions or 0 for scene in own),
+    }
+
+
+def _counts(values: Iterable[object]) -> dict[str, int]:
+    return dict(sorted(Counter(map(str, values)).items()))
 
 
 def _range(values: Sequence[float]) -> dict[str, float] | None:
@@ -271,7 +252,7 @@ def _range(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the report for people."""
+    """Print the report as tables."""
     console = Console() if sys.stdout.isatty() else Console(width=160)
     table = Table("split", "lens", "scenes", "cameras", "clips", "frames", "rows x columns", "seconds", "captions")
     for row in report["lenses"]:
@@ -282,7 +263,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     table = Table("split", "path (m)", "rotation (deg)", "step (m)", "step (deg)", title="min / median / max")
     for row in report["motion"]:
-        table.add_row(row["split"], *(_text(row[name]) for name in ("path_m", "rotation_deg", "step_m", "step_deg")))
+        table.add_row(row["split"], *(_text(row[name]) for name in MOTIONS))
     console.print(table)
     for problem in report["problems"]:
         print(f"{problem['file']}: {problem['problem']}")
@@ -294,34 +275,29 @@ def _text(values: dict[str, float] | None) -> str:
 
 
 def check(settings: Settings, folders: Sequence[Path], workers: int) -> list[SceneReport]:
-    """Return the reports of scene folders in their order, with a bar on standard error when that is a terminal."""
+    """Return the reports of scene folders, in order, with a progress bar on stderr if that is a terminal."""
     bars = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
-    run = pool.map if pool else map  # spawned: a fork of torch's threads may hang
+    run = pool.map if pool else map  # spawn: forking with torch's threads can hang
     with bars, pool or nullcontext():
         return list(bars.track(run(partial(check_scene, settings), folders), len(folders), description="scenes"))
 
 
-def _size(text: str) -> tuple[int, int]:
-    rows, _, columns = text.partition("x")
-    return int(rows), int(columns)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="dataset folder, above the splits")
-    parser.add_argument("--split", action="append", help="folder below the root, may be repeated; by default all")
-    parser.add_argument("--decode", action="store_true", help="decode every frame: finds what headers hide, slow")
-    parser.add_argument("--frames", type=int, help="frames that every video and camera must have at least")
-    parser.add_argument("--size", type=_size, help="pixels of every video, as ROWSxCOLUMNS")
+    parser = make_parser(__doc__)
+    parser.add_argument("root", type=Path, help="dataset folder, the parent of the splits")
+    parser.add_argument("--split", action="append", help="folder below the root, may be repeated; default: all")
+    parser.add_argument("--decode", action="store_true", help="decode every frame: finds hidden damage, slow")
+    parser.add_argument("--frames", type=int, help="least number of frames of every video and camera")
+    parser.add_argument("--size", type=image_size, help="required pixels of every video, as ROWSxCOLUMNS")
     parser.add_argument("--max-step", type=float, nargs=2, default=MAX_STEP, metavar=("METRES", "DEGREES"))
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there instead of printing tables")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON instead of printing tables")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a data set; return the exit code."""
+    """Check a dataset and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not args.root.is_dir() or (args.json and not args.json.parent.is_dir()):
@@ -337,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = summarise(settings, check(settings, folders, args.workers))
     except BrokenProcessPool:
-        parser.error("a worker died, of a broken file or for want of memory; run with --workers 1 to see where")
+        parser.error("a worker died, of a broken file or lack of memory; run with --workers 1 to see where")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"{len(report['problems'])} problems, report in {args.json}")

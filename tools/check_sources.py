@@ -1,19 +1,18 @@
-r"""Find out, before anything is trained, which sources `pose_rot` and `pose_trans` can measure by.
+r"""Find the sources by which `pose_rot` and `pose_trans` can measure, before training.
 
     python tools/check_sources.py --config config/grpo.py:my_recam_8npu --out usable.json
     torchrun ... train_grpo.py --config config/grpo.py:my_recam_8npu --config.data.exclude=usable.json
 
-A source is usable when enough of it can be triangulated, its own held-out frames are found where they are, and at least
-half of the true view is found as well (docs/camera_rewards.md). Of an item that is not, samples would be rolled out and
-then have no value; excluded, it is never drawn. The file holds a verdict on every item of the training split, "" or
-what is wrong; it is written as it grows, and the same command goes on after an interruption. Items are known by their
-names: after videos or cameras were replaced, remove the file. Exit code: 0, 1 when an item could not be read or
-measured (it has no verdict then and is tried again next time), 2 for a setting that cannot work.
+A source is usable if enough of it can be triangulated, its own held-out frames are located correctly, and at least half
+of the true view is located as well (docs/camera_rewards.md). Samples of an unusable item would be rolled out and get no
+reward; excluded items are never drawn. The file holds a verdict per item of the training split, "" or the problem; it
+is updated as the check proceeds, and the same command resumes. Items are identified by name: delete the file after
+replacing videos or cameras. Exit code: 0, 1 if an item could not be read or measured (it has no verdict and is retried
+next time), 2 for invalid settings.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,16 +28,16 @@ from flow_grpo.records import Condition
 from flow_grpo.rewards.camera.pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import usable_cores
 from flow_grpo.settings.loading import load_config
+from tools.common import fail, make_parser
 
-AT_ONCE = 4  # items of each process between two writes of the file
+AT_ONCE = 4  # items per process between two writes of the file
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Check the items that have no verdict yet, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
+    """Check the items without a verdict and return the exit code."""
+    parser = make_parser(__doc__, recipe=True)
     parser.add_argument("--out", type=Path, required=True, help="the file of verdicts")
-    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0: none but this one")
+    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one")
     known, overrides = parser.parse_known_args(words)
     try:
         if known.workers < 0:
@@ -46,26 +45,18 @@ def main(words: Sequence[str] | None = None) -> int:
         config = load_config(known.config, [*overrides, "--config.data.exclude="])
         data, settings = dataset(config, config.data.train_split), settings_of(config.data)
         verdicts = read_verdicts(known.out, settings) if known.out.exists() else {}
-        write_verdicts(verdicts, settings, known.out)  # now, rather than after an hour
+        write_verdicts(verdicts, settings, known.out)  # fails now rather than after an hour
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
-        return 2
+        return fail(error)
     problems = check(data, verdicts, lambda: write_verdicts(verdicts, settings, known.out), known.workers)
     report(data, verdicts, known.out)
     for problem in problems:
-        print("error:", problem, file=sys.stderr, flush=True)
+        fail(problem)
     return 1 if problems else 0
 
 
 def check(data: MultiCamDataset, verdicts: Verdicts, keep: Callable[[], None], workers: int) -> list[str]:
-    """Add the verdicts that are missing, and return why items are still without one.
-
-    Args:
-        data: whose items are looked at.
-        verdicts: added to.
-        keep: called again and again, to write them down.
-        workers: processes.
-    """
+    """Add the missing verdicts, calling `keep` regularly to save them; return the errors of items left without one."""
     measurer, problems = PoseMeasurer(workers), []
     left = [number for number in range(len(data)) if not known(data, number, verdicts)]
     step = AT_ONCE * max(1, workers)
@@ -89,13 +80,13 @@ def check(data: MultiCamDataset, verdicts: Verdicts, keep: Callable[[], None], w
 
 
 def known(data: MultiCamDataset, number: int, verdicts: Verdicts) -> bool:
-    """Tell whether an item has a verdict."""
+    """Return whether an item has a verdict."""
     scene, camera = data.name_of(number)
     return camera in verdicts.get(scene, {})
 
 
 def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> None:
-    """Print how many items are usable, and what is wrong with the others."""
+    """Print the number of usable items and the problems of the others."""
     names = [data.name_of(number) for number in range(len(data))]
     found = {(scene, camera): verdicts[scene][camera] for scene, camera in names if camera in verdicts.get(scene, {})}
     wrong = {name: text for name, text in found.items() if text}

@@ -1,12 +1,11 @@
-"""Draw what runs changed: the same held-out conditions before and after training, frame by frame.
+"""Draw held-out conditions before and after training, frame by frame, from the evaluation videos of runs.
 
 python tools/demo_picture.py outputs/RUN --out docs/demo.png
-python tools/demo_picture.py outputs/A outputs/B --titles "by A" "by B" --out docs/both.png   # of one model
+python tools/demo_picture.py outputs/A outputs/B --titles "by A" "by B" --out docs/both.png   # of one recipe
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -21,16 +20,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flow_grpo.data.video_io import read_video
+from tools.common import make_parser
 
 NAME = re.compile(r"eval_(\d+)_(.+?_cam\d+)_.*")  # step, scene and camera; rewards follow
 
 
 def clips(run: Path) -> dict[str, dict[int, Path]]:
-    """Return condition -> step -> video file of a run's evaluations.
-
-    Raises:
-        ValueError: the folder holds no evaluation videos of two steps.
-    """
+    """Return condition -> step -> evaluation video of a run; ValueError if no condition has two steps."""
     found: dict[str, dict[int, Path]] = {}
     for path in sorted((run / "videos").glob("eval_*.mp4")):
         match = NAME.fullmatch(path.stem)
@@ -43,16 +39,16 @@ def clips(run: Path) -> dict[str, dict[int, Path]]:
 
 
 def thirds(path: Path, frames: int) -> list[Tensor]:
-    """Return source, generated and target (T, rows, columns, 3) of a side-by-side video."""
+    """Return source, generated and target video (T, rows, columns, 3) of a side-by-side video."""
     video = read_video(path, num_frames=frames)
     return list(video.permute(1, 2, 3, 0).chunk(3, dim=2))
 
 
 def strips(runs: Sequence[Path], rows: int, frames: int) -> list[list[Tensor]]:
-    """Return source, before, after each run, and true view of the conditions that the first run changed most.
+    """Return [source, before, after each run, true view] of the conditions that the first run changed most.
 
     Raises:
-        ValueError: a run without evaluation videos, or of other conditions than the first.
+        ValueError: a run without evaluation videos, or with other conditions than the first.
     """
     found, known = [], [clips(run) for run in runs]
     for name, steps in known[0].items():
@@ -83,13 +79,13 @@ def draw(runs: Sequence[Path], titles: Sequence[str], out: Path, rows: int, fram
 
 
 def main() -> None:
-    """Draw; one line says what is wrong when it cannot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Draw the picture."""
+    parser = make_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
-    parser.add_argument("--titles", nargs="+", default=["after training"], help="one for each run")
+    parser.add_argument("--titles", nargs="+", default=["after training"], help="one per run")
     parser.add_argument("--out", type=Path, required=True, help="PNG file")
     parser.add_argument("--rows", type=int, default=4, help="conditions")
-    parser.add_argument("--frames", type=int, default=5, help="frames in a video of the run")
+    parser.add_argument("--frames", type=int, default=5, help="frames of the runs' videos")
     args = parser.parse_args()
     try:
         if len(args.titles) != len(args.runs):

@@ -1,24 +1,25 @@
-r"""Judge videos by how well their camera followed its command, by structure from motion on each video alone.
+r"""Measure how well generated videos follow their camera paths, by structure from motion on each video.
 
     python tools/evaluate.py --videos results --cameras camera_extrinsics.json --focal-px 630.3 --out evaluation
 
 `--cameras` is JSON of video name -> T OpenCV camera-to-world 4x4 matrices in metres, or a MultiCamVideo camera file;
-ReCamMaster's result folders (cam_type1/video0.mp4 ...) are read as they are. See `tools/evaluation/inputs.py` for both
-and docs/evaluation.md for what is measured. No reward uses this estimator, unless a source came without poses. Or film
-a recipe's held-out conditions first, with what a run trained:
+ReCamMaster's result folders (cam_type1/video0.mp4 ...) are read as they are. `tools/evaluation/inputs.py` describes
+both formats, docs/evaluation.md the metrics. No reward uses this estimator, unless a source came without poses.
+Alternatively generate a recipe's held-out conditions first, with a trained adapter:
 
     python tools/evaluate.py --config config/grpo.py:my_recam_1gpu --adapter outputs/first/adapter --out evaluation
 
-(of a run still training: `--checkpoint outputs/first/checkpoints/checkpoint_000010`). Any knob can follow as
---config.section.knob=value. In --out appear
+(while the run is training: `--checkpoint outputs/first/checkpoints/checkpoint_000010`); any knob can follow as
+--config.section.knob=value. Outputs in --out:
 
-    metrics.json                 settings, one row a video, and the summary: means, intervals, failure rate
-    rows.csv summary.csv         the same for a spreadsheet
-    summary.md                   the same for people
+    metrics.json                 settings, one row per video, and the summary: means, intervals, failure rate
+    rows.csv summary.csv         the same as tables
+    summary.md                   the same as text
     plots/VIDEO.png              commanded and estimated path
-    rows/VIDEO.json              what is finished: a second call goes on from there, and measures again what changed
+    rows/VIDEO.json              finished rows; the next call reuses them and measures only what changed
 
-A video whose path cannot be found is a row with registered=false. Exit code 0: measured, 2: wrong use.
+A video whose path cannot be estimated is a row with registered=false. Exit code: 0, or 2 for invalid arguments or
+inputs, checked before the first estimate.
 """
 
 from __future__ import annotations
@@ -55,44 +56,37 @@ from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.reporting.path_plots import draw_paths
 from flow_grpo.runtime.atomic_file import write_atomically
+from tools.common import fail, make_parser
 from tools.evaluation.inputs import Task, find_tasks
 from tools.evaluation.tables import compare, read_baseline, summarise, write_tables
 
-MOST_SECONDS = 900.0  # for a video: about 18 times what one of 480x832 takes
+MOST_SECONDS = 900.0  # per video: about 18 times the usual time at 480x832
 
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """What is kept of a video.
+    """The result of one video."""
 
-    Attributes:
-        key: hash of everything the row depends on.
-        row: its line of the tables.
-        poses: (F, 4, 4) estimated, NaN where not registered.
-        again: taken up from an earlier call.
-    """
-
-    key: str
-    row: dict[str, Any]
-    poses: torch.Tensor
-    again: bool = False
+    key: str  # `input_hash` of its task
+    row: dict[str, Any]  # its line of the tables
+    poses: torch.Tensor  # (F, 4, 4) estimated, NaN where not registered
+    cached: bool = False  # read from an earlier call's file
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Evaluate, and return the process's exit code: 0, or 2 for what cannot work, found before the first estimate."""
+    """Evaluate and return the exit code."""
     try:
         args, overrides = _parser().parse_known_args(words)
         check_options(args, overrides)
-        videos, cameras = film(args, overrides) if args.config else (args.videos, args.cameras)
+        videos, cameras = generate_videos(args, overrides) if args.config else (args.videos, args.cameras)
         tasks = find_tasks(videos, cameras, args.focal_px)
         settings = {"estimator": motion.name(), "most_frames": MOST_FRAMES}
-        keys = [task_key(task, settings) for task in tasks]
-        asked = [{"video": task.name, "asked": asked_key(task)} for task in tasks]
+        keys = [input_hash(task, settings) for task in tasks]
+        asked = [{"video": task.name, "asked": command_hash(task)} for task in tasks]
         baseline = read_baseline(args.baseline, settings, asked) if args.baseline else None
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
-        return 2
+        return fail(error)
     found: dict[str, Finished] = {}
     measured = measure(tasks, keys, args.out, args.workers, args.seconds)
     for task, finished in tqdm(measured, total=len(tasks), desc="videos", unit="video", disable=None):
@@ -104,43 +98,36 @@ def main(words: Sequence[str] | None = None) -> int:
     if baseline is not None:
         summary["baseline"] = compare(rows, baseline)
     write_tables(args.out, settings, rows, summary)
-    taken = sum(finished.again for finished in found.values())
+    reused = sum(finished.cached for finished in found.values())
     failed = f"{summary['videos'] - summary['registered']} not registered ({summary['failure_rate']:.1%})"
-    print(f"{len(rows)} videos, {taken} of them measured before; {failed}; {args.out / 'summary.md'}", flush=True)
+    print(f"{len(rows)} videos, {reused} of them measured before; {failed}; {args.out / 'summary.md'}", flush=True)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--videos", type=Path, help="folder, searched to any depth")
+    add("--videos", type=Path, help="folder, searched recursively")
     add("--cameras", type=Path, help="JSON of video -> matrices, or camera_extrinsics.json")
     add("--focal-px", type=float, help="focal length in pixels of videos whose own is not known")
-    add("--config", metavar="FILE:RECIPE", help="film this recipe's held-out conditions instead of --videos")
-    add("--adapter", type=Path, help="with --config: adapter folder of a run; without, the model as it is")
-    add("--checkpoint", type=Path, help="with --config: in place of an adapter")
-    add("--out", type=Path, required=True, help="folder of the results; an existing one is continued")
-    add("--baseline", type=Path, help="metrics.json of other videos of the same names: differences, video by video")
-    add(
-        "--workers", type=int, default=usable_cores(), help="processes of one thread; 0: this one, without a time limit"
-    )
-    add("--seconds", type=float, default=MOST_SECONDS, help="after which a video is given up")
+    add("--config", metavar="FILE:RECIPE", help="generate this recipe's held-out conditions instead of --videos")
+    add("--adapter", type=Path, help="with --config: adapter folder of a run; default: the base model")
+    add("--checkpoint", type=Path, help="with --config: instead of --adapter")
+    add("--out", type=Path, required=True, help="output folder; an existing one is continued")
+    add("--baseline", type=Path, help="metrics.json of other videos with the same names, for paired differences")
+    add("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one, without a time limit")
+    add("--seconds", type=float, default=MOST_SECONDS, help="time limit per video")
     add("--no-plots", dest="plots", action="store_false", help="draw no paths")
     return parser
 
 
 def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Refuse options that cannot work; ValueError.
-
-    Args:
-        args: the options.
-        overrides: words that are none: knobs of the recipe.
-    """
+    """Raise ValueError for options that contradict each other; `overrides` are unknown words, knobs with --config."""
     given = [args.videos is not None, args.cameras is not None]
     if args.config and any(given):
-        raise ValueError("--config films the videos itself, must stand without --videos and --cameras")
+        raise ValueError("--config generates the videos itself, must be given without --videos and --cameras")
     if not args.config and not all(given):
-        raise ValueError("--videos and --cameras are both needed, or --config FILE:RECIPE to film the videos first")
+        raise ValueError("--videos and --cameras are both needed, or --config FILE:RECIPE to generate the videos first")
     if args.adapter and args.checkpoint:
         raise ValueError("--adapter and --checkpoint both say what was trained, must be one of them")
     if not args.config and (overrides or args.adapter or args.checkpoint):
@@ -154,9 +141,9 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ValueError(f"--out {args.out} is a file, must be a folder")
 
 
-def film(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path]:
-    """Film the recipe's held-out conditions and return folder and camera file; ValueError for what cannot work."""
-    # Here, as the processes that estimate load this file too and need no model.
+def generate_videos(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path]:
+    """Generate the recipe's held-out conditions and return folder and camera file; ValueError for unusable input."""
+    # Imported here: the estimating processes load this file too and need no model.
     from flow_grpo.settings.loading import load_config
     from tools.evaluation.videos import make_videos
     from tools.export_adapter import export
@@ -164,20 +151,19 @@ def film(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path
     config = load_config(args.config, overrides)
     if not args.checkpoint:
         return make_videos(config, args.adapter, args.out, args.focal_px)
-    with tempfile.TemporaryDirectory() as place:  # not --out, which may be refused for belonging to other videos
+    with tempfile.TemporaryDirectory() as place:  # not in --out, which may yet be refused: it may hold other videos
         export(config, args.checkpoint, Path(place))
         return make_videos(config, Path(place), args.out, args.focal_px)
 
 
-def asked_key(task: Task) -> str:
-    """Return a hash of what a video was told to do and how it is looked at."""
-    told = (task.commanded.tolist(), task.focal_px)
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+def command_hash(task: Task) -> str:
+    """Return a hash of a video's commanded path and focal length."""
+    return hashlib.blake2b(json.dumps((task.commanded.tolist(), task.focal_px)).encode(), digest_size=16).hexdigest()
 
 
-def task_key(task: Task, settings: dict[str, Any]) -> str:
-    """Return a hash of all that a row depends on: the video's content, its cameras, its names and the settings."""
-    names = (task.name, task.camera_type, task.source, task.shares_estimator, asked_key(task), settings)
+def input_hash(task: Task, settings: dict[str, Any]) -> str:
+    """Return a hash of everything a row depends on: the video's bytes, its task and the settings."""
+    names = (task.name, task.camera_type, task.source, task.shares_estimator, command_hash(task), settings)
     content = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
     with task.file.open("rb") as file:
         while part := file.read(1 << 20):
@@ -188,23 +174,23 @@ def task_key(task: Task, settings: dict[str, Any]) -> str:
 def measure(
     tasks: Sequence[Task], keys: Sequence[str], out: Path, workers: int, seconds: float
 ) -> Iterator[tuple[Task, Finished]]:
-    """Yield every video with what was found, in the order of getting ready; keeps each at once.
+    """Yield each video's result as soon as it is ready, and write it to its file.
 
-    A thread a process: a process that dies or is late loses its own video and nothing else.
+    Each thread owns one process, so that a crash or a timeout loses only the video at hand.
     """
     own = threading.local()
 
     def one(task: Task, key: str) -> Finished:
-        if kept := read_kept(out, task, key):
-            return kept
+        if cached := read_row(out, task, key):
+            return cached
         pool = own.__dict__.setdefault("pool", CallPool(min(workers, 1)))
         pools.add(pool)
         frames = frame_numbers(len(task.commanded))
         call = (task.file, len(task.commanded), frames, task.focal_px)
         outcome = pool.run(estimate, [call], seconds=seconds, what=f"video {task.name}")[0]
         finished = judge(task, key, outcome)
-        if not outcome.fault:  # what the estimator is to blame for is tried again next time
-            keep(out, task, finished)
+        if not outcome.fault:  # a failure of the estimator itself is retried by the next call
+            write_row(out, task, finished)
         return finished
 
     pools: set[CallPool] = set()
@@ -221,13 +207,7 @@ def measure(
 
 
 def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: float) -> Estimate:
-    """Find the cameras of some frames of a video file.
-
-    Args:
-        video: the file.
-        num_frames: how many frames to read.
-        frames: the numbers of those to judge.
-        focal_px: see `structure_from_motion.reconstruct`.
+    """Estimate the cameras of the given frames of a video file with `num_frames` frames.
 
     Raises:
         ValueError: the video cannot be read.
@@ -240,7 +220,7 @@ def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: floa
 
 
 def judge(task: Task, key: str, outcome: Outcome[Estimate]) -> Finished:
-    """Return the row of a video."""
+    """Compare the estimated with the commanded path, and return the video's row."""
     frames = frame_numbers(len(task.commanded))
     commanded = task.commanded[frames]
     seen = outcome.value or Estimate(np.full((len(frames), 4, 4), np.nan))
@@ -266,42 +246,42 @@ def judge(task: Task, key: str, outcome: Outcome[Estimate]) -> Finished:
         "shares_estimator": task.shares_estimator,
         "focal_px": task.focal_px,
         "cpu_seconds": round(seen.cpu_seconds, 2),
-        "asked": asked_key(task),
+        "asked": command_hash(task),
     }
     return Finished(key, row, poses)
 
 
-def _kept_file(out: Path, task: Task) -> Path:
+def _row_file(out: Path, task: Task) -> Path:
     return out / "rows" / f"{task.name}.json"
 
 
-def keep(out: Path, task: Task, finished: Finished) -> None:
-    """Write what a later call needs not measure again."""
+def write_row(out: Path, task: Task, finished: Finished) -> None:
+    """Cache a result for the next call."""
     poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
     content = {"key": finished.key, "row": finished.row, "poses": poses}
-    write_atomically(_kept_file(out, task), json.dumps(content, allow_nan=False))
+    write_atomically(_row_file(out, task), json.dumps(content, allow_nan=False))
 
 
-def read_kept(out: Path, task: Task, key: str) -> Finished | None:
-    """Return what an earlier call found, or None if there is nothing or anything changed since."""
+def read_row(out: Path, task: Task, key: str) -> Finished | None:
+    """Return an earlier call's result; None if there is none, it is damaged, or its inputs changed."""
     try:
-        content = json.loads(_kept_file(out, task).read_text(encoding="utf-8"))
+        content = json.loads(_row_file(out, task).read_text(encoding="utf-8"))
         if content["key"] != key:
             return None
         lost = [[math.nan] * 4] * 4
         poses = torch.tensor([pose or lost for pose in content["poses"]], dtype=torch.float64)
-        return Finished(key, content["row"], poses, again=True)
-    except (OSError, ValueError, KeyError, TypeError):  # none, or cut off: measured again
+        return Finished(key, content["row"], poses, cached=True)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def plot(task: Task, finished: Finished, out: Path) -> None:
-    """Draw the paths of a video that is registered, unless that was done for the same row."""
+    """Draw the paths of a registered video, unless an earlier call drew the same row."""
     file = out / "plots" / f"{task.name}.png"
     if not finished.row["registered"]:
         file.unlink(missing_ok=True)
         return
-    if finished.again and file.is_file():
+    if finished.cached and file.is_file():
         return
     error = f"RotErr {finished.row['rot_deg_mean']:.3g} degrees"
     shape = finished.row["trans_sim3_rel"]

@@ -1,16 +1,17 @@
-r"""Fine-tune a ReCam model on a folder in MultiCamVideo layout, by flow matching in batches of limited cost. Resumable.
+r"""Fine-tune a ReCam model by flow matching on a MultiCamVideo folder, in batches of bounded token count. Resumable.
 
     torchrun --nproc_per_node=8 tools/finetune_recam.py --config config/grpo.py:my_recam_8npu --run-name first \
         --epochs 2 --max-points 500000 --config.data.root=/data/MultiCamVideo-Dataset
 
-The recipe gives device, output_root, data, model, sample.shift, train's AdamW and gradient bound, and checkpoint.keep;
-the rest of it concerns GRPO. The loss of an item is the mean squared error of the velocity at one noise level, sigma =
-shift * u / (1 + (shift - 1) * u) with u uniform in [0, 1): ReCamMaster's (train_recammaster.py of KwaiVGI/ReCamMaster,
-a uniform step of the shifted grid) but for its weights, which favour middle levels. Sigma and noise depend on (seed,
-epoch, item) only, not on batch, rank or restart.
+Of the recipe, device, output_root, data, model, sample.shift, checkpoint.keep and train's AdamW and gradient-norm
+settings apply; the rest concerns GRPO. The loss of an item is the mean squared velocity error at one noise level,
+sigma = shift * u / (1 + (shift - 1) * u) with u uniform in [0, 1): as in ReCamMaster (train_recammaster.py of
+KwaiVGI/ReCamMaster, a uniform step of the shifted grid), without its weights, which favour middle levels. Sigma and
+noise depend on (seed, epoch, item) only, not on batch, rank or restart.
 
-<output_root>/<run name>/ gets metrics, checkpoints/, under LoRA adapter/, and at the end model/, a whole folder to
-start GRPO from: --config.model.path=<output_root>/<run name>/model. Its frozen parts are links to where this began.
+<output_root>/<run name>/ receives metrics, checkpoints/, adapter/ under LoRA, and finally model/, a complete folder to
+start GRPO from: --config.model.path=<output_root>/<run name>/model. Its frozen parts are links to the base model's.
+Exit code: 0, or 2 for unusable settings or an unreadable item.
 """
 
 from __future__ import annotations
@@ -35,38 +36,33 @@ from torch.utils.data import Dataset
 import train_grpo
 from flow_grpo.algorithm.build import build_optimizer
 from flow_grpo.algorithm.run_state import common_identity
-from flow_grpo.settings.loading import ConfigError, load_config
-from flow_grpo.settings.schema import Config
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
+from flow_grpo.models import adapters
 from flow_grpo.models.adapter_files import save_adapter
-from flow_grpo.models.adapters import (
-    has_lora,
-    load_trained_state,
-    merge_adapters,
-    trained_state,
-)
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.records import Condition
-from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints import checkpoint, resume
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting.metric_files import MetricFiles
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
+from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.settings.loading import ConfigError, load_config
+from flow_grpo.settings.schema import Config
+from tools.common import make_parser
 
 POSITIVE = ("epochs", "max_points", "batch_size", "checkpoint_every", "log_every")
 
 
 class ItemError(ValueError):
-    """An item that cannot be read; raised on all ranks alike."""
+    """An item cannot be read; raised on every rank."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Fine-tune, and return the process's exit code: 0, or 2 for a setting or an item that cannot work."""
+    """Fine-tune and return the exit code."""
     ranks = run = None
     try:
         args, config = read_command_line(words)
@@ -76,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
         run.finish()
     except ValueError as error:
         if run is not None and not isinstance(error, ItemError):
-            raise  # of this rank alone: the others would not come to say goodbye
+            raise  # on this rank alone: the others would hang in `refuse`, which stops the process group
         train_grpo.refuse(error, ranks)
         return 2
     process_group.shut_down(ranks)
@@ -84,28 +80,27 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the options of this tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return the argument parser."""
+    parser = make_parser(__doc__, recipe=True)
     add, flag = parser.add_argument, argparse.BooleanOptionalAction
-    add("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow as --config.section.knob=value")
-    add("--run-name", default="", help="folder below output_root; otherwise the recipe's, or recipe and time")
+    add("--run-name", default="", help="folder below output_root; default: the recipe's, or recipe and time")
     add("--epochs", type=int, default=1, help="passes over data.train_split")
-    add("--max-steps", type=int, default=0, help="stop after so many optimizer steps in all; 0: no limit")
-    add("--use-dynamic-batch", action=flag, default=True, help="bound the tokens of a batch instead of its items")
-    add("--max-points", type=int, default=500_000, help="target tokens of a batch; those of the sources come on top")
-    add("--batch-size", type=int, default=4, help="items of a batch; ignored with dynamic batches")
+    add("--max-steps", type=int, default=0, help="total optimizer steps; 0: no limit")
+    add("--use-dynamic-batch", action=flag, default=True, help="bound a batch by tokens instead of items")
+    add("--max-points", type=int, default=500_000, help="target tokens per batch; source tokens come on top")
+    add("--batch-size", type=int, default=4, help="items per batch; ignored with dynamic batches")
     add("--num-workers", type=int, default=4, help="loader processes per rank; each holds up to two batches of videos")
-    add("--drop-last", action="store_true", help="leave out the last batches when there is not one for every rank")
-    add("--seed", type=int, default=42, help="of order, noise levels and noise, in place of the recipe's")
+    add("--drop-last", action="store_true", help="drop the last batches if there is not one for every rank")
+    add("--seed", type=int, default=42, help="of order, noise levels and noise; replaces the recipe's")
     add("--checkpoint-every", type=int, default=100, help="steps; the last step is always saved")
     add("--log-every", type=int, default=10, help="steps")
-    add("--eval-items", type=int, default=64, help="of data.eval_split, measured before and after; 0: none")
-    add("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    add("--eval-items", type=int, default=64, help="items of data.eval_split to evaluate before and after; 0: none")
+    add("--resume", action="store_true", help="resume from the run's newest checkpoint")
     return parser
 
 
 def read_command_line(words: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Return the options and the checked configuration; ConfigError, alike on every rank, for what cannot work."""
+    """Return the options and the checked configuration; ConfigError, the same on every rank, for invalid values."""
     args, overrides = options().parse_known_args(words)
     for name, value in vars(args).items():
         if isinstance(value, int) and value < (least := int(name in POSITIVE)):
@@ -117,7 +112,7 @@ def read_command_line(words: Sequence[str] | None) -> tuple[argparse.Namespace, 
 
 @dataclasses.dataclass
 class Items(Dataset[Condition | str]):
-    """Conditions by index; one that cannot be read is the reason as text, which a loader's worker cannot distort."""
+    """Conditions by index; an unreadable one is its error text, as loader workers wrap exceptions in tracebacks."""
 
     dataset: MultiCamDataset
 
@@ -130,10 +125,10 @@ class Items(Dataset[Condition | str]):
 
 @dataclasses.dataclass
 class Batches:
-    """This rank's batches of a split, of one size each: at most --max-points target tokens, or --batch-size items.
+    """This rank's batches of a split: one video size each, at most --max-points target tokens or --batch-size items.
 
-    Those to train on are drawn anew in every epoch; those `held_out` are these items in this order, none left out.
-    ValueError when an item has more tokens than a batch may have, or when there is not one row of batches.
+    Training batches are drawn anew every epoch. With `held_out`, the batches cover exactly these items in this order.
+    Raises ValueError if an item exceeds the token limit, or if there are fewer batches than ranks.
     """
 
     args: argparse.Namespace
@@ -159,7 +154,7 @@ class Batches:
         self._loader = make_loader(Items(dataset), self.plan, args.num_workers, persistent=training)
 
     def __iter__(self) -> Iterator[list[Condition]]:
-        """Yield the batches left of the epoch; every rank must take as many, and what fails on one fails on all."""
+        """Yield the epoch's remaining batches. Collective call; an error on one rank is raised on all."""
         batches = iter(self._loader)
         for _ in range(len(self.plan)):
             with self.ranks.sync_errors("loading a batch"):
@@ -171,17 +166,17 @@ class Batches:
 
 
 def build(args: argparse.Namespace, config: Config, device: torch.device, ranks: Ranks) -> FineTuning:
-    """Load everything and connect it; ValueError, alike on every rank, for anything missing or unfit."""
-    with train_grpo.alike(ranks):
+    """Load all parts; raises ValueError on every rank for anything missing or unusable on any."""
+    with train_grpo.raise_on_all_ranks(ranks):
         if ranks.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
-    with train_grpo.alike(ranks):
+    with train_grpo.raise_on_all_ranks(ranks):
         policy = RecamPolicy.from_config(config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device)
         data, measured = train_grpo.splits(config)
         train_grpo.check_sizes(policy, data, measured)
         batches = Batches(args, data, policy, ranks)
-        spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # over the scenes
+        spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # evenly over the scenes
         held_out = Batches(args, measured, policy, ranks, sorted(set(spread))) if spread else None
     identity = common_identity(policy.module, config.model.trained, data, ranks)
     ranks.check_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
@@ -191,7 +186,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
 
 
 def flow_losses(policy: RecamPolicy, conditions: Sequence[Condition], shift: float, *seeds: object) -> Tensor:
-    """Return (B,) fp32 mean squared errors of the velocity; an item's sigma and noise are drawn by seeds and index."""
+    """Return (B,) fp32 mean squared velocity errors; `seeds` and an item's index determine its sigma and noise."""
     clean = policy.encode_targets(conditions)
     sources = [generator("fine-tuning", *seeds, condition.index) for condition in conditions]
     uniform = torch.stack([torch.rand((), generator=source) for source in sources])
@@ -204,11 +199,11 @@ def flow_losses(policy: RecamPolicy, conditions: Sequence[Condition], shift: flo
 
 @dataclasses.dataclass
 class FineTuning:
-    """A run, gone on with from its newest checkpoint when the configuration says so.
+    """A run; resumes from its newest checkpoint if the configuration says so.
 
-    Every rank must make it and call its methods alike, and what fails on one fails on all: a checkpoint that cannot be
-    used or is in the way is a ValueError, an item that cannot be read an ItemError, a loss or gradient that is not
-    finite a RuntimeError, and the weights are then as they were before the step.
+    Collective: every rank constructs it and calls its methods, and an error on one is raised on all: ValueError for an
+    unusable or conflicting checkpoint, ItemError for an unreadable item, RuntimeError for a non-finite loss or
+    gradient, in which case the weights are those before the step.
     """
 
     args: argparse.Namespace
@@ -217,11 +212,11 @@ class FineTuning:
     optimizer: torch.optim.Optimizer
     batches: Batches
     held_out: Batches | None
-    identity: dict[str, str]  # the model and data that a checkpoint belongs to
+    identity: dict[str, str]  # hashes of model and data, stored in checkpoints
     ranks: Ranks
     folder: Path
     step: int = 0  # optimizer steps taken
-    consumed: int = 0  # rows of the epoch's plan that were trained
+    consumed: int = 0  # rows of the epoch's batch plan already trained
 
     def __post_init__(self) -> None:
         folder, plan = self.folder / "checkpoints", self.batches.plan
@@ -230,7 +225,7 @@ class FineTuning:
             found = checkpoint.load(path, identity=self.identity, ranks=self.ranks)
             plan.load_state_dict(found.state["plan"])
             self.step, self.consumed = found.step, found.state["plan"]["consumed"]
-            load_trained_state(self.policy.module, found.state["trained"])
+            adapters.load_trained_state(self.policy.module, found.state["trained"])
             groups = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": found.state["moments"], "param_groups": groups})
         resume.commit(self.config.resume, path, folder, ranks=self.ranks)
@@ -241,7 +236,7 @@ class FineTuning:
             self._files = MetricFiles(self.folder, None if path is None else self.step)
 
     def train(self) -> None:
-        """Take the steps that are left, and measure before the first."""
+        """Evaluate before the first step, then take the remaining steps."""
         if not self.step:
             self.evaluate()
         self._begun, plan = time.perf_counter(), self.batches.plan
@@ -254,16 +249,16 @@ class FineTuning:
                 self.take_step(conditions)
 
     def take_step(self, conditions: Sequence[Condition]) -> None:
-        """Move the weights by this rank's batch of the next row; log and save when due."""
+        """Take one optimizer step on this rank's batch; log and save if due."""
         plan = self.batches.plan
         losses = flow_losses(self.policy, conditions, self.config.sample.shift, self.args.seed, plan.epoch)
         bad = [item.index for item, fine in zip(conditions, losses.isfinite().tolist(), strict=True) if not fine]
         error = RuntimeError(f"loss of items {bad} is not finite") if bad else None
         self.ranks.raise_if_any_failed(error, f"step {self.step + 1}")
-        weight = plan.batch_weight(self.consumed)  # 0 for filler, which only takes part in the exchanges
+        weight = plan.batch_weight(self.consumed)  # 0 for filler, which only keeps the collectives in step
         (weight * losses.sum() * self.ranks.world_size / plan.real_items(self.consumed)).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.config.train.max_grad_norm)
-        if not norm.isfinite():  # on all ranks alike: gradients are already means over them
+        if not norm.isfinite():  # the same on every rank: gradients are averaged already
             raise RuntimeError(f"gradient norm is {norm:g} in step {self.step + 1}: weights were left as they are")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -275,7 +270,7 @@ class FineTuning:
             self.save()
 
     def log(self) -> None:
-        """Report the steps since the last report."""
+        """Log loss, gradient norm and speed since the last call."""
         total, items = self.ranks.all_gather(self._sums[None]).sum(dim=0).tolist()
         if items:
             speed = items / (time.perf_counter() - self._begun)
@@ -283,15 +278,15 @@ class FineTuning:
         self._sums, self._begun = torch.zeros_like(self._sums), time.perf_counter()
 
     def save(self) -> None:
-        """Publish a checkpoint."""
-        state = {"trained": trained_state(self.policy.module), "moments": self.optimizer.state_dict()["state"]}
+        """Write a checkpoint."""
+        state = {"trained": adapters.trained_state(self.policy.module), "moments": self.optimizer.state_dict()["state"]}
         state["plan"] = self.batches.plan.state_dict(self.consumed)
         folder, keep, ranks = self.folder / "checkpoints", self.config.checkpoint.keep, self.ranks
         checkpoint.save(folder, self.step, state=state, per_rank={}, identity=self.identity, ranks=ranks, keep=keep)
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Report the mean loss of the held-out items, whose noise never changes."""
+        """Log the mean loss of the held-out items, with the same noise every time."""
         if self.held_out is None:
             return
         sums = torch.zeros(2, dtype=torch.float64)
@@ -302,7 +297,7 @@ class FineTuning:
         self._report({"eval/loss": total / items})
 
     def finish(self) -> None:
-        """Report, save, measure again and write the model folder."""
+        """Log, save, evaluate and write the model folder."""
         self.log()
         if self.step % self.args.checkpoint_every:
             self.save()
@@ -319,11 +314,11 @@ class FineTuning:
 
 
 def write_model(policy: RecamPolicy, start: Path, folder: Path) -> None:
-    """Write `model/`, with links to what was frozen, on one rank; adapters are multiplied in: the run is over."""
+    """Write `model/` with LoRA merged (in place: the run is over) and links to the base model's frozen parts."""
     network: Any = unwrap(policy.module)
-    if has_lora(network):
+    if adapters.has_lora(network):
         save_adapter(policy, folder / "adapter")
-        merge_adapters(network)
+        adapters.merge_adapters(network)
     network.save_pretrained(str(folder / "model" / "transformer"))
     for part in ("vae", "text_encoder", "tokenizer"):
         link = folder / "model" / part

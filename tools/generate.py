@@ -1,16 +1,17 @@
-r"""Film videos again along new camera paths, with a ReCam model and what was trained of it.
+r"""Re-render videos along new camera paths with a ReCam model and, optionally, a trained adapter.
 
     python tools/generate.py --model models/recammaster-wan2.1-1.3b --adapter outputs/first/adapter \
         --source holiday.mp4 --camera arc_left:0.5 zoom_in+pan_left orbit.json
 
-Every source, a video or a folder of videos, is filmed along every camera: presets with sizes, or a file of poses, see
-`flow_grpo/data/trajectories.py`. Its first --frames frames are taken. In the source's folder, or in --out, appear
+Each source (a video or a folder of videos; its first --frames frames are used) is rendered along each camera: a preset
+with a scale, or a JSON file of poses, see `flow_grpo/data/trajectories.py`. Outputs, next to the source or in --out:
 
-    holiday_arc_left-0.5.mp4          the generated video (a colon in a file name would read as a host or a drive)
+    holiday_arc_left-0.5.mp4          the generated video (no colon: file names with one read as a host or a drive)
     holiday_arc_left-0.5_beside.mp4   source | generated
-    holiday_arc_left-0.5.json         all that it was made with; the words under "again" make this one video again
+    holiday_arc_left-0.5.json         all settings and poses; the arguments in "again" reproduce this video
 
-Sampling is deterministic: the first noise depends on --seed and the video's number, nothing else is drawn.
+Sampling is a deterministic ODE; the initial noise depends on --seed and the video's number only.
+Exit code: 0, or 2 for invalid arguments or inputs, checked before the first video.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,17 +39,19 @@ from torch import Tensor
 from config.base import get_config
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
-from flow_grpo.runtime.reporting.clips import side_by_side
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models import codec
 from flow_grpo.models.adapter_files import LORA_FILE, load_adapter
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.reporting.clips import side_by_side
+from flow_grpo.runtime.video_file import write_video
+from tools.common import fail
 
-TOOL = "tools/generate.py"  # how a record says that its video is no source
-# What ReCamMaster's inference_recammaster.py, like Wan's own examples, guides away from.
+TOOL = "tools/generate.py"  # marks records of generated videos, which are never taken as sources
+ENDINGS = (".mp4", "_beside.mp4", ".json")
+# The default of ReCamMaster's inference_recammaster.py and of Wan's own examples.
 NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
     "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
@@ -58,70 +61,50 @@ NEGATIVE_PROMPT = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One video to make.
+    """One video to generate."""
 
-    Attributes:
-        index: its place among sources times cameras.
-        number: what its noise is drawn by, beside the seed.
-        source: the video to film again.
-        camera: presets or the name of a pose file, as given.
-        folder: where its files go.
-        name: their common beginning.
-    """
-
-    index: int
-    number: int
+    index: int  # into the dataset of sources x cameras
+    number: int  # seeds the noise, together with --seed
     source: Path
-    camera: str
+    camera: str  # preset with its scale or path of a pose file, as given
     folder: Path
-    name: str
+    name: str  # common prefix of the output files
 
-    @property
-    def video(self) -> Path:
-        """The generated video."""
-        return self.folder / f"{self.name}.mp4"
-
-    @property
-    def beside(self) -> Path:
-        """Source and generated video, side by side."""
-        return self.folder / f"{self.name}_beside.mp4"
-
-    @property
-    def record(self) -> Path:
-        """What the video was made with."""
-        return self.folder / f"{self.name}.json"
+    def file(self, ending: str) -> Path:
+        """Return the output file with one of `ENDINGS`."""
+        return self.folder / f"{self.name}{ending}"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that leaves it to the program to say what is wrong, in one line."""
+    """A parser that raises ValueError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError instead of printing the usage."""
+        """Raise ValueError."""
         raise ValueError(message)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Generate, and return the process's exit code: 0, or 2 for what cannot work, found before the first video."""
+    """Generate all videos and return the exit code."""
     try:
         args = options().parse_args(words)
         sigmas = check_settings(args)
         dataset, requests = plan(args)
         policy = load(args)
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
-        return 2
+        return fail(error)
     for request in requests:
         begun = time.perf_counter()
         condition = dataset.condition(request.index, gid=request.number)
         video = generate(policy, condition, sigmas, args.seed)
         write(request, condition, video, describe(args, request, condition, policy.device))
         place, seconds = f"{request.index + 1}/{len(requests)}", time.perf_counter() - begun
-        print(f"{place} {request.source.name} along {request.camera}: {request.video} ({seconds:.1f} s)", flush=True)
+        output = request.file(".mp4")
+        print(f"{place} {request.source.name} along {request.camera}: {output} ({seconds:.1f} s)", flush=True)
     return 0
 
 
 def options() -> Parser:
-    """Return the options of this tool."""
+    """Return the argument parser."""
     defaults = get_config()
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -130,31 +113,27 @@ def options() -> Parser:
     add("--camera", nargs="+", action="extend", required=True, help="presets such as arc_left:0.5, or path.json")
     add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")
     add("--prompt", default=defaults.data.prompt, help="what the source shows, in a sentence or two")
-    add("--negative-prompt", default=NEGATIVE_PROMPT, help="what guidance leads away from; without guidance unused")
+    add("--negative-prompt", default=NEGATIVE_PROMPT, help="unused without guidance")
     add("--max-prompt-tokens", type=int, default=defaults.model.max_prompt_tokens, help="as in training")
-    add("--out", type=Path, help="folder of the results; by default each source's own")
-    add("--overwrite", action="store_true", help="replace results that exist")
+    add("--out", type=Path, help="output folder; default: next to each source")
+    add("--overwrite", action="store_true", help="replace existing outputs")
     add("--steps", type=int, default=50, help="denoising steps")
-    add("--shift", type=float, default=5.0, help="of the noise levels towards 1")
-    add("--guidance", type=float, default=5.0, help="text guidance; 1: none, in half the time")
-    add("--seed", type=int, default=0, help="of the first noise")
-    add("--first-number", type=int, default=0, help="of the first video, counted on; draws its noise with the seed")
-    add("--frames", type=int, default=81, help="of a video; 4n+1 for Wan's codec")
-    add("--height", type=int, default=480, help="pixels; sources are resized and cut to it around their centre")
+    add("--shift", type=float, default=5.0, help="timestep shift of the noise schedule")
+    add("--guidance", type=float, default=5.0, help="classifier-free guidance scale; 1: off, half the compute")
+    add("--seed", type=int, default=0, help="of the initial noise")
+    add("--first-number", type=int, default=0, help="number of the first video; each next one counts up")
+    add("--frames", type=int, default=81, help="per video; 4n+1 for Wan's codec")
+    add("--height", type=int, default=480, help="pixels; sources are resized and centre-cropped")
     add("--width", type=int, default=832, help="pixels")
-    add("--device", default="auto", help="auto takes the best there is")
-    add("--offload", action="store_true", help="text encoder and codec visit the device, for little memory")
-    add("--tiling", action="store_true", help="encode and decode in tiles, for little memory; slightly other pictures")
-    add("--dtype", choices=sorted(DTYPES), default="bf16", help="what the transformer computes in")
+    add("--device", default="auto", help="auto picks the best one available")
+    add("--offload", action="store_true", help="keep text encoder and codec on the CPU while unused, to save memory")
+    add("--tiling", action="store_true", help="run the codec in tiles, to save memory; slightly changes the output")
+    add("--dtype", choices=sorted(DTYPES), default="bf16", help="compute dtype of the transformer")
     return parser
 
 
 def check_settings(args: argparse.Namespace) -> Tensor:
-    """Return the (steps + 1,) noise levels; nothing is loaded.
-
-    Raises:
-        ValueError: a number out of bounds, a size that the model cannot make, or a folder that is none.
-    """
+    """Return the (steps + 1,) sigmas; ValueError for unusable numbers or folders. Loads no model."""
     if not math.isfinite(args.guidance) or args.max_prompt_tokens < 1:
         raise ValueError(
             f"--guidance is {args.guidance:g} and --max-prompt-tokens {args.max_prompt_tokens}, must be finite and at "
@@ -187,31 +166,27 @@ def check_settings(args: argparse.Namespace) -> Tensor:
 
 
 def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
-    """Return the conditions and what is made of them; every source is read once, so that a bad one is found now.
+    """Return the dataset of sources x cameras and one request per item.
+
+    Reads every source once, so that an unusable one is reported before sampling starts.
 
     Raises:
-        ValueError: a source or camera that cannot be used, or a result that is in the way.
-        OSError: a folder that cannot be written to.
+        ValueError: an unusable source or camera, or an output in the way.
+        OSError: an output folder that is not writable.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dataset = UserVideos(
-            list(find_sources(args.source)),
-            args.camera,
-            num_frames=args.frames,
-            height=args.height,
-            width=args.width,
-            prompt=args.prompt,
-        )
+        size = {"num_frames": args.frames, "height": args.height, "width": args.width}
+        dataset = UserVideos(list(find_sources(args.source)), args.camera, **size, prompt=args.prompt)
     for warning in caught:
         print("warning:", " ".join(str(warning.message).split()), file=sys.stderr, flush=True)
     requests = []
     for index in range(len(dataset)):
-        source, camera = (dataset.videos[index // len(args.camera)], args.camera[index % len(args.camera)])
+        source, camera = dataset.videos[index // len(args.camera)], args.camera[index % len(args.camera)]
         label = dataset.condition(index).target_camera.replace(":", "-")
         folder, name = args.out or source.parent, f"{source.stem}_{label}"
         requests.append(Request(index, args.first_number + index, source, camera, folder, name))
-    check_results(requests, args.overwrite)
+    check_outputs(requests, args.overwrite)
     for folder in {request.folder for request in requests}:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -220,7 +195,7 @@ def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
 
 
 def find_sources(places: Sequence[Path]) -> Iterator[Path]:
-    """Yield the videos at some places; of a folder those that this tool did not make.
+    """Yield the given videos, and those in the given folders that this tool did not generate.
 
     Raises:
         ValueError: a folder without such videos.
@@ -229,14 +204,14 @@ def find_sources(places: Sequence[Path]) -> Iterator[Path]:
         if not place.is_dir():
             yield place
             continue
-        found = [video for video in find_videos(place) if not made_here(video)]
+        found = [video for video in find_videos(place) if not is_generated(video)]
         if not found:
             raise ValueError(f"{place} holds only videos that this tool made, must hold sources")
         yield from found
 
 
-def made_here(video: Path) -> bool:
-    """Tell whether a record of this tool says that it made the video."""
+def is_generated(video: Path) -> bool:
+    """Return whether the record next to a video says that this tool generated it."""
     try:
         record = json.loads(video.with_name(f"{video.stem.removesuffix('_beside')}.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -244,13 +219,9 @@ def made_here(video: Path) -> bool:
     return isinstance(record, dict) and record.get("tool") == TOOL
 
 
-def check_results(requests: Sequence[Request], overwrite: bool) -> None:
-    """Refuse results that would replace each other, what they are made from, or what exists unasked.
-
-    Raises:
-        ValueError: naming one such file.
-    """
-    files = [file.resolve() for request in requests for file in (request.video, request.beside, request.record)]
+def check_outputs(requests: Sequence[Request], overwrite: bool) -> None:
+    """Raise ValueError for outputs that overwrite each other, an input or, without `overwrite`, an existing file."""
+    files = [request.file(ending).resolve() for request in requests for ending in ENDINGS]
     inputs = {Path(name).resolve() for request in requests for name in (request.source, request.camera)}
     twice = [file for file, count in Counter(files).items() if count > 1]
     if twice:
@@ -265,31 +236,46 @@ def check_results(requests: Sequence[Request], overwrite: bool) -> None:
 
 
 def load(args: argparse.Namespace) -> RecamPolicy:
-    """Return the policy on its device; ValueError for a model or an adapter that cannot be used."""
+    """Return the policy on its device; ValueError for an unusable model or adapter."""
     device = device_api.resolve(args.device)
     device_api.setup(device)
     print(device_api.describe(device, args.device), flush=True)
-    networks = load_networks(args.model, DTYPES[args.dtype], device, offload=args.offload, tiling=args.tiling)
-    if args.adapter is not None:
-        networks = dataclasses.replace(
-            networks, transformer=load_adapter(networks.transformer, args.adapter, DTYPES[args.dtype])
-        )
-    return RecamPolicy(
-        networks,
-        guidance_scale=args.guidance,
-        negative_prompt=args.negative_prompt,
-        max_prompt_tokens=args.max_prompt_tokens,
-        dtype=DTYPES[args.dtype],
-        device=device,
-    )
+    loading = {"offload": args.offload, "tiling": args.tiling}
+    sampling = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
+    sampling["max_prompt_tokens"] = args.max_prompt_tokens
+    return load_policy(args.model, args.adapter, DTYPES[args.dtype], device, loading, **sampling)
+
+
+def load_policy(
+    model: str | Path,
+    adapter: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    loading: Mapping[str, bool],
+    **sampling: Any,
+) -> RecamPolicy:
+    """Return a policy to sample from, with an adapter's weights if one is given.
+
+    Args:
+        model: folder in diffusers layout.
+        adapter: adapter folder of a run.
+        dtype: of transformer and text encoder.
+        device: to run on.
+        loading: offload, tiling and slicing of `load_networks`.
+        **sampling: guidance_scale, negative_prompt and max_prompt_tokens of `RecamPolicy`.
+    """
+    networks = load_networks(model, dtype, device, **loading)
+    if adapter is not None:
+        networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, adapter, dtype))
+    return RecamPolicy(networks, dtype=dtype, device=device, **sampling)
 
 
 def generate(policy: RecamPolicy, condition: Condition, sigmas: Tensor, seed: int) -> Tensor:
-    """Return the video (3, T, h, w) CPU fp32 in [0, 1] that a condition asks for.
+    """Return the video (3, T, h, w) of a condition, CPU fp32 in [0, 1].
 
     Args:
         policy: the model.
-        condition: its gid numbers the noise.
+        condition: its gid, together with `seed`, determines the noise.
         sigmas: (S+1,) noise levels, from 1 to 0.
         seed: of the noise.
     """
@@ -299,7 +285,7 @@ def generate(policy: RecamPolicy, condition: Condition, sigmas: Tensor, seed: in
 
 
 def describe(args: argparse.Namespace, request: Request, condition: Condition, device: torch.device) -> dict[str, Any]:
-    """Return the record of a video: every option as it holds for it, its poses, and the words that make it again."""
+    """Return a video's record: every option resolved, the poses, and the arguments that reproduce the video."""
     own = {
         "model": args.model.resolve(),
         "adapter": args.adapter and args.adapter.resolve(),
@@ -315,23 +301,25 @@ def describe(args: argparse.Namespace, request: Request, condition: Condition, d
         **{name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
         "fps": VIDEO_FPS,
         "torch": torch.__version__,
-        "again": [_word(name, value) for name, value in settings.items() if value is not None and value is not False],
+        "again": [
+            _argument(*setting) for setting in settings.items() if setting[1] is not None and setting[1] is not False
+        ],
         "poses": condition.target_poses.tolist(),
     }
 
 
-def _word(name: str, value: object) -> str:
+def _argument(name: str, value: object) -> str:
     option = f"--{name.replace('_', '-')}"
     return option if value is True else f"{option}={value}"
 
 
 def write(request: Request, condition: Condition, video: Tensor, record: dict[str, Any]) -> None:
-    """Write a video (3, T, h, w), the same beside its source, and the record, one entry a line."""
+    """Write a video (3, T, h, w), the side-by-side video, and the record, one entry a line."""
     lines = [f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in record.items()]
-    # First, so that a video without one, which would pass for a source, is never left behind.
-    request.record.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    write_video(request.video, video, fps=VIDEO_FPS)
-    write_video(request.beside, side_by_side(condition, video), fps=VIDEO_FPS)
+    # The record comes first: a video without one would pass for a source in a later call.
+    request.file(".json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_video(request.file(".mp4"), video, fps=VIDEO_FPS)
+    write_video(request.file("_beside.mp4"), side_by_side(condition, video), fps=VIDEO_FPS)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Which reward notices which trick: every trick video scored by every reward that needs no weights, as a table.
+"""Score trick videos with every reward that needs no weights, and show which reward notices which trick.
 
-python tools/hacking_table.py --size 240x416 --write-docs        # the table of docs/camera_rewards.md, made anew
+python tools/hacking_table.py --size 240x416 --write-docs        # renew the table in docs/camera_rewards.md
 python tools/hacking_table.py --size 480x832 --out table.md      # to a file; without --out to the terminal
-python tools/hacking_table.py --sheet tricks.png                 # first, middle and last frame of every video
+python tools/hacking_table.py --sheet tricks.png                 # first, middle and last frames of every video
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,64 +25,50 @@ from matplotlib.figure import Figure
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.rewards.base import Reward
 from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot, PoseTrans
+from flow_grpo.rewards.camera.smooth import Smooth
+from flow_grpo.rewards.camera.view_disp import ViewDisp
 from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
 from flow_grpo.rewards.process_pool import CallPool
 from flow_grpo.rewards.sharpness import Sharpness
-from flow_grpo.rewards.camera.smooth import Smooth
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
-from flow_grpo.rewards.camera.view_disp import ViewDisp
+from tools.common import image_size, make_parser, markdown_table
 from tools.hacking.tricks import COMMANDS, EXACT, Stage, stage
 
-FACTOR = 3.0  # a reward notices a video that it puts so many floors below the exact one
+FACTOR = 3.0  # a reward notices a video scored this many floors below the exact one
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "camera_rewards.md"
 BEGIN, END = "<!-- hacking table: begin, written by tools/hacking_table.py -->", "<!-- hacking table: end -->"
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Values of videos.
+    """Scores of all videos."""
 
-    Attributes:
-        values: command -> video -> reward -> value.
-        floors: reward -> its floor.
-        seconds: reward -> CPU-seconds a video, mean; what is made once per command is part of it.
-    """
-
-    values: dict[str, dict[str, dict[str, float]]]
-    floors: dict[str, float]
-    seconds: dict[str, float]
+    values: dict[str, dict[str, dict[str, float]]]  # command -> video -> reward -> value
+    floors: dict[str, float]  # reward -> its noise floor
+    seconds: dict[str, float]  # reward -> mean CPU seconds per video, including what is computed once per command
 
     @property
     def videos(self) -> list[str]:
-        """Return the names of the videos, the exact one first."""
+        """Names of the videos, the exact one first."""
         return list(next(iter(self.values.values())))
 
     def noticed(self, video: str, reward: str) -> int:
-        """Return in how many commands a reward puts a video below the exact one by more than `FACTOR` floors."""
+        """Return for how many commands a reward scores a video more than `FACTOR` floors below the exact one."""
         limit = FACTOR * self.floors[reward]
         return sum(by[video][reward] < by[EXACT][reward] - limit for by in self.values.values())
 
     def mean(self, video: str, reward: str) -> float:
-        """Return a reward's value of a video, the mean over commands."""
+        """Return a reward's mean value of a video over commands."""
         return sum(by[video][reward] for by in self.values.values()) / len(self.values)
 
 
 def weight_free_rewards() -> list[Reward]:
-    """Return every reward that needs neither weights nor a server, in this process; those of poses share one PnP."""
+    """Return every reward that needs neither weights nor a server, run in this process; pose rewards share one PnP."""
     measurer = PoseMeasurer()
-    pose = [PoseRot(measurer), PoseTrans(measurer), Smooth(measurer)]
-    return [
-        *pose,
-        ViewDisp(CallPool()),
-        TargetView(),
-        TargetPsnr(),
-        SourceMatch(),
-        MotionMag(),
-        Exposure(),
-        Sharpness(),
-    ]
+    pose = [PoseRot(measurer), PoseTrans(measurer), Smooth(measurer), ViewDisp(CallPool())]
+    return [*pose, TargetView(), TargetPsnr(), SourceMatch(), MotionMag(), Exposure(), Sharpness()]
 
 
 def score(
@@ -91,16 +77,16 @@ def score(
     frames: int,
     *,
     make: Callable[[str, tuple[int, int], int], Stage] = stage,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Scores:
-    """Score the videos of every command by every reward.
+    """Score the videos of every command with every reward.
 
     Args:
-        commands: names of presets.
+        commands: preset names.
         size: rows and columns.
-        frames: of a video.
-        make: what films a command.
-        tell: takes a line of progress.
+        frames: per video.
+        make: renders the videos of a command.
+        progress: called with a line per video.
 
     Raises:
         ValueError: a reward has no value for a video.
@@ -120,42 +106,41 @@ def score(
                 if not result.valid.all():
                     raise ValueError(f"{reward.name} has no value for {command}, {name}: {result.causes[0]}")
                 scores[reward.name] = float(result.values)
-            tell(f"{command}, {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in scores.items()))
+            progress(f"{command}, {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in scores.items()))
     count = sum(map(len, values.values()))
     floors = {reward.name: reward.floor for reward in rewards}
     return Scores(values, floors, {name: spent / count for name, spent in seconds.items()})
 
 
 def table(scores: Scores) -> str:
-    """Return the table in Markdown: videos x rewards, mean values, and in how many commands a trick is noticed."""
-    rewards, commands = list(scores.floors), len(scores.values)
-    lines = ["| video | " + " | ".join(f"`{name}`" for name in rewards) + " |", "|---" * (len(rewards) + 1) + "|"]
+    """Return a Markdown table of mean values, with the number of commands in which a trick is noticed."""
+    commands = len(scores.values)
+    rows = []
     for video in scores.videos:
         cells = []
-        for reward in rewards:
+        for reward in scores.floors:
             value, noticed = scores.mean(video, reward), scores.noticed(video, reward)
             digits = 1 if reward == "target_psnr" else 3
-            # No "-0.000": what is not below 0 in the digits shown is 0.
-            text = f"{round(value, digits) + 0.0:.{digits}f}"
+            text = f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0 avoids "-0.000"
             cells.append(f"**{text}** {noticed}/{commands}" if noticed else text)
-        lines.append(f"| {video} | " + " | ".join(cells) + " |")
-    lines.append("| *floor* | " + " | ".join(f"{scores.floors[name]:.2g}" for name in rewards) + " |")
-    lines.append("| *CPU-s a video* | " + " | ".join(f"{scores.seconds[name]:.1f}" for name in rewards) + " |")
-    return "\n".join(lines)
+        rows.append([video, *cells])
+    rows.append(["*floor*", *(f"{floor:.2g}" for floor in scores.floors.values())])
+    rows.append(["*CPU-s a video*", *(f"{scores.seconds[name]:.1f}" for name in scores.floors)])
+    return "\n".join(markdown_table(["video", *(f"`{name}`" for name in scores.floors)], rows))
 
 
 def report(scores: Scores, size: tuple[int, int], frames: int, call: str) -> str:
-    """Return the table with the command that makes it."""
+    """Return the table with its legend and the command that made it."""
     legend = f"{frames} frames of {size[0]}x{size[1]}, mean over {', '.join(scores.values)}. Bold: in so many of these "
     legend += f"commands the value is more than {FACTOR:g} floors below the exact video's."
     return f"    {call}\n\n{legend}\n\n{table(scores)}"
 
 
 def write_between(page: Path, text: str) -> None:
-    """Replace what stands between the two marker lines of a page.
+    """Replace the text between the two marker lines of a page.
 
     Raises:
-        ValueError: the page does not hold each marker once, in order.
+        ValueError: the page does not contain each marker once, in order.
     """
     old = page.read_text(encoding="utf-8")
     if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
@@ -165,7 +150,7 @@ def write_between(page: Path, text: str) -> None:
 
 
 def draw_sheet(staged: Stage, out: Path) -> None:
-    """Draw the first, the middle, the last but one and the last frame of every video of a command as one picture."""
+    """Draw the first, middle, last but one and last frame of every video of a command into one picture."""
     frames = staged.condition.source_video.shape[1]
     shown = (0, frames // 2, frames - 2, frames - 1)
     videos = {"source": staged.condition.source_video} | staged.videos
@@ -180,34 +165,25 @@ def draw_sheet(staged: Stage, out: Path) -> None:
     figure.savefig(out)
 
 
-def _size(text: str) -> tuple[int, int]:
-    """Return rows and columns of "240x416"."""
-    height, _, width = text.partition("x")
-    return int(height), int(width)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    """Score and write; one line says what is wrong when it cannot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=_size, default=(240, 416), help="rows x columns, such as 480x832")
-    parser.add_argument("--frames", type=int, default=21, help="of a video, at least 5")
+    """Score and write the table."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--size", type=image_size, default=(240, 416), help="rows x columns, such as 480x832")
+    parser.add_argument("--frames", type=int, default=21, help="per video, at least 5")
     parser.add_argument("--commands", nargs="+", default=list(COMMANDS), choices=list(PRESETS), help="camera presets")
     parser.add_argument("--out", type=Path, help="Markdown file")
     parser.add_argument("--write-docs", action="store_true", help=f"rewrite the table in docs/{PAGE.name}")
     parser.add_argument("--sheet", type=Path, help="PNG file: draw the videos of the first command, score nothing")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # CPU-seconds are then seconds of one core
+    torch.set_num_threads(1)  # CPU seconds are then seconds of one core
     if args.sheet:
         draw_sheet(stage(args.commands[0], args.size, args.frames), args.sheet)
         return
     size = f"{args.size[0]}x{args.size[1]}"
     call = f"python tools/hacking_table.py --size {size} --frames {args.frames} --commands {' '.join(args.commands)}"
+    progress = functools.partial(print, file=sys.stderr, flush=True)
     try:
-        scores = score(args.commands, args.size, args.frames, tell=_tell)
+        scores = score(args.commands, args.size, args.frames, progress=progress)
         text = report(scores, args.size, args.frames, call + " --write-docs" * args.write_docs)
         if args.write_docs:
             write_between(PAGE, text)

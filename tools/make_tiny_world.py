@@ -1,4 +1,4 @@
-"""Write a tiny world, rooms filmed by known cameras, in MultiCamVideo layout.
+"""Write a tiny world, rooms rendered from known cameras, in MultiCamVideo layout.
 
 python tools/make_tiny_world.py --root data/my_world --train-scenes 200 --frames 9 --height 32 --width 48
 """
@@ -12,11 +12,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
+from tools.common import make_parser
 
 
 def parse() -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--train-scenes", type=int, default=48)
@@ -30,7 +31,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Write the world; one line says where."""
+    """Write the world."""
     args = parse()
     spec = WorldSpec(
         seed=args.seed,

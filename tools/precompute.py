@@ -2,15 +2,13 @@
 
     torchrun --nproc_per_node=8 tools/precompute.py --config config/grpo.py:my_recam_8npu --config.model.encodings=enc
 
-Pass the same --config.model.encodings to train_grpo.py. Both splits are encoded, shared out over the ranks. What is
-there is verified and left, so the same command goes on after an interruption, and after videos were added. A source
-video of 81x480x832 takes 8 MiB. The exit code is 0 when everything is there, 1 when files could not be read (they are
-listed), 2 for a setting that cannot work.
+Pass the same --config.model.encodings to train_grpo.py. Both splits are encoded, divided among the ranks. Existing
+entries are verified and kept, so the same command resumes, and adds new videos. A source video of 81x480x832 takes
+8 MiB. Exit code: 0 if everything is encoded, 1 if files could not be read (they are listed), 2 for invalid settings.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -35,29 +33,24 @@ from flow_grpo.models.texts import TextEncoder
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.tensor_store import TensorStore
+from tools.common import fail, make_parser
 
 REPORT_S = 10.0  # seconds between progress lines
-WAIT_S = 7 * 24 * 3600.0  # how long a rank that is done waits for the others
+WAIT_S = 7 * 24 * 3600.0  # how long a finished rank waits for the others
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One thing to encode.
+    """One entry to encode."""
 
-    Attributes:
-        name: for messages.
-        is_there: whether a sound entry exists.
-        encode: makes the entry.
-    """
-
-    name: str
-    is_there: Callable[[], bool]
-    encode: Callable[[], object]
+    name: str  # for messages
+    is_there: Callable[[], bool]  # whether an intact entry exists
+    encode: Callable[[], object]  # makes the entry
 
 
 @dataclasses.dataclass
 class Tally:
-    """What became of a rank's tasks."""
+    """The outcome of a rank's tasks."""
 
     made: int = 0
     kept: int = 0
@@ -65,10 +58,8 @@ class Tally:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Encode what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
-    known, overrides = parser.parse_known_args(words)
+    """Encode what is missing and return the exit code."""
+    known, overrides = make_parser(__doc__, recipe=True).parse_known_args(words)
     ranks = None
     try:
         config = load_config(known.config, overrides)
@@ -77,10 +68,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 "config.model.encodings: got '', must name a folder; pass --config.model.encodings=FOLDER"
             )
         device, ranks = train_grpo.init_ranks(config, WAIT_S)
-        with train_grpo.alike(ranks):
+        with train_grpo.raise_on_all_ranks(ranks):
             splits = [dataset(config, split) for split in (config.data.train_split, config.data.eval_split)]
             encodings = open_encodings(config, device)
-            tasks = share([*video_tasks(splits, encodings), *prompt_tasks(config, splits, encodings)], ranks)
+            tasks = [*video_tasks(splits, encodings), *prompt_tasks(config, splits, encodings)]
     except ValueError as error:
         train_grpo.refuse(error, ranks)
         return 2
@@ -92,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def open_encodings(config: Config, device: torch.device) -> Encodings:
-    """Return the encoders of a recipe over its folder; ValueError when the model folder lacks a part."""
+    """Return a recipe's encoders and the store of their results; ValueError for an incomplete model folder."""
     model, folder = config.model, check_folder(config.model.path)
     codec = Codec.from_folder(folder / "vae", device=device, tiling=model.vae_tiling, slicing=model.vae_slicing)
     texts = TextEncoder.from_folder(folder, DTYPES[model.dtype], device=device)
@@ -101,7 +92,7 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
 
 
 def video_tasks(splits: Sequence[Conditions], encodings: Encodings) -> Iterator[Task]:
-    """Yield one task for every distinct source video and size."""
+    """Yield one task per distinct source video and size."""
     seen = set()
     for data in splits:
         for index in range(len(data)):
@@ -121,7 +112,7 @@ def _video_task(data: Conditions, index: int, encodings: Encodings) -> Task:
 
 
 def prompt_tasks(config: Config, splits: Sequence[Conditions], encodings: Encodings) -> Iterator[Task]:
-    """Yield one task for every distinct prompt, the negative one included where guidance uses it."""
+    """Yield one task per distinct prompt, including the negative one if guidance uses it."""
     prompts = [data.prompt_of(index) for data in splits for index in range(len(data))]
     if config.sample.guidance_scale != 1.0:
         prompts.append(config.sample.negative_prompt)
@@ -133,13 +124,9 @@ def prompt_tasks(config: Config, splits: Sequence[Conditions], encodings: Encodi
         )
 
 
-def share(tasks: Sequence[Task], ranks: Ranks) -> Sequence[Task]:
-    """Return this rank's tasks."""
-    return tasks[ranks.rank :: ranks.world_size]
-
-
 def work(tasks: Sequence[Task], ranks: Ranks) -> Tally:
-    """Do the tasks; a file that cannot be read is noted, and the next one taken."""
+    """Run this rank's share of the tasks; unreadable files are recorded and skipped."""
+    tasks = tasks[ranks.rank :: ranks.world_size]
     tally, begun, reported = Tally(), time.perf_counter(), time.perf_counter()
     for number, task in enumerate(tasks, 1):
         try:
@@ -158,13 +145,13 @@ def work(tasks: Sequence[Task], ranks: Ranks) -> Tally:
 
 
 def report(tally: Tally, config: Config, ranks: Ranks) -> list[str]:
-    """Print the sums over all ranks and what failed, and return the latter; every rank must call it."""
+    """Print the totals and failures of all ranks, and return the failures. Collective call."""
     made, kept = ranks.all_gather(torch.tensor([[tally.made, tally.kept]])).sum(dim=0).tolist()
     problems = [line for text in ranks.gather_text("\n".join(tally.problems)) for line in text.splitlines()]
     if ranks.is_main:
         print(f"{made} encoded, {kept} were there, {len(problems)} failed: {config.model.encodings}", flush=True)
         for problem in problems:
-            print("error:", problem, file=sys.stderr, flush=True)
+            fail(problem)
     return problems
 
 

@@ -1,18 +1,16 @@
-"""Train the tiny world's video codec: a small `AutoencoderKLWan`, 8x in space, every frame by itself. Resumable.
+"""Train the tiny world's video codec: a small `AutoencoderKLWan`, 8x in space, each frame by itself. Resumable.
 
     torchrun --nproc_per_node=2 tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam
 
-It begins as the best linear codec of 8x8-pixel patches, then learns to use what lies around a patch. Clips are filmed
-in rooms that no data set uses. The loss compares pixels and their changes in time at four scales; a faint penalty on
-the size of the latents and noise on them stand for the KL.
+It starts as the best linear codec of 8x8-pixel patches and then learns to use their surroundings. Training clips show
+rooms that no dataset contains. The loss compares pixels and their differences in time at four scales; a small penalty
+on the latents' size and noise on the latents take the place of the KL term.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -30,24 +28,27 @@ from torch import Tensor
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.rewards.target_view import psnr_db
+from tools.common import make_parser
+from tools.tiny.training import Resumable, processes
 
 WORLD = WorldSpec(seed=11, scenes={}, translation=(0.03, 0.65), rotation=(0.1, 1.0))
-PATCH = 8  # pixels along each axis of the square that becomes one latent position
-LATENT_NOISE = 0.1  # keeps the decoder smooth around what the encoder gives
+PATCH = 8  # pixels; a PATCH x PATCH square becomes one latent position
+LATENT_NOISE = 0.1  # keeps the decoder smooth around the encoder's latents
+SETTINGS = ("steps", "scenes", "batch", "base_dim", "latent_channels", "learning_rate")  # in the record
 
 
 def build_codec(base_dim: int, latent_channels: int) -> AutoencoderKLWan:
-    """Return an untrained codec; the latents' scale is filled in after training."""
+    """Return an untrained codec; mean and std of the latents are set after training."""
     return AutoencoderKLWan(
         base_dim=base_dim,
         in_channels=3 * PATCH**2,
         out_channels=3 * PATCH**2,
-        patch_size=PATCH,  # all compression is the VAE's own folding of pixels: cheap, and no level to train through
+        patch_size=PATCH,  # all compression is pixel unshuffling: cheap, and no levels to train through
         z_dim=latent_channels,
         dim_mult=[1],
         num_res_blocks=1,
         attn_scales=[],
-        temperal_downsample=[],  # one latent frame a picture: see docs/tiny_recam.md
+        temperal_downsample=[],  # one latent frame per frame, see docs/tiny_recam.md
         latents_mean=[0.0] * latent_channels,
         latents_std=[1.0] * latent_channels,
         scale_factor_spatial=PATCH,
@@ -63,11 +64,11 @@ def make_clips(split: str, scenes: int, cameras: int = 10) -> Tensor:
 
 @torch.no_grad()
 def become_linear(codec: AutoencoderKLWan, clips: Tensor) -> None:
-    """Set the codec to the principal components of the clips' patches, nearly.
+    """Initialise the codec, approximately, with the principal components of the clips' patches.
 
-    A component travels through encoder and decoder as a channel and its negative, so that silu(x) - silu(-x) = x; a
-    large constant channel makes the root-mean-square norms almost constant; the residual branches begin at zero. A
-    latent is a component divided by the root of its standard deviation: coarse parts stay louder than fine ones.
+    Each component passes encoder and decoder as a channel and its negative, so that silu(x) - silu(-x) = x; a large
+    constant channel keeps the root-mean-square norms almost constant; the residual branches start at zero. A latent is
+    a component divided by the square root of its standard deviation, so coarse components stay larger than fine ones.
     """
     patches = rearrange(clips, "b c t (h q) (w r) -> (b t h w) (c r q)", q=PATCH, r=PATCH)
     mean = patches.mean(dim=0)
@@ -87,7 +88,7 @@ def become_linear(codec: AutoencoderKLWan, clips: Tensor) -> None:
         middle.attentions[0].proj.weight.zero_()
         middle.attentions[0].proj.bias.zero_()
     norm = math.sqrt(constant**2 + 2 * float(deviation.sum()))
-    undo = norm / math.sqrt(codec.encoder.conv_in.out_channels)  # of the norm before the last convolution
+    undo = norm / math.sqrt(codec.encoder.conv_in.out_channels)  # undoes the norm before the last convolution
     _open_pairs(codec.encoder.conv_in, down, -(down @ mean), constant)
     _close_pairs(codec.encoder.conv_out, torch.cat([torch.eye(count), torch.zeros(count, count)]) * undo, None)
     codec.quant_conv.weight.copy_(torch.eye(2 * count)[..., None, None, None])
@@ -99,7 +100,7 @@ def become_linear(codec: AutoencoderKLWan, clips: Tensor) -> None:
 
 
 def _open_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor, constant: float) -> None:
-    """Write rows of `matrix` and their negatives to the first channels and a constant to the last."""
+    """Make the first output channels the rows of `matrix` and their negatives, and the last one a constant."""
     rows = len(matrix)
     convolution.weight.mul_(0.1)  # the remaining channels start small
     convolution.weight[: 2 * rows] = 0
@@ -110,7 +111,7 @@ def _open_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor, cons
 
 
 def _close_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor | None) -> None:
-    """Read `matrix` times (first half of the pairs minus second half)."""
+    """Make the output `matrix` @ (positive minus negative channels)."""
     rows = matrix.shape[1]
     convolution.weight.zero_()
     convolution.weight[:, : 2 * rows, -1, 1, 1] = torch.cat([matrix, -matrix], dim=1)
@@ -120,20 +121,20 @@ def _close_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor | No
 
 
 def psnr(first: Tensor, second: Tensor) -> float:
-    """Return dB between videos in [-1, 1], the mean over frames and clips."""
+    """Return the PSNR in dB of videos in [-1, 1], averaged over frames and clips."""
     return float(psnr_db((first.clamp(-1, 1) + 1) / 2, (second + 1) / 2).mean())
 
 
 @torch.no_grad()
 def restore(codec: AutoencoderKLWan, clips: Tensor) -> Tensor:
-    """Return what is left of clips after encoding and decoding."""
+    """Return the clips encoded and decoded."""
     return codec.decode(codec.encode(clips).latent_dist.mode()).sample
 
 
 def multiscale(error: Tensor) -> Tensor:
     """Return mean absolute plus twice the squared error, summed over box filters of 1, 2, 4 and 8 pixels.
 
-    Coarse errors of colour hardly show in PSNR, but a camera found by comparing colours is misled by them.
+    Coarse colour errors hardly show in PSNR, but they mislead a camera estimate that compares colours.
     """
     scales = [torch.nn.functional.avg_pool3d(error, (1, size, size)) for size in (1, 2, 4, 8)]
     return torch.stack([part.abs().mean() + 2 * part.square().mean() for part in scales]).sum()
@@ -142,42 +143,36 @@ def multiscale(error: Tensor) -> Tensor:
 def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
     """Replace the gradients by their mean over ranks."""
     gradients = [parameter.grad for parameter in codec.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = torch.nn.utils.parameters_to_vector(gradients)
     dist.all_reduce(flat)
-    for gradient, mean in zip(gradients, (flat / world).split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
+    torch.nn.utils.vector_to_parameters(flat / world, gradients)
 
 
-class Training:
-    """The state of a run, kept in `work/state.pt`."""
+class Training(Resumable):
+    """The codec, its optimizer and its clips (clips, 3, T, h, w)."""
 
     def __init__(self, args: argparse.Namespace, clips: Tensor) -> None:
+        self.args, self.clips = args, clips
         self.codec = build_codec(args.base_dim, args.latent_channels)
         self.optimizer = torch.optim.AdamW(
             self.codec.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
         )
-        self.args, self.clips, self.step, self.seconds = args, clips, 0, 0.0
-        self.file = args.work / "state.pt"
-        if self.file.exists():
-            state = torch.load(self.file, weights_only=True)
-            self.codec.load_state_dict(state["codec"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step, self.seconds = state["step"], state["seconds"]
-        else:
+        super().__init__(args.work, codec=self.codec, optimizer=self.optimizer)
+        if not self.resumed:
             become_linear(self.codec, clips[:2000])
 
     def advance(self, rank: int, world: int) -> dict[str, float]:
-        """Take one step; the rate falls along a half cosine."""
+        """Take one step, with a half-cosine learning rate schedule."""
         fall = 0.5 + 0.5 * math.cos(math.pi * self.step / self.args.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.learning_rate * min(1.0, (self.step + 1) / 100) * fall
         draw = generator("codec", self.step, rank)
         video = self.clips[torch.randint(len(self.clips), (self.args.batch // world,), generator=draw)]
-        latents = self.codec.encode(video).latent_dist.mode()  # the mode is all that is ever used
+        latents = self.codec.encode(video).latent_dist.mode()  # nothing samples the posterior
         noise = LATENT_NOISE * torch.randn(latents.shape, generator=draw)
         error = self.codec.decode(latents + noise).sample - video
         size = latents.square().mean()
-        # What is wrong with the motion counts by itself: smeared time costs the gold metric more than blur.
+        # Differences in time count separately: smeared motion hurts the gold metric more than blur.
         loss = multiscale(error) + multiscale(error.diff(dim=2)) + 1e-3 * size
         self.codec.zero_grad(set_to_none=True)
         loss.backward()
@@ -188,22 +183,15 @@ class Training:
         self.step += 1
         return {"loss": loss.item(), "latent_size": size.item()}
 
-    def save(self) -> None:
-        """Write the state beside the old one, then replace it."""
-        partial = self.file.with_suffix(".tmp")
-        state = {"codec": self.codec.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save({**state, "step": self.step, "seconds": self.seconds}, partial)
-        partial.rename(self.file)
-
 
 def parse() -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--scenes", type=int, default=500, help="filmed for training, ten cameras each")
-    parser.add_argument("--batch", type=int, default=32, help="clips a step, over all ranks")
+    parser.add_argument("--scenes", type=int, default=500, help="to train on, with ten cameras each")
+    parser.add_argument("--batch", type=int, default=32, help="clips per step, over all ranks")
     parser.add_argument("--base-dim", type=int, default=72)
     parser.add_argument("--latent-channels", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -214,55 +202,40 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Train to the last step, over any number of calls, and write the codec with its record."""
     args = parse()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        dist.init_process_group("gloo")
-    args.work.mkdir(parents=True, exist_ok=True)
-    training, held_out = Training(args, make_clips("codec", args.scenes)), make_clips("codec-val", 8)
-    began, log = time.time(), args.work / "log.jsonl"
-    while training.step < args.steps:
-        if rank == 0 and training.step == 0:
-            _append(log, {"step": 0, "val_psnr_db": psnr(restore(training.codec, held_out), held_out)})
-        row = training.advance(rank, world)
-        if rank == 0 and training.step % 100 == 0:
-            training.seconds, began = training.seconds + time.time() - began, time.time()
-            ceiling = psnr(restore(training.codec, held_out), held_out)
-            _append(log, {"step": training.step, **row, "val_psnr_db": ceiling, "seconds": training.seconds})
-            training.save()
-    if world > 1:
-        dist.destroy_process_group()
-    if rank == 0:
-        write_codec(training, args, log)
+    with processes(args) as (rank, world):
+        training, held_out = Training(args, make_clips("codec", args.scenes)), make_clips("codec-val", 8)
+        began = time.time()
+        while training.step < args.steps:
+            if rank == 0 and training.step == 0:
+                log(training, {"step": 0, "val_psnr_db": psnr(restore(training.codec, held_out), held_out)})
+            row = training.advance(rank, world)
+            if rank == 0 and training.step % 100 == 0:
+                training.seconds, began = training.seconds + time.time() - began, time.time()
+                quality = psnr(restore(training.codec, held_out), held_out)
+                log(training, {"step": training.step, **row, "val_psnr_db": quality, "seconds": training.seconds})
+                training.save()
+        if rank == 0:
+            write_codec(training, args)
 
 
-def _append(log: Path, row: dict[str, float]) -> None:
-    with log.open("a") as file:
-        file.write(json.dumps({name: round(value, 4) for name, value in row.items()}) + "\n")
+def log(training: Training, row: dict[str, float]) -> None:
+    """Append a row, rounded, to the log."""
+    training.log({name: round(value, 4) for name, value in row.items()})
 
 
 @torch.no_grad()
-def write_codec(training: Training, args: argparse.Namespace, log: Path) -> None:
-    """Write the diffusers folder, weights in half precision, and the record of how they came about.
+def write_codec(training: Training, args: argparse.Namespace) -> None:
+    """Write the diffusers folder with fp16 weights, and the record.
 
-    One standard deviation serves all channels: what carries most of the picture is then the last to drown in noise.
+    All channels share one standard deviation, so that noise hides those that carry most of the picture last.
     """
     codec = training.codec
     latents = codec.encode(training.clips[:500]).latent_dist.mode()
     mean = latents.mean(dim=(0, 2, 3, 4))
     std = float((latents - mean.view(-1, 1, 1, 1)).std())
     codec.register_to_config(latents_mean=mean.tolist(), latents_std=[std] * len(mean))
-    codec.half().save_pretrained(args.out / "vae")  # loaded back to fp32
-    names = ("steps", "scenes", "batch", "base_dim", "latent_channels", "learning_rate")
-    record = {
-        "tool": "tools/pretrain_codec.py",
-        "torch": torch.__version__,
-        "seed": 0,
-        "settings": {name: getattr(args, name) for name in names},
-        "log": [json.loads(line) for line in log.read_text().splitlines()],
-    }
-    (args.out / "vae" / "pretraining.json").write_text(json.dumps(record, indent=1))
+    codec.half().save_pretrained(args.out / "vae")
+    training.write_record(args.out / "vae" / "pretraining.json", "tools/pretrain_codec.py", args, SETTINGS)
 
 
 if __name__ == "__main__":

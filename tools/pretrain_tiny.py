@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node=2 tools/pretrain_tiny.py --work .work/base --out assets/tiny_recam
 
-Two data sources are mixed, as when labels come from different pipelines: one moves its camera by tenths of metres to
-metres and labels it in metres, the other by centimetres and labels it in decimetres, so that the same numbers mean ten
-times less motion. For large labels nothing in label or source video tells which, so a good model must choose; what a
-metric reward can teach it later is which unit the user means. Latents of all clips are encoded once.
+Two data sources are mixed, as if labels came from different pipelines: one moves its camera by decimetres to metres and
+labels it in metres, the other moves it by centimetres and labels it in decimetres, so that equal labels mean ten times
+less motion. For large labels neither label nor source video reveals the source, so the model has to guess the unit;
+reinforcement learning with a metric reward can then teach it the right one. Latents of all clips are encoded once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -28,8 +27,10 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
-from tiny_probe import MOVING, SHIFT, SURE, UNSURE, Probe, encode, in_unit, predict, scene_cameras
-from tiny_text import CAPTIONS, build_text_encoder, encode_captions
+from tools.common import make_parser
+from tools.tiny.probe import MOVING, SHIFT, SURE, UNSURE, Probe, encode, in_unit, predict, scene_cameras
+from tools.tiny.text import CAPTIONS, build_text_encoder, encode_captions
+from tools.tiny.training import Resumable, processes, save_tensors
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
@@ -40,20 +41,20 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, preset_path
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 
-DECIMETRES = 10.0  # in a metre: the factor on the labels of the second source
+DECIMETRES = 10.0  # per metre: scales the labels of the second source
 WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled in metres
 NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065))  # labelled in decimetres: 0.35 to 0.65 again
-# Of the targets: rotation only; narrow; wide with labels that narrow clips have, too; wide with smaller labels.
+# Shares of the targets: rotation only; narrow; wide with labels that narrow clips have, too; wide with smaller labels.
 SHARES = {"still": 0.2, "narrow": 0.3, "wide": 0.3, "sure": 0.2}
-SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # for the record
+SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # in the record
 
 
 class Pool:
-    """Encoded clips of many scenes: ten wide cameras each, and six narrow ones for the moving presets.
+    """Encoded clips of many scenes: ten wide cameras each, and a narrow one for each of the six moving presets.
 
     Attributes:
-        latents: (scenes, 16, C, F, H, W) fp16 to save memory.
-        cameras: (scenes, 16, F, 12) fp32 labels relative to the common start, each in its source's unit.
+        latents: (scenes, 16, C, F, H, W), fp16 to save memory.
+        cameras: (scenes, 16, F, 12) fp32 labels relative to the start pose, each in its source's unit.
         captions: (scenes,) index into CAPTIONS.
     """
 
@@ -63,7 +64,7 @@ class Pool:
 
     @classmethod
     def encode(cls, codec: AutoencoderKLWan, split: str, scenes: range) -> Pool:
-        """Film and encode scenes of these numbers."""
+        """Render and encode the scenes with these numbers."""
         latents, cameras, captions = [], [], []
         for number in scenes:
             wide, narrow = make_scene(WIDE, split, number), make_scene(NARROW, split, number)
@@ -76,18 +77,16 @@ class Pool:
 
     @classmethod
     def load(cls, files: list[Path]) -> Pool:
-        """Read the pools of several files as one."""
+        """Concatenate the pools of several files."""
         parts = [torch.load(file, weights_only=True) for file in files]
         return cls(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def save(self, file: Path) -> None:
-        """Write the tensors; the file appears whole."""
-        partial = file.with_suffix(".tmp")
-        torch.save({"latents": self.latents, "cameras": self.cameras, "captions": self.captions}, partial)
-        partial.rename(file)
+        """Write the tensors atomically."""
+        save_tensors(file, {"latents": self.latents, "cameras": self.cameras, "captions": self.captions})
 
     def _draw_weights(self) -> Tensor:
-        """Return (scenes * 16,) how often each clip is drawn as a target, so that `SHARES` come out."""
+        """Return the (scenes * 16,) sampling weights of the clips as targets, which realise `SHARES`."""
         travel = self.cameras.unflatten(-1, (3, 4))[:, :, -1, :, 3].norm(dim=-1)  # (scenes, 16) as labelled
         full = [float(preset_path(name, 2)[-1, :3, 3].norm()) for name in PRESETS]
         full = torch.tensor(full + full[MOVING[0] :])
@@ -98,17 +97,17 @@ class Pool:
         return torch.stack(shares).sum(0).flatten()
 
     def targets(self, size: int, rank: int, world: int, step: int = 0) -> Iterator[list[int]]:
-        """Yield this rank's targets of every step from `step` on, drawn by weight from one list over all ranks.
+        """Yield this rank's targets of every step from `step` on: its share of one weighted draw over all ranks.
 
         Args:
-            size: targets of a step over all ranks.
+            size: targets per step over all ranks.
             rank: this rank.
             world: number of ranks.
-            step: the first.
+            step: first step.
         """
         clips = range(len(self._weights))
         drawn = DistributedWeightedSampler(clips, self._weights, len(clips) // size * size, True, world, rank)
-        # All clips cost the same, so that every epoch has as many rows.
+        # All clips cost the same, so every epoch has the same number of rows.
         sampler = DynamicBatchSampler(
             clips, size // world, sampler=drawn, num_replicas=world, rank=rank, cost=lambda _: 1, drop_last=True
         )
@@ -119,7 +118,7 @@ class Pool:
             epoch, row = epoch + 1, 0
 
     def batch(self, targets: list[int], draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return target latents, source latents, cameras as labelled and captions; sources are drawn here."""
+        """Return target latents, source latents, camera labels and captions; draws a source for each target."""
         chosen = torch.tensor(targets)
         scene, target = chosen // self.cameras.shape[1], chosen % self.cameras.shape[1]
         preset = torch.where(target < len(PRESETS), target, target - len(MOVING))
@@ -148,15 +147,13 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
 
 def parse() -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="diffusers folder; pretrain_codec.py has put vae/ there"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")
     parser.add_argument("--steps", type=int, default=7500)
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop this call after so long; call again to go on")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of this call; call again to resume")
     parser.add_argument("--scenes", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=48, help="samples a step, over all ranks")
+    parser.add_argument("--batch", type=int, default=48, help="samples per step, over all ranks")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--ffn", type=int, default=384)
@@ -168,8 +165,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Training:
-    """The state of a run: weights, their average, the optimizer, and how far it is."""
+class Training(Resumable):
+    """The model, its moving average and its optimizer."""
 
     def __init__(self, model: ReCamTransformer3DModel, args: argparse.Namespace) -> None:
         self.args, self.model = args, model
@@ -180,20 +177,7 @@ class Training:
         vectors = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.99))
-        self.file, self.step, self.seconds = args.work / "state.pt", 0, 0.0
-        if self.file.exists():
-            state = torch.load(self.file, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            self.average.load_state_dict(state["average"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step, self.seconds = state["step"], state["seconds"]
-
-    def save(self) -> None:
-        """Write the state beside the old one, then replace it."""
-        parts = {name: getattr(self, name).state_dict() for name in ("model", "average", "optimizer")}
-        partial = self.file.with_suffix(".tmp")
-        torch.save({**parts, "step": self.step, "seconds": self.seconds}, partial)
-        partial.rename(self.file)
+        super().__init__(args.work, model=self.model, average=self.average, optimizer=self.optimizer)
 
     def advance(self, pool: Pool, targets: list[int], text: Tensor, network: nn.Module, rank: int) -> Tensor:
         """Take one step on this rank's targets and return its loss ()."""
@@ -213,7 +197,7 @@ class Training:
 
 
 def flow_matching_loss(network: nn.Module, batch: tuple[Tensor, ...], text: Tensor, draw: torch.Generator) -> Tensor:
-    """Return the mean squared error of the velocity at random noise levels."""
+    """Return the mean squared velocity error () at random noise levels."""
     target, source, cameras, captions = batch
     uniform = torch.rand(len(target), generator=draw)
     sigma = SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
@@ -224,22 +208,25 @@ def flow_matching_loss(network: nn.Module, batch: tuple[Tensor, ...], text: Tens
 
 
 def main() -> None:
-    """Train, probing the motion the model chooses, and write the diffusers folder."""
+    """Train, probing the motion that the model generates, and write the diffusers folder."""
     args = parse()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        dist.init_process_group("gloo")
-    args.work.mkdir(parents=True, exist_ok=True)
-    codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
-    text_encoder, tokenizer = build_text_encoder()
-    text = encode_captions(text_encoder, tokenizer)
-    pool = load_pool(codec, args, rank, world)
-    training = Training(build_model(args, codec.config.z_dim, text.shape[-1]), args)
+    with processes(args) as (rank, world):
+        codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
+        text_encoder, tokenizer = build_text_encoder()
+        text = encode_captions(text_encoder, tokenizer)
+        pool = load_pool(codec, args, rank, world)
+        training = Training(build_model(args, codec.config.z_dim, text.shape[-1]), args)
+        probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
+        train(training, pool, text, probes, rank, world)
+        if rank == 0:
+            parts = {"transformer": training.average.module, "text_encoder": text_encoder}
+            write_folder(training, parts, tokenizer)
+
+
+def train(training: Training, pool: Pool, text: Tensor, probes: dict[str, Probe], rank: int, world: int) -> None:
+    """Train to the last step or until the time limit; rank 0 reports and saves every --probe-steps and at the end."""
+    args, began, losses, earlier = training.args, time.time(), [], training.seconds
     network = DistributedDataParallel(training.model) if world > 1 else training.model
-    probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
-    began, losses, earlier = time.time(), [], training.seconds
     for targets in pool.targets(args.batch, rank, world, training.step):
         if training.step >= args.steps:
             break
@@ -256,16 +243,10 @@ def main() -> None:
             dist.broadcast(late, 0)
         if late:
             break
-    if rank == 0:
-        parts = {"transformer": training.average.module, "text_encoder": text_encoder}
-        write_folder(args, parts, tokenizer)
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, world: int) -> Pool:
-    """Return the encoded clips, from disk when an earlier call made them; every rank makes its share."""
+    """Return all encoded clips; each rank encodes its share unless an earlier call did. Collective call."""
     files = [args.work / f"pool_{args.scenes}_{part}_of_{world}.pt" for part in range(world)]
     if not files[rank].exists():
         began = time.time()
@@ -277,32 +258,25 @@ def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, worl
 
 
 def report(training: Training, probes: dict[str, Probe], text: Tensor, loss: Tensor) -> None:
-    """Log one line and save the state."""
+    """Log loss and probe results, and save the state."""
     row = {"step": training.step, "seconds": round(training.seconds), "loss": float(loss)}
     for name, probe in probes.items():
         measured = probe.measure(training.average.module.eval(), text)
         row |= {f"{name}_{key}": round(value, 3) for key, value in measured.items()}
-    with (training.args.work / "log.jsonl").open("a") as log:
-        log.write(json.dumps(row) + "\n")
+    training.log(row)
     print(json.dumps(row), flush=True)
     training.save()
 
 
-def write_folder(args: argparse.Namespace, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the diffusers layout, weights in half precision, and the record of how they came about."""
+def write_folder(training: Training, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the folder in diffusers layout, weights in fp16, and the record."""
+    args, out = training.args, training.args.out
     for name, part in parts.items():
-        copy.deepcopy(part).half().save_pretrained(args.out / name)
-    tokenizer.save_pretrained(args.out / "tokenizer")
-    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(args.out / "scheduler")
-    record = {
-        "tool": "tools/pretrain_tiny.py",
-        "torch": torch.__version__,
-        "seed": 0,
-        "settings": {name: getattr(args, name) for name in SETTINGS},
-        "data": {"metres": dataclasses.asdict(WIDE), "decimetres": dataclasses.asdict(NARROW), "shares": SHARES},
-        "log": [json.loads(line) for line in (args.work / "log.jsonl").read_text().splitlines()],
-    }
-    (args.out / "pretraining.json").write_text(json.dumps(record, indent=1))
+        copy.deepcopy(part).half().save_pretrained(out / name)
+    tokenizer.save_pretrained(out / "tokenizer")
+    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
+    data = {"metres": dataclasses.asdict(WIDE), "decimetres": dataclasses.asdict(NARROW), "shares": SHARES}
+    training.write_record(out / "pretraining.json", "tools/pretrain_tiny.py", args, SETTINGS, data=data)
 
 
 if __name__ == "__main__":

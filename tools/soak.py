@@ -1,20 +1,20 @@
-"""Train for an hour under faults, and see whether the run ends where an undisturbed one does, bit for bit.
+"""Train under random faults for an hour, and check that every run ends bit for bit where an undisturbed one does.
 
     python tools/soak.py --minutes 60 --out soak
 
-The tiny recipe, shrunk, is trained once in peace on `--ranks` processes. Then it is trained again and again with a
-checkpoint after every epoch: each start meets one fault drawn by chance, ends by it or not, and is started again until
-the run is complete. Weights, moments and all metrics but times have to be those of the peaceful run, no process may be
-left over, and no start may take longer than its bound. The faults:
+A shrunk tiny recipe is trained once undisturbed on `--ranks` processes. Then it is trained again and again with a
+checkpoint after every epoch: each launch meets one random fault, dies from it or not, and is relaunched until the run
+is complete. Weights, optimizer moments and all metrics except times must equal the undisturbed run's, no process may be
+left over, and no launch may exceed its time limit. The faults:
 
     kill        SIGKILL to a rank            kill_all    to every rank at once
     kill_save   to a rank while a checkpoint is written
     launcher    SIGKILL to torchrun          worker      to a loader process of a rank
     term        SIGTERM to a rank: it finishes its epoch, saves and exits with code 0
-    nan, reward, slow   inside a rank, see `tools/faults/soak_rank.py`
+    nan, reward, slow   inside a rank, see `tools/dev/soak_rank.py`
 
-A line for every start goes to OUT/soak.jsonl, the summary to OUT/summary.json. Exit code: 0, 1 when anything was lost,
-2 for options that cannot work, or when the run in peace used up `--minutes` and nothing was tested.
+OUT/soak.jsonl gets a line per launch, OUT/summary.json the summary. Exit code: 0, 1 when anything was lost, 2 for
+invalid options, or when the undisturbed run used up `--minutes` and nothing was tested.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+from tools.common import fail, make_parser
+
 ROOT = Path(__file__).resolve().parents[1]
 INSIDE = ("nan", "reward", "slow")
 OUTSIDE = ("kill", "kill_all", "kill_save", "launcher", "worker", "term")
 KNOBS = {
-    "device": "cpu",  # an accelerator adds in an order of its own: nothing would be the same bit for bit
+    "device": "cpu",  # accelerators sum in varying order: runs would not be equal bit for bit
     "max_minutes": 0,
     "log_videos_every": 0,
     "trackers": "",
@@ -53,7 +57,7 @@ KNOBS = {
     "sample.num_steps": 4,
     "sample.sde_steps": "0,1,2",
     "train.batch_size": 4,
-    "train.max_bad_steps": 0,  # left out, a step would be missing
+    "train.max_bad_steps": 0,  # a skipped step would change the result
     "eval.every": 0,
     "eval.num_conditions": 4,
     "eval.num_steps": 2,
@@ -62,115 +66,83 @@ KNOBS = {
     "checkpoint.every": 1,
     "distributed.dead_s": 15,
 }
-START_BOUND_S = 300.0  # a start under a fault, to the last process gone
+START_BOUND_S = 300.0  # for a launch under a fault, until its last process is gone
 
 
 @dataclasses.dataclass
 class Started:
-    """What became of one start.
-
-    Attributes:
-        fault: its name.
-        at: where it struck: seconds after the start, or the epoch of the process.
-        struck: whether it did.
-        code: torchrun's exit code.
-        seconds: until every process was gone.
-        gone_s: from the blow to the last process gone, or None.
-        saved: finished epochs of the newest checkpoint afterwards.
-        done: whether the run is complete.
-        left: processes that were left over, which were killed then.
-    """
+    """The outcome of one launch."""
 
     fault: str
-    at: float
+    at: float  # when it was due: seconds after the launch, or epoch of the process
     struck: bool = False
-    code: int | None = None
-    seconds: float = 0.0
-    gone_s: float | None = None
-    saved: int = 0
-    done: bool = False
-    left: int = 0
+    code: int | None = None  # exit code of torchrun
+    seconds: float = 0.0  # until every process was gone
+    gone_s: float | None = None  # from the fault until every process was gone
+    saved: int = 0  # finished epochs in the newest checkpoint
+    done: bool = False  # the run is complete
+    left: int = 0  # processes left over, which the soak killed
 
 
 class Family:
-    """A launcher and all processes that it or its descendants start."""
+    """A launcher and all its descendants, orphans included."""
 
     def __init__(self, launcher: subprocess.Popen[bytes]) -> None:
         self.launcher = launcher
         self.seen: dict[int, psutil.Process] = {launcher.pid: psutil.Process(launcher.pid)}
 
     def look(self) -> None:
-        """Note who is new."""
+        """Add new descendants."""
         for process in list(self.seen.values()):
-            try:
-                for child in process.children(recursive=True):
-                    self.seen.setdefault(child.pid, child)
-            except psutil.NoSuchProcess:
-                continue
+            for child in _ask(process.children, [], recursive=True):
+                self.seen.setdefault(child.pid, child)
 
     def alive(self) -> list[psutil.Process]:
-        """Return who still runs."""
-        return [process for process in self.seen.values() if _runs(process)]
+        """Return the running processes."""
+        running = [process for process in self.seen.values() if process.is_running()]
+        return [process for process in running if _ask(process.status, psutil.STATUS_ZOMBIE) != psutil.STATUS_ZOMBIE]
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the processes of the ranks."""
-        return [process for process in self.alive() if _parent(process) == self.launcher.pid]
+        """Return the ranks' processes."""
+        return [process for process in self.alive() if _ask(process.ppid, -1) == self.launcher.pid]
 
     def workers(self) -> list[psutil.Process]:
         """Return the ranks' loader processes."""
         ranks = {rank.pid for rank in self.ranks()}
-        found = [process for process in self.alive() if _parent(process) in ranks]
-        return [process for process in found if any("spawn_main" in word for word in _words(process))]
+        found = [process for process in self.alive() if _ask(process.ppid, -1) in ranks]
+        return [process for process in found if "spawn_main" in " ".join(_ask(process.cmdline, []))]
 
 
-def _runs(process: psutil.Process) -> bool:
+def _ask(method: Any, gone: Any, **given: Any) -> Any:
+    """Call a method of a process; `gone` if the process no longer exists."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return method(**given)
     except psutil.NoSuchProcess:
-        return False
-
-
-def _parent(process: psutil.Process) -> int:
-    try:
-        return int(process.ppid())
-    except psutil.NoSuchProcess:
-        return -1
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.NoSuchProcess:
-        return []
+        return gone
 
 
 class Soak:
-    """One soak.
-
-    Args:
-        args: the options.
-    """
+    """Launches runs and faults; `args` are the command's options."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.draw = args, random.Random(args.seed)
         self.begun = time.monotonic()
-        self.log = args.out / "soak.jsonl"
-        self.epoch_s, self.startup_s = 5.0, 20.0
+        self.epoch_s, self.startup_s = 5.0, 20.0  # measured by `peace`
 
     def words(self, name: str) -> list[str]:
-        """Return the command of a start."""
+        """Return the command that starts or resumes a run."""
         knobs = KNOBS | {"num_epochs": self.args.epochs, "run_name": name, "resume": "auto"}
         knobs |= {"output_root": self.args.out / "runs", "data.root": self.args.out / "world"}
         knobs |= {"model.path": ROOT / "assets" / "tiny_recam", "seed": self.args.seed}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        program = [f"--nproc_per_node={self.args.ranks}", str(ROOT / "tools" / "soak_rank.py")]
+        program = [f"--nproc_per_node={self.args.ranks}", str(ROOT / "tools" / "dev" / "soak_rank.py")]
         recipe = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
         return [*launcher, *program, *recipe, *(f"--config.{knob}={value}" for knob, value in knobs.items())]
 
     def start(self, name: str, fault: str) -> Started:
-        """Start the run, let the fault happen, and wait until everybody is gone."""
+        """Launch a run, inject the fault, and wait until every process is gone."""
         left = self.args.epochs - self.saved(name)
-        inside = fault in INSIDE and left > 0  # of a run killed after its last epoch only the end is left
+        inside = fault in INSIDE and left > 0  # a run killed after its last epoch has none left to disturb
         plan = {"fault": fault if inside else "none", "epoch": 0, "rank": self.draw.randrange(self.args.ranks)}
         if inside:
             plan["epoch"] = self.draw.randrange(min(left, 3))
@@ -190,7 +162,7 @@ class Soak:
         return started
 
     def watch(self, family: Family, started: Started, name: str, begun: float) -> None:
-        """Follow a start to its end, striking from outside when it is time."""
+        """Wait for the end of a launch, and strike from outside when due."""
         struck_at = 0.0
         while time.monotonic() - begun < START_BOUND_S:
             family.look()
@@ -210,28 +182,30 @@ class Soak:
         family.launcher.wait()
 
     def strike(self, fault: str, family: Family, name: str) -> bool:
-        """Do it; return whether there was anybody to do it to."""
+        """Send the fault's signal; return whether there was a process to send it to."""
         if fault == "kill_save" and not list(self.folder(name).glob("checkpoint_*.tmp-*")):
             return False
-        chosen: Callable[[], list[psutil.Process]] = family.workers if fault == "worker" else family.ranks
-        victims = [psutil.Process(family.launcher.pid)] if fault == "launcher" else chosen()
-        if not victims or (fault != "launcher" and len(family.ranks()) < self.args.ranks):
-            return False
+        if fault == "launcher":
+            victims = [psutil.Process(family.launcher.pid)]
+        else:
+            victims = family.workers() if fault == "worker" else family.ranks()
+            if not victims or len(family.ranks()) < self.args.ranks:
+                return False
         for victim in victims if fault == "kill_all" else [self.draw.choice(victims)]:
             victim.send_signal(signal.SIGTERM if fault == "term" else signal.SIGKILL)
         return True
 
     def folder(self, name: str) -> Path:
-        """Return where a run's checkpoints are."""
+        """Return a run's folder of checkpoints."""
         return Path(self.args.out, "runs", name, "checkpoints")
 
     def saved(self, name: str) -> int:
-        """Return the finished epochs of a run's newest checkpoint."""
+        """Return the finished epochs in a run's newest checkpoint."""
         steps = [path.name.removeprefix("checkpoint_") for path in self.folder(name).glob("checkpoint_*")]
         return max((int(step) for step in steps if step.isdigit()), default=0)
 
     def peace(self) -> None:
-        """Train undisturbed, and learn how long that takes."""
+        """Train undisturbed, and measure start-up and epoch times."""
         begun = time.monotonic()
         started = self.start("peace", "none")
         assert started.done, f"the undisturbed run failed: {started}, see {self.args.out}/peace.log"
@@ -241,11 +215,11 @@ class Soak:
         self.note({"run": "peace", "epoch_s": round(self.epoch_s, 2), "startup_s": round(self.startup_s, 1)})
 
     def trouble(self, number: int) -> dict[str, Any]:
-        """Train once more under faults, to the end; return what became of it."""
+        """Train once under faults until the run is complete, and return the result."""
         name, starts, same = f"trouble_{number}", [], ""
         while not starts or not starts[-1].done:
             fault = self.draw.choice(self.args.faults)
-            # The last words of a soak that is over are a start in peace.
+            # When the time is over, the run is completed without further faults.
             starts.append(self.start(name, "none" if self.over() and len(starts) > 1 else fault))
             self.note({"run": name, **dataclasses.asdict(starts[-1])})
             if len(starts) > 20 * self.args.epochs or starts[-1].left:
@@ -263,14 +237,14 @@ class Soak:
         return result
 
     def over(self) -> bool:
-        """Tell whether the time is used up."""
+        """Return whether the time is used up."""
         return time.monotonic() - self.begun > 60 * self.args.minutes
 
     def note(self, row: dict[str, Any]) -> None:
-        """Print and keep a line."""
+        """Print a row and append it to soak.jsonl."""
         line = json.dumps({"minute": round((time.monotonic() - self.begun) / 60, 2), **row})
         print(line, flush=True)
-        with self.log.open("a") as file:
+        with (self.args.out / "soak.jsonl").open("a") as file:
             file.write(line + "\n")
 
 
@@ -280,12 +254,13 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 
 def difference(one: Path, other: Path) -> str:
-    """Return in what two finished runs differ, or "": newest checkpoint, adapter and metrics, but for times."""
-    for name in ("checkpoints", "adapter"):
-        ends = [max((run / name).glob("checkpoint_*")) if name == "checkpoints" else run / name for run in (one, other)]
-        for file in sorted(ends[0].glob("*.safetensors")):
-            if file.read_bytes() != (ends[1] / file.name).read_bytes():
-                return f"{name}/{file.name}"
+    """Return the first difference of two finished runs in newest checkpoint, adapter or metrics except times, or ""."""
+    newest = [max((run / "checkpoints").glob("checkpoint_*")) for run in (one, other)]
+    for first, second in (newest, (one / "adapter", other / "adapter")):
+        for name in sorted({file.name for folder in (first, second) for file in folder.glob("*.safetensors")}):
+            files = first / name, second / name
+            if not all(file.is_file() for file in files) or files[0].read_bytes() != files[1].read_bytes():
+                return f"{first.parent.name if first in newest else first.name}/{name}"
     rows = [[_numbers(row) for row in metrics(run)] for run in (one, other)]
     for first, second in zip(*rows, strict=False):
         if first != second:
@@ -298,24 +273,23 @@ def _numbers(row: dict[str, float]) -> dict[str, float]:
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return the argument parser."""
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder, which must not exist yet")
-    add("--minutes", type=float, default=60.0, help="after which no further run begins and no further fault strikes")
-    add("--epochs", type=int, default=8, help="of every run")
-    add("--ranks", type=int, default=2, help="processes of a run")
+    add("--out", type=Path, required=True, help="output folder, must not exist yet")
+    add("--minutes", type=float, default=60.0, help="after which no new run and no new fault starts")
+    add("--epochs", type=int, default=8, help="per run")
+    add("--ranks", type=int, default=2, help="processes per run")
     add("--seed", type=int, default=0, help="of the faults and of the runs")
-    add("--faults", nargs="+", default=[*OUTSIDE, *INSIDE], choices=[*OUTSIDE, *INSIDE], help="which may happen")
+    add("--faults", nargs="+", default=[*OUTSIDE, *INSIDE], choices=[*OUTSIDE, *INSIDE], help="which to inject")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Soak, and return the exit code."""
+    """Run the soak and return the exit code."""
     args = options().parse_args(words)
     if args.out.exists() or args.epochs < 2 or args.ranks < 1:
-        print(f"error: --out {args.out} must not exist, --epochs be at least 2, --ranks 1", file=sys.stderr, flush=True)
-        return 2
+        return fail(f"--out {args.out} must not exist, --epochs be at least 2, --ranks 1")
     args.out = args.out.absolute()
     args.out.mkdir(parents=True)
     soak, results = Soak(args), []
@@ -329,7 +303,7 @@ def main(words: Sequence[str] | None = None) -> int:
     summary = {
         "runs": len(results),
         "starts": sum(result["starts"] for result in results),
-        "faults": sum(struck.values()),
+        "faults": struck.total(),
         "by_fault": dict(struck),
         "slowest_end_s": max((result["slowest_end_s"] for result in results), default=0.0),
         "lost": lost,
@@ -338,8 +312,7 @@ def main(words: Sequence[str] | None = None) -> int:
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     soak.note(summary)
     if not results:
-        print("error: the run in peace used up --minutes, no fault was tried; allow more", file=sys.stderr, flush=True)
-        return 2
+        return fail("the undisturbed run used up --minutes, no fault was tried; allow more")
     return 1 if lost else 0
 
 

@@ -1,4 +1,4 @@
-"""The benchmark measures an epoch beside the calls it cannot do without."""
+"""The benchmark: an epoch against its bare transformer calls, and the two other cases."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from tests.tiny_models import make_tiny_folder
 from tools import bench
-from tools.benching import exchange
+from tools.bench_cases import exchange
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.01])
-def test_the_benchmark_prints_one_object_with_both_ratios(tmp_path, capsys, kl_coef) -> None:
-    ensure_tiny_world(tmp_path / "world", "unit_test")
+def test_the_benchmark_prints_one_object_with_both_ratios(world, tmp_path, capsys, kl_coef) -> None:
     knobs = {
         "model.path": make_tiny_folder(tmp_path / "model"),
-        "data.root": tmp_path / "world",
+        "data.root": world,
         "data.tiny_world": "unit_test",
         "device": "cpu",
         "sample.train_batch_size": 4,
@@ -53,7 +51,7 @@ def test_the_exchange_moves_less_than_a_gather_of_objects_takes() -> None:
     assert result["memory_ratio"] > 2
 
 
-def test_a_word_that_belongs_to_a_knob_is_not_taken_for_a_case(capsys) -> None:
+def test_only_the_first_word_names_a_case(capsys) -> None:
     with pytest.raises(SystemExit):
         bench.main(["--config.sample.k", "packing"])
     assert "--config" in capsys.readouterr().err

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.runtime.video_file import write_video
 from tools import check_dataset
 
@@ -20,17 +19,10 @@ VAL = "val/f17_aperture10/scene1"
 CAMERAS = "cameras/camera_extrinsics.json"
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    root = tmp_path_factory.mktemp("world") / "tiny"
-    ensure_tiny_world(root, "unit_test")
-    return root
-
-
 @pytest.fixture
-def root(original, tmp_path):
+def root(world, tmp_path):
     """Return a copy that a test may break."""
-    return Path(shutil.copytree(original, tmp_path / "tiny"))
+    return Path(shutil.copytree(world, tmp_path / "tiny"))
 
 
 def report(root: Path, *words: str, code: int = 1) -> dict:
@@ -69,9 +61,9 @@ def break_six_things(root: Path) -> None:
     file.write_text("".join(line for line in file.read_text().splitlines(True) if "cam07" not in line))
 
 
-def test_a_clean_world_is_clean_and_its_contents_are_counted(original, tmp_path):
+def test_a_clean_world_is_clean_and_its_contents_are_counted(world, tmp_path):
     file = tmp_path / "report.json"
-    words = [str(original), "--decode", "--frames", "5", "--size", "24x32", "--json", str(file)]
+    words = [str(world), "--decode", "--frames", "5", "--size", "24x32", "--json", str(file)]
     assert check_dataset.main(words) == 0
     got = json.loads(file.read_text())
     assert got["problems"] == [] and got["decoded"] is True
@@ -108,37 +100,28 @@ def test_motion_is_measured_in_metres_and_degrees(root):
     assert motion["train"]["step_deg"]["max"] == pytest.approx(motion["train"]["rotation_deg"]["max"] / 4, abs=1e-4)
 
 
-def test_all_damages_stand_in_one_report_each_by_its_name(root):
+def test_every_damage_is_reported_once_under_its_file(root):
     break_six_things(root)
     found = problems(root)
-    assert set(found) == {
-        f"{SCENE}/videos/cam03.mp4",
-        f"{SCENE}/{CAMERAS}",
-        f"{OTHER}/{CAMERAS}",
-        f"{OTHER}/videos/cam02.mp4",
-        f"{OTHER}/videos/cam04.mp4",
-        f"{VAL}/metadata.csv",
+    said = {
+        f"{SCENE}/videos/cam03.mp4": "damaged or no video",
+        f"{SCENE}/{CAMERAS}": "has no frame3, needs frame0..frame4",
+        f"{OTHER}/{CAMERAS}": "frame2, cam05 has a rotation part that is off orthonormal by 3",
+        f"{OTHER}/videos/cam02.mp4": "16x16 pixels, must be 24x32",
+        f"{OTHER}/videos/cam04.mp4": "4 frames, must be 5",
+        f"{VAL}/metadata.csv": "0 rows for cam07.mp4, must be one, with text",
     }
-    assert all(len(texts) == 1 for texts in found.values()), found
-    assert "damaged or no video" in found[f"{SCENE}/videos/cam03.mp4"][0]
-    assert "has no frame3, needs frame0..frame4; complete the file" in found[f"{SCENE}/{CAMERAS}"][0]
-    assert "frame2, cam05 has a rotation part that is off orthonormal by 3" in found[f"{OTHER}/{CAMERAS}"][0]
-    assert found[f"{OTHER}/videos/cam02.mp4"] == ["16x16 pixels, must be 24x32"]
-    assert found[f"{OTHER}/videos/cam04.mp4"] == ["4 frames, must be 5"]
-    assert found[f"{VAL}/metadata.csv"] == ["0 rows for cam07.mp4, must be one, with text"]
+    assert set(found) == set(said)
+    assert all(len(texts) == 1 and said[file] in texts[0] for file, texts in found.items()), found
 
 
-def test_the_counts_of_a_damaged_world_are_those_of_what_can_be_read(root):
+def test_unreadable_clips_are_not_counted_and_two_workers_give_the_report_of_one(root):
     break_six_things(root)
-    train, val = report(root)["lenses"]
-    assert train["clips"] == 19 and train["captioned"] == 20
+    found = report(root, "--workers", "2")
+    assert found == report(root, "--workers", "1")
+    train, val = found["lenses"]
+    assert train["clips"] == 19 and train["captioned"] == 20 and val["captioned"] == 9
     assert train["frames"] == {"4": 1, "5": 18} and train["sizes"] == {"16x16": 1, "24x32": 18}
-    assert val["captioned"] == 9
-
-
-def test_two_workers_give_the_report_of_one(root):
-    break_six_things(root)
-    assert report(root, "--workers", "2") == report(root, "--workers", "1")
 
 
 def test_decoding_finds_what_the_header_hides(root):
@@ -160,9 +143,6 @@ def test_decoding_finds_what_the_header_hides(root):
 def test_frames_and_sizes_may_be_asked_for(root, words, said):
     found = problems(root, *words)
     assert [text for file, texts in found.items() if "videos/" in file for text in texts] == [said] * 30
-
-
-def test_fewer_frames_than_there_are_may_be_asked_for(root):
     assert report(root, "--frames", "3", code=0)["problems"] == []
 
 
@@ -197,11 +177,11 @@ def test_broken_scenes_do_not_hide_one_another_or_their_own_files(root):
     (root / "val" / "f18_aperture10" / "scene7").mkdir(parents=True)
     found = problems(root)
     assert "preview.mp4 is not named like a camera" in found[SCENE][0] and str(root) not in found[SCENE][0]
-    assert "cannot be read as a JSON object" in found[f"{SCENE}/{CAMERAS}"][0]
+    assert "cannot be read" in found[f"{SCENE}/{CAMERAS}"][0]
     assert "damaged or no video" in found[f"{SCENE}/videos/preview.mp4"][0]
     assert found[OTHER] == ["no videos here, only ['cameras', 'metadata.csv', 'room.json']"]
-    assert "cannot be read as a JSON object" in found[f"{VAL}/{CAMERAS}"][0]
-    assert "cannot be read as a JSON object" in found[f"{VAL}/cameras/presets.json"][0]
+    assert "is not JSON" in found[f"{VAL}/{CAMERAS}"][0]
+    assert "must be a JSON object" in found[f"{VAL}/cameras/presets.json"][0]
     assert found["val/f18_aperture10/scene7"] == ["no videos here, only []"]
 
 
@@ -213,14 +193,11 @@ def test_captions_are_all_there_or_nowhere(root):
     with (root / SCENE / "videos" / "metadata.csv").open("w", newline="") as file:
         rows = [("file_name", "text"), *((f"cam{number:02d}.mp4", "a room") for number in range(1, 11))]
         csv.writer(file).writerows(rows)
-    assert problems(root) == {OTHER: ["no caption file, other scenes of train have one"]}
-
-
-def test_an_empty_folder_does_not_ask_for_captions_of_the_others(root):
-    for scene in (SCENE, OTHER, VAL):
-        (root / scene / "metadata.csv").unlink()
-    (root / "train" / "f18_aperture10" / "scene7").mkdir(parents=True)
-    assert problems(root) == {"train/f18_aperture10/scene7": ["no videos here, only []"]}
+    (root / "train" / "f18_aperture10" / "scene7").mkdir(parents=True)  # is not asked for captions
+    assert problems(root) == {
+        OTHER: ["no caption file, other scenes of train have one"],
+        "train/f18_aperture10/scene7": ["no videos here, only []"],
+    }
 
 
 def test_a_caption_without_text_and_one_given_twice_are_named(root):
@@ -239,14 +216,11 @@ def test_one_split_may_be_checked_alone(root):
     assert set(problems(root, "--split", "train", "--split", "val")) == {f"{VAL}/{CAMERAS}"}
 
 
-def test_people_read_tables_and_a_line_for_each_problem(root, capsys):
-    assert check_dataset.main([str(root)]) == 0
-    out, err = capsys.readouterr()
-    assert "f17_aperture10" in out and "24x32 (20)" in out and out.endswith("no problems\n")
-    assert err == ""  # no bar where there is no terminal
+def test_without_json_tables_and_a_line_per_problem_are_printed(root, capsys):
     break_six_things(root)
     assert check_dataset.main([str(root)]) == 1
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "f17_aperture10" in out and "24x32 (18)" in out and err == ""  # no bar where there is no terminal
     assert f"{OTHER}/videos/cam02.mp4: 16x16 pixels, must be 24x32\n" in out and out.endswith("6 problems\n")
 
 
@@ -254,7 +228,6 @@ def test_people_read_tables_and_a_line_for_each_problem(root, capsys):
     ("words", "said"),
     [
         (["nowhere"], "nowhere"),
-        ([], "root"),
         (["{root}", "--split", "test"], "has no split test"),
         (["{root}", "--workers", "0"], "--workers is 0"),
         (["{root}", "--frames", "0"], "--frames 0"),
@@ -263,8 +236,8 @@ def test_people_read_tables_and_a_line_for_each_problem(root, capsys):
         (["{root}/train/f17_aperture10/scene1/videos"], "has no split"),
     ],
 )
-def test_wrong_use_has_its_own_exit_code(original, capsys, words, said):
+def test_invalid_arguments_are_exit_code_2(world, capsys, words, said):
     with pytest.raises(SystemExit) as caught:
-        check_dataset.main([word.format(root=original) for word in words])
+        check_dataset.main([word.format(root=world) for word in words])
     assert caught.value.code == 2
     assert said in capsys.readouterr().err

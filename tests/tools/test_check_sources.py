@@ -1,4 +1,4 @@
-"""The tool that finds out which sources can be measured by."""
+"""Checking sources: verdicts, resuming, exclusion from training, refusals."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ import shutil
 import pytest
 
 import train_grpo
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.rewards.camera.pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import Outcome
 from tools import check_sources
 
 SMALL = ["data.num_frames=5", "data.height=24", "data.width=32", "data.tiny_world=unit_test"]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data") / "world"
-    ensure_tiny_world(root, "unit_test")
-    return root
 
 
 def verdicts_in(file) -> dict[str, dict[str, str]]:
@@ -54,7 +46,7 @@ def test_pictures_too_small_for_features_are_found_unusable(world, tmp_path, cap
     assert printed.count(" is unusable: ") == count
 
 
-def test_it_goes_on_where_it_stopped_and_tries_what_failed_again(world, tmp_path, monkeypatch, capsys):
+def test_a_second_call_checks_only_items_without_a_verdict(world, tmp_path, monkeypatch, capsys):
     out = tmp_path / "usable.json"
     broken = Outcome(None, "anchors: no result after 600 s")
     asked = pretend(monkeypatch, lambda scene, camera: broken if camera == "cam02" else Outcome(None))
@@ -69,7 +61,7 @@ def test_it_goes_on_where_it_stopped_and_tries_what_failed_again(world, tmp_path
     assert len(again) == len({scene for scene, _ in everything})
 
 
-def test_a_video_that_cannot_be_read_is_told_and_has_no_verdict(world, tmp_path, monkeypatch, capsys):
+def test_an_unreadable_video_is_reported_and_has_no_verdict(world, tmp_path, monkeypatch, capsys):
     root = tmp_path / "world"
     shutil.copytree(world, root)
     next((root / "train").rglob("cam03.mp4")).write_bytes(b"torn")
@@ -78,7 +70,7 @@ def test_a_video_that_cannot_be_read_is_told_and_has_no_verdict(world, tmp_path,
     assert "cam03.mp4" in capsys.readouterr().err
 
 
-def test_what_it_finds_unusable_is_never_drawn(world, tmp_path, monkeypatch):
+def test_an_unusable_source_is_never_drawn(world, tmp_path, monkeypatch):
     out = tmp_path / "usable.json"
     pretend(monkeypatch, lambda scene, camera: Outcome(None, "dark" if camera == "cam01" else "", lacking=True))
     assert check_sources.main(words(world, out)) == 0
@@ -89,7 +81,7 @@ def test_what_it_finds_unusable_is_never_drawn(world, tmp_path, monkeypatch):
     assert len(data) > 0
 
 
-def test_held_out_items_are_not_looked_at_and_stay(world, tmp_path, monkeypatch):
+def test_held_out_items_are_neither_checked_nor_excluded(world, tmp_path, monkeypatch):
     """The published held-out scene has no focal length: nothing of it can be measured by, and it can be looked at."""
     out = tmp_path / "usable.json"
     asked = pretend(monkeypatch, lambda scene, camera: Outcome(None))
@@ -111,7 +103,7 @@ def test_held_out_items_are_not_looked_at_and_stay(world, tmp_path, monkeypatch)
         (["--out", "/dev/null/usable.json"], "/dev/null"),
     ],
 )
-def test_what_cannot_work_is_one_line(world, tmp_path, capsys, more, message):
+def test_invalid_settings_are_one_line_and_exit_code_2(world, tmp_path, capsys, more, message):
     assert check_sources.main(words(world, tmp_path / "usable.json", *more)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1

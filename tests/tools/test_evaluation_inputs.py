@@ -54,7 +54,7 @@ def one(tmp_path: Path, entry: object, focal_px: float | None = 30.0) -> Task:
     return task
 
 
-def test_a_path_stands_under_the_name_below_the_folder_or_the_file_name(tmp_path):
+def test_a_path_is_found_by_relative_path_or_by_file_name(tmp_path):
     folder = film(tmp_path / "videos", "b.mp4", "sub/a.mp4", "sub/deep/c.mp4", ".hidden.mp4", ".trash/d.mp4")
     content = {"b.mp4": path(), "sub/a.mp4": path("tilt_up"), "c.mp4": path("zoom_in"), "spare.mp4": 0}
     tasks = find_tasks(folder, poses_file(tmp_path, content), 30.0)
@@ -117,23 +117,20 @@ def scaled() -> list:
     ("entry", "message"),
     [
         (path(frames=4), "video a.mp4 has 5 frames and 4 matrices"),
-        (scaled(), "a.mp4 has a rotation part that is off orthonormal by 0.21"),
+        (scaled(), "off orthonormal by 0.21"),
         ((MIRROR @ preset_path("arc_left", FRAMES)).tolist(), "matrix 0 is a mirror image"),
-        (preset_path("arc_left", FRAMES).mT.tolist(), "is the matrix transposed"),
         ([[1, 2], [3, 4]], "has shape (2, 2), must be (T, 4, 4)"),
-        ("arc_left", "no list of 4x4 matrices"),
         ([[[1, 2], [3]]], "no list of 4x4 matrices"),
-        ([], "must be (T, 4, 4)"),
-        ({"camera_type": "x"}, "has ['camera_type'], must have poses"),
-        ({"poses": path(), "fps": 3}, "has ['fps', 'poses'], must have poses and may have camera_type, focal_px"),
+        ({"camera_type": "x"}, "['camera_type'], must have poses"),
+        ({"poses": path(), "fps": 3}, "['fps', 'poses'], must have poses and may have camera_type, focal_px"),
         ({"poses": path(), "source": 3}, "source is 3, must be a text"),
-        ({"poses": path(), "camera_type": ""}, "camera_type is '', must be a text"),
-        ({"poses": path(), "focal_px": -1}, "focal_px is -1, must be the focal length in pixels"),
-        ({"poses": path(), "focal_px": "840"}, "focal_px is '840', must be"),
-        ({"poses": path(), "shares_estimator": 1}, "shares_estimator is 1, must be true or false"),
+        ({"poses": path(), "camera_type": ""}, "camera_type is ''"),
+        ({"poses": path(), "focal_px": -1}, "focal_px is -1"),
+        ({"poses": path(), "focal_px": "840"}, "focal_px is '840'"),
+        ({"poses": path(), "shares_estimator": 1}, "shares_estimator is 1"),
     ],
 )
-def test_an_entry_that_cannot_be_is_refused(tmp_path, entry, message):
+def test_an_unusable_entry_is_refused(tmp_path, entry, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT011 the message is looked for below
         one(tmp_path, entry)
     assert message in str(refused.value)
@@ -141,9 +138,9 @@ def test_an_entry_that_cannot_be_is_refused(tmp_path, entry, message):
 
 def test_what_is_missing_is_named(tmp_path):
     folder = film(tmp_path / "videos", "a.mp4")
-    with pytest.raises(ValueError, match=r"has no cameras of video a.mp4, it has b.mp4; add them or move the video"):
+    with pytest.raises(ValueError, match=r"a.mp4, it has b.mp4; add them"):
         find_tasks(folder, poses_file(tmp_path, {"b.mp4": path()}), 30.0)
-    with pytest.raises(ValueError, match="--focal-px is None, must be the focal length in pixels"):
+    with pytest.raises(ValueError, match="--focal-px is None"):
         find_tasks(folder, poses_file(tmp_path, {"a.mp4": path()}), None)
     (tmp_path / "cameras.json").write_text("{")
     with pytest.raises(ValueError, match=r"cameras.json is not JSON"):
@@ -154,9 +151,9 @@ def test_what_is_missing_is_named(tmp_path):
             find_tasks(nothing, tmp_path / "cameras.json", 30.0)
 
 
-def test_a_camera_file_of_frames_needs_to_be_told_its_camera(tmp_path):
+def test_a_video_must_name_its_camera_of_a_multicam_file(tmp_path):
     cameras = extrinsics_file(tmp_path, {"cam01": preset_path("arc_left", FRAMES)})
-    with pytest.raises(ValueError, match=r"which camera of camera_extrinsics.json it follows is not told, must lie in"):
+    with pytest.raises(ValueError, match=r"dog.mp4: .* such as cam_type3"):
         find_tasks(film(tmp_path / "videos", "dog.mp4"), cameras, 30.0)
     with pytest.raises(ValueError, match="has no cam02 in frame0"):
         find_tasks(film(tmp_path / "results", "cam_type2/video0.mp4"), cameras, 30.0)

@@ -1,7 +1,4 @@
-"""Generating: the files beside the source, the record that makes them again, adapters, and one line for what cannot be.
-
-All in one process with the embedded model and a few steps; what is generated is then no picture worth looking at.
-"""
+"""Generating with the embedded model and a few steps: output files, the reproducing record, adapters, refusals."""
 
 from __future__ import annotations
 
@@ -63,9 +60,6 @@ def refusal(capsys, given: list[str]) -> str:
     return line
 
 
-# --- what appears
-
-
 def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(source, capsys):
     assert generate.main(words(source)) == 0
     names = {"room.mp4", *(f"room_arc_left-0.5{end}" for end in (".mp4", "_beside.mp4", ".json"))}
@@ -81,7 +75,7 @@ def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(so
     assert f"1/1 room.mp4 along arc_left:0.5: {source.with_name('room_arc_left-0.5.mp4')} (" in output.out
 
 
-def test_the_source_stands_on_the_left_and_what_was_generated_on_the_right(source):
+def test_the_side_by_side_video_shows_source_left_and_result_right(source):
     generated = made(source).float()
     beside = read_video(source.with_name("room_arc_left-0.5_beside.mp4"), 5)[..., 5::10, 5::10].float()
     left, right = beside.chunk(2, dim=-1)
@@ -102,12 +96,6 @@ def test_every_source_goes_along_every_camera_and_results_are_no_sources(source,
         (outputs / name).unlink()
     with pytest.raises(ValueError, match="holds only videos that this tool made"):
         list(generate.find_sources([outputs]))
-
-
-def test_another_folder_is_made_for_the_results(source, tmp_path):
-    made(source, "--out", tmp_path / "new" / "results")
-    assert [file.name for file in source.parent.iterdir()] == ["room.mp4"]
-    assert len(list((tmp_path / "new" / "results").iterdir())) == 3
 
 
 def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tmp_path):
@@ -155,12 +143,9 @@ def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tm
     assert json.loads(file.read_text())["again"] == again
 
 
-# --- what a video depends on
-
-
-def test_the_noise_depends_on_the_seed_and_the_number_alone(source):
+def test_the_noise_depends_on_the_seed_and_the_number_alone(source, tmp_path):
     first = made(source)
-    assert torch.equal(made(source), first)
+    assert torch.equal(made(source, "--out", tmp_path / "new" / "results"), first)
     assert not torch.equal(made(source, "--seed", "1"), first)
     assert not torch.equal(made(source, "--first-number", "1"), first)
     third = made(source, "--camera", "tilt_up", "zoom_in", name="room_zoom_in")
@@ -215,43 +200,31 @@ def test_a_path_outside_the_training_range_is_one_line_and_a_video(source, capsy
     assert line.startswith("warning: camera path 'pan_left:4' lies outside the training range: pan of 79.5 degrees")
 
 
-# --- what cannot be
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--camera", "pan"], "names 'pan', must be among pan_right"),
+        (["--camera", "pan"], "'pan'"),
         (["--camera", "nowhere.json"], "nowhere.json cannot be read"),
-        (["--camera", "arc_left : 0.5"], "trajectories are ['arc_left:0.5', 'arc_left:0.5']"),
-        (["--source", "nowhere.mp4"], "video nowhere.mp4 does not exist"),
+        (["--source", "nowhere.mp4"], "nowhere.mp4 does not exist"),
         (["--source", str(MODEL)], "is no folder with videos"),
         (["--frames", "9"], "is too short, got 7 of 9 frames"),
         (["--frames", "0"], "--frames is 0, must be"),
         (["--height", "25"], "--height is 25 and --width 32, must be multiples of "),
-        (["--width", "36.5"], "argument --width: invalid int value"),
-        (["--width", "33"], "--height is 24 and --width 33, must be multiples of "),
         (["--width", "0"], "--width 0, must be"),
         (["--steps", "0"], "num_steps is 0"),
-        (["--shift", "0"], "shift is 0"),
         (["--guidance", "nan"], "--guidance is nan"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0, must be"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
-        (["--stpes", "3"], "unrecognized arguments: --stpes 3"),
-        (["--device", "abacus"], "device='abacus' is not known"),
-        (["--model", "nowhere"], "--model nowhere has no vae/config.json, expected a folder in diffusers layout"),
-        (["--adapter", "nowhere"], "--adapter nowhere holds neither pytorch_lora_weights.safetensors nor"),
+        (["--stpes", "3"], "--stpes 3"),
+        (["--device", "abacus"], "device='abacus'"),
+        (["--model", "nowhere"], "--model nowhere has no vae/config.json"),
+        (["--adapter", "nowhere"], "--adapter nowhere"),
         (["--out", __file__], "is a file, must be a folder"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2_before_a_network_is_loaded(source, capsys, given, message):
+def test_unusable_arguments_are_one_line_and_exit_code_2_before_a_network_is_loaded(source, capsys, given, message):
     assert message in refusal(capsys, words(source, *given))
     assert [file.name for file in source.parent.iterdir()] == ["room.mp4"]
-
-
-def test_a_needed_option_that_is_missing_is_one_line_too(capsys):
-    assert "required: --model, --source, --camera" in refusal(capsys, [])
 
 
 def test_frames_must_fit_a_codec_that_compresses_time(source, tmp_path, capsys):
@@ -265,13 +238,11 @@ def test_frames_must_fit_a_codec_that_compresses_time(source, tmp_path, capsys):
     assert "must be multiples of 16 and 16 (codec 8, patches 2x2)" in refusal(capsys, words(source, model=tmp_path))
 
 
-def test_results_that_exist_are_not_replaced_unasked(source, capsys):
-    for name in ("room_arc_left-0.5.mp4", "room_arc_left-0.5.json", "room_arc_left-0.5_beside.mp4"):
-        file = source.with_name(name)
-        file.write_text("kept")
-        assert "1 of 3 results exist already" in refusal(capsys, words(source))
-        assert file.read_text() == "kept"
-        file.unlink()
+def test_existing_results_are_kept_without_overwrite(source, capsys):
+    file = source.with_name("room_arc_left-0.5.json")
+    file.write_text("kept")
+    assert "1 of 3 results exist already" in refusal(capsys, words(source))
+    assert file.read_text() == "kept"
 
 
 def test_a_result_replaces_neither_another_nor_what_it_is_made_from(source, tmp_path, capsys):
@@ -291,7 +262,7 @@ def test_a_result_replaces_neither_another_nor_what_it_is_made_from(source, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_found_out_first(source, capsys):
+def test_an_unwritable_folder_is_refused_before_sampling(source, capsys):
     with mock.patch.object(os, "access", return_value=False):  # modes do not stop every user
         assert "cannot be written to; choose another folder with --out" in refusal(capsys, words(source))
 

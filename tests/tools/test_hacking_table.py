@@ -20,8 +20,8 @@ from tools.hacking_table import (
 )
 
 SIZE, FRAMES = (120, 208), 5
-NEEDS_MORE = {"room_pose"}  # the known room: the gold metric, not a reward of real videos
-# What each reward is there for; the first of a companion is its own, see below.
+NEEDS_MORE = {"room_pose"}  # the gold metric needs the known room, no real video has one
+# Tricks that each reward must notice.
 NOTICES = {
     "pose_rot": ("static first frame", "copied source", "reversed", "0.5 of the speed", "1.5 of the speed", "mirrored"),
     "pose_trans": ("static first frame", "copied source", "reversed", "0.5 of the speed", "1.5 of the speed", "noise"),
@@ -34,7 +34,7 @@ NOTICES = {
     "exposure": ("grid", "over-exposed", "garish colours", "flicker", "noise"),
     "sharpness": ("blurred",),
 }
-HACKED = {"sharpness": ("noise",)}  # what it takes for better than the exact video
+HACKED = {"sharpness": ("noise",)}  # tricks scored above the exact video
 NEED_THE_TRUE_VIEW = ("view_disp", "target_view", "target_psnr")
 
 
@@ -44,7 +44,7 @@ def scores() -> Scores:
 
 
 def check(scores: Scores) -> None:
-    """Hold scores of commands that turn and move to what the page says."""
+    """Assert what docs/camera_rewards.md says about commands that turn and move."""
     commands, tricks = len(scores.values), [name for name in scores.videos if name not in (EXACT, HARMLESS)]
     for trick in tricks:
         assert any(scores.noticed(trick, reward) == commands for reward in scores.floors if reward not in HACKED), trick
@@ -88,18 +88,10 @@ def test_all_rewards_that_need_no_weights_are_in_the_table(scores):
     assert [reward.name for reward in weight_free_rewards()] == list(scores.floors)
 
 
-def test_the_pose_rewards_are_measured_once(scores):
-    assert scores.seconds["pose_rot"] > 0.05
-    assert max(scores.seconds["pose_trans"], scores.seconds["smooth"]) < 0.1 * scores.seconds["pose_rot"]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_trick_is_noticed_on_paths_that_only_turn_or_move():
     check(score(COMMANDS, (240, 416), FRAMES))
-
-
-# --- the page
 
 
 def by_hand() -> Scores:
@@ -142,7 +134,7 @@ def test_the_page_is_rewritten_between_its_markers_only(tmp_path):
         write_between(page, "text")
 
 
-def test_the_page_of_the_project_has_the_markers_and_names_every_trick():
+def test_the_documented_table_has_every_trick():
     text = PAGE.read_text(encoding="utf-8")
     between = text[text.index(BEGIN) : text.index(END)]
     for name in stage("arc_right", (32, 48), FRAMES).videos:

@@ -1,4 +1,4 @@
-"""Encoding ahead of training: complete, resumable, shared out, and then no encoder is needed."""
+"""Encoding ahead of training: complete, resumable, shared among ranks, and sufficient to train without encoders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refuse_to_load(*_: object) -> None:
     raise AssertionError("an encoder was loaded")
 
 
-def test_after_it_an_epoch_and_an_evaluation_load_no_encoder(world, tmp_path, monkeypatch, capsys):
+def test_training_and_evaluation_then_load_no_encoder(world, tmp_path, monkeypatch, capsys):
     cache = tmp_path / "cache"
     assert precompute.main(words(world, cache)) == 0
     said = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_after_it_an_epoch_and_an_evaluation_load_no_encoder(world, tmp_path, mo
         train_grpo.main(words(world, tmp_path / "empty", *run[:-2], "--config.run_name=cold", "--config.doctor=off"))
 
 
-def test_it_goes_on_where_it_was_stopped_and_mends_what_is_damaged(world, tmp_path, capsys):
+def test_a_second_call_encodes_only_missing_and_damaged_entries(world, tmp_path, capsys):
     cache = tmp_path / "cache"
     assert precompute.main(words(world, cache)) == 0
     before = entries(cache)
@@ -91,20 +91,17 @@ def test_it_goes_on_where_it_was_stopped_and_mends_what_is_damaged(world, tmp_pa
     assert len((cache / names[1]).read_bytes()) == len(content)
 
 
-def share_of_rank(ranks: Ranks, arguments: list[str]) -> set[str]:
+def share_of_rank(ranks: Ranks, arguments: list[str]) -> int:
     config = load_config(arguments[1], arguments[2:])
     splits = [dataset(config, split) for split in ("train", "val")]
     encodings = precompute.open_encodings(config, torch.device("cpu"))
-    tasks = precompute.share([*precompute.video_tasks(splits, encodings)], ranks)
-    precompute.work(tasks, ranks)
-    return {task.name for task in tasks}
+    return precompute.work([*precompute.video_tasks(splits, encodings)], ranks).made
 
 
-def test_ranks_share_the_work_out_and_make_the_same_files_as_one(world, tmp_path):
-    shares = run_ranks(share_of_rank, 2, words(world, tmp_path / "two"))
-    assert not shares[0] & shares[1] and abs(len(shares[0]) - len(shares[1])) <= 1
-    alone = share_of_rank(Ranks(), words(world, tmp_path / "one"))
-    assert alone == shares[0] | shares[1]
+def test_ranks_share_the_work_and_make_the_same_files_as_one(world, tmp_path):
+    first, second = run_ranks(share_of_rank, 2, words(world, tmp_path / "two"))
+    assert abs(first - second) <= 1
+    assert share_of_rank(Ranks(), words(world, tmp_path / "one")) == first + second
     assert set(entries(tmp_path / "one")) == set(entries(tmp_path / "two"))
     for name in entries(tmp_path / "one"):
         one, two = (load_file(tmp_path / part / name)["value"] for part in ("one", "two"))
@@ -135,6 +132,6 @@ def test_a_broken_video_is_listed_and_the_rest_is_encoded(world, tmp_path, capsy
     assert entries(tmp_path / "cache")
 
 
-def test_without_a_folder_it_says_what_to_pass(capsys):
+def test_a_missing_folder_option_is_refused(capsys):
     assert precompute.main([*RECIPE, "--config.model.encodings="]) == 2
     assert "pass --config.model.encodings=FOLDER" in capsys.readouterr().err

@@ -1,9 +1,8 @@
-"""The tools that made the embedded model: the codec's start is linear, a stopped run goes on as if it had not been."""
+"""Pre-training of the embedded model: the linear initial codec, the targets' shares, exact resume."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 from pathlib import Path
 from types import ModuleType
@@ -12,57 +11,42 @@ import pytest
 import torch
 
 from flow_grpo.maths.poses import PRESETS, preset_path
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(params=["pretrain_codec", "pretrain_tiny"])
-def tool(request, monkeypatch) -> ModuleType:
-    return load(request.param, monkeypatch)
+from tools import pretrain_codec, pretrain_tiny
 
 
-def load(name: str, monkeypatch) -> ModuleType:
-    """Import a tool as its own folder sees it."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module(name)
-
-
-def test_the_untrained_codec_is_the_best_linear_one(monkeypatch):
-    codec_tool = load("pretrain_codec", monkeypatch)
+def test_the_untrained_codec_is_the_best_linear_one():
     torch.manual_seed(0)
-    clips = codec_tool.make_clips("codec", 3)
-    codec = codec_tool.build_codec(base_dim=32, latent_channels=12)
-    codec_tool.become_linear(codec, clips)
+    clips = pretrain_codec.make_clips("codec", 3)
+    codec = pretrain_codec.build_codec(base_dim=32, latent_channels=12)
+    pretrain_codec.become_linear(codec, clips)
     patches = clips.reshape(-1, 3, 5, 3, 8, 4, 8).permute(0, 2, 3, 5, 1, 4, 6).reshape(-1, 192)
     centred = patches - patches.mean(dim=0)
     basis = torch.linalg.svd(centred, full_matrices=False).Vh[:12]
     best = float((centred - centred @ basis.T @ basis).square().mean())
-    found = float((codec_tool.restore(codec, clips) - clips).square().mean())
+    found = float((pretrain_codec.restore(codec, clips) - clips).square().mean())
     assert best <= found < 1.6 * best  # the norms are only almost constant
     assert float(clips.var()) > 5 * best
 
 
-def test_targets_are_drawn_in_the_stated_shares(monkeypatch):
-    tool = load("pretrain_tiny", monkeypatch)
-    codec = load("pretrain_codec", monkeypatch).build_codec(8, 2)
-    pool = tool.Pool.encode(codec, "pretrain", range(6))
+def test_targets_are_drawn_in_the_stated_shares():
+    pool = pretrain_tiny.Pool.encode(pretrain_codec.build_codec(8, 2), "pretrain", range(6))
     weights = pool._weights.view(6, 16)
     travel = pool.cameras.unflatten(-1, (3, 4))[:, :, -1, :, 3].norm(dim=-1)
     full = torch.tensor([float(preset_path(name, 2)[-1, :3, 3].norm()) for name in PRESETS])
     unsure = travel[:, 4:10] >= 0.35 * full[4:]
     moving = weights[:, 4:10]
     parts = {"still": weights[:, :4], "narrow": weights[:, 10:], "wide": moving[unsure], "sure": moving[~unsure]}
-    assert {name: float(part.sum()) for name, part in parts.items()} == pytest.approx(tool.SHARES, abs=1e-4)
+    assert {name: float(part.sum()) for name, part in parts.items()} == pytest.approx(pretrain_tiny.SHARES, abs=1e-4)
     steps = itertools.islice(pool.targets(24, 0, 1), 84)
     drawn = torch.cat([pool.batch(targets, torch.Generator().manual_seed(0))[2] for targets in steps])
     turning = drawn.unflatten(-1, (3, 4))[:, -1, :, 3].norm(dim=-1) < 1e-4
-    assert float(turning.float().mean()) == pytest.approx(tool.SHARES["still"], abs=0.03)
+    assert float(turning.float().mean()) == pytest.approx(pretrain_tiny.SHARES["still"], abs=0.03)
 
 
 def start(tool: ModuleType, work: Path):
     """Return a run of a tool, fresh or where its folder left off, and a function that takes one step."""
     torch.manual_seed(0)
-    if tool.__name__ == "pretrain_codec":
+    if tool is pretrain_codec:
         args = argparse.Namespace(work=work, base_dim=16, latent_channels=4, learning_rate=1e-3, steps=9, batch=2)
         run = tool.Training(args, tool.make_clips("codec", 1))
         return run, run.codec, lambda: run.advance(0, 1)
@@ -81,10 +65,10 @@ def start(tool: ModuleType, work: Path):
     return run, run.average, lambda: run.advance(pool, next(targets), text, run.model, 0)
 
 
-def test_the_targets_of_a_step_do_not_depend_on_ranks_or_on_where_a_run_began(monkeypatch):
-    tool = load("pretrain_tiny", monkeypatch)
+def test_the_targets_of_a_step_do_not_depend_on_ranks_or_on_where_a_run_began():
     draw = torch.Generator().manual_seed(1)
-    pool = tool.Pool(torch.randn(5, 16, 4, 5, 3, 4), torch.randn(5, 16, 5, 12, generator=draw), torch.zeros(5).long())
+    cameras = torch.randn(5, 16, 5, 12, generator=draw)
+    pool = pretrain_tiny.Pool(torch.zeros(5, 16, 4, 5, 3, 4), cameras, torch.zeros(5).long())
     alone = list(itertools.islice(pool.targets(8, 0, 1), 25))
     shared = [list(itertools.islice(pool.targets(8, rank, 2), 25)) for rank in range(2)]
     assert [len(step) for step in alone] == [8] * 25
@@ -96,7 +80,8 @@ def test_the_targets_of_a_step_do_not_depend_on_ranks_or_on_where_a_run_began(mo
     assert list(itertools.islice(pool.targets(8, 0, 1, step=13), 12)) == alone[13:]
 
 
-def test_a_stopped_run_goes_on_bit_by_bit(tool, tmp_path):
+@pytest.mark.parametrize("tool", [pretrain_codec, pretrain_tiny])
+def test_a_resumed_run_equals_an_uninterrupted_one(tool, tmp_path):
     _, straight, step = start(tool, tmp_path / "none")
     before = [parameter.detach().clone() for parameter in straight.parameters()]
     for _ in range(3):

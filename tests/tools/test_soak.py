@@ -1,35 +1,161 @@
-"""The soak's own settings and ends; what it finds is seen by running it."""
+"""The soak on a fake training program: faults strike, runs resume, results are compared, losses are reported."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import pytest
+import torch
+
+import train_grpo
+from flow_grpo.algorithm.update import updater
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.rewards.sharpness import Sharpness
 from tools import soak
-from train_grpo import read_command_line
+from tools.dev import soak_rank
+
+EPOCHS = 4
+# Called with run folder, kind of damage, and "launcher" or a rank: a launcher starts two ranks and ends them when one
+# fails; rank 0 has a loader process and saves a checkpoint and a row of metrics after every epoch.
+PROGRAM = f"""
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+run, damage, role = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+if role == "launcher":
+    ranks = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:3], str(rank)]) for rank in range(2)]
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.kill()
+    sys.exit(int(any(codes)))
+
+stopping = []
+signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
+launcher, plan = os.getppid(), json.loads(os.environ["FLOW_GRPO_SOAK"])
+loader = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "spawn_main"], stdin=subprocess.PIPE)
+if damage == "leftover":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+(run / "checkpoints").mkdir(parents=True, exist_ok=True)
+(run / "adapter").mkdir(exist_ok=True)
+finished = max((int(path.name[-6:]) for path in (run / "checkpoints").iterdir()), default=0)
+rows = [{{"step": step, "loss": 1 / step, "time/epoch_s": 0.1}} for step in range(1, finished + 1)]
+for number, step in enumerate(range(finished + 1, {EPOCHS} + 1)):
+    for _ in range(25):
+        time.sleep(0.01)
+        if os.getppid() != launcher or loader.poll() is not None:
+            sys.exit(1)
+    if plan == {{"fault": "nan", "epoch": number, "rank": int(role)}}:
+        sys.exit(1)
+    if role == "0":
+        lost = damage == "forgetful" and number == 0 and finished
+        rows.append({{"step": step, "loss": 9.0 if lost else 1 / step, "time/epoch_s": time.time()}})
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+        partial = run / f"part_{{step}}"
+        partial.mkdir(exist_ok=True)
+        (partial / "state.safetensors").write_text(str(step))
+        partial.rename(run / "checkpoints" / f"checkpoint_{{step:06d}}")
+    if stopping:
+        break
+loader.kill()
+"""
 
 
-def options(tmp_path, *words: str):
+@pytest.fixture
+def tried(tmp_path, monkeypatch) -> soak.Soak:
+    """A soak of the fake program that has trained it undisturbed; faults strike early."""
+    return prepare(tmp_path, monkeypatch)
+
+
+def prepare(tmp_path: Path, monkeypatch, damage: str = "") -> soak.Soak:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+
+    def words(self: soak.Soak, name: str) -> list[str]:
+        done = "" if name == "peace" else damage
+        return [sys.executable, str(file), str(self.folder(name).parent), done, "launcher"]
+
+    monkeypatch.setattr(soak.Soak, "words", words)
+    made = soak.Soak(options(tmp_path, "--epochs", str(EPOCHS), "--minutes", "0"))
+    (tmp_path / "soak").mkdir()
+    made.peace()
+    made.epoch_s, made.startup_s = 0.02, 0.1
+    return made
+
+
+def options(tmp_path: Path, *words: str):
     return soak.options().parse_args(["--out", str(tmp_path / "soak"), *words])
 
 
-def test_its_command_is_one_that_training_takes_and_runs_where_equal_means_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("fault", ["kill", "kill_all", "launcher", "worker", "term", "nan"])
+def test_a_disturbed_run_is_resumed_to_the_end_and_compared(tried, fault):
+    tried.args.faults = [fault]
+    result = tried.trouble(0)
+    assert result["complete"] and result["difference"] == "" and result["left"] == 0
+    assert result["struck"].get(fault, 0) >= 1 and result["starts"] >= 2
+    starts = [json.loads(line) for line in (tried.args.out / "soak.jsonl").read_text().splitlines()][1:-1]
+    assert [row["saved"] for row in starts] == sorted(row["saved"] for row in starts) and starts[-1]["saved"] == EPOCHS
+    assert fault == "term" or starts[0]["code"] != 0
+    assert not tried.folder("trouble_0").exists()  # kept only if something was lost
+
+
+def test_a_run_that_forgets_something_on_resuming_is_reported_and_kept(tmp_path, monkeypatch):
+    tried = prepare(tmp_path, monkeypatch, "forgetful")
+    tried.args.faults = ["nan"]
+    tried.draw = SimpleNamespace(choice=lambda values: values[0], randrange=lambda stop: stop - 1)  # epoch 2, rank 1
+    result = tried.trouble(0)
+    assert result["complete"] and "['loss']" in result["difference"]
+    assert tried.folder("trouble_0").exists()
+
+
+def test_a_process_left_over_is_counted_and_killed(tmp_path, monkeypatch):
+    tried = prepare(tmp_path, monkeypatch, "leftover")
+    monkeypatch.setattr(soak, "START_BOUND_S", 3.0)
+    started = tried.start("trouble_0", "none")
+    assert started.left >= 1 and started.fault == "none" and not started.struck
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        ("checkpoints/checkpoint_000002/rank_0.safetensors", "other", "checkpoints/rank_0.safetensors"),
+        ("checkpoints/checkpoint_000001/rank_0.safetensors", "other", ""),  # an older one, kept or not
+        ("adapter/lora.safetensors", None, "adapter/lora.safetensors"),
+        ("adapter/more.safetensors", "more", "adapter/more.safetensors"),
+        ("metrics.jsonl", '{"step": 1, "a": 2}\n', "metrics of step 1: ['a']"),
+        ("metrics.jsonl", '{"step": 1, "a": 1, "time/x": 7, "system/y": 3}\n', ""),
+        ("metrics.jsonl", '{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n', "1 rows of metrics and 2"),
+    ],
+)
+def test_any_difference_but_in_times_is_named(tmp_path, file, content, found):
+    for run in ("one", "other"):
+        for step in (1, 2):
+            path = tmp_path / run / "checkpoints" / f"checkpoint_00000{step}" / "rank_0.safetensors"
+            path.parent.mkdir(parents=True)
+            path.write_text("state")
+        (tmp_path / run / "adapter").mkdir()
+        (tmp_path / run / "adapter" / "lora.safetensors").write_text("weights")
+        (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "a": 1, "time/x": 5}\n')
+    changed = tmp_path / "other" / file
+    changed.unlink() if content is None else changed.write_text(content)
+    assert soak.difference(tmp_path / "one", tmp_path / "other") == found
+
+
+def test_the_command_runs_the_faulty_rank_with_a_recipe_that_training_accepts(tmp_path):
     words = soak.Soak(options(tmp_path)).words("trouble_0")
-    config, recipe = read_command_line(words[words.index("--config") :])
+    place = words.index("--config")
+    assert Path(words[place - 1]).samefile(soak_rank.__file__)
+    config, recipe = train_grpo.read_command_line(words[place:])
     assert (recipe, config.device, config.resume, config.run_name) == ("tiny_recam", "cpu", "auto", "trouble_0")
 
 
-def test_time_used_up_before_any_fault_is_no_success(tmp_path, capsys):
-    with mock.patch.object(soak.Soak, "peace"):
-        assert soak.main(["--out", str(tmp_path / "soak"), "--minutes", "0"]) == 2
-    assert "--minutes" in capsys.readouterr().err
-    summary = json.loads((tmp_path / "soak" / "summary.json").read_text())
-    assert (summary["runs"], summary["slowest_end_s"], summary["lost"]) == (0, 0.0, [])
-
-
-def test_a_run_killed_after_its_last_epoch_is_only_ended(tmp_path):
+def test_a_run_killed_after_its_last_epoch_has_nothing_left_to_disturb(tmp_path):
     tried = soak.Soak(options(tmp_path, "--epochs", "8"))
-    (tmp_path / "soak").mkdir()
     (tried.folder("trouble_0") / "checkpoint_000008").mkdir(parents=True)
     with mock.patch.object(tried, "words", return_value=["true"]):
         for fault in soak.INSIDE:
@@ -37,11 +163,39 @@ def test_a_run_killed_after_its_last_epoch_is_only_ended(tmp_path):
             assert (started.struck, started.saved, started.done) == (False, 8, True)
 
 
-def test_what_was_lost_is_exit_code_1(tmp_path):
-    result = {"run": "trouble_0", "starts": 2, "complete": True, "difference": "", "struck": {"kill": 1}, "left": 0}
-    result["slowest_end_s"] = 3.0
-    for number, (found, code) in enumerate((({}, 0), ({"difference": "adapter"}, 1), ({"left": 1}, 1))):
-        over = mock.patch.object(soak.Soak, "over", side_effect=[False, True])
-        trouble = mock.patch.object(soak.Soak, "trouble", return_value=result | found)
-        with mock.patch.object(soak.Soak, "peace"), over, trouble:
-            assert soak.main(["--out", str(tmp_path / f"soak_{number}")]) == code
+RESULT = {"run": "trouble_0", "starts": 2, "complete": True, "difference": "", "struck": {"kill": 1}, "left": 0}
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "runs"),
+    [(None, 2, 0), ({}, 0, 1), ({"difference": "adapter"}, 1, 1), ({"left": 1}, 1, 1), ({"complete": False}, 1, 1)],
+)
+def test_the_exit_code_says_whether_anything_was_lost_or_nothing_tested(tmp_path, capsys, found, code, runs):
+    over = itertools.chain([found is None], itertools.repeat(True))
+    trouble = mock.patch.object(soak.Soak, "trouble", return_value=RESULT | {"slowest_end_s": 3.0} | (found or {}))
+    with mock.patch.object(soak.Soak, "peace"), mock.patch.object(soak.Soak, "over", side_effect=over), trouble:
+        assert soak.main(["--out", str(tmp_path / "soak")]) == code
+    assert ("--minutes" in capsys.readouterr().err) == (code == 2)
+    summary = json.loads((tmp_path / "soak" / "summary.json").read_text())
+    assert (summary["runs"], summary["faults"], len(summary["lost"])) == (runs, runs, int(code == 1))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("fault", ["nan", "reward", "slow", "none"])
+def test_a_fault_inside_a_rank_happens_in_its_epoch_and_on_its_rank_only(monkeypatch, fault, rank):
+    naps: list[float] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(soak_rank.time, "sleep", naps.append)
+    monkeypatch.setattr(train_grpo, "train_epoch", lambda trainer, epoch: None)
+    monkeypatch.setattr(updater, "take_step", lambda module: bool(module.weight.grad.isnan().any()))
+    monkeypatch.setattr(RewardSet, "__call__", lambda rewards: isinstance(rewards.rewards[0], soak_rank.Broken))
+    module, rewards = torch.nn.Linear(1, 1), RewardSet([Sharpness()], {"sharpness": 1.0})
+    soak_rank.Saboteur(fault, epoch=1, rank=1).arm()
+    seen = []
+    for epoch in range(3):
+        module.weight.grad = torch.zeros(1, 1)
+        train_grpo.train_epoch(None, epoch)
+        seen.append({"nan": updater.take_step(module), "reward": rewards(), "slow": bool(naps)})
+        naps.clear()
+    due = [rank == "1" and epoch == 1 for epoch in range(3)]
+    assert seen == [{name: at and name == fault for name in ("nan", "reward", "slow")} for at in due]

@@ -1,4 +1,4 @@
-"""The evaluation command with a stand-in for the estimator: rows, failures, resuming, processes, tables, plots."""
+"""The evaluation command with a fake estimator: rows, failures, resuming, processes, tables, plots."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from PIL import Image
 
 from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.path_errors import CONVENTIONS, path_errors
-from flow_grpo.maths.poses import opencv_to_multicam, preset_path
+from flow_grpo.maths.poses import preset_path
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.video_file import write_video
 from tools import evaluate
 
 FRAMES = 5
 CALLS: list[str] = []
-# What the stand-in makes of a video, told by its brightness.
+# How the fake estimator treats a video, by its brightness.
 FINE, WORSE, PARTLY, LOST, BROKEN, DEADLY, LATE = (round(0.1 + 0.1 * step, 1) for step in range(7))
 
 
 def stand_in(video: Path, num_frames: int, frames: list[int], focal_px: float) -> Estimate:
-    """Return the arc turned too far by a share that the brightness tells, in a world and unit of its own."""
+    """Return the arc with a rotation error that depends on the brightness, scaled by 7."""
     CALLS.append(video.name)
     level = round(float(read_video(video, num_frames).float().mean() / 255), 1)
     if level == LATE:
@@ -77,10 +77,7 @@ def by_name(metrics: dict) -> dict[str, dict]:
     return {row["video"]: row for row in metrics["rows"]}
 
 
-# --- rows and tables
-
-
-def test_rows_hold_the_errors_of_the_path(place):
+def test_rows_contain_the_path_errors(place):
     rows = by_name(run(place))
     assert list(rows) == ["a.mp4", "b.mp4", "d.mp4", "sub/c.mp4"]
     commanded = preset_path("arc_left", FRAMES)
@@ -94,7 +91,7 @@ def test_rows_hold_the_errors_of_the_path(place):
     assert rows["b.mp4"]["shares_estimator"] is False and rows["b.mp4"]["trans_m_mean"] is None
 
 
-def test_a_partly_registered_video_has_means_and_its_share_and_a_lost_one_is_a_failed_row(place):
+def test_a_partly_registered_video_has_means_and_a_lost_one_is_a_failed_row(place):
     metrics = run(place)
     partly, lost = (by_name(metrics)[name] for name in ("sub/c.mp4", "d.mp4"))
     assert partly["registered"] and partly["frames_registered"] == 3 and partly["rot_rad_sum"] is None
@@ -109,7 +106,7 @@ def test_a_partly_registered_video_has_means_and_its_share_and_a_lost_one_is_a_f
     assert summary["camera_types"]["mine"]["videos"] == 1
 
 
-def test_what_the_estimator_is_to_blame_for_is_a_failed_row_and_tried_again(place):
+def test_a_crash_of_the_estimator_is_a_failed_row_and_is_retried(place):
     film(place / "videos" / "b.mp4", BROKEN)
     row = by_name(run(place))["b.mp4"]
     assert not row["registered"] and row["fault"] and row["cause"] == "RuntimeError: the estimator is broken"
@@ -117,39 +114,36 @@ def test_what_the_estimator_is_to_blame_for_is_a_failed_row_and_tried_again(plac
     assert CALLS == ["a.mp4", "b.mp4", "d.mp4", "c.mp4", "b.mp4"]
 
 
-def test_drift_is_told_where_the_command_only_turns(place):
-    film(place / "videos" / "b.mp4", WORSE)
-    cameras = json.loads((place / "cameras.json").read_text()) | {"b.mp4": preset_path("pan_left", FRAMES).tolist()}
+def edit_cameras(place: Path, **changes: object) -> None:
+    cameras = json.loads((place / "cameras.json").read_text())
+    cameras |= {name.replace("_", "."): entry for name, entry in changes.items()}
     (place / "cameras.json").write_text(json.dumps(cameras))
-    rows = by_name(run(place))
+
+
+def test_drift_is_reported_where_the_command_only_turns_and_a_shared_estimator_is_flagged(place):
+    edit_cameras(place, b_mp4={"poses": preset_path("pan_left", FRAMES).tolist(), "shares_estimator": True})
+    metrics = run(place)
+    assert [row["video"] for row in metrics["rows"] if row["shares_estimator"]] == ["b.mp4"]
+    assert metrics["summary"]["shares_estimator"] == 1
+    rows = by_name(metrics)
     assert rows["b.mp4"]["drift_parallax_deg"] == WORSE and rows["b.mp4"]["trans_sim3_rel"] is None
     assert rows["a.mp4"]["drift_parallax_deg"] is None and rows["a.mp4"]["trans_sim3_rel"] is not None
 
 
-def test_rows_that_share_the_estimator_with_a_reward_are_flagged(place):
-    cameras = json.loads((place / "cameras.json").read_text())
-    cameras["b.mp4"] = {"poses": cameras["b.mp4"], "shares_estimator": True}
-    (place / "cameras.json").write_text(json.dumps(cameras))
+def test_csv_and_markdown_hold_the_numbers_of_the_json(place):
     metrics = run(place)
-    assert [row["video"] for row in metrics["rows"] if row["shares_estimator"]] == ["b.mp4"]
-    assert metrics["summary"]["shares_estimator"] == 1
-
-
-def test_tables_say_the_same_in_every_format(place):
-    metrics = run(place)
-    lines = list(csv.DictReader((place / "out" / "rows.csv").read_text().splitlines()))
+    lines, groups = (
+        list(csv.DictReader((place / "out" / name).read_text().splitlines())) for name in ("rows.csv", "summary.csv")
+    )
     assert [line["video"] for line in lines] == [row["video"] for row in metrics["rows"]]
     assert float(lines[1]["rot_deg_mean"]) == metrics["rows"][1]["rot_deg_mean"] and lines[2]["rot_deg_mean"] == ""
-    groups = {
-        line["camera_type"]: line for line in csv.DictReader((place / "out" / "summary.csv").read_text().splitlines())
-    }
-    every = metrics["summary"]["metrics"]["rot_deg_mean"]
-    assert set(groups) == {"mine", "arc_left", "all"} and groups["all"]["failure_rate"] == "0.25"
+    every, overall = metrics["summary"]["metrics"]["rot_deg_mean"], groups[-1]
+    assert [line["camera_type"] for line in groups] == ["arc_left", "mine", "all"] and overall["failure_rate"] == "0.25"
     for end, part in (("", "mean"), ("_low", "low"), ("_high", "high"), ("_rows", "rows")):
-        assert float(groups["all"][f"rot_deg_mean{end}"]) == every[part]
+        assert float(overall[f"rot_deg_mean{end}"]) == every[part]
     text = (place / "out" / "summary.md").read_text()
     assert f"| all | 4 | 1 (25%) | 75% | {every['mean']:.3g} [{every['low']:.3g}, {every['high']:.3g}] |" in text
-    assert "| d.mp4 | arc_left | no | 2 of 5 | – |" in text and "rot_deg_mean (B)" in text
+    assert "| d.mp4 | arc_left | no | 2 of 5 | – |" in text
 
 
 def test_a_plot_is_drawn_of_every_registered_video_once(place):
@@ -168,16 +162,12 @@ def test_a_plot_is_drawn_of_every_registered_video_once(place):
     assert drawn["sub/c.mp4.png"].stat().st_mtime_ns == before["sub/c.mp4.png"]
 
 
-# --- going on
-
-
 def test_a_second_call_measures_only_what_changed(place):
     first = run(place)
     CALLS.clear()
     assert run(place) == first and CALLS == []
     film(place / "videos" / "a.mp4", WORSE)
-    cameras = json.loads((place / "cameras.json").read_text()) | {"d.mp4": preset_path("zoom_in", FRAMES).tolist()}
-    (place / "cameras.json").write_text(json.dumps(cameras))
+    edit_cameras(place, d_mp4=preset_path("zoom_in", FRAMES).tolist())
     (place / "out" / "rows" / "sub" / "c.mp4.json").write_text("{")
     assert by_name(run(place))["a.mp4"]["rot_deg_mean"] > by_name(first)["a.mp4"]["rot_deg_mean"]
     assert CALLS == ["a.mp4", "d.mp4", "c.mp4"]
@@ -186,7 +176,7 @@ def test_a_second_call_measures_only_what_changed(place):
     assert len(CALLS) == 4
 
 
-def test_a_call_that_was_cut_off_is_gone_on_with(place, monkeypatch):
+def test_an_interrupted_call_is_resumed(place, monkeypatch):
     def interrupted(video, *others):
         if video.name == "d.mp4":
             raise KeyboardInterrupt
@@ -202,14 +192,10 @@ def test_a_call_that_was_cut_off_is_gone_on_with(place, monkeypatch):
     assert {"a.mp4", "b.mp4"} <= set(done) and sorted(CALLS) == sorted({"a.mp4", "b.mp4", "c.mp4", "d.mp4"} - set(done))
 
 
-# --- processes
-
-
 def test_processes_find_the_same_rows_and_one_that_dies_loses_its_own_video(place):
     serial = run(place)
     film(place / "videos" / "dead.mp4", DEADLY)
-    cameras = json.loads((place / "cameras.json").read_text())
-    (place / "cameras.json").write_text(json.dumps(cameras | {"dead.mp4": cameras["b.mp4"]}))
+    edit_cameras(place, dead_mp4=preset_path("arc_left", FRAMES).tolist())
     shutil.rmtree(place / "out")
     rows = by_name(run(place, "--workers", 2))
     dead = rows.pop("dead.mp4")
@@ -226,74 +212,33 @@ def test_a_video_that_takes_too_long_is_a_failed_row(place):
     assert not row["registered"] and row["fault"] and "5 s" in row["cause"]  # however long a process takes to start
 
 
-# --- a baseline
-
-
 def test_a_baseline_is_compared_video_by_video(place):
     baseline = run(place)
-    shutil.copy(place / "out" / "metrics.json", place / "baseline.json")
     film(place / "videos" / "b.mp4", FINE)
-    film(place / "videos" / "a.mp4", LOST)
-    shutil.rmtree(place / "out")
+    shutil.copy(place / "out" / "metrics.json", place / "baseline.json")
     metrics = run(place, "--baseline", place / "baseline.json")
     compared = metrics["summary"]["baseline"]
-    assert compared["videos"] == 4 and compared["only_registered_in_baseline"] == 1
-    assert compared["only_registered_here"] == 0 and compared["failure_rate"]["mean"] == 0.25
     better = by_name(metrics)["b.mp4"]["rot_deg_mean"] - by_name(baseline)["b.mp4"]["rot_deg_mean"]
-    assert compared["metrics"]["rot_deg_mean"]["mean"] == pytest.approx(better / 2)  # b and c; c did not change
-    assert compared["metrics"]["rot_deg_mean"]["rows"] == 2 and better < -1
+    assert compared["videos"] == 4 and better < -1
+    assert compared["metrics"]["rot_deg_mean"]["mean"] == pytest.approx(better / 3)  # a and c are unchanged, d is lost
     assert "| rot_deg_mean | -" in (place / "out" / "summary.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content["settings"].update(estimator="another"), "must be the same; evaluate the baseline"),
-        (
-            lambda content: content["rows"][0].update(asked="else"),
-            "has other cameras, frames or focal length for a.mp4",
-        ),
+        (lambda content: content["settings"].update(estimator="another"), "evaluate the baseline again"),
+        (lambda content: content["rows"][0].update(asked="else"), "a.mp4"),
         (lambda content: content.update(rows=[]), "has no video of the same name"),
-        (lambda content: content.pop("rows"), "has no rows and settings, must be a metrics.json"),
+        (lambda content: content.pop("rows"), "must be a metrics.json"),
     ],
 )
-def test_a_baseline_that_cannot_be_compared_is_refused(place, capsys, change, message):
+def test_an_incomparable_baseline_is_refused(place, capsys, change, message):
     content = run(place)
     change(content)
     (place / "baseline.json").write_text(json.dumps(content))
     capsys.readouterr()
     assert message in refusal(capsys, words(place, "--baseline", place / "baseline.json"))
-
-
-# --- ReCamMaster's folders
-
-
-def test_result_folders_of_recammaster_are_read_as_they_are(place, tmp_path):
-    mirror = torch.diag(torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=torch.float64))  # the file's world is left-handed
-    paths = {"cam01": mirror @ preset_path("arc_left", FRAMES), "cam10": mirror @ preset_path("pan_left", FRAMES)}
-    content = {}
-    for frame in range(FRAMES):
-        texts = {
-            camera: " ".join(f"[{' '.join(map(str, row))}]" for row in opencv_to_multicam(path)[frame].tolist()) + " "
-            for camera, path in paths.items()
-        }
-        content[f"frame{frame}"] = texts
-    (tmp_path / "camera_extrinsics.json").write_text(json.dumps(content))
-    for kind in (1, 10):
-        for number, level in enumerate((FINE, WORSE)):
-            film(tmp_path / "results" / f"cam_type{kind}" / f"video{number}.mp4", level)
-    given = ("--videos", tmp_path / "results", "--cameras", tmp_path / "camera_extrinsics.json")
-    metrics = run(place, *given)
-    rows = by_name(metrics)
-    assert [(row["camera_type"], row["source"]) for row in rows.values()] == [
-        *(("cam_type1", "video0"), ("cam_type1", "video1"), ("cam_type10", "video0"), ("cam_type10", "video1"))
-    ]
-    assert rows["cam_type1/video0.mp4"]["rot_deg_mean"] == pytest.approx(29.82 * FINE / 2, rel=1e-3)
-    assert rows["cam_type10/video0.mp4"]["trans_sim3_rel"] is None
-    assert metrics["summary"]["sources"] == 2 and set(metrics["summary"]["camera_types"]) == {"cam_type1", "cam_type10"}
-
-
-# --- what cannot be
 
 
 def refusal(capsys, given: list[str]) -> str:
@@ -312,18 +257,16 @@ def refusal(capsys, given: list[str]) -> str:
         (["--workers", "-1"], "--workers is -1"),
         (["--seconds", "0"], "--seconds 0, must be"),
         (["--out", __file__], "is a file, must be a folder"),
-        (["--videos", "nowhere"], "--videos nowhere is no folder"),
-        (["--cameras", "nowhere.json"], "nowhere.json cannot be read"),
-        (["--baseline", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--videos", "nowhere"], "--videos nowhere"),
+        (["--cameras", "nowhere.json"], "nowhere.json"),
+        (["--baseline", "nowhere.json"], "nowhere.json"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2_before_anything_is_measured(place, capsys, given, message):
+def test_unusable_arguments_are_one_line_and_exit_code_2_before_anything_is_measured(place, capsys, given, message):
     assert message in refusal(capsys, words(place, *given))
     assert CALLS == [] and not (place / "out").exists()
 
 
 def test_without_pycolmap_it_says_where_to_evaluate(place, capsys, monkeypatch):
     monkeypatch.setattr(evaluate.motion, "pycolmap", None)
-    assert evaluate.main(words(place)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: pycolmap is not installed") and "x86" in error and error.count("\n") == 1
+    assert "x86" in refusal(capsys, words(place))

@@ -1,8 +1,8 @@
-"""Which names of torch_npu this project uses, and whether a wheel of it has them and takes the arguments.
+"""Finds the torch_npu names that this project uses, and checks them and their arguments against a wheel.
 
-Found in the source: `torch_npu.x`, `torch.npu.x`, and what `flow_grpo/runtime/device.py` writes instead, because one
-line serves two vendors: `_module(kind).x`, `getattr(torch, kind).x`, `sys.modules["torch_npu"].x`, and local names for
-any of these. Where a vendor is chosen while running, the NPU is assumed.
+Uses are found in the source: `torch_npu.x`, `torch.npu.x`, the vendor-neutral forms of `flow_grpo/runtime/device.py`
+(`_module(kind).x`, `getattr(torch, kind).x`, `sys.modules["torch_npu"].x`), and local variables bound to any of these.
+Where the vendor is chosen at run time, the NPU is assumed.
 """
 
 from __future__ import annotations
@@ -16,45 +16,31 @@ from tools.audit.wheel import Definition, Wheel
 
 VENDOR = ("torch_npu", "torch.npu")
 BACKEND = "hccl"
-_WORDS = ("npu", "getattr(torch", "_module(")  # a file without any of them has no use
+_WORDS = ("npu", "getattr(torch", "_module(")  # files without any of these are skipped
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        check: "name", "environment", "operator" or "dtype".
-        status: "ok", "warn" or "fail".
-        subject: what was looked at.
-        text: what was found; for anything but "ok" also the way out.
-    """
-
-    check: str
-    status: str
+    check: str  # "name", "environment", "operator" or "dtype"
+    status: str  # "ok", "warn" or "fail"
     subject: str
-    text: str
+    text: str  # what was found and, unless "ok", what to do
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One place where a vendor's name is used.
+    """One place where a torch_npu name is used."""
 
-    Attributes:
-        name: dotted, beginning with "torch_npu" or "torch.npu".
-        place: file and line.
-        arguments: positional arguments of a call, or None where it is not called.
-        keywords: names of a call's keyword arguments.
-    """
-
-    name: str
-    place: str
-    arguments: int | None = None
+    name: str  # dotted, starting with "torch_npu" or "torch.npu"
+    place: str  # file:line
+    arguments: int | None = None  # number of positional arguments, None if it is not called
     keywords: tuple[str, ...] = ()
 
 
 def uses(files: Sequence[Path], root: Path) -> list[Use]:
-    """Return every use of torch_npu in the files, in order; places are relative to `root`."""
+    """Return every use in the files, in order, with places relative to `root`."""
     found = []
     for file in files:
         text = file.read_text(encoding="utf-8")
@@ -69,22 +55,22 @@ def uses(files: Sequence[Path], root: Path) -> list[Use]:
 
 
 def check_names(wheel: Wheel, found: Sequence[Use]) -> list[Finding]:
-    """Return one finding for each name and way of calling it."""
+    """Return one finding per name and call signature."""
     calls = {(use.name, use.arguments, use.keywords): use for use in reversed(found)}
     return [_check(wheel, use) for use in reversed(calls.values())]
 
 
 def check_backend(wheel: Wheel) -> Finding:
-    """Return whether the wheel brings the process group backend that the project asks for."""
+    """Check that the wheel registers the process group backend that the project uses."""
     if wheel.registers_backend(BACKEND):
         return Finding("name", "ok", BACKEND, "registered as a process group backend")
     return Finding("name", "fail", BACKEND, "no such process group backend: change `process_group_backend`")
 
 
 def check_environment(wheel: Wheel, variables: Sequence[str]) -> list[Finding]:
-    """Return for every environment variable whether the wheel's binaries know it; CANN reads some by itself."""
+    """Look for each environment variable in the wheel's binaries; CANN reads some of them itself."""
     return [
-        Finding("environment", "ok", variable, "stands in a binary")
+        Finding("environment", "ok", variable, "found in a binary")
         if wheel.mentions(variable)
         else Finding("environment", "warn", variable, "not in the wheel: look for it in CANN's documents")
         for variable in variables
@@ -116,7 +102,7 @@ def _check_call(wheel: Wheel, use: Use, found: Definition) -> Finding:
 
 
 class _Scope:
-    """The uses in one module or function, without those of the functions inside it."""
+    """One module or function body, without nested functions, which are scopes of their own."""
 
     def __init__(self, scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef, place: str) -> None:
         self._body, self._place = scope.body, place
@@ -129,9 +115,9 @@ class _Scope:
                     self._known[target.id] = name
 
     def uses(self) -> list[Use]:
-        """Return every longest dotted name that begins at a vendor, and how it is called."""
+        """Return the longest dotted names that start with a vendor module, and how they are called."""
         found: list[Use] = []
-        inner: set[int] = set()  # expressions that belong to a longer name
+        inner: set[int] = set()  # ids of expressions inside a longer name
         for node in self._walk():
             name = self._name(node) if isinstance(node, ast.expr) and id(node) not in inner else ""
             if isinstance(node, ast.Call) and not name:
@@ -146,7 +132,7 @@ class _Scope:
         return found
 
     def _walk(self) -> Iterator[ast.AST]:
-        """Yield the nodes of this scope, outer ones first."""
+        """Yield the nodes of this scope, outermost first."""
         waiting: list[ast.AST] = list(reversed(self._body))
         while waiting:
             node = waiting.pop()
@@ -155,7 +141,7 @@ class _Scope:
                 waiting += reversed(list(ast.iter_child_nodes(node)))
 
     def _name(self, node: ast.expr) -> str:
-        """Return the dotted name an expression stands for: "torch", or a vendor's; else ""."""
+        """Return the dotted torch or vendor name that an expression evaluates to, or ""."""
         if isinstance(node, ast.Name):
             return node.id if node.id in ("torch", "torch_npu") else self._known.get(node.id, "")
         if isinstance(node, ast.Attribute):
@@ -183,7 +169,7 @@ def _loaded(by_name: bool, name: ast.expr) -> str:
 
 
 def _chosen(node: ast.expr) -> str:
-    """Return the name that an expression gives on an NPU: a text itself, or a kind of device."""
+    """Return the string that an expression evaluates to on an NPU, or ""."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "upper":

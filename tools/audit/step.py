@@ -1,15 +1,14 @@
-"""Which ATen operators a tiny training step asks a device for, and with which number types.
+"""Records which ATen operators a tiny training step runs on the device, and with which dtypes.
 
-An epoch of the tiny recipe runs on a stand-in for an NPU: tensors that say they live on `npu:0`, carry their values in
-CPU memory, and record every operator between autograd and the device. So what stays on the CPU is told from what would
-run on the device, and reading a device tensor's memory (`.numpy()`) fails as it does there. Says nothing about kernels.
+An epoch of the tiny recipe runs on a fake NPU: wrapper tensors that report device `npu:0`, hold their values in CPU
+memory, and record every operator below autograd. Operators on CPU tensors are not recorded, and reading a device
+tensor's memory (`.numpy()`) fails as on a real device. Kernels are not tested.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -20,8 +19,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 import torch
 from torch import Tensor
@@ -35,9 +32,9 @@ from tools.audit.names import Finding
 ROOT = Path(__file__).resolve().parents[2]
 REGISTERED = "registered"
 WIDE = (torch.float64, torch.complex64, torch.complex128)
-# Replaced as a whole on an NPU, forward and backward; on other devices only its parts reach the dispatcher.
+# One fused operator on an NPU, forward and backward; elsewhere only its parts reach the dispatcher.
 ATTENTION = "scaled_dot_product_attention"
-MIXED = ("_to_copy", "copy_", "index.Tensor", "index_put_", "_index_put_impl_")  # take tensors of two devices
+MIXED = ("_to_copy", "copy_", "index.Tensor", "index_put_", "_index_put_impl_")  # accept tensors on two devices
 SMALL = {
     "device": "npu",
     "max_minutes": 0,
@@ -63,19 +60,16 @@ SMALL = {
 
 @dataclasses.dataclass
 class Record:
-    """What a device was asked for.
+    """What ran on the fake device."""
 
-    Attributes:
-        operators: how often each ATen operator ran, by name: "add.Tensor", or "add" for the default overload.
-        wide: how often an operator gave a tensor of 64-bit or complex floating point, by operator and type.
-    """
-
+    # Calls of each ATen operator by name: "add.Tensor", or "add" for the default overload.
     operators: Counter[str] = dataclasses.field(default_factory=Counter)
+    # float64 or complex results, by operator and dtype.
     wide: Counter[tuple[str, torch.dtype]] = dataclasses.field(default_factory=Counter)
 
 
 class DeviceTensor(Tensor):
-    """A tensor that says it is on the stand-in; `values` is the CPU tensor that it stands for."""
+    """A tensor that reports device npu:0; `values` is the CPU tensor with its data."""
 
     values: Tensor
     record: Record
@@ -98,7 +92,7 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator without the mode, as in the thread that computes gradients."""
+        """Run an operator where the mode is inactive: in autograd's backward thread."""
         leaves = tree_leaves((args, kwargs))
         return run(func, args, kwargs or {}, next(leaf.record for leaf in leaves if isinstance(leaf, cls)))
 
@@ -128,10 +122,10 @@ class _Attention(TorchFunctionMode):
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> Any:
-    """Run one operator on the CPU tensors behind its arguments, and record it if it meets the stand-in.
+    """Run one operator on the CPU tensors behind its arguments, and record it if it involves the fake device.
 
     Raises:
-        RuntimeError: it mixes tensors of the device with others that are more than numbers.
+        RuntimeError: it mixes device tensors with CPU tensors that are not scalars.
     """
     leaves = tree_leaves((args, kwargs))
     elsewhere = any(isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim() for leaf in leaves)
@@ -165,52 +159,44 @@ def _name(func: Any) -> str:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Record]:
-    """Inside, `torch.device("npu", 0)` is a stand-in that records; the process is of no other use afterwards.
+    """Context in which `torch.device("npu", 0)` is a recording fake; use the process for nothing else afterwards.
 
     Raises:
-        ValueError: there is a real torch_npu.
+        ValueError: the real torch_npu is installed.
     """
     if importlib.util.find_spec("torch_npu") is not None:
-        raise ValueError("torch_npu is installed, whose device cannot be stood in for; audit where it is not")
+        raise ValueError("torch_npu is installed, its device cannot be faked; run the audit where it is not")
     library = types.ModuleType("torch_npu")
     library.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)  # accelerate looks for it
-    _setup_privateuseone_for_python_backend("npu", _answering())
+    _setup_privateuseone_for_python_backend("npu", _fake_module())
     torch._C._set_only_lift_cpu_tensors(True)  # else `torch.tensor(..., device=...)` looks for memory on the device
     record = Record()
     with mock.patch.dict(sys.modules, {"torch_npu": library}), _Operators(record), _Attention(record):
         yield record
 
 
-def _answering() -> Any:
-    """Return what stands for `torch.npu`: its functions give fixed answers."""
+def _fake_module() -> Any:
+    """Return a fake `torch.npu` whose functions return constants."""
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "device_count": 1,
         "current_device": 0,
         "_is_in_bad_fork": False,
-        "get_device_name": "stand-in",
+        "get_device_name": "fake",
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "mem_get_info": (0, 0),
     }
     numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved")
     orders = ("set_device", "set_compile_mode", "synchronize", "empty_cache", "reset_peak_memory_stats")
     answers |= dict.fromkeys((*numbers, *orders, "set_rng_state", "manual_seed_all"), 0)
-    functions = {name: functools.partial(_answer, value) for name, value in answers.items()}
+    functions = {name: lambda *_, value=value, **__: value for name, value in answers.items()}
     return types.SimpleNamespace(**functions, config=types.SimpleNamespace(), conv=types.SimpleNamespace())
 
 
-def _answer(value: Any, *_asked: Any, **_named: Any) -> Any:
-    return value
-
-
 def training_step(folder: Path) -> Record:
-    """Train the tiny model for one epoch on the stand-in, with an evaluation and a checkpoint around it.
-
-    Args:
-        folder: for the world that is filmed and what the run leaves.
-    """
-    import train_grpo  # here: it loads every model library, which the other checks do without
+    """Train the tiny model for one epoch on the fake device, with evaluation and checkpoint; writes to `folder`."""
+    import train_grpo  # here, because it loads every model library, which the other checks do not need
 
     places = {
         "model.path": ROOT / "assets" / "tiny_recam",
@@ -233,18 +219,18 @@ def training_step(folder: Path) -> Record:
 
 
 def observe() -> Record:
-    """Run `training_step` in a folder that is removed; what it prints goes to stderr."""
+    """Run `training_step` in a temporary folder, with its output on stderr."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         return training_step(Path(folder))
 
 
 def check_operators(operators: Mapping[str, int], registered: Collection[str]) -> list[Finding]:
-    """Return one finding for each operator: it has an NPU kernel, is made of others, or would run on the CPU."""
+    """Return one finding per operator: it has an NPU kernel, decomposes into others, or falls back to the CPU."""
     return [_check(name, registered) for name in sorted(operators)]
 
 
 def check_dtypes(wide: Mapping[tuple[str, torch.dtype], int]) -> list[Finding]:
-    """Return one finding for each operator that gave a device tensor of a type that NPUs lack, or one that none did."""
+    """Return one finding per operator whose result has a dtype that NPUs lack, or a single "ok"."""
     if not wide:
         return [Finding("dtype", "ok", "float64, complex", "none on the device")]
     way_out = "on the device: compute it on the CPU, or in float32"
@@ -269,5 +255,5 @@ def _check(name: str, registered: Collection[str]) -> Finding:
 def _has_kernel(name: str, key: str) -> bool:
     try:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
-    except RuntimeError:  # torch knows no such operator
+    except RuntimeError:  # no such operator in torch
         return False

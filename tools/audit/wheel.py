@@ -1,12 +1,13 @@
-"""What a torch_npu wheel offers, read without installing or importing it: names, signatures, operators.
+"""Reads names, signatures and operators from a torch_npu wheel, without installing or importing it.
 
-A wheel is a zip archive. Its Python sources are parsed; its `npu_native_functions*.yaml` list the ATen operators that
-have a kernel; of its binaries only the texts in them are looked at.
+Python sources are parsed, the ATen operators with an NPU kernel come from `npu_native_functions*.yaml`, and binaries
+are only searched for strings.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
 import inspect
@@ -18,34 +19,24 @@ from pathlib import Path
 ROOT = "torch_npu"
 OPERATOR_LISTS = re.compile(r"torch_npu/csrc/aten/npu_native_functions\w*\.yaml")
 OPERATOR = re.compile(r"(?:- (?:func: )?|func: )([A-Za-z_][\w.]*)\s*(?:\(|$)")
-_DEPTH = 20  # of imports that hand a name on
+_DEPTH = 20  # limit on re-export chains
 
 
 class UnreadableWheelError(ValueError):
-    """The file is not a wheel of torch_npu, or lacks what is looked for in one."""
+    """Not a torch_npu wheel, or one without the expected contents."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """What a name stands for in the wheel.
+    """What a name in the wheel refers to."""
 
-    Attributes:
-        kind: "module", "function", "class", "instance" (of `node`), "value", or "binary": inside a compiled module.
-        node: the syntax that defines it, where there is any.
-        module: dotted name of the module it was found in.
-    """
-
-    kind: str
-    node: ast.AST | None
-    module: str
+    kind: str  # "module", "function", "class", "instance" (of class `node`), "value" or "binary" (a compiled module)
+    node: ast.AST | None  # its syntax tree, if it has one
+    module: str  # dotted name of the module that defines it
 
 
 class Wheel:
-    """One wheel of torch_npu.
-
-    Raises:
-        UnreadableWheelError: not a zip archive, or without a package torch_npu.
-    """
+    """A torch_npu wheel; raises UnreadableWheelError if the file is something else."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -59,10 +50,10 @@ class Wheel:
 
     @functools.cached_property
     def operators(self) -> frozenset[str]:
-        """Names of the ATen operators with a kernel for the NPU, such as "add.Tensor"; "add" is its default overload.
+        """Names of the ATen operators with an NPU kernel, such as "add.Tensor"; "add" is the default overload.
 
         Raises:
-            UnreadableWheelError: the wheel ships no list of them.
+            UnreadableWheelError: the wheel ships no operator list.
         """
         lists = sorted(file for file in self._files if OPERATOR_LISTS.fullmatch(file))
         found = frozenset(name for file in lists for name in _supported(self._text(file)))
@@ -71,31 +62,29 @@ class Wheel:
         return found
 
     def mentions(self, text: str) -> bool:
-        """Return whether the text stands in one of the wheel's binaries."""
+        """Return whether one of the wheel's binaries contains the text."""
         return any(text.encode() in binary for binary in self._binaries)
 
     def registers_backend(self, name: str) -> bool:
-        """Return whether the wheel's sources register this process group backend with torch."""
+        """Return whether the wheel registers this process group backend with torch."""
         return self._calls("register_backend", name)
 
     def find(self, dotted: str) -> Definition | None:
-        """Return what a name such as "torch.npu.set_device" or "torch_npu.profiler" stands for, or None."""
+        """Resolve a name such as "torch.npu.set_device" or "torch_npu.profiler"; None if it does not exist."""
         if dotted.split(".")[:2] == ["torch", "npu"]:
             if not self._calls("_register_device_module", "npu"):
                 return None
             dotted = dotted.replace("torch.npu", f"{ROOT}.npu", 1)
         first, *rest = dotted.split(".")
-        found = Definition("module", None, first) if first == ROOT else None
-        for part in rest:
-            found = None if found is None else self._member(found, part)
-        return found
+        return self._walk(Definition("module", None, first) if first == ROOT else None, rest)
 
     def signature(self, found: Definition) -> inspect.Signature | None:
-        """Return how a function or class is called, or None where the sources do not tell."""
+        """Return the call signature of a function or class, or None if the sources do not define one."""
         node = found.node
         if found.kind == "class" and isinstance(node, ast.ClassDef):
             made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-            return _signature(made[0].args, skip=1) if made else None
+            whole = _signature(made[0].args) if made else None
+            return whole and whole.replace(parameters=list(whole.parameters.values())[1:])  # without self
         return _signature(node.args) if isinstance(node, ast.FunctionDef) else None
 
     @functools.cached_property
@@ -104,7 +93,7 @@ class Wheel:
 
     @functools.cached_property
     def _sources(self) -> dict[str, str]:
-        """Where each module is."""
+        """Archive member of each module."""
         modules = {file[:-3].replace("/", "."): file for file in self._files if file.endswith(".py")}
         return {name.removesuffix(".__init__"): file for name, file in modules.items() if name.startswith(ROOT)}
 
@@ -120,6 +109,11 @@ class Wheel:
     def _definitions(self, module: str) -> tuple[ast.stmt, ...]:
         return tuple(_flat(ast.parse(self._text(self._sources[module])).body))
 
+    def _walk(self, found: Definition | None, parts: list[str]) -> Definition | None:
+        for part in parts:
+            found = None if found is None else self._member(found, part)
+        return found
+
     def _member(self, owner: Definition, name: str) -> Definition | None:
         if owner.kind == "binary":
             return owner if self.mentions(name) else None
@@ -130,7 +124,7 @@ class Wheel:
         return None
 
     def _in_module(self, module: str, name: str, depth: int) -> Definition | None:
-        """Return what `name` stands for at the end of a module's top level."""
+        """Return what `name` is bound to once a module has been executed."""
         for statement in reversed(self._definitions(module)) if module in self._sources and depth else ():
             found = self._by_statement(module, statement, name, depth)
             if found is not None:
@@ -162,13 +156,15 @@ class Wheel:
         if name not in names and not ("*" in names and self._is_public(source, name)):
             return None
         original = names.get(name, name)
-        compiled = self._module(source) or self._module(source.rpartition(".")[0])  # one binary may hold many modules
+        compiled = self._module(source) or self._module(
+            source.rpartition(".")[0]
+        )  # one binary can define several modules
         if compiled is None or compiled.kind == "module":
             return self._in_module(source, original, depth - 1)
         return self._member(compiled, original)
 
     def _source_of(self, module: str, statement: ast.ImportFrom) -> str:
-        """Return the dotted name of the module that `from ... import` reads."""
+        """Return the absolute module name of a `from ... import`."""
         if not statement.level:
             return statement.module or ""
         package = module if self._sources[module].endswith("__init__.py") else module.rpartition(".")[0]
@@ -176,28 +172,26 @@ class Wheel:
         return ".".join([*parents, *filter(None, [statement.module])])
 
     def _is_public(self, module: str, name: str) -> bool:
-        """Return whether `from module import *` brings the name, as `__all__` has it or else by its spelling."""
+        """Return whether `from module import *` includes the name, by `__all__` or the leading underscore."""
         for statement in self._definitions(module) if module in self._sources else ():
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
                 return any(isinstance(n, ast.Constant) and n.value == name for n in ast.walk(statement.value))
         return not name.startswith("_")
 
     def _assigned(self, module: str, value: ast.expr, depth: int) -> Definition:
-        """Return what `name = value` makes of a name: another name's meaning, an instance, or a plain value."""
+        """Resolve the value of `name = value`: another name's definition, an instance of a class, or a plain value."""
         called = value.func if isinstance(value, ast.Call) else value
         found: Definition | None = None
         if isinstance(called, ast.Name | ast.Attribute) and depth:
             first, *rest = ast.unparse(called).split(".")
-            found = self._in_module(module, first, depth - 1)
-            for part in rest:
-                found = None if found is None else self._member(found, part)
+            found = self._walk(self._in_module(module, first, depth - 1), rest)
         if found is None or (isinstance(value, ast.Call) and found.kind != "class"):
             return Definition("value", value, module)
         return dataclasses.replace(found, kind="instance") if isinstance(value, ast.Call) else found
 
 
 def _supported(text: str) -> Iterator[str]:
-    """Yield the names below `supported:`, whose entries are `- name` or mappings with a `func`."""
+    """Yield the operator names below `supported:`; entries are `- name` or mappings with a `func`."""
     section = ""
     for line in text.splitlines():
         if line and line[0].isalpha():
@@ -207,7 +201,7 @@ def _supported(text: str) -> Iterator[str]:
 
 
 def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, those under `if`, `try` and `with` too."""
+    """Yield statements, descending into `if`, `try` and `with`."""
     for statement in statements:
         yield statement
         if isinstance(statement, ast.If | ast.Try | ast.With):
@@ -216,7 +210,7 @@ def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _in_class(owner: Definition, node: ast.ClassDef, name: str) -> Definition | None:
-    """Return a method, or an attribute: assigned in the body, or known to `__setattr__`."""
+    """Return a method, or an attribute that the class body assigns or `__setattr__` names."""
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == name:
             return Definition("method", statement, owner.module)
@@ -229,28 +223,22 @@ def _in_class(owner: Definition, node: ast.ClassDef, name: str) -> Definition | 
     return None
 
 
-class _Text(str):
-    """A default value as its source spells it."""
+class _Source(str):
+    """Source text of a default value; its repr is the text itself."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
-def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature:
-    kinds = inspect.Parameter
-    plain = [*arguments.posonlyargs, *arguments.args]
-    optional = len(plain) - len(arguments.defaults)
-    made = [
-        kinds(
-            argument.arg,
-            kinds.POSITIONAL_ONLY if place < len(arguments.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
-            default=kinds.empty if place < optional else _Text(ast.unparse(arguments.defaults[place - optional])),
-        )
-        for place, argument in enumerate(plain)
-    ][skip:]
-    made += [kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL)] if arguments.vararg else []
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        shown = kinds.empty if default is None else _Text(ast.unparse(default))
-        made.append(kinds(argument.arg, kinds.KEYWORD_ONLY, default=shown))
-    made += [kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD)] if arguments.kwarg else []
-    return inspect.Signature(made)
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    """Return the signature, with the source text of each default in place of its value, which is unknown here."""
+    texts: dict[str, _Source] = {}
+    arguments = copy.deepcopy(arguments)
+    for defaults in (arguments.defaults, arguments.kw_defaults):
+        for place, default in enumerate(defaults):
+            if default is not None:
+                name = f"_{len(texts)}"
+                texts[name] = _Source(ast.unparse(default))
+                defaults[place] = ast.Name(name, ast.Load())
+    made = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
+    return inspect.signature(eval(compile(made, "wheel", "eval"), texts))

@@ -1,10 +1,10 @@
-"""What `tools/evaluate.py` is asked to judge: videos of a folder, each with the camera path it was told to follow.
+"""Finds the videos that `tools/evaluate.py` judges and the camera path each one was asked to follow.
 
-Two kinds of camera files, told apart by their keys:
+Two formats of camera files, distinguished by their keys:
 
     {"dog.mp4": POSES, "sub/cat.mp4": {"poses": POSES, "camera_type": "arc_left", "source": "cat",
      "focal_px": 630.3, "shares_estimator": false}}
-        POSES: one OpenCV camera-to-world 4x4 matrix in metres for every frame of the video; the rest may be missing
+        POSES: one OpenCV camera-to-world 4x4 matrix in metres per frame; the other keys are optional
     {"frame0": {"cam01": "[r r r 0] ...", ...}, ...}
         MultiCamVideo's camera_extrinsics.json: video0.mp4 in a folder cam_type3 follows cam03, and so does cam03.mp4
 """
@@ -30,48 +30,39 @@ FRAME_KEY = re.compile(r"frame\d+")
 TYPE_FOLDER = re.compile(r"cam_type(\d+)")  # of ReCamMaster's inference_recammaster.py
 CAMERA_FILE = re.compile(r"cam\d+")
 ENTRIES = {"poses", "camera_type", "source", "focal_px", "shares_estimator"}
-OTHER_TYPE = "other"  # of a path that is no preset and says nothing of itself
-SAME_METRES, SAME_DEG = 0.02, 0.2  # a path this near a preset all along is that preset: files print few digits
+OTHER_TYPE = "other"  # of a path that matches no preset
+SAME_METRES, SAME_DEG = 0.02, 0.2  # tolerance for matching a preset: camera files are printed with few digits
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One video to judge.
-
-    Attributes:
-        file: the video.
-        name: its path below the folder of videos, with forward slashes.
-        commanded: (T, 4, 4) float64 camera-to-world in metres, relative to the first frame.
-        camera_type: kind of camera motion, for tables.
-        source: the video it was made from: what intervals are drawn over.
-        focal_px: focal length in pixels of the file.
-        shares_estimator: whether what it was trained on used the estimator that judges it.
-    """
+    """One video to judge."""
 
     file: Path
-    name: str
-    commanded: Tensor
-    camera_type: str
-    source: str
+    name: str  # relative to the folder of videos, with forward slashes
+    commanded: Tensor  # (T, 4, 4) float64 camera-to-world in metres, relative to the first frame
+    camera_type: str  # groups the tables
+    source: str  # source video; confidence intervals resample sources
     focal_px: float
-    shares_estimator: bool = False
+    shares_estimator: bool = False  # the model's rewards used the estimator that judges it
 
 
 def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task]:
-    """Return the videos below a folder in order of name, each with its path.
+    """Return the videos below a folder, sorted by name, each with its path.
 
     Args:
-        folder: searched to any depth.
-        cameras: see above.
-        focal_px: of the videos whose entry names none.
+        folder: searched recursively.
+        cameras: camera file in one of the two formats above.
+        focal_px: of videos whose entry has none.
 
     Raises:
-        ValueError: no folder or no videos, an unreadable camera file, a video without cameras or with another number of
-            them than frames, matrices that are no rigid motion, or no focal length above 0.
+        ValueError: no folder or no videos, an unreadable camera file, a video without cameras or whose frame count
+            differs from its number of matrices, matrices that are not rigid, or no focal length above 0.
     """
     if not folder.is_dir():
         raise ValueError(f"--videos {folder} is no folder, must hold videos ending in {', '.join(VIDEO_ENDINGS)}")
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in VIDEO_ENDINGS and _shown(file, folder))
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in VIDEO_ENDINGS)
+    files = [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
     if not files:
         raise ValueError(f"--videos {folder} holds no video, must hold files ending in {', '.join(VIDEO_ENDINGS)}")
     content = read_json_object(cameras)
@@ -80,63 +71,59 @@ def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task
     return [_from_poses(file, folder, cameras, content, focal_px) for file in files]
 
 
-def _shown(file: Path, folder: Path) -> bool:
-    return not any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
 def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal_px: float | None) -> Task:
-    """Return a task whose camera the name of its folder, or its own, tells."""
+    """Return a task whose camera is given by the name of the video's folder or of the video itself."""
     name = file.relative_to(folder).as_posix()
     in_folder = TYPE_FOLDER.fullmatch(file.resolve().parent.name)
     if in_folder is None and CAMERA_FILE.fullmatch(file.stem) is None:
         raise ValueError(
-            f"video {name}: which camera of {cameras.name} it follows is not told, must lie in a folder such as "
-            "cam_type3 or be named cam03.mp4; or give cameras as JSON of video name -> matrices"
+            f"video {name}: unknown which camera of {cameras.name} it follows, must lie in a folder such as cam_type3 "
+            "or be named cam03.mp4; or give cameras as JSON of video name -> matrices"
         )
     camera = f"cam{int(in_folder[1]):02d}" if in_folder else file.stem
     _check_count(file, name, frames, cameras)
     poses = read_cameras(cameras, [camera], frames)[0]
-    # Videos of one number in all cam_type folders were made from one source.
+    # In cam_type folders videos of the same number were generated from the same source.
     kind, source = (in_folder[0], file.stem) if in_folder else (camera, file.parent.as_posix())
     return Task(file, name, relative(poses[0], poses), kind, source, _focal(focal_px, "--focal-px"))
 
 
 def _from_poses(file: Path, folder: Path, cameras: Path, content: dict[str, Any], focal_px: float | None) -> Task:
-    """Return a task whose path stands under its name, or under its file name alone."""
+    """Return a task from the entry for the video's relative path, or for its file name."""
     name = file.relative_to(folder).as_posix()
     key = name if name in content else file.name
     if key not in content:
         raise ValueError(
-            f"camera file {cameras} has no cameras of video {name}, it has {_few(sorted(content))}; add them or move "
-            "the video away"
+            f"camera file {cameras} has no cameras of video {name}, it has {_first_few(sorted(content))}; add them or "
+            "move the video away"
         )
     place = f"camera file {cameras}, {key}"
     entry = content[key] if isinstance(content[key], dict) else {"poses": content[key]}
     if not {"poses"} <= set(entry) <= ENTRIES:
-        raise ValueError(f"{place} has {sorted(entry)}, must have poses and may have {_few(sorted(ENTRIES))}")
+        raise ValueError(f"{place} has {sorted(entry)}, must have poses and may have {_first_few(sorted(ENTRIES))}")
     poses = _read_matrices(entry["poses"], place)
     _check_count(file, name, len(poses), cameras)
     commanded = relative(poses[0], poses)
-    words = {"camera_type": _preset(commanded), "source": name} | {key: entry[key] for key in ENTRIES & set(entry)}
+    values = {"camera_type": _matching_preset(commanded), "source": name, "shares_estimator": False} | entry
     for word in ("camera_type", "source"):
-        if not isinstance(words[word], str) or not words[word]:
-            raise ValueError(f"{place}: {word} is {words[word]!r}, must be a text")
-    shares = words.get("shares_estimator", False)
+        if not isinstance(values[word], str) or not values[word]:
+            raise ValueError(f"{place}: {word} is {values[word]!r}, must be a text")
+    shares = values["shares_estimator"]
     if not isinstance(shares, bool):
         raise ValueError(f"{place}: shares_estimator is {shares!r}, must be true or false")
     focal = _focal(entry["focal_px"], f"{place}: focal_px") if "focal_px" in entry else _focal(focal_px, "--focal-px")
-    return Task(file, name, commanded, words["camera_type"], words["source"], focal, shares)
+    return Task(file, name, commanded, values["camera_type"], values["source"], focal, shares)
 
 
 def _focal(value: object, name: str) -> float:
-    """Return a focal length; a wrong one would bend every path, so there is no default."""
+    """Return a checked focal length; there is no default, because a wrong one distorts every path."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}, must be the focal length in pixels, above 0, such as 630.3")
     return float(value)
 
 
 def _read_matrices(poses: object, place: str) -> Tensor:
-    """Return (T, 4, 4) float64 matrices; ValueError for what is no rigid motion of determinant +1."""
+    """Return (T, 4, 4) float64 matrices; ValueError unless all are rigid motions with determinant +1."""
     try:
         matrices = torch.tensor(poses, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -152,13 +139,11 @@ def _read_matrices(poses: object, place: str) -> Tensor:
 def _check_count(file: Path, name: str, matrices: int, cameras: Path) -> None:
     frames = video_size(file)[0]
     if frames != matrices:
-        raise ValueError(
-            f"video {name} has {frames} frames and {matrices} matrices in {cameras}, must be as many: one a frame"
-        )
+        raise ValueError(f"video {name} has {frames} frames and {matrices} matrices in {cameras}, must be one a frame")
 
 
-def _preset(commanded: Tensor) -> str:
-    """Return the preset that a path (T, 4, 4) from the identity follows all along, or "other"."""
+def _matching_preset(commanded: Tensor) -> str:
+    """Return the preset that a path (T, 4, 4), relative to its first frame, follows in every frame, or "other"."""
     for preset in PRESETS:
         path = preset_path(preset, len(commanded))
         away = torch.linalg.vector_norm(path[:, :3, 3] - commanded[:, :3, 3], dim=-1).max()
@@ -167,5 +152,5 @@ def _preset(commanded: Tensor) -> str:
     return OTHER_TYPE
 
 
-def _few(names: Sequence[str]) -> str:
+def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,7 +1,7 @@
-"""Rows of an evaluation to means with intervals, compared with a baseline row by row, as JSON, CSV and Markdown.
+"""Summarises evaluation rows with confidence intervals, compares them with a baseline, and writes JSON, CSV, Markdown.
 
-Errors are means over registered videos, so a model whose hard videos fail looks better than it is: the failure rate
-stands beside every mean, and differences to a baseline are taken over videos that are registered in both.
+Errors are means over registered videos, so a model that fails on hard videos looks better than it is: the failure rate
+is reported next to every mean, and baseline differences are taken over videos registered in both.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flow_grpo.data.camera_files import read_json_object
 from flow_grpo.maths.bootstrap import DRAWS, LEVEL, mean_interval
 from flow_grpo.maths.path_errors import CONVENTIONS
 from flow_grpo.runtime.atomic_file import write_atomically
+from tools.common import markdown_table
 
 Row = Mapping[str, Any]
 
@@ -30,8 +31,8 @@ READING = (
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return counts, failure rate and metrics of all rows and of every camera type."""
-    kinds = sorted({row["camera_type"] for row in rows}, key=_by_number)
+    """Return counts, failure rate and metrics over all rows and per camera type."""
+    kinds = sorted({row["camera_type"] for row in rows}, key=_natural_order)
     return {
         "reading": READING,
         "interval": f"{LEVEL:.0%} bootstrap over sources, {DRAWS} draws",
@@ -40,15 +41,14 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _by_number(name: str) -> list[tuple[str, int]]:
-    """Return a sort key that puts cam_type10 behind cam_type9."""
+def _natural_order(name: str) -> list[tuple[str, int]]:
+    """Return a sort key that orders cam_type9 before cam_type10."""
     return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _group(rows: Sequence[Row]) -> dict[str, Any]:
     registered = [row for row in rows if row["registered"]]
     failures = _interval(rows, lambda row: float(not row["registered"]))
-    metrics = {name: _interval(registered, lambda row, name=name: row[name]) for name in METRICS}
     return {
         "videos": len(rows),
         "sources": len({row["source"] for row in rows}),
@@ -59,12 +59,18 @@ def _group(rows: Sequence[Row]) -> dict[str, Any]:
         "frames_registered_share": sum(row["frames_registered"] for row in rows) / sum(row["frames"] for row in rows),
         "estimator_faults": sum(bool(row["fault"]) for row in rows),
         "shares_estimator": sum(row["shares_estimator"] for row in rows),
-        "metrics": {name: found for name, found in metrics.items() if found["rows"]},
+        "metrics": _metrics(registered),
     }
 
 
+def _metrics(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return the interval of every metric that any row has."""
+    found = {name: _interval(rows, lambda row, name=name: row[name]) for name in METRICS}
+    return {name: interval for name, interval in found.items() if interval["rows"]}
+
+
 def _interval(rows: Sequence[Row], read: Callable[[Row], float | None]) -> dict[str, Any]:
-    """Return mean, interval and counts over the rows that have a value; None for what is undefined."""
+    """Return mean, interval and counts over the rows with a value; an undefined end is None."""
     found = [(value, row["source"]) for row in rows if (value := read(row)) is not None]
     interval = mean_interval([value for value, _ in found], [source for _, source in found])
     ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
@@ -73,7 +79,7 @@ def _interval(rows: Sequence[Row], read: Callable[[Row], float | None]) -> dict[
 
 
 def read_baseline(file: Path, settings: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of another evaluation that can be compared with these, in the same order.
+    """Return the rows of another evaluation for the videos in `rows`, in that order.
 
     Raises:
         ValueError: no metrics.json, other settings, no common video, or a common video with other cameras.
@@ -89,7 +95,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any], rows: Sequence[Row]) 
     theirs = {row["video"]: row for row in content["rows"]}
     common = [row for row in rows if row["video"] in theirs]
     if not common:
-        raise ValueError(f"--baseline {file} has no video of the same name; both folders must be laid out alike")
+        raise ValueError(f"--baseline {file} has no video of the same name; both folders must have the same layout")
     for row in common:
         if row["asked"] != theirs[row["video"]]["asked"]:
             raise ValueError(
@@ -100,28 +106,26 @@ def read_baseline(file: Path, settings: Mapping[str, Any], rows: Sequence[Row]) 
 
 
 def compare(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, Any]:
-    """Return differences, these minus baseline, with intervals over sources; below 0 these are better."""
+    """Return the paired differences, rows minus baseline, with intervals over sources; negative is better."""
     ours = {row["video"]: row for row in rows}
-    changes = [_change(ours[row["video"]], row) for row in baseline]
-    found = {name: _interval(changes, lambda change, name=name: change[name]) for name in METRICS}
+    changes = [_difference(ours[row["video"]], row) for row in baseline]
     return {
         "videos": len(changes),
         "only_registered_here": sum(change["failed"] < 0 for change in changes),
         "only_registered_in_baseline": sum(change["failed"] > 0 for change in changes),
         "failure_rate": _interval(changes, lambda change: change["failed"]),
-        "metrics": {name: interval for name, interval in found.items() if interval["rows"]},
+        "metrics": _metrics(changes),
     }
 
 
-def _change(mine: Row, theirs: Row) -> dict[str, Any]:
-    """Return a video's differences; None where either has no value."""
+def _difference(mine: Row, theirs: Row) -> dict[str, Any]:
     missing = {name for name in METRICS if mine[name] is None or theirs[name] is None}
     errors = {name: None if name in missing else mine[name] - theirs[name] for name in METRICS}
     return {"source": mine["source"], "failed": float(theirs["registered"]) - float(mine["registered"]), **errors}
 
 
 def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
-    """Write metrics.json, rows.csv, summary.csv and summary.md into a folder, each whole or not at all."""
+    """Write metrics.json, rows.csv, summary.csv and summary.md into a folder, each atomically."""
     content = {"settings": dict(settings), "rows": list(rows), "summary": dict(summary)}
     write_atomically(folder / "metrics.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(folder / "rows.csv", _csv(list(rows[0]), [list(row.values()) for row in rows]))
@@ -137,7 +141,7 @@ def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row],
 
 
 def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
-    """Return the tables for people."""
+    """Return summary.md."""
     shown = [name for name in METRICS if name in summary["metrics"]]
     named = [f"{name} ({CONVENTIONS[name]})" if name in CONVENTIONS else name for name in shown]
     lines = [
@@ -146,9 +150,9 @@ def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mappi
         f"{settings['estimator']}, {settings['most_frames']} frames of a video at most; mean [{summary['interval']}].",
         READING,
         "",
-        *_table(
+        *markdown_table(
             ["camera type", "videos", "failed", "frames found", *named],
-            [_line(kind, group, shown) for kind, group in _groups(summary)],
+            [_group_cells(kind, group, shown) for kind, group in _groups(summary)],
         ),
         "",
         f"{summary['partly_registered']} of {summary['registered']} registered videos miss frames; sums are left out "
@@ -158,13 +162,15 @@ def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mappi
     ]
     if "baseline" in summary:
         lines += ["", *_baseline_lines(summary["baseline"])]
-    lines += ["", "| video | camera type | registered | frames found | " + " | ".join(shown) + " | cause |"]
-    lines.append("|---" * (5 + len(shown)) + "|")
-    for row in rows:
-        found = f"{row['frames_registered']} of {row['frames']}"
-        cells = [row["video"], row["camera_type"], "yes" if row["registered"] else "no", found]
-        lines.append(_cells([*cells, *(_number(row[name]) for name in shown), row["cause"]]))
+    head = ["video", "camera type", "registered", "frames found", *shown, "cause"]
+    lines += ["", *markdown_table(head, [_video_cells(row, shown) for row in rows])]
     return "\n".join(lines) + "\n"
+
+
+def _video_cells(row: Row, shown: Sequence[str]) -> list[str]:
+    found = f"{row['frames_registered']} of {row['frames']}"
+    cells = [row["video"], row["camera_type"], "yes" if row["registered"] else "no", found]
+    return [*cells, *(_number(row[name]) for name in shown), row["cause"]]
 
 
 def _baseline_lines(compared: Mapping[str, Any]) -> list[str]:
@@ -175,14 +181,14 @@ def _baseline_lines(compared: Mapping[str, Any]) -> list[str]:
         f"{compared['only_registered_in_baseline']}."
     )
     rows = [[name, _with_interval(cell), str(cell["rows"])] for name, cell in found.items()]
-    return [head, "", *_table(["metric", "difference", "videos in both"], rows)]
+    return [head, "", *markdown_table(["metric", "difference", "videos in both"], rows)]
 
 
 def _groups(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     return [*summary["camera_types"].items(), ("all", summary)]
 
 
-def _line(kind: str, group: Mapping[str, Any], shown: Sequence[str]) -> list[str]:
+def _group_cells(kind: str, group: Mapping[str, Any], shown: Sequence[str]) -> list[str]:
     cells = []
     for name in shown:
         cell = group["metrics"].get(name)
@@ -201,17 +207,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [_cells(head), "|---" * len(head) + "|", *map(_cells, rows)]
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
 def _csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
     return text.getvalue()

@@ -1,8 +1,7 @@
-"""Videos for `tools/evaluate.py`: a recipe's held-out conditions, filmed by its model and what was trained of it."""
+"""Generates the videos that `tools/evaluate.py --config` judges: a recipe's held-out conditions."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -16,8 +15,7 @@ from flow_grpo.algorithm.evaluate import held_out_indices
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
-from flow_grpo.models.adapter_files import load_adapter
-from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
+from flow_grpo.models.recam_policy import DTYPES, RecamPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
@@ -25,24 +23,27 @@ from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import to_dict
 from flow_grpo.settings.schema import Config
 from tools.evaluation.inputs import OTHER_TYPE
-from tools.generate import generate
+from tools.generate import generate, load_policy
 
 VIDEOS, CAMERAS, RECORD = "videos", "cameras.json", "recipe.json"
 
 
 def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float | None = None) -> tuple[Path, Path]:
-    """Film the recipe's held-out conditions along their commands; return the folder of videos and the camera file.
+    """Generate a recipe's held-out conditions with the run's own evaluation settings, noise included.
 
-    Conditions, noise and sampling are those of the evaluations in a run. What an earlier call made stays.
+    Videos of an earlier, interrupted call are kept.
 
     Args:
-        config: of the recipe; `eval` says how many conditions and steps.
-        adapter: adapter folder of a run, or None for the model as it is.
+        config: the recipe; `eval` holds the number of conditions and steps.
+        adapter: adapter folder of a run; None for the base model.
         out: folder of the evaluation.
-        focal_px: of scenes whose folder names no focal length.
+        focal_px: for scenes whose folder name has no focal length.
+
+    Returns:
+        The folder of videos and the camera file.
 
     Raises:
-        ValueError: missing model, data or adapter, no focal length, or a folder with videos of something else.
+        ValueError: missing model, data or adapter, no focal length, or `out` holds videos made with other settings.
     """
     _claim(config, adapter, out)
     if config.data.tiny_world:
@@ -50,7 +51,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
     dataset = parts.dataset(config, config.data.eval_split)
     indices = held_out_indices(len(dataset), config.eval.num_conditions)
     names, cameras = {}, {}
-    for index in indices:  # not kept: at full size a condition's videos take most of a GB
+    for index in indices:  # do not hold the conditions: one takes almost a GB at full size
         condition = dataset.condition(index, gid=index)
         names[index] = _name(condition)
         cameras[names[index]] = _entry(condition, focal_px)
@@ -58,7 +59,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
     missing = [index for index, name in names.items() if not (out / VIDEOS / name).is_file()]
     policy = _policy(config, adapter) if missing else None
     sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
-    for index in tqdm(missing, desc="films", unit="video", disable=None):
+    for index in tqdm(missing, desc="generating", unit="video", disable=None):
         assert policy is not None
         video = generate(policy, dataset.condition(index, gid=index), sigmas, key("eval", "noise"))
         write_video(out / VIDEOS / names[index], video)
@@ -66,11 +67,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
 
 
 def _claim(config: Config, adapter: Path | None, out: Path) -> None:
-    """Write down what the videos of a folder are made with, and refuse one whose videos were made with something else.
-
-    Raises:
-        ValueError: there are other videos, or there is no such adapter.
-    """
+    """Record the settings of a folder's videos; ValueError if its videos have others, or for a missing adapter."""
     if adapter is not None and not adapter.is_dir():
         raise ValueError(f"--adapter {adapter} is no folder, must be the adapter folder of a run: outputs/RUN/adapter")
     files = sorted(adapter.glob("*.*")) if adapter else []
@@ -89,7 +86,7 @@ def _name(condition: Condition) -> str:
 
 
 def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
-    """Return the camera file's entry of a condition; rewards use the estimator where a source has no poses."""
+    """Return a condition's entry for the camera file; without source poses rewards use the judging estimator, too."""
     focal = focal_px if condition.intrinsics is None else float(condition.intrinsics[0])
     if focal is None:
         raise ValueError(f"scene {condition.scene} has no known focal length: give that of the videos with --focal-px")
@@ -103,20 +100,10 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
 
 
 def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
-    """Load the model with what was trained of it."""
     model, sample = config.model, config.sample
-    device, dtype = device_api.resolve(config.device), DTYPES[config.model.dtype]
+    device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
-    networks = load_networks(
-        model.path, dtype, device, offload=model.offload, tiling=model.vae_tiling, slicing=model.vae_slicing
-    )
-    if adapter is not None:
-        networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, adapter, dtype))
-    return RecamPolicy(
-        networks,
-        guidance_scale=sample.guidance_scale,
-        negative_prompt=sample.negative_prompt,
-        max_prompt_tokens=model.max_prompt_tokens,
-        dtype=dtype,
-        device=device,
-    )
+    loading = {"offload": model.offload, "tiling": model.vae_tiling, "slicing": model.vae_slicing}
+    sampling = {"guidance_scale": sample.guidance_scale, "negative_prompt": sample.negative_prompt}
+    sampling["max_prompt_tokens"] = model.max_prompt_tokens
+    return load_policy(model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)

@@ -1,17 +1,13 @@
-"""A room with fine texture, which maths/room.py's does not have, seen by known cameras: what feature matching needs.
+"""Renders a room with fine texture for feature matching, which maths/room.py's lacks, from known cameras.
 
-Eight metres square, four and a half high, with five free-standing panels so that a picture is not one plane. Poses are
-OpenCV camera-to-world in metres, relative to a camera 4.5 m before the far wall.
+Eight metres square and four and a half high, with five free-standing panels so that no picture is a single plane. Poses
+are OpenCV camera-to-world in metres, relative to a camera 4.5 m in front of the far wall.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also when imported from elsewhere
 
 import cv2
 import numpy as np
@@ -24,7 +20,7 @@ from flow_grpo.records import Condition
 
 TEXELS = 100  # per metre
 SMALL, LARGE = (240, 416), (480, 832)
-# Corner, the two edges: x right, y down, z forward, metres from the reference camera.
+# Corner and two edges of each rectangle: x right, y down, z forward, metres from the reference camera.
 WALLS = [
     ((-4.0, -2.25, 4.5), (8.0, 0, 0), (0, 4.5, 0)),
     ((-4.0, -2.25, -3.5), (8.0, 0, 0), (0, 4.5, 0)),
@@ -38,11 +34,11 @@ WALLS = [
     ((2.2, -0.3, 3.2), (0.2, 0, 0.9), (0, 1.4, 0)),
     ((-3.0, -1.2, 3.0), (0.9, 0, 0.4), (0, 1.5, 0)),
 ]
-WALKER = 6  # the panel that may move
+WALKER = 6  # index of the panel that can move
 
 
 def intrinsics(size: tuple[int, int]) -> Tensor:
-    """Return fx, fy, cx, cy in pixels of a 24 mm lens on MultiCamVideo's sensor: 840.4 at 832 columns."""
+    """Return fx, fy, cx, cy in pixels for MultiCamVideo's sensor with a 24 mm lens: f = 840.4 at 832 columns."""
     height, width = size
     focal = 24 / 23.76 * width
     return torch.tensor([focal, focal, width / 2, height / 2])
@@ -61,7 +57,7 @@ def _textures(seed: int) -> list[NDArray[np.float32]]:
 
 @functools.cache
 def _paints(seed: int) -> NDArray[np.float32]:
-    """Return each wall's colour: (walls, 3) factors whose mean over the channels is 1."""
+    """Return each wall's colour: (walls, 3) factors with a mean of 1 over channels."""
     factors = np.random.default_rng(seed + 2).uniform(0.6, 1.4, (len(WALLS), 3))
     paints: NDArray[np.float32] = (factors / factors.mean(1, keepdims=True)).astype(np.float32)
     return paints
@@ -77,16 +73,16 @@ def shoot(
     take: int = 1,
     painted: bool = False,
 ) -> Tensor:
-    """Return a video (3, T, h, w) fp32 in [0, 1] of poses (T, 4, 4).
+    """Return a video (3, T, h, w), fp32 in [0, 1], seen from poses (T, 4, 4).
 
     Args:
         poses: relative to the reference camera.
         size: rows and columns.
         seed: of textures and noise.
-        noise: of the sensor, in grey levels.
+        noise: standard deviation of the sensor noise in grey levels.
         walk: metres that one panel moves to the right from the first to the last frame.
-        take: videos of another take differ in their noise.
-        painted: whether walls have colours; else all is grey.
+        take: varies the noise.
+        painted: coloured walls instead of grey ones.
     """
     height, width = size
     fx, fy, cx, cy = intrinsics(size).tolist()
@@ -107,12 +103,12 @@ def shoot(
 def _frame(
     camera: NDArray, rays: NDArray, textures: Sequence[NDArray], moved: float
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the grey level that each ray (n, 3) meets, and which wall it is on."""
+    """Return the grey level and the index of the wall that each ray (n, 3) hits."""
     frame, nearest = np.zeros(len(rays), np.float32), np.full(len(rays), np.inf)
     met = np.zeros(len(rays), np.int64)
     for wall, ((x, y, z), right, down) in enumerate(WALLS):
         texture, corner = textures[wall], (x + moved * (wall == WALKER), y, z)
-        # Solve centre + depth * ray = corner + u * right + v * down with the plane's own three directions.
+        # Solve centre + depth * ray = corner + u * right + v * down in the plane's own basis.
         basis = np.stack([right, down, -np.cross(right, down)], 1).astype(np.float64)
         inside = np.linalg.inv(basis)
         start, steps = inside @ (camera[:3, 3] - corner), rays @ (inside @ camera[:3, :3]).T
@@ -125,7 +121,7 @@ def _frame(
         rows, place = rows[within], place[within]
         size = np.array([texture.shape[1], texture.shape[0]])
         places = (place * size - 0.5).astype(np.float32).reshape(-1, 1, 2)
-        for part in range(0, len(rows), 30000):  # remap takes at most 32767 rows
+        for part in range(0, len(rows), 30000):  # cv2.remap accepts at most 32767 rows
             chosen = slice(part, part + 30000)
             seen = cv2.remap(texture, places[chosen], None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT)
             frame[rows[chosen]] = seen[:, 0]
@@ -135,37 +131,37 @@ def _frame(
 
 
 def source_path(frames: int) -> Tensor:
-    """Return a source that moves in all six ways, by 0.9 m and 8 degrees."""
+    """Return the source's poses (T, 4, 4), which move in all six degrees of freedom, by 0.9 m and 8 degrees."""
     progress = torch.arange(frames, dtype=torch.float64)[:, None] / max(frames - 1, 1)
     turn = torch.tensor([2.0, -8.0, 1.0], dtype=torch.float64).deg2rad()
     return pose(rotation_matrix(progress * turn), progress * torch.tensor([0.8, -0.3, 0.3], dtype=torch.float64))
 
 
 def slowed(preset: str, frames: int, speed: float) -> Tensor:
-    """Return a preset's path at a share of its speed."""
+    """Return a preset's path (T, 4, 4) at a fraction of its speed."""
     return preset_path(preset, frames, translation_scale=speed, rotation_scale=speed)
 
 
 @functools.cache
 def film(preset: str, size: tuple[int, int] = SMALL, frames: int = 5, speed: float = 1.0) -> Tensor:
-    """Return a preset's video (3, T, h, w) at a share of its speed; "source" is the source's."""
+    """Return a preset's video (3, T, h, w) at a fraction of its speed, or the source's for "source"."""
     path = source_path(frames) if preset == "source" else slowed(preset, frames, speed)
     return shoot(path, size, seed=0)
 
 
 def grey(video: Tensor) -> NDArray[np.uint8]:
-    """Return (T, h, w) grey levels of a video whose colours are grey."""
+    """Return the grey levels (T, h, w) of a grey video."""
     return (255 * video[0]).round().numpy().astype(np.uint8)
 
 
 def spoiled(video: Tensor, *, sigma: float = 0.0, quality: int | None = None, sprite: bool = False) -> Tensor:
-    """Blur a video, let an object of 0.4 of its width and half its height cross it, and press it as JPEG.
+    """Return a grey video blurred, with a moving object of 0.4 of its width and half its height, compressed as JPEG.
 
     Args:
         video: (3, T, h, w).
-        sigma: of the blur, in pixels of a picture 832 wide.
-        quality: of the JPEG, or None.
-        sprite: whether there is an object.
+        sigma: of the blur in pixels at width 832.
+        quality: of the JPEG; None: uncompressed.
+        sprite: add the object.
     """
     frames, height, width = video.shape[1:]
     rows, columns = height // 2, round(0.4 * width)
@@ -186,7 +182,7 @@ def spoiled(video: Tensor, *, sigma: float = 0.0, quality: int | None = None, sp
 
 
 def condition(preset: str, source: Tensor, poses: Tensor, target: Tensor | None = None, **changes: object) -> Condition:
-    """Return what asks for a preset from a source video (3, T, h, w) that was taken from poses (T, 4, 4)."""
+    """Return the condition of a preset for a source video (3, T, h, w) with poses (T, 4, 4)."""
     values: dict[str, object] = {
         "index": 0,
         "gid": 0,

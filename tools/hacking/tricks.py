@@ -1,12 +1,8 @@
-"""Videos that a policy could be rewarded for by mistake, filmed in the textured room: each cheats in one way."""
+"""Videos that a reward might wrongly prefer, rendered in the textured room: each one cheats in a different way."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also when imported from elsewhere
 
 import cv2
 import numpy as np
@@ -21,27 +17,22 @@ from tools.hacking.textured_room import condition, shoot, source_path
 COMMANDS = ("arc_right", "pan_right", "zoom_in")
 EXACT, HARMLESS = "exact", "exact, as JPEG 70"
 SPEEDS = (0.98, 0.5, 1.5)
-TREMBLE = 0.0075  # of the whole motion, to and fro: a quarter of a degree and 1.5 cm on an arc
-JITTER = 0.15  # likewise: three steps of twenty
-SOFT = 5.0  # pixels of a picture 832 wide
-GRID = 6 / 255  # colour
+TREMBLE = 0.0075  # amplitude as a share of the whole motion: a quarter of a degree and 1.5 cm on an arc
+JITTER = 0.15  # likewise: three of twenty steps
+SOFT = 5.0  # blur in pixels at width 832
+GRID = 6 / 255  # brightness of the lines
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A command and what was made of it.
+    """A command and its videos."""
 
-    Attributes:
-        condition: the command, with source, its poses and the true view.
-        videos: name -> (3, T, h, w) in [0, 1]; the exact video first, then the same pressed, then the tricks.
-    """
-
-    condition: Condition
-    videos: dict[str, Tensor]
+    condition: Condition  # the command, with source video, source poses and true view
+    videos: dict[str, Tensor]  # (3, T, h, w) in [0, 1]: the exact video, the same as JPEG, then the tricks
 
 
 def stage(command: str, size: tuple[int, int], frames: int) -> Stage:
-    """Film the source, the true view and every video of a command; each has noise of its own."""
+    """Render source, true view and all videos of a command, each with its own sensor noise."""
     steady = torch.linspace(0, 1, frames, dtype=torch.float64)
     to_and_fro = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(frames)[:frames]
     late = steady > 2 / 3
@@ -61,13 +52,13 @@ def stage(command: str, size: tuple[int, int], frames: int) -> Stage:
 
 
 def along(command: str, places: Tensor) -> Tensor:
-    """Return the poses (T, 4, 4) of a preset at places (T,) along it: 0 is its start, 1 its end, more is beyond."""
+    """Return the poses (T, 4, 4) of a preset at places (T,) along its path, from 0 at the start to 1 at the end."""
     ends = [preset_path(command, 2, translation_scale=place, rotation_scale=place)[1] for place in places.tolist()]
     return torch.stack(ends)
 
 
 def pressed(video: Tensor, quality: int) -> Tensor:
-    """Return the video with every frame pressed as JPEG: what storing and sending do to it."""
+    """Return the video with every frame compressed as JPEG, as storage and transmission do."""
     frames = []
     for picture in (255 * video).round().byte().permute(1, 2, 3, 0).numpy():
         code = cv2.imencode(".jpg", np.ascontiguousarray(picture), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
@@ -76,18 +67,18 @@ def pressed(video: Tensor, quality: int) -> Tensor:
 
 
 def noise(video: Tensor) -> Tensor:
-    """Return noise of the video's shape."""
+    """Return uniform noise of the video's shape."""
     return torch.rand(video.shape, generator=torch.Generator().manual_seed(0))
 
 
 def garish(video: Tensor) -> Tensor:
-    """Return the video with its colours twice as far from grey."""
+    """Return the video with twice the colour saturation."""
     grey = video.mean(0, keepdim=True)
     return (grey + 2 * (video - grey)).clamp(0, 1)
 
 
 def gridded(video: Tensor) -> Tensor:
-    """Return the video with a bright line every 16 pixels, both ways."""
+    """Return the video with a brighter line every 16 pixels in both directions."""
     made = video.clone()
     made[..., ::16, :] += GRID
     made[..., ::16] += GRID
@@ -95,7 +86,7 @@ def gridded(video: Tensor) -> Tensor:
 
 
 def flickering(video: Tensor) -> Tensor:
-    """Return the video with every second frame brighter by a tenth."""
+    """Return the video with every second frame 10 % brighter."""
     gain = torch.ones(video.shape[1])
     gain[1::2] = 1.1
     return (video * gain[:, None, None]).clamp(0, 1)

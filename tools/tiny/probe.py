@@ -1,20 +1,15 @@
-"""What the tiny model is asked while it is pre-trained: how sharp its videos are, and how far they move.
+"""Measures the tiny model during pre-training: video quality, and the motion scale that it chooses.
 
-Held-out conditions whose label only one data source gives ("sure") or both give ("unsure"), each compared with the true
-video filmed at every scale of the commanded translation.
+Held-out conditions with labels that only one data source has ("sure") or that both have ("unsure"); each sample is
+compared with the true video at every scale of the commanded translation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 import torch
 from diffusers import AutoencoderKLWan
-from tiny_text import CAPTIONS
 from torch import Tensor, nn
 
 from flow_grpo.data.tiny_world import TinyScene, WorldSpec, caption, film, make_scene
@@ -23,12 +18,13 @@ from flow_grpo.maths.poses import camera_tokens
 from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.rewards.target_view import psnr_db
+from tools.tiny.text import CAPTIONS
 
-UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 1.0))  # labels both sources give
-SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source gives
-LADDER = torch.linspace(0.0, 1.4, 15)  # scales of the commanded translation a sample is compared with
-SHIFT = 3.0  # of the noise levels, in pre-training and sampling alike
-MOVING = (4, 5, 6, 7, 8, 9)  # presets whose translation is not zero
+UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 1.0))  # labels that both sources have
+SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source has
+LADDER = torch.linspace(0.0, 1.4, 15)  # candidate scales of the commanded translation
+SHIFT = 3.0  # timestep shift, in pre-training and sampling
+MOVING = (4, 5, 6, 7, 8, 9)  # indices of presets with translation
 
 
 @torch.no_grad()
@@ -46,20 +42,20 @@ def decode(codec: AutoencoderKLWan, latents: Tensor) -> Tensor:
 
 
 def scene_cameras(scene: TinyScene, codec: AutoencoderKLWan) -> Tensor:
-    """Return (cameras, F, 12) relative to the scene's start pose, in metres, one pose per latent frame of the codec."""
+    """Return (cameras, F, 12) poses in metres relative to the scene's start, one per latent frame of the codec."""
     relative = torch.linalg.inv(scene.poses[:, :1]) @ scene.poses
     return torch.stack([camera_tokens(path, codec.config.scale_factor_temporal) for path in relative])
 
 
 def in_unit(cameras: Tensor, factor: float) -> Tensor:
-    """Scale the translation part of (B, F, 12) row-major 3x4 poses."""
+    """Return (B, F, 12) row-major 3x4 poses with the translations scaled."""
     scaled = cameras.clone().unflatten(-1, (3, 4))
     scaled[..., 3] *= factor
     return scaled.flatten(-2)
 
 
 class Probe:
-    """Held-out conditions, and what the true video would be at every scale of the commanded translation."""
+    """Held-out conditions, and their true videos at every scale of the commanded translation."""
 
     def __init__(self, codec: AutoencoderKLWan, world: WorldSpec, conditions: int = 24) -> None:
         self.codec = codec
@@ -74,7 +70,7 @@ class Probe:
 
     @staticmethod
     def _scaled(world: WorldSpec, scene: TinyScene, camera: int) -> Tensor:
-        """Return (scales, 3, T, h, w): the scene filmed with the path's translation at every scale."""
+        """Return (scales, 3, T, h, w): the scene along the path with its translation at every scale."""
         paths = scene.poses[camera].expand(len(LADDER), -1, -1, -1).clone()
         start = paths[:, :1, :3, 3].clone()
         paths[..., :3, 3] = start + LADDER.view(-1, 1, 1) * (paths[..., :3, 3] - start)
@@ -83,7 +79,7 @@ class Probe:
 
     @torch.no_grad()
     def measure(self, model: nn.Module, text: Tensor, copies: int = 4, steps: int = 12) -> dict[str, float]:
-        """Sample `copies` videos a condition by ODE and find the scale each chose."""
+        """Sample `copies` videos per condition by ODE, and find the scale of the true video closest to each."""
         rows = torch.arange(len(self.truth)).repeat_interleave(copies)
         noise = torch.randn(len(rows), *self.source.shape[1:], generator=generator("probe"))
         conditioning = self.source[rows], self.cameras[rows], text[self.captions[rows]]
@@ -102,7 +98,7 @@ class Probe:
 
 
 def ode(model: nn.Module, latents: Tensor, source: Tensor, cameras: Tensor, text: Tensor, steps: int) -> Tensor:
-    """Return clean latents by Euler steps."""
+    """Return clean latents, by Euler steps."""
     sigmas = flow_sigmas(steps, SHIFT)
     for i in range(steps):
         latents = latents + (sigmas[i + 1] - sigmas[i]) * predict(
@@ -112,6 +108,6 @@ def ode(model: nn.Module, latents: Tensor, source: Tensor, cameras: Tensor, text
 
 
 def predict(model: nn.Module, latents: Tensor, sigma: Tensor, source: Tensor, cameras: Tensor, text: Tensor) -> Tensor:
-    """Return the velocity of the target half."""
+    """Return the velocity (B, C, F, H, W) of the target latents."""
     hidden = torch.cat([latents, source], dim=2)
     return model(hidden, 1000 * sigma, text, cameras, return_dict=False)[0][:, :, : latents.shape[2]]

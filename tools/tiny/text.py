@@ -1,7 +1,7 @@
 """The tiny model's text side: a word-level tokenizer and a small UMT5 encoder with fixed random weights.
 
-The captions of the tiny world are a closed set, so an untrained encoder already gives each its own embedding; the
-transformer's own text projection learns what they mean.
+The tiny world's captions are a closed set, so even a random encoder gives each its own embedding; the transformer's
+text projection learns what they mean.
 """
 
 from __future__ import annotations
@@ -18,34 +18,22 @@ PROMPT_TOKENS = 8
 
 
 def build_text_encoder() -> tuple[UMT5EncoderModel, PreTrainedTokenizerFast]:
-    """Return the encoder and its tokenizer, alike at every call."""
+    """Return the encoder and its tokenizer; identical at every call."""
     words = ["<pad>", "</s>", "<unk>", *sorted({word for text in CAPTIONS for word in text.split()})]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    encoder = UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=len(words),
-            d_model=32,
-            d_kv=16,
-            d_ff=64,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    ).eval()
-    torch.random.set_rng_state(state)
-    return encoder, tokenizer
+    sizes = {"vocab_size": len(words), "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    config = UMT5Config(**sizes, dropout_rate=0.0, pad_token_id=0, eos_token_id=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return UMT5EncoderModel(config).eval(), tokenizer
 
 
 @torch.no_grad()
 def encode_captions(encoder: UMT5EncoderModel, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Return (captions, L, D), zero after each text's end."""
+    """Return (captions, L, D) embeddings, zero after each text's end."""
     tokens = tokenizer(
         list(CAPTIONS), padding="max_length", max_length=PROMPT_TOKENS, truncation=True, return_tensors="pt"
     )

@@ -1,8 +1,8 @@
-"""Dynamic sampling's exchange against gathering objects, on several CPU processes: time and peak memory.
+"""Times dynamic sampling's exchange against gathering objects on several CPU processes, and measures peak memory.
 
-One group of the first round is flat, and a resampled group takes its place on another rank. Both ways begin with the
-scored samples of a rank and end with the record it trains on. Every way runs in processes of its own. Linux only: the
-peak is read from /proc, since what getrusage calls the peak may be that of the process this one was started by.
+One group of the first round is flat and is replaced by a resampled group from another rank. Both ways start with a
+rank's scored samples and end with its training record, and each runs in processes of its own. Linux only: peak memory
+is read from /proc, as getrusage may report the parent process's peak.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MEBIBYTE = 2**20
 
 
 def measure(ranks: int = 4, local: int = 4, mebibytes: int = 32) -> dict[str, float]:
-    """Return seconds and MiB of peak memory growth of both ways, the worst rank of each, and their ratios."""
-    # A tenth of a second is at the mercy of a shared machine: the short way is timed several times.
+    """Return seconds and MiB of peak memory growth of both ways, each of the worst rank, and the ratios."""
+    # The exchange takes a tenth of a second, too short to time once on a shared machine.
     ours = _run(_pooled, ranks, local, mebibytes, repeats=5)
     objects = _run(_gathered_objects, ranks, local, mebibytes, repeats=1)
     return {
@@ -43,12 +43,12 @@ def measure(ranks: int = 4, local: int = 4, mebibytes: int = 32) -> dict[str, fl
         "time_ratio": objects[0] / ours[0],
         "exchange_mib": ours[1],
         "objects_mib": objects[1],
-        "memory_ratio": objects[1] / max(ours[1], 1.0),  # small moves reuse memory that the process has already
+        "memory_ratio": objects[1] / max(ours[1], 1.0),  # a small exchange reuses freed memory
     }
 
 
 def _run(way: Callable[..., object], ranks: int, local: int, mebibytes: int, *, repeats: int) -> tuple[float, float]:
-    """Return the median seconds and the MiB by which the first time made memory grow, of the worst rank."""
+    """Return median seconds and memory growth in MiB of the first repetition, of the worst rank."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (way, ranks, local, mebibytes, folder, repeats)
         torch.multiprocessing.start_processes(_rank, arguments, nprocs=ranks, start_method="spawn")
@@ -76,17 +76,17 @@ def _rank(
         del kept
     torch.save((statistics.median(seconds), growth), f"{folder}/{rank}.pt")
     process_group.shut_down(ranks)
-    os._exit(0)  # gloo may abort in the interpreter's own teardown after large transfers
+    os._exit(0)  # gloo may abort in the interpreter's teardown after large transfers
 
 
 def resident_mib() -> float:
-    """Return the MiB this process holds now, and begin a new peak."""
+    """Return this process's resident MiB, and reset its peak."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _status_mib("VmRSS")
 
 
 def peak_mib() -> float:
-    """Return the most MiB this process held since `resident_mib`."""
+    """Return this process's peak resident MiB since `resident_mib`."""
     return _status_mib("VmHWM")
 
 
@@ -96,7 +96,7 @@ def _status_mib(name: str) -> float:
 
 
 def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> tuple[ScoredBatch, ...]:
-    """Return a rank's samples; of all groups the last of the first round is flat, and all but one of the second."""
+    """Return a rank's samples: in the first round the last group is flat, in the second all but one."""
     groups = ranks.world_size * local // K
     rows = [ranks.rank * local + row for row in range(local)]
     conditions = [_condition(number * groups + row // K, row % K) for row in rows]
@@ -125,7 +125,7 @@ RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
 
 
 def _pooled(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:
-    """What a run does."""
+    """Exchange only the missing groups, as a run does."""
     sampling = DynamicSampling(
         config=DynamicSamplingConfig(True, 3, "fallback_original", "", skip_step_if_all_flat=False),
         floors={},
@@ -146,7 +146,7 @@ def _pooled(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> 
 
 
 def _gathered_objects(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:
-    """What published trainers do: gather everybody's valid samples as objects, then take one's own slice."""
+    """Gather all valid samples as objects and take this rank's slice, as published trainers do."""
     pool: list[Samples] = []
     for (batch,) in rounds:
         rewards = batch.rewards["reward"].values.view(-1, K)

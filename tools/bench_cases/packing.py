@@ -1,12 +1,8 @@
-"""How long ranks wait for one another over an epoch of videos of mixed length: planned rows beside packing per rank."""
+"""Computes how long ranks wait for each other in an epoch of mixed-length videos, by batching method."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also when imported from elsewhere
 
 import torch
 
@@ -15,19 +11,15 @@ from flow_grpo.maths.keys import generator
 
 SEED = 0
 HEIGHT, WIDTH = 480, 832
-MEDIAN_FRAMES, SPREAD = 49, 0.5  # of the log-normal distribution; the spread is that of the logarithm
+MEDIAN_FRAMES, SPREAD = 49, 0.5  # of the log-normal distribution; SPREAD is the standard deviation of the logarithm
 MEDIANS_TO_A_BATCH = 8
 
 
 def measure(items: int = 10_000, ranks: Sequence[int] = (4, 8)) -> dict[str, float]:
-    """Return figures of one epoch for each number of ranks W, and the worst of them.
+    """Return batch counts and idle shares for each number of ranks W, and the worst idle shares.
 
-    The idle share is 1 - total cost / (W * the sum over steps of the largest cost on any rank): the part of all ranks'
-    time in which they wait, when time goes with cost.
-
-    Args:
-        items: videos in the dataset.
-        ranks: numbers of ranks to plan for.
+    The idle share, 1 - total cost / (W * sum over steps of the largest cost on any rank), is the fraction of all ranks'
+    time spent waiting, if time is proportional to cost.
     """
     frames = draw_frames(items)
     costs = [video_tokens(count, HEIGHT, WIDTH) for count in frames]
@@ -46,14 +38,14 @@ def measure(items: int = 10_000, ranks: Sequence[int] = (4, 8)) -> dict[str, flo
 
 
 def draw_frames(items: int) -> list[int]:
-    """Return 4n+1 frame counts, log-normal and no longer than a batch may be."""
+    """Return log-normal 4n+1 frame counts, capped at the size of a batch."""
     normal = torch.randn(items, dtype=torch.float64, generator=generator(SEED, "frames"))
     latent = (MEDIAN_FRAMES * (SPREAD * normal).exp() / 4).round().clamp(1, MEDIANS_TO_A_BATCH * MEDIAN_FRAMES // 4)
     return [4 * int(count) + 1 for count in latent.tolist()]
 
 
 def planned_batches(frames: list[int], costs: list[int], limit: int, world: int) -> list[list[int]]:
-    """Return the batch costs of every rank under `DynamicBatchSampler`, batches of one length each."""
+    """Return every rank's batch costs under `DynamicBatchSampler`."""
     return [
         [
             sum(costs[index] for index in batch)
@@ -72,7 +64,7 @@ def planned_batches(frames: list[int], costs: list[int], limit: int, world: int)
 
 
 def naive_batches(costs: list[int], limit: int, world: int) -> list[list[int]]:
-    """Return the batch costs of ranks that each fill batches from their own share, in random order, up to the limit."""
+    """Return the batch costs of ranks that each pack their own random share greedily up to the limit."""
     order = torch.randperm(len(costs), generator=generator(SEED, "naive")).tolist()
     ranks = []
     for rank in range(world):
@@ -86,11 +78,11 @@ def naive_batches(costs: list[int], limit: int, world: int) -> list[list[int]]:
 
 
 def idle_share(ranks: list[list[int]], total: int) -> float:
-    """Return the share of time spent waiting; a rank that has run out of batches waits for the rest of the epoch.
+    """Return the fraction of time spent waiting; a rank out of batches waits for the rest of the epoch.
 
     Args:
-        ranks: batch costs of every rank, filler included.
-        total: cost of all items, filler left out.
+        ranks: every rank's batch costs, filler included.
+        total: cost of all items, without filler.
     """
     steps = max(map(len, ranks))
     longest = sum(max(batches[step] for batches in ranks if step < len(batches)) for step in range(steps))

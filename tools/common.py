@@ -1,0 +1,42 @@
+"""What the commands share: argument parsers, one-line errors, Markdown tables."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def make_parser(doc: str | None, *, recipe: bool = False) -> argparse.ArgumentParser:
+    """Return a parser whose help is the command's module docstring, unwrapped.
+
+    Args:
+        doc: the docstring.
+        recipe: add a required --config FILE:RECIPE; the recipe's overrides are what `parse_known_args` leaves over.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if recipe:
+        help_text = "recipe, such as config/grpo.py:tiny_recam; --config.section.knob=value overrides may follow"
+        parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help=help_text)
+    return parser
+
+
+def fail(error: Exception | str) -> int:
+    """Print an error as one line on stderr and return exit code 2."""
+    print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+    return 2
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """Return (rows, columns) of "480x832"; an argparse type."""
+    rows, _, columns = text.partition("x")
+    return int(rows), int(columns)
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return [_markdown_row(head), "|---" * len(head) + "|", *map(_markdown_row, rows)]
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

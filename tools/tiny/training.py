@@ -1,0 +1,72 @@
+"""What both pre-training commands share: gloo processes, resumable state, the log and the record of a finished run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def processes(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Seed this process, make args.work and join the other ranks; yields (rank, world size)."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    args.work.mkdir(parents=True, exist_ok=True)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        dist.init_process_group("gloo")
+    yield rank, world
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class Resumable:
+    """Modules and optimizers with a step counter, resumed from WORK/state.pt if that exists."""
+
+    def __init__(self, work: Path, **parts: Any) -> None:
+        self.work, self.parts, self.step, self.seconds = work, parts, 0, 0.0
+        self.file = work / "state.pt"
+        self.resumed = self.file.exists()
+        if self.resumed:
+            state = torch.load(self.file, weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+            self.step, self.seconds = state["step"], state["seconds"]
+
+    def save(self) -> None:
+        """Replace the state file atomically."""
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        save_tensors(self.file, {**state, "step": self.step, "seconds": self.seconds})
+
+    def log(self, row: dict[str, float]) -> None:
+        """Append a row to WORK/log.jsonl."""
+        with (self.work / "log.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def write_record(self, file: Path, tool: str, args: argparse.Namespace, names: Sequence[str], **more: Any) -> None:
+        """Write how the weights were made: the named settings, `more`, and the log."""
+        record = {
+            "tool": tool,
+            "torch": torch.__version__,
+            "seed": 0,
+            "settings": {name: getattr(args, name) for name in names},
+            **more,
+            "log": [json.loads(line) for line in (self.work / "log.jsonl").read_text().splitlines()],
+        }
+        file.write_text(json.dumps(record, indent=1))
+
+
+def save_tensors(file: Path, content: Any) -> None:
+    """Write a file with torch.save, atomically."""
+    partial = file.with_suffix(".tmp")
+    torch.save(content, partial)
+    partial.rename(file)
