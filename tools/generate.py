@@ -198,9 +198,7 @@ def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
         dataset = UserVideos(
             list(find_sources(args.source)),
             args.camera,
-            num_frames=args.frames,
-            height=args.height,
-            width=args.width,
+            (args.frames, args.height, args.width),
             prompt=args.prompt,
         )
     for warning in caught:

@@ -58,7 +58,7 @@ def test_what_is_filmed_is_what_a_run_measures_along_its_commands(world, tmp_pat
 
     monkeypatch.setattr(videos, "generate", recorded)
     assert evaluate.main(words(world, tmp_path)) == 0
-    dataset = MultiCamDataset(world, "val", num_frames=FRAMES, height=24, width=32, prompt="", reference="source")
+    dataset = MultiCamDataset(world, "val", (FRAMES, 24, 32), prompt="", reference="source")
     conditions = [dataset.condition(index) for index in held_out_indices(len(dataset), COUNT)]
     cameras = json.loads((tmp_path / videos.CAMERAS).read_text())
     assert len(cameras) == len(list((tmp_path / videos.VIDEOS).iterdir())) == COUNT

@@ -83,7 +83,7 @@ def test_the_options_have_the_published_defaults() -> None:
 def test_fixed_batches_are_as_many_on_both_ranks(drop_last, batches) -> None:
     """004-11."""
     given = ["--config", "f:r", "--no-use-dynamic-batch", "--num-workers", "0", *["--drop-last"] * drop_last]
-    dataset = mock.MagicMock(structure=lambda index: (5, 24, 32))
+    dataset = mock.MagicMock(size_of=lambda index: (5, 24, 32))
     dataset.__len__.return_value = 100
     plans = [
         finetune_recam.Batches(finetune_recam.options().parse_args(given), dataset, mock.Mock(), Ranks(rank, 2)).plan
@@ -96,7 +96,7 @@ def test_fixed_batches_are_as_many_on_both_ranks(drop_last, batches) -> None:
 def test_worker_processes_are_kept_over_epochs_of_training_only() -> None:
     """004-9."""
     args = finetune_recam.options().parse_args(["--config", "f:r", "--no-use-dynamic-batch", "--num-workers", "2"])
-    dataset = mock.MagicMock(structure=lambda index: (5, 24, 32))
+    dataset = mock.MagicMock(size_of=lambda index: (5, 24, 32))
     dataset.__len__.return_value = 100
     both = [finetune_recam.Batches(args, dataset, mock.Mock(), Ranks(), held)._loader for held in (None, [1, 2])]
     assert [(loader.num_workers, loader.persistent_workers) for loader in both] == [(2, True), (2, False)]
