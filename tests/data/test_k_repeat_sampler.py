@@ -193,7 +193,7 @@ def test_batches_come_in_order_with_any_number_of_workers(workers):
         sampler.check(batch[0][0])
         assert batch == sampler.plan(step)[3]
     sampler.seek(9)
-    with pytest.raises(StaleBatchError, match="step 6 .* step 9"):
+    with pytest.raises(StaleBatchError, match=r"step 6 .* step 9"):
         sampler.check(next(batches)[0][0])
 
 
@@ -239,8 +239,16 @@ def test_resuming_at_any_step_continues_the_uninterrupted_run(workers):
 def test_the_saved_state_keeps_its_fields_and_numbers():
     state = make(Echo(), structures=[index % 2 for index in range(100)]).state_dict()
     assert state == {
-        **{"num_replicas": 8, "batch_size": 2, "k": 4, "num_batches_per_epoch": 2, "next_step": 0, "seed": 42},
-        **{"n": 100, "fingerprint": "echo 100", "layout": "spread", "structures": 7699462296378782831},
+        "num_replicas": 8,
+        "batch_size": 2,
+        "k": 4,
+        "num_batches_per_epoch": 2,
+        "next_step": 0,
+        "seed": 42,
+        "n": 100,
+        "fingerprint": "echo 100",
+        "layout": "spread",
+        "structures": 7699462296378782831,
     }
     assert make(Echo()).plan(3)[5] == [(3, 14, 2, 29), (3, 15, 2, 15)]
 
