@@ -23,10 +23,8 @@ def path(degrees: list[float], metres: list[float]) -> Tensor:
 def elsewhere(poses: Tensor, scale: float = 3.0) -> Tensor:
     """Return poses in another, mirrored world (as MultiCamVideo's absolute poses) and another unit."""
     mirror = torch.diag(torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=torch.float64))
-    world = mirror @ pose(
-        rotation_matrix(torch.tensor([0.4, -1.0, 2.0]).double()), torch.tensor([5.0, -7.0, 1.0]).double()
-    )
-    moved = world @ poses
+    turn = rotation_matrix(torch.tensor([0.4, -1.0, 2.0]).double())
+    moved = mirror @ pose(turn, torch.tensor([5.0, -7.0, 1.0]).double()) @ poses
     moved[:, :3, 3] *= scale
     return moved
 
