@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from flow_grpo.data.k_repeat_sampler import SampleKey
 from flow_grpo.data.video_io import Size
 from flow_grpo.records import Condition
 from flow_grpo.runtime.ranks.process_group import InputError
@@ -47,7 +48,7 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
     def size_of(self, index: int) -> Size:
         """Return (frames, height, width) of the videos as they are delivered, without decoding one."""
 
-    def __getitem__(self, key: tuple[int, int, int, int]) -> tuple[int, Condition]:
+    def __getitem__(self, key: SampleKey) -> tuple[int, Condition]:
         """Return (step, condition) for a sampler's (step, gid, slot, index)."""
         step, gid, slot, index = key
         return step, self.condition(index, gid, slot)

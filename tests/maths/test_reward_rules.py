@@ -40,7 +40,7 @@ def gated(values: list[float], holder: list[float], ids: list[int] | None = None
 
 
 def advantages(of: Gated, ids: Tensor | None = None) -> Tensor:
-    """Return the advantages of groups of the gated reward beside another one that does not differ."""
+    """Return the advantages of groups of the gated reward, next to another reward."""
     count = len(of.values)
     ids = torch.zeros(count, dtype=torch.int64) if ids is None else ids
     rewards = {"gated": of.values, "other": torch.arange(count, dtype=torch.float64)}
