@@ -323,7 +323,7 @@ def splits(config: Config) -> tuple[MultiCamDataset, MultiCamDataset]:
 def check_sizes(policy: Policy, *data_sets: MultiCamDataset) -> None:
     """Read one condition of every video size in every data set; ValueError for a size that the model cannot take."""
     for data in data_sets:
-        for index in {data.structure(index): index for index in range(len(data))}.values():
+        for index in {data.size_of(index): index for index in range(len(data))}.values():
             policy.latent_shape([data.condition(index)])
 
 

@@ -57,7 +57,7 @@ def conditions(tmp_path_factory):
     """Every camera of a held-out scene."""
     root = tmp_path_factory.mktemp("assets") / "world"
     ensure_tiny_world(root, "unit_test")
-    data = MultiCamDataset(root, "val", num_frames=5, height=24, width=32, prompt="caption", reference="source")
+    data = MultiCamDataset(root, "val", (5, 24, 32), prompt="caption", reference="source")
     return [data.condition(index, gid=index) for index in range(len(data))]
 
 

@@ -194,7 +194,7 @@ class SizedData:
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
         return sized(index, gid, slot)
 
-    def structure(self, index: int) -> tuple[int, int, int]:
+    def size_of(self, index: int) -> tuple[int, int, int]:
         return SIZES[index // 2 % 3]
 
 
@@ -208,7 +208,7 @@ def _evaluate(ranks: Ranks) -> tuple[dict[str, float], list[tuple[int, ...]]]:
 
 def test_a_small_evaluation_is_shared_out_rather_than_batched():
     class OneSize(SizedData):
-        def structure(self, index: int) -> tuple[int, int, int]:
+        def size_of(self, index: int) -> tuple[int, int, int]:
             return SIZES[0]
 
     policy = ConvPolicy()

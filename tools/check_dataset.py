@@ -34,9 +34,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flow_grpo.data.camera_files import read_cameras, read_json_object
+from flow_grpo.data.camera_files import BAD_JSON, read_cameras
 from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes
 from flow_grpo.data.video_io import read_video, video_size
+from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.maths.poses import rotation_angle_deg
 from tools.common import image_size, make_parser
 
@@ -203,7 +204,7 @@ def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -
 
 def _read_object(file: Path, report: SceneReport) -> dict[str, Any] | None:
     try:
-        return read_json_object(file)
+        return read_json_object(file, BAD_JSON)
     except ValueError as error:
         report.problems.append((f"{report.name}/cameras/{file.name}", str(error)))
         return None

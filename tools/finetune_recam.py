@@ -36,8 +36,8 @@ from torch.utils.data import Dataset
 import train_grpo
 from flow_grpo.algorithm.build import build_optimizer
 from flow_grpo.algorithm.run_state import common_identity
+from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
-from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
@@ -149,7 +149,7 @@ class Batches:
             num_replicas=ranks.world_size,
             rank=ranks.rank,
             seed=args.seed,
-            cost=lambda index: tokens(dataset.structure(index)),
+            cost=lambda index: tokens(dataset.size_of(index)),
         )
         self._loader = make_loader(Items(dataset), self.plan, args.num_workers, persistent=training)
 

@@ -176,8 +176,8 @@ def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        size = {"num_frames": args.frames, "height": args.height, "width": args.width}
-        dataset = UserVideos(list(find_sources(args.source)), args.camera, **size, prompt=args.prompt)
+        size = (args.frames, args.height, args.width)
+        dataset = UserVideos(list(find_sources(args.source)), args.camera, size, prompt=args.prompt)
     for warning in caught:
         print("warning:", " ".join(str(warning.message).split()), file=sys.stderr, flush=True)
     requests = []

@@ -25,7 +25,7 @@ import train_grpo
 from flow_grpo.algorithm.build import dataset
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
-from flow_grpo.data.conditions import Conditions
+from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.recam_policy import DTYPES, check_folder
@@ -91,19 +91,19 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
     return Encodings(codec, texts, store, max_prompt_tokens=model.max_prompt_tokens)
 
 
-def video_tasks(splits: Sequence[Conditions], encodings: Encodings) -> Iterator[Task]:
+def video_tasks(splits: Sequence[ConditionDataset], encodings: Encodings) -> Iterator[Task]:
     """Yield one task per distinct source video and size."""
     seen = set()
     for data in splits:
         for index in range(len(data)):
-            place = data.source_file(index), data.structure(index)
+            place = data.source_file(index), data.size_of(index)
             if place not in seen:
                 seen.add(place)
                 yield _video_task(data, index, encodings)
 
 
-def _video_task(data: Conditions, index: int, encodings: Encodings) -> Task:
-    size = data.structure(index)
+def _video_task(data: ConditionDataset, index: int, encodings: Encodings) -> Task:
+    size = data.size_of(index)
 
     def encode() -> object:
         return encodings.source(data.source_id(index), size, lambda: data.source_video(index))
@@ -111,7 +111,7 @@ def _video_task(data: Conditions, index: int, encodings: Encodings) -> Task:
     return Task(str(data.source_file(index)), lambda: encodings.knows_source(data.source_id(index), size), encode)
 
 
-def prompt_tasks(config: Config, splits: Sequence[Conditions], encodings: Encodings) -> Iterator[Task]:
+def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: Encodings) -> Iterator[Task]:
     """Yield one task per distinct prompt, including the negative one if guidance uses it."""
     prompts = [data.prompt_of(index) for data in splits for index in range(len(data))]
     if config.sample.guidance_scale != 1.0:

@@ -15,9 +15,9 @@ from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.exclude import read_verdicts, settings_of
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.data.loader import make_loader
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.models.policy import Policy
@@ -35,9 +35,7 @@ def dataset(config: Config, split: str) -> MultiCamDataset:
     return MultiCamDataset(
         data.root,
         split,
-        num_frames=data.num_frames,
-        height=data.height,
-        width=data.width,
+        (data.num_frames, data.height, data.width),
         prompt=data.prompt,
         reference=data.reference,
         buckets=[parse_bucket(text) for text in data.buckets],
@@ -57,7 +55,7 @@ def build_sampler(config: Config, train: MultiCamDataset, ranks: Ranks) -> Distr
         config.seed,
         num_batches_per_epoch=sample.num_batches_per_epoch,
         layout=sample.layout,
-        structures=[train.structure(index) for index in range(len(train))],
+        structures=[train.size_of(index) for index in range(len(train))],
     )
 
 

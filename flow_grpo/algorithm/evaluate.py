@@ -40,7 +40,7 @@ class ConditionSource(Protocol):
         """Return one of them."""
         ...
 
-    def structure(self, index: int) -> tuple[int, int, int]:
+    def size_of(self, index: int) -> tuple[int, int, int]:
         """Return the (frames, rows, columns) of its videos."""
         ...
 
@@ -130,8 +130,8 @@ class Evaluator:
 
     def _own_batches(self) -> list[list[int]]:
         """Return this rank's batches of positions in `indices`, one video size each, equally many on every rank."""
-        structures = [self.dataset.structure(index) for index in self.indices]
-        costs = [math.prod(structure) for structure in structures]
+        sizes = [self.dataset.size_of(index) for index in self.indices]
+        costs = [math.prod(size) for size in sizes]
         fair = min(self.settings.batch_size, math.ceil(len(costs) / self.ranks.world_size))
         return list(
             DynamicBatchSampler(
@@ -141,7 +141,7 @@ class Evaluator:
                 num_replicas=self.ranks.world_size,
                 rank=self.ranks.rank,
                 cost=costs.__getitem__,
-                structure=structures.__getitem__,
+                structure=sizes.__getitem__,
             )
         )
 

@@ -1,8 +1,10 @@
-"""Batches of limited cost, equally many on every rank, because every rank plans the whole epoch alike.
+"""Batch samplers that limit the cost of a batch, such as its latent tokens, instead of its number of items.
 
-Letters: W ranks, n items in the dataset. A `row` is one step of all ranks: W batches of nearly equal cost, batch r for
-rank r. Ranks that pack on their own get unequal counts, and the first collective without a partner blocks until its
-timeout. Use in a plain loop, under accelerate and under Lightning: docs/cost_limited_batches.md.
+Every rank computes the identical plan of the whole epoch and takes its own part. Ranks that pack independently get
+unequal numbers of batches, and the first collective call without a partner blocks until it times out.
+
+Letters: W ranks, n items in the dataset. A row is one step of all ranks: W batches of nearly equal cost, batch r for
+rank r. Use in a plain loop, under accelerate and under Lightning: docs/cost_limited_batches.md.
 """
 
 from __future__ import annotations
@@ -28,40 +30,45 @@ _log = logging.getLogger(__name__)
 
 
 def video_tokens(frames: int, height: int, width: int, *, temporal: int = 4, spatial: int = 16) -> int:
-    """Return latent tokens: the first frame is one, `temporal` make each other; spatial**2 pixels make a token."""
+    """Return the number of latent tokens of a video, by default for Wan: a codec of stride (4, 8, 8) and 2x2 patches.
+
+    The first frame is a latent frame of its own; each further one covers `temporal` frames.
+    """
     return ((frames - 1) // temporal + 1) * (height // spatial) * (width // spatial)
 
 
 class DynamicBatchSampler(Sampler[list[int]]):
-    """Batches whose costs add up to at most `max_points`, equally many on every rank, each item once.
+    """Batches whose costs add up to at most `max_points`, equally many on every rank, covering each item once.
 
-    Use it as `DataLoader(dataset, batch_sampler=sampler)` outside `accelerator.prepare`, which would shard once more.
-    Call `set_epoch` before `iter(loader)`, and once `ranks.check_equal(sampler.fingerprint(), "batch plan")` before the
-    first step, where a difference between ranks is an error message and not yet a hang.
+    Use it as `DataLoader(dataset, batch_sampler=sampler)`, never inside `accelerator.prepare`, which would shard again.
+    Call `set_epoch` before `iter(loader)`. Call `ranks.check_equal(sampler.fingerprint(), "batch plan")` once before
+    the first step: ranks with different plans then raise instead of hanging later.
 
-    Items of one structure are packed in the order drawn, all batches sorted by cost, and W neighbours make a row: over
-    a whole epoch a rank waits for the others for about the cost of one batch. A row of fewer than W batches is filled
-    with batches of one item that count nothing:
+    Items of one structure are packed in the order drawn, the batches are sorted by cost, and each W neighbours make a
+    row, so over an epoch a rank waits for the others for about the cost of one batch. The last row is filled up with
+    batches of one repeated item, which must get weight 0:
 
         loss = sampler.batch_weight(number) * losses.sum() * W / sampler.real_items(number)    # DDP divides by W
 
     Args:
-        max_points: largest sum of costs in a batch.
-        shuffle: draw items and order rows anew in each epoch; otherwise both follow the dataset.
-        drop_last: leave out the batches drawn last that make no whole row, instead of filling one.
-        sampler: what an epoch draws, in which order (`shuffle` is then for rows only): a `DistributedWeightedSampler`
-            or a torch sampler that knows of no ranks. None draws each item once.
-        num_replicas: W, and `rank` is 0..W-1; None asks torch.distributed, without a process group 1 and 0.
-        seed: of all orders; the ranks must agree on it.
-        cost: of an index, a whole number >= 1; None is `dataset.cost`. Asked once, like `structure`.
-        structure: of an index, what items of a batch share, such as (frames, height, width), sortable; None is
-            `dataset.structure` when there is one, else any items may meet.
-        oversize: an item above max_points is refused ("raise"), a batch of its own, the only one above the limit
-            ("single"), or left out and counted in `dropped_items` ("drop").
+        dataset: anything with a length.
+        max_points: largest total cost of a batch.
+        shuffle: shuffle items and rows anew in each epoch; otherwise both follow the dataset's order.
+        drop_last: drop the batches drawn last that do not fill a row, instead of filling it.
+        sampler: which items an epoch draws, in order (`shuffle` then applies to rows only): a
+            `DistributedWeightedSampler`, or a torch sampler that does not shard. None draws each item once.
+        num_replicas: W; default from torch.distributed, or 1.
+        rank: 0..W-1; default from torch.distributed, or 0.
+        seed: seed of all shuffling, identical on every rank.
+        cost: cost of an index, a whole number >= 1; default `dataset.cost`. Called once per item, like `structure`.
+        structure: sortable key of an index that the items of a batch share, such as (frames, height, width); default
+            `dataset.size_of` if it exists, else any items can share a batch.
+        oversize: what to do with an item above max_points: "raise"; "single", a batch of its own above the limit; or
+            "drop", leave it out and count it in `dropped_items`.
 
     Raises:
-        TypeError: `sampler` would shard too, or has a generator of its own.
-        ValueError: numbers that do not fit together, all of them in the text.
+        TypeError: `sampler` shards over ranks or has its own generator.
+        ValueError: numbers that do not fit together; the message holds all of them.
     """
 
     def __init__(  # noqa: PLR0913 - the published signature
@@ -79,60 +86,60 @@ class DynamicBatchSampler(Sampler[list[int]]):
         structure: Callable[[int], Hashable] | None = None,
         oversize: str = "raise",
     ) -> None:
-        # None of these may be named batch_size: accelerate takes that for a promise and loses items.
+        # No attribute may be named batch_size: accelerate would take it for a fixed size and lose items.
         self.max_points, self.shuffle, self.drop_last, self.seed = max_points, shuffle, drop_last, seed
         self.num_replicas, self.rank = _ranks(num_replicas, rank)
-        self._sampler, self._single = _without_ranks(sampler), oversize == "single"
+        self._sampler, self._single = _unsharded(sampler), oversize == "single"
         self._costs = _read_costs(dataset, cost or getattr(dataset, "cost", None))
-        structure = structure or getattr(dataset, "structure", None)
+        structure = structure or getattr(dataset, "size_of", None)
         self._structures: list[Any] = [structure(index) if structure else 0 for index in range(len(self._costs))]
         self._check_oversized(oversize)
-        self._take(0)
+        self._plan(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Plan another epoch, from its first row on; a running iterator goes on with the plan it was made from."""
+        """Plan another epoch from its first row; existing iterators keep the plan they were made from."""
         if epoch != self.epoch:
-            self._take(epoch)
+            self._plan(epoch)
 
     def __len__(self) -> int:
-        """Return how many batches an iterator made now yields, on this rank as on every other."""
+        """Return the number of batches that a new iterator yields, identical on every rank."""
         return len(self._rows) - self._start
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over this rank's batches of the epoch, or over what a resumed epoch has left."""
-        # Not a generator itself: the plan must be taken now, not when a prefetching loader asks for the first batch.
-        # The start stays until set_epoch: a loader with workers calls iter() twice before its first batch.
+        """Return an iterator over this rank's batches of the epoch, after a resume over the remaining ones."""
+        # Not a generator function: the plan must be read now, not when a prefetching loader asks for the first batch.
+        # Do not reset _start here: a loader with workers calls iter() twice before its first batch.
         return (list(row[self.rank]) for row in self._rows[self._start :])
 
     def batch_weight(self, number: int) -> float:
-        """Return 0.0 if this rank's batch in row `number` of the epoch (from 0, also after resuming) is filler."""
+        """Return 0.0 if this rank's batch in row `number` (counted from the start of the epoch) is filler, else 1.0."""
         return float(self.rank < self._real[number])
 
     def real_items(self, number: int) -> int:
-        """Return how many items row `number` of the epoch holds over all ranks, filler left out."""
+        """Return the number of items in row `number` over all ranks, without filler."""
         return sum(map(len, self._rows[number][: self._real[number]]))
 
     def fingerprint(self) -> str:
-        """Return a text that tells the epoch's plan for all ranks from any other."""
+        """Return a text that identifies the epoch's plan for all ranks."""
         digest = blake2b(repr((self._rows, self._real)).encode(), digest_size=8).hexdigest()
         return f"{len(self._rows)} rows, epoch {self.epoch}, {digest}"
 
     def state_dict(self, consumed: int) -> dict[str, int | str]:
-        """Return what a resumed run must agree on, where `consumed` counts the rows of this epoch that were trained.
+        """Return the state to resume from after `consumed` rows of this epoch, those before an earlier resume included.
 
-        Those before an earlier resume count too. Only the training loop knows: a prefetching loader has taken more.
+        Only the training loop knows how many it consumed: a prefetching loader is ahead of it.
         """
         numbers = {name: getattr(self, name) for name in ("seed", "epoch", "num_replicas", "max_points")}
         return numbers | {"consumed": consumed, "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Plan the saved epoch and begin iterators after its consumed rows, until `set_epoch` gets another epoch.
+        """Plan the saved epoch and start iterators after its consumed rows, until `set_epoch` sets another epoch.
 
         Raises:
-            ValueError: the saved run differs, each difference with its two values.
+            ValueError: the saved run differs; lists each difference with both values.
         """
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
-        self._take(epoch)
+        self._plan(epoch)
         mine = self.state_dict(min(max(consumed, 0), len(self._rows)))
         differing = [f"{name} was {state[name]!r}, is {mine[name]!r}" for name in mine if state[name] != mine[name]]
         if differing:
@@ -154,33 +161,33 @@ class DynamicBatchSampler(Sampler[list[int]]):
             if self.rank == 0:
                 _log.warning("%s; each is %s", text, OVERSIZE[oversize])
 
-    def _take(self, epoch: int) -> None:
-        """Plan an epoch, alike on every rank: neither the rank nor what ran before enters."""
+    def _plan(self, epoch: int) -> None:
+        """Plan an epoch, identically on every rank: the plan depends neither on the rank nor on earlier epochs."""
         draws, ranks = self._draws(epoch), self.num_replicas
         batches, cost, structure = self._packed(draws), self._costs.__getitem__, self._structures.__getitem__
         oversized = len(draws) - sum(map(len, batches))
-        if self.drop_last:  # what was drawn last, before sorting: the cheapest would be the same in every epoch
+        if self.drop_last:  # before sorting, or the same cheap items would be dropped in every epoch
             batches = batches[: len(batches) // ranks * ranks]
-        # In sorted order the differences within all rows add up to no more than the largest batch costs.
+        # In sorted order the cost differences within all rows add up to at most the cost of the largest batch.
         order = sorted(range(len(batches)), key=lambda b: (-sum(map(cost, batches[b])), structure(batches[b][0])))
         rows: list[Any] = [order[first : first + ranks] for first in range(0, len(order), ranks)]
         if not rows:
             got = f"{len(draws)} draws, {oversized} above max_points={self.max_points}, drop_last={self.drop_last}"
             raise ValueError(f"epoch {epoch} has not one row of {ranks} batches ({got}); add data or keep the last row")
-        rows.sort(key=min)  # batches are numbered in the order of their first items
+        rows.sort(key=min)  # batches are numbered in the order of their first items, so rows follow the dataset
         if self.shuffle:
             picked = torch.randperm(len(rows), generator=generator(self.seed, "rows", epoch))
             rows = [rows[number] for number in picked.tolist()]
         self._real = [len(row) for row in rows]
         self._rows = [[batches[b] for b in row] for row in rows]
-        for row in self._rows:  # filler is the cheapest item of its row, so that no rank waits for it
+        for row in self._rows:  # filler is the cheapest item of its row, so no rank waits for it
             row += [[min(itertools.chain(*row), key=cost)]] * (ranks - len(row))
         self.epoch, self._start, self.dropped_items = epoch, 0, oversized
 
     def _packed(self, draws: list[int]) -> list[list[int]]:
-        """Return batches of one structure each, items in the order drawn."""
+        """Return batches of one structure each, filled greedily in the order drawn."""
         batches: list[list[int]] = []
-        latest: dict[Hashable, tuple[list[int], int]] = {}  # batch and room of each structure
+        latest: dict[Hashable, tuple[list[int], int]] = {}  # the open batch of each structure and what still fits
         for index in draws:
             cost, structure = self._costs[index], self._structures[index]
             if cost > self.max_points:
@@ -195,7 +202,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         return batches
 
     def _draws(self, epoch: int) -> list[int]:
-        """Return the indices of an epoch over all ranks, in the order in which they are packed."""
+        """Return the indices that an epoch draws over all ranks, in packing order."""
         n, inner = len(self._costs), self._sampler
         if inner is None:
             shuffled = torch.randperm(n, generator=generator(self.seed, "draw", epoch))
@@ -203,7 +210,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         if hasattr(inner, "global_draws"):
             draws: list[int] = inner.global_draws(epoch)
         else:
-            # Not torch.manual_seed: it would reseed the accelerator too, which is not restored here.
+            # Not torch.manual_seed: it would also reseed the accelerator, which fork_rng(devices=[]) does not restore.
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(key(self.seed, "draw", epoch))
                 draws = [int(index) for index in inner]
@@ -214,18 +221,22 @@ class DynamicBatchSampler(Sampler[list[int]]):
 
 
 class DistributedWeightedSampler(Sampler[int]):
-    """Draws in proportion to weights, one list for all ranks in each epoch.
+    """Draws items with probability proportional to their weights, one list per epoch for all ranks.
 
-    Inside `DynamicBatchSampler` the whole list is planned, and sharded only there. Alone, rank r yields every W-th draw
-    from the r-th on, num_samples // W of them; with replacement, ranks may hold the same item.
+    As the `sampler` of a `DynamicBatchSampler` the whole list is planned and sharded there. Used alone, rank r yields
+    draws r, r + W, r + 2W, ..., num_samples // W of them; with replacement, ranks may hold the same item.
 
     Args:
-        weights: one for each item of the dataset, finite, >= 0, of any sum.
-        num_samples: draws of an epoch over all ranks.
-        num_replicas: like `rank` and `seed` as for `DynamicBatchSampler`.
+        dataset: anything with a length.
+        weights: one per item, finite and >= 0; they need not sum to 1.
+        num_samples: draws per epoch over all ranks.
+        replacement: draw with replacement.
+        num_replicas: as for `DynamicBatchSampler`.
+        rank: as for `DynamicBatchSampler`.
+        seed: as for `DynamicBatchSampler`.
 
     Raises:
-        ValueError: weights or numbers that do not fit.
+        ValueError: unfit weights or numbers.
     """
 
     def __init__(
@@ -251,27 +262,27 @@ class DistributedWeightedSampler(Sampler[int]):
             raise ValueError(f"num_samples is {num_samples}, must be at least num_replicas={self.num_replicas} {most}")
 
     def global_draws(self, epoch: int) -> list[int]:
-        """Return the num_samples indices that all ranks together draw in an epoch."""
+        """Return the num_samples indices that all ranks draw in an epoch."""
         source = generator(self.seed, "draw", epoch)
         if self.replacement:
-            # Not torch.multinomial: it refuses more than 2**24 categories.
+            # Not torch.multinomial, which is limited to 2**24 categories.
             bounds = (self._weights / self._weights.max()).cumsum(0)
             points = torch.rand(self.num_samples, dtype=torch.float64, generator=source) * bounds[-1]
             picked = torch.searchsorted(bounds, points, right=True).clamp_(max=len(bounds) - 1)  # points may round up
         else:
-            # The largest u**(1/w) (Efraimidis and Spirakis 2006), as log w - log(-log u), which keeps tiny w apart;
-            # shuffled, as heavy items come first and a cut must not single out light ones.
+            # The largest u**(1/w) (Efraimidis and Spirakis, 2006), as log w - log(-log u), which does not underflow for
+            # tiny w. Shuffled because heavy items come first and dropping the end must not single out light ones.
             u = 1 - torch.rand(len(self._weights), dtype=torch.float64, generator=source)
             picked = (self._weights.log() - (-u.log()).log()).topk(self.num_samples).indices
             picked = picked[torch.randperm(self.num_samples, generator=source)]
         return list(map(int, self._positive[picked].tolist()))
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw anew from the next `iter()` on."""
+        """Make the next `iter()` draw this epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the draws of one rank."""
+        """Return the number of draws of one rank."""
         return self.num_samples // self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
@@ -280,15 +291,16 @@ class DistributedWeightedSampler(Sampler[int]):
 
 
 class LimitedPointsCollateFn:
-    """Drop samples until the costs of a batch add up to at most `max_points`, then collate; the batch count stays.
+    """A collate function that drops samples until the batch costs at most `max_points`; the batch count is unchanged.
 
-    One sample always stays, even above the limit: the smallest or the first. Ranks then hold different numbers of
-    samples, so weigh the loss by the global count of what stayed. It tears groups: never for GRPO batches.
+    One sample always stays, even above the limit: the cheapest or the first. Ranks then hold different numbers of
+    samples, so weight the loss by the global count. Never use it for GRPO batches: it would break up groups.
 
     Args:
-        strategy: "drop_largest", or "drop_last" from the end of the batch; what stays keeps its order.
-        cost: of a sample, a number > 0.
-        collate: makes the batch from the list of what stays.
+        max_points: largest total cost of a batch.
+        strategy: "drop_largest", or "drop_last" from the end of the batch; the rest keeps its order.
+        cost: cost of a sample, a number > 0.
+        collate: builds the batch from the list of remaining samples.
     """
 
     def __init__(
@@ -302,16 +314,16 @@ class LimitedPointsCollateFn:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy is {strategy!r}, must be one of {', '.join(STRATEGIES)}")
         self.max_points, self.strategy, self.cost, self.collate = max_points, strategy, cost, collate
-        # A slot per loader worker, so that none overwrites another's count; slot 0 is the main process.
+        # One shared counter per loader worker, so that workers do not race; slot 0 is the main process.
         self._dropped = torch.zeros(1 + WORKER_SLOTS, dtype=torch.int64).share_memory_()
 
     @property
     def dropped(self) -> int:
-        """Return how many samples were dropped so far, in all workers of the one loader that this serves."""
+        """Return how many samples were dropped so far, over all workers of this loader."""
         return int(self._dropped.sum())
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the collated samples that stay."""
+        """Drop samples and collate the rest."""
         costs = [self.cost(sample) for sample in samples]
         order = list(range(len(samples)))
         if self.strategy == "drop_largest":
@@ -324,14 +336,15 @@ class LimitedPointsCollateFn:
 
 
 def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    found = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
-    world, own = found[0] if num_replicas is None else num_replicas, found[1] if rank is None else rank
+    grouped = dist.is_available() and dist.is_initialized()
+    world = num_replicas if num_replicas is not None else dist.get_world_size() if grouped else 1
+    own = rank if rank is not None else dist.get_rank() if grouped else 0
     if not 0 <= own < world:
         raise ValueError(f"rank is {own} with num_replicas={world}; need 0 <= rank < num_replicas")
     return world, own
 
 
-def _without_ranks(sampler: Iterable[int] | None) -> Iterable[int] | None:
+def _unsharded(sampler: Iterable[int] | None) -> Iterable[int] | None:
     name = type(sampler).__name__
     if not hasattr(sampler, "global_draws") and hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
         raise TypeError(f"{name} shards over ranks, and its share would be sharded once more; give one without ranks")

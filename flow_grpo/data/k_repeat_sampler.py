@@ -1,7 +1,11 @@
-"""Which rank samples which copy of which condition at which step: one pure function, alike on every rank.
+"""The group sampler of GRPO: which rank generates which copy of which condition at each step.
 
-Letters: W ranks, B samples per rank and batch, k copies of a condition (its group), m = W*B/k conditions per batch,
-nb batches per epoch, n conditions in the dataset. A `step` is one batch over all ranks; nb steps make a round.
+GRPO compares k samples of the same condition with each other, so every condition must appear exactly k times in a batch
+over all ranks. The plan is a pure function of (seed, step): every rank computes all of it and takes its own rows, so no
+communication is needed, and resuming or prefetching cannot change it. How to use it: docs/k_repeat_sampler.md.
+
+Letters: W ranks, B samples per rank and batch, k copies of a condition (a group), m = W * B / k conditions per batch,
+nb batches per epoch, n conditions in the dataset. A step is one batch over all ranks; nb steps are one round (epoch).
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ from flow_grpo.maths.keys import generator, key
 
 LAYOUTS = ("spread", "shuffled", "contiguous")
 StateValue = int | str
-Draw = tuple[int, int, int, int]
-"""One sample to make: (step, gid, slot, index).
 
-`gid` numbers the draw and so the group, once per run: the same condition drawn twice gives two groups. `slot` is which
-of the k copies this is, `index` the condition's position in the dataset.
+
+SampleKey = tuple[int, int, int, int]
+"""One sample to generate: (step, gid, slot, index).
+
+`step` is the batch, counted over the whole run. `gid` is the group, unique per draw over the whole run: a condition
+drawn twice gives two groups. `slot` is which of the k copies this is, 0..k-1. `index` is the condition's position in
+the dataset.
 """
 
 
@@ -31,21 +38,27 @@ class StaleBatchError(RuntimeError):
     """A batch was drawn for another step than the one being consumed."""
 
 
-class DistributedKRepeatSampler(Sampler[list[Draw]]):
-    """Endless batches in which every condition appears exactly k times over the ranks.
+class DistributedKRepeatSampler(Sampler[list[SampleKey]]):
+    """An endless batch sampler in which every condition of a step appears exactly k times over the ranks.
 
-    Use it as `DataLoader(dataset, batch_sampler=sampler, collate_fn=list)`. Loader workers draw ahead of the consumer,
-    so nothing here depends on when `set_epoch` is called: the running iterator owns its counter, every item carries
-    its step, and `check` compares that step with the one the consumer is at.
+        sampler = DistributedKRepeatSampler(dataset, batch_size=2, k=4, num_replicas=8, rank=rank, seed=42)
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=list)
 
-    Never pass the loader through `accelerator.prepare`: on several processes it wraps the batch sampler once more and
-    hands each rank one batch in W of a sampler that already yields only that rank's rows. Nothing fails there; `check`
-    is what notices, at the first or second batch.
+    An iterator yields this rank's batches, lists of B `SampleKey` (step, gid, slot, index); each is passed to
+    `dataset[...]`. All randomness comes from `seed` and the step number: passes over the dataset are shuffled, the
+    conditions of one step are distinct, and each condition is drawn once per pass. The draws of a round depend on
+    W * B, not on W or the layout.
+
+    Prefetching workers draw ahead of the consumer, so the iterator counts steps by itself, every item carries its step,
+    and `check` compares it with the step being consumed.
+
+    Never pass the loader through `accelerator.prepare`: it would give each rank one in W of batches that are already
+    that rank's own. Nothing fails then except `check`, at the first or second batch.
 
     Layouts, all with the same draws per round:
-        spread: the copies of a group lie on min(k, W) ranks, on k different ones exactly if W >= k.
+        spread: the copies of a group are on min(k, W) ranks, on k different ones if W >= k. The default.
         shuffled: a random permutation of the batch over the ranks.
-        contiguous: a whole group on one rank over the round (not over the batch); conditions are encoded once.
+        contiguous: a whole group on one rank within the round (not the batch), so it encodes each condition once.
     """
 
     def __init__(  # noqa: PLR0913 - the published arguments and one more
@@ -61,23 +74,23 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         layout: str = "spread",
         structures: Sequence[Hashable] | None = None,
     ) -> None:
-        """Plan draws from `dataset`, or from that many conditions when it is an int.
+        """Plan the draws of a dataset.
 
         Args:
-            dataset: anything with a length; its `fingerprint()`, when it has one, is part of the saved state.
-            batch_size: B, samples per rank and batch.
-            k: copies of each condition.
-            num_replicas: W.
+            dataset: anything with a length, or the length; if it has `fingerprint()`, that is part of `state_dict`.
+            batch_size: B, samples per rank and batch; W * B must be a multiple of k.
+            k: group size, copies of each condition, at least 2.
+            num_replicas: W, number of ranks.
             rank: this rank, 0..W-1.
-            seed: of the order of conditions; the ranks must agree on it.
+            seed: seed of the order of conditions, identical on every rank.
             num_batches_per_epoch: nb.
             layout: "spread", "shuffled" or "contiguous".
-            structures: of every condition, what shapes its call, such as the video's size; sortable. The m gids from
-                step * m on are then of one structure: all conditions of a step, so that no rank waits for a larger one.
-                (In layout contiguous a step holds parts of several such blocks.) None takes all as alike.
+            structures: a sortable key per condition, such as its video size; conditions of one step then share it, so
+                no rank waits for a larger video. (Precisely the m gids from step * m on share it; with layout
+                contiguous a step holds parts of several such blocks.) None: all conditions are interchangeable.
 
         Raises:
-            ValueError: numbers that do not fit together, all of them in the text.
+            ValueError: numbers that do not fit together; the message holds all of them.
         """
         self.num_conditions = dataset if isinstance(dataset, int) else len(dataset)
         self.batch_size = batch_size
@@ -88,71 +101,66 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         self.num_batches_per_epoch = num_batches_per_epoch
         self.layout = layout
         self._dataset = dataset
-        self._buckets = _buckets(self.num_conditions, structures)
-        self._expected = 0  # the step the consumer takes next; a new iterator starts here
+        self._members = _members_by_structure(self.num_conditions, structures)
+        self.next_step = 0  # the step the consumer takes next, where a new iterator starts
         self._check_numbers()
 
     @property
     def conditions_per_batch(self) -> int:
-        """Return m, distinct conditions in one batch over all ranks."""
+        """Return m, the number of distinct conditions in a batch over all ranks."""
         return self.num_replicas * self.batch_size // self.k
 
-    @property
-    def next_step(self) -> int:
-        """The step that the consumer takes next."""
-        return self._expected
-
-    def plan(self, step: int) -> list[list[Draw]]:
-        """Return the W lists of B draws of a step: a pure function, any step in any order on any rank.
+    def plan(self, step: int) -> list[list[SampleKey]]:
+        """Return the W lists of B keys of any step, in rank order; a pure function of the step.
 
         Raises:
             ValueError: negative step.
         """
         _check_step(step)
         pairs = self._contiguous_pairs(step) if self.layout == "contiguous" else self._batch_pairs(step)
-        draws = [(step, gid, slot, self._index(gid)) for gid, slot in pairs]
+        keys = [(step, gid, slot, self._index(gid)) for gid, slot in pairs]
         size = self.batch_size
-        return [draws[rank * size : (rank + 1) * size] for rank in range(self.num_replicas)]
+        return [keys[rank * size : (rank + 1) * size] for rank in range(self.num_replicas)]
 
     def seek(self, step: int) -> None:
-        """Set the step that the consumer takes next; iterators made from now on start there, running ones go on.
+        """Set the step that the consumer takes next; new iterators start there, existing ones are not affected.
 
         Raises:
             ValueError: negative step.
         """
         _check_step(step)
-        self._expected = step
+        self.next_step = step
 
     def set_epoch(self, epoch: int) -> None:
-        """Before `iter()` a seek to that step; afterwards only what `check` expects of the next batch.
+        """Seek by the name that training loops know: before `iter()` it moves the iterator, later only `check`.
 
         Args:
-            epoch: number of the batch, usually `epoch * num_batches_per_epoch + i`.
+            epoch: the step, usually `epoch * num_batches_per_epoch + i`.
         """
         self.seek(epoch)
 
     def check(self, tag: int) -> None:
-        """Accept the step of a batch just taken from the loader, once per batch, and move on to the next.
+        """Confirm the step of a batch just taken from the loader and advance; call it once per batch.
 
         Raises:
             StaleBatchError: the batch was drawn for another step.
         """
-        if tag != self._expected:
+        if tag != self.next_step:
             raise StaleBatchError(
-                f"the loader delivered the batch of step {tag} where step {self._expected} was expected; call seek() "
+                f"the loader delivered the batch of step {tag} where step {self.next_step} was expected; call seek() "
                 "or set_epoch() before iter(loader), check every batch once, keep the loader out of accelerator.prepare"
             )
-        self._expected = tag + 1
+        self.next_step = tag + 1
 
-    def __iter__(self) -> Iterator[list[Draw]]:
-        """Return an endless iterator over this rank's batches, from the next step on."""
-        # Not a generator itself: the start must be read now, not when a prefetching loader asks for the first batch.
-        return (self.plan(step)[self.rank] for step in itertools.count(self._expected))
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        """Return an endless iterator over this rank's batches, starting at `next_step`."""
+        # Not a generator function: the start must be read now, not when a prefetching loader asks for the first batch.
+        return (self.plan(step)[self.rank] for step in itertools.count(self.next_step))
 
     def state_dict(self) -> dict[str, StateValue]:
-        """Return what a resumed run must agree on, and the step its consumer takes next.
+        """Return the next step to consume and everything a resumed run must agree on; identical on every rank.
 
-        The loader's own position is not in it: under prefetching it runs ahead of the consumer.
+        The loader's position is not part of it: with prefetching it is ahead of the consumer.
         """
         fingerprint = getattr(self._dataset, "fingerprint", None)
         return {
@@ -164,17 +172,17 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
             "k": self.k,
             "num_batches_per_epoch": self.num_batches_per_epoch,
             "layout": self.layout,
-            "structures": key(*map(tuple, self._buckets)) if len(self._buckets) > 1 else 0,
+            "structures": key(*map(tuple, self._members)) if len(self._members) > 1 else 0,
             "next_step": self.next_step,
         }
 
     def load_state_dict(self, state: dict[str, StateValue]) -> None:
-        """Seek to where a saved run stood; call it before `iter()`.
+        """Resume at the saved step; call it before `iter()`.
 
-        Another number of ranks is welcome when W*B is unchanged, since the draws of a round then stay the same.
+        W may change if W * B does not, since the draws of a round stay the same.
 
         Raises:
-            ValueError: the saved run differs, each difference with its two values.
+            ValueError: the saved run differs; lists each difference with both values.
         """
         mine = self.state_dict()
         if set(state) != set(mine):
@@ -182,7 +190,7 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         next_step = int(state["next_step"])
         differing = {name for name in mine if name != "next_step" and state[name] != mine[name]}
         per_batch = int(state["num_replicas"]) * int(state["batch_size"])
-        # A contiguous batch takes other groups of its round when W changes, so only a whole round can be handed over.
+        # With layout contiguous W decides which groups of a round a batch holds, so W may only change between rounds.
         at_seam = self.layout != "contiguous" or next_step % self.num_batches_per_epoch == 0
         if per_batch == self.num_replicas * self.batch_size and at_seam:
             differing -= {"num_replicas", "batch_size"}
@@ -195,7 +203,7 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         self.seek(next_step)
 
     def _batch_pairs(self, step: int) -> list[tuple[int, int]]:
-        """Return the (gid, slot) pairs of a step in rank order; slot-major, so equal gids lie m positions apart."""
+        """Return the (gid, slot) pairs of a step in rank order, slot-major: copies of a group are m apart."""
         m = self.conditions_per_batch
         pairs = [(step * m + position, slot) for slot in range(self.k) for position in range(m)]
         if self.layout == "spread":
@@ -204,7 +212,7 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         return [pairs[position] for position in order.tolist()]
 
     def _contiguous_pairs(self, step: int) -> list[tuple[int, int]]:
-        """Return the (gid, slot) pairs of a step where each rank owns whole groups of the round."""
+        """Return the (gid, slot) pairs of a step in rank order, each rank owning whole groups of the round."""
         round_index, batch = divmod(step, self.num_batches_per_epoch)
         per_round = self.num_batches_per_epoch * self.conditions_per_batch
         per_rank = per_round // self.num_replicas
@@ -216,23 +224,26 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
         ]
 
     def _index(self, gid: int) -> int:
-        """Return the condition of a draw: its step belongs to one bucket, which walks through its own passes."""
+        """Return the condition of a group: its step belongs to one structure, which is visited in its own passes."""
         step, place = divmod(gid, self.conditions_per_batch)
-        bucket, own_step = self._bucket_of(step)
-        members = self._buckets[bucket]
+        structure, own_step = self._structure_of(step)
+        members = self._members[structure]
         n, m = len(members), self.conditions_per_batch
         number, position = divmod(own_step * m + place, pass_length(n, m))
-        # One bucket alone is a data set without structures; several must not walk in step.
-        seed = self.seed if len(self._buckets) == 1 else key(self.seed, "bucket", bucket)
+        # Structures of equal size must not be visited in the same order.
+        seed = self.seed if len(self._members) == 1 else key(self.seed, "bucket", structure)
         return members[pass_order(n, m, seed, number)[position]]
 
-    def _bucket_of(self, step: int) -> tuple[int, int]:
-        """Return whose turn a step is, and which of its own steps it is: turns go by size, shuffled in every cycle."""
-        if len(self._buckets) == 1:
+    def _structure_of(self, step: int) -> tuple[int, int]:
+        """Return the structure of a step, and how many earlier steps had it.
+
+        Each cycle gives a structure turns in proportion to its number of conditions, in shuffled order.
+        """
+        if len(self._members) == 1:
             return 0, step
-        turns = tuple(len(members) // self.conditions_per_batch for members in self._buckets)
+        turns = tuple(len(members) // self.conditions_per_batch for members in self._members)
         cycle, position = divmod(step, sum(turns))
-        order = cycle_order(turns, self.seed, cycle)
+        order = _cycle_order(turns, self.seed, cycle)
         return order[position], cycle * turns[order[position]] + order[:position].count(order[position])
 
     def _check_numbers(self) -> None:
@@ -251,10 +262,10 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
                 "change batch_size or k so that k divides it"
             )
         m = self.conditions_per_batch
-        short = min(len(members) for members in self._buckets)
-        if len(self._buckets) > 1 and short < m:
+        short = min(len(members) for members in self._members)
+        if len(self._members) > 1 and short < m:
             raise ValueError(
-                f"the rarest of {len(self._buckets)} structures has {short} conditions, a batch needs m = num_replicas "
+                f"the rarest of {len(self._members)} structures has {short} conditions, a batch needs m = num_replicas "
                 f"* batch_size / k = {m} of one structure ({given}); use fewer structures, add data or raise k"
             )
         if n < m:
@@ -276,17 +287,17 @@ class DistributedKRepeatSampler(Sampler[list[Draw]]):
 
 
 def pass_length(n: int, m: int) -> int:
-    """Return how many draws a pass over n conditions holds; with n < 2m each pass is one step of m draws."""
+    """Return the number of draws in a pass over n conditions; with n < 2m a pass is one step of m draws."""
     return n if n >= 2 * m else m
 
 
 @lru_cache(maxsize=4)
 def pass_order(n: int, m: int, seed: int, number: int) -> tuple[int, ...]:
-    """Return the order in which pass `number` visits 0..n-1, such that every step of m draws is free of repeats.
+    """Return the order in which pass `number` visits 0..n-1, such that no step of m draws holds a condition twice.
 
-    A pass rarely ends with a step. The step that straddles two passes is completed by the first conditions of the new
-    pass that the old one did not already put into this step. They come from the first m entries, so the end of the
-    order, which the next pass looks at, stays that of the plain permutation (this needs n >= 2m).
+    A pass rarely ends at a step boundary. The step that straddles two passes is completed with the first conditions of
+    the new permutation that the old pass did not put into that step. They come from its first m entries, so for
+    n >= 2m the end of the order, which the next pass looks at, is that of the plain permutation.
     """
     order = _permutation(n, seed, number)
     late = number * pass_length(n, m) % m  # draws of the straddling step that the previous pass made
@@ -299,15 +310,15 @@ def pass_order(n: int, m: int, seed: int, number: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4)
-def cycle_order(turns: tuple[int, ...], seed: int, cycle: int) -> tuple[int, ...]:
-    """Return which bucket has which turn in a cycle where bucket b has turns[b] of them."""
-    order = [bucket for bucket, count in enumerate(turns) for _ in range(count)]
+def _cycle_order(turns: tuple[int, ...], seed: int, cycle: int) -> tuple[int, ...]:
+    """Return a shuffled cycle in which structure s appears turns[s] times."""
+    order = [structure for structure, count in enumerate(turns) for _ in range(count)]
     picked = torch.randperm(len(order), generator=generator(seed, "turns", cycle)).tolist()
     return tuple(order[place] for place in picked)
 
 
-def _buckets(n: int, structures: Sequence[Hashable] | None) -> list[list[int]]:
-    """Return the indices of every structure, structures in sorted order."""
+def _members_by_structure(n: int, structures: Sequence[Hashable] | None) -> list[list[int]]:
+    """Return the indices of each structure, structures in sorted order."""
     if structures is None:
         return [list(range(n))]
     if len(structures) != n:

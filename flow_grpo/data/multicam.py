@@ -1,12 +1,12 @@
-"""Data sets in MultiCamVideo layout: several synchronised cameras per scene, one item per (scene, target camera).
+"""Datasets in MultiCamVideo layout: several synchronised cameras per scene, one item per (scene, target camera).
 
-    <root>/<split>/f18_aperture10/scene12/videos/cam01.mp4 ...       focal length in mm is part of the folder name
+    <root>/<split>/f18_aperture10/scene12/videos/cam01.mp4 ...       the folder name holds the focal length in mm
                                           cameras/camera_extrinsics.json
-                                          metadata.csv               optional captions, here or beside the videos
+                                          metadata.csv               optional captions, here or in videos/
                                           cameras/presets.json       optional {"cam01": "pan_right", ...}
-    <root>/val/10basic_trajectories/{videos,cameras}                 a scene without lens folder: no intrinsics
+    <root>/val/10basic_trajectories/{videos,cameras}                 a scene without lens folder has no intrinsics
 
-A camera's number is that of its file; its poses are those under the file's name in camera_extrinsics.json.
+A video's camera number comes from its file name; its poses are those under that name in camera_extrinsics.json.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flow_grpo.data.buckets import Size, bucket_of_file
-from flow_grpo.data.camera_files import read_cameras, read_json_object, read_text
-from flow_grpo.data.conditions import Conditions
+from flow_grpo.data.camera_files import BAD_JSON, read_cameras
+from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
-from flow_grpo.data.video_io import VideoCache, fitted_size
+from flow_grpo.data.video_io import Size, VideoCache, fitted_size, nearest_bucket, video_size
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition
+from flow_grpo.runtime.json_files import read_json_object
 
-SENSOR_MM = 23.76  # MultiCamVideo's square sensor; its whole width is the width of the original video
+SENSOR_MM = 23.76  # side of MultiCamVideo's square sensor; it spans the width of the original video
 LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
 CAMERA_FILE = re.compile(r"cam(\d+)\.mp4")
 CAMERAS_JSON = Path("cameras", "camera_extrinsics.json")
@@ -42,13 +42,13 @@ CAPTION_FILES = (Path("videos", "metadata.csv"), Path("metadata.csv"))
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """One scene of a data set.
+    """One scene folder.
 
     Attributes:
         folder: holds videos/ and cameras/.
         name: the folder relative to the dataset root, with forward slashes.
-        cameras: names of its cameras in the order of their numbers.
-        focal_mm: focal length in millimetres, or None when no folder above names it.
+        cameras: camera names in numeric order.
+        focal_mm: focal length in millimetres, or None without a lens folder.
     """
 
     folder: Path
@@ -57,57 +57,48 @@ class Scene:
     focal_mm: float | None
 
     def video(self, camera: str) -> Path:
-        """Return the file of a camera."""
+        """Return the path of a camera's video."""
         return self.folder / "videos" / f"{camera}.mp4"
 
 
-class MultiCamDataset(Conditions):
-    """Conditions of a folder in MultiCamVideo layout.
+class MultiCamDataset(ConditionDataset):
+    """Conditions of a folder in MultiCamVideo layout, one per (scene, target camera).
 
-    Every (scene, target camera) is one index. Its source camera is another camera of the scene, chosen by a hash of
-    both names, so neither other scenes nor a seed can change it.
+    The source camera is another camera of the scene, chosen by a hash of scene and target name: it depends on no seed
+    and on no other scene.
     """
 
-    def __init__(  # noqa: PLR0913 - independent knobs of one data set
+    def __init__(
         self,
         root: str | Path,
         split: str,
+        size: Size,
         *,
-        num_frames: int,
-        height: int,
-        width: int,
         prompt: str,
         reference: str = "source",
         buckets: Sequence[Size] = (),
         exclude: Verdicts | None = None,
-        cache_bytes: int = 2**28,
     ) -> None:
-        """List the scenes of `<root>/<split>`; videos and cameras are read when asked for.
+        """List the scenes of `<root>/<split>`; videos and camera files are read on demand.
 
         Args:
             root: dataset folder.
             split: folder below the root, such as "train".
-            num_frames: T, the first frames of every video.
-            height: rows of the delivered videos, in pixels.
-            width: columns.
-            prompt: caption of scenes that have no metadata.csv.
-            reference: whose first frame is the origin of the poses, "source" (training) or "target" (presets).
-            buckets: sizes to deliver instead of the one above, see `nearest_bucket`; a scene's go by its first video.
-            exclude: items with a verdict other than "" are left out.
-            cache_bytes: memory for decoded videos, per process.
+            size: (T, height, width) in pixels: the first T frames, resized and centre-cropped.
+            prompt: caption of scenes without metadata.csv.
+            reference: camera whose first frame is the origin of all poses: "source" (training) or "target" (presets).
+            buckets: sizes to use instead of `size`; each scene takes the `nearest_bucket` of its first video.
+            exclude: items whose verdict is not "" are left out.
 
         Raises:
-            ValueError: missing or empty folder, scene without camera file or with fewer than two cameras, bad value,
-                everything excluded.
+            ValueError: missing or empty folder, scene without camera file or with fewer than two cameras, bad
+                argument, or every item excluded.
         """
         if reference not in ("source", "target"):
             raise ValueError(f"reference camera is {reference!r}, must be 'source' or 'target'")
-        if min(num_frames, height, width) < 1:
-            raise ValueError(f"dataset got num_frames={num_frames}, height={height}, width={width}; must be at least 1")
-        self.root = Path(root)
-        self.num_frames, self.height, self.width = num_frames, height, width
-        self.prompt = prompt
-        self.reference = reference
+        if min(size) < 1:
+            raise ValueError(f"dataset got (frames, height, width) = {size}; must be at least 1")
+        self.root, self.prompt, self.reference = Path(root), prompt, reference
         self.scenes = find_scenes(self.root, split)
         everything = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
         self._items = [(s, camera) for s, camera in everything if not (exclude or {}).get(s.name, {}).get(camera)]
@@ -116,26 +107,25 @@ class MultiCamDataset(Conditions):
                 f"all {len(everything)} items of {self.root / split} are excluded; give data that can be measured, or "
                 "empty data.exclude"
             )
-        self._buckets = {s.name: bucket_of_file(s.video(s.cameras[0]), buckets) for s in self.scenes if buckets}
-        self._cache = VideoCache(cache_bytes)
+        self._sizes = {scene.name: _bucket_of(scene, buckets) if buckets else size for scene in self.scenes}
+        self._cache = VideoCache()
         self._fingerprint = ""
 
     def __len__(self) -> int:
         return len(self._items)
 
     def make(self, index: int, gid: int, slot: int) -> Condition:
-        """Return the condition at an index, see `condition`."""
+        """Build the condition at an index, see `condition`."""
         scene, target = self._items[index]
-        source = self._source_camera(scene, target)
-        frames, height, width = fitted = self.structure(index)
-        poses = read_cameras(scene.folder / CAMERAS_JSON, (source, target), frames)
+        source, size = self._source_camera(scene, target), self.size_of(index)
+        poses = read_cameras(scene.folder / CAMERAS_JSON, (source, target), size[0])
         reference_pose = poses[0 if self.reference == "source" else 1, 0]
         source_poses, target_poses = relative(reference_pose, poses)
-        source_video, source_size = self._video(scene, source, fitted)
-        target_video, size = self._video(scene, target, fitted)
-        if source_size != size:
+        source_video, source_shape = self._video(scene, source)
+        target_video, shape = self._video(scene, target)
+        if source_shape != shape:
             raise ValueError(
-                f"scene {scene.folder}: {source} is {source_size} and {target} is {size} pixels (rows, columns); "
+                f"scene {scene.folder}: {source} is {source_shape} and {target} is {shape} pixels (rows, columns); "
                 "the cameras of a scene must share one size, encode them again"
             )
         return Condition(
@@ -150,82 +140,88 @@ class MultiCamDataset(Conditions):
             target_camera=target,
             source_poses=source_poses,
             reference_pose=reference_pose,
-            intrinsics=None if scene.focal_mm is None else fitted_intrinsics(scene.focal_mm, size, height, width),
+            intrinsics=None if scene.focal_mm is None else fitted_intrinsics(scene.focal_mm, shape, *size[1:]),
             target_video=target_video,
-            preset=_read_presets(scene.folder / PRESETS_JSON).get(target),
+            preset=_read_presets(scene).get(target),
             source_id=self.source_id(index),
         )
 
     def name_of(self, index: int) -> tuple[str, str]:
-        """Return the scene and the target camera of an item."""
+        """Return the scene name and the target camera."""
         scene, camera = self._items[index]
         return scene.name, camera
 
     def source_file(self, index: int) -> Path:
-        """Return the file of a condition's source video."""
+        """Return the path of the source video."""
         scene, target = self._items[index]
         return scene.video(self._source_camera(scene, target))
 
     def source_video(self, index: int) -> Tensor:
-        """Return (3, T, height, width) fp32 in [0, 1] of a condition's source."""
+        """Return the source video (3, T, h, w), fp32 in [0, 1]."""
         scene, target = self._items[index]
-        return self._video(scene, self._source_camera(scene, target), self.structure(index))[0]
+        return self._video(scene, self._source_camera(scene, target))[0]
 
     def prompt_of(self, index: int) -> str:
-        """Return a condition's prompt."""
-        return self._caption(*self._items[index])
+        """Return the target camera's caption, or the default prompt for a scene without metadata.csv."""
+        scene, camera = self._items[index]
+        files = [scene.folder / part for part in CAPTION_FILES if (scene.folder / part).is_file()]
+        return _read_caption(files[0], f"{camera}.mp4") if files else self.prompt
 
     def cameras(self) -> list[str]:
-        """Return the kind of camera that every condition asks for, as in `Condition.camera`; no video is read."""
-        presets = {scene.name: _read_presets(scene.folder / PRESETS_JSON) for scene in self.scenes}
+        """Return every item's kind of camera, as `Condition.camera`, without reading a video."""
+        presets = {scene.name: _read_presets(scene) for scene in self.scenes}
         return [presets[scene.name].get(camera) or camera for scene, camera in self._items]
 
-    def structure(self, index: int) -> Size:
-        """Return the (frames, rows, columns) that a condition's videos are delivered in."""
-        return self._buckets.get(self._items[index][0].name, (self.num_frames, self.height, self.width))
+    def size_of(self, index: int) -> Size:
+        """Return (frames, height, width) of the videos as they are delivered, without decoding one."""
+        return self._sizes[self._items[index][0].name]
 
     def cost(self, index: int) -> int:
-        """Return the latent tokens of a condition's target video in Wan's codec and patches."""
-        return video_tokens(*self.structure(index))
+        """Return the number of latent tokens of the target video, for Wan's codec and patch size."""
+        return video_tokens(*self.size_of(index))
 
     def fingerprint(self) -> str:
-        """Return a hash of the names of all cameras and conditions: what a drawn number means; alike anywhere."""
+        """Return a hash of all camera and item names, which fixes what an index means; independent of the root."""
         if not self._fingerprint:  # asked for several times an epoch, with the sampler's state
             names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in scene.cameras]
-            text = "\n".join([*names, "", *("/".join(self.name_of(index)) for index in range(len(self)))])
-            self._fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            self._fingerprint = _hash_lines([*names, "", *("/".join(self.name_of(i)) for i in range(len(self)))])
         return self._fingerprint
 
     def contents(self) -> str:
-        """Return a hash of the names and sizes of all files of the split; alike anywhere."""
-        names = {}
+        """Return a hash of the names and sizes of all files of the split; independent of the root."""
+        sizes = {}
         for scene in self.scenes:
             videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
             for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES):
                 if (scene.folder / part).is_file():
-                    names[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
-        text = "\n".join(f"{name}\t{size}" for name, size in sorted(names.items()))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+                    sizes[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
+        return _hash_lines([f"{name}\t{size}" for name, size in sorted(sizes.items())])
 
     def _source_camera(self, scene: Scene, target: str) -> str:
         others = [camera for camera in scene.cameras if camera != target]
         return others[key("source camera", scene.name, target) % len(others)]
 
-    def _caption(self, scene: Scene, camera: str) -> str:
-        for part in CAPTION_FILES:
-            file = scene.folder / part
-            if file.is_file():
-                return _read_caption(file, f"{camera}.mp4")
-        return self.prompt
+    def _video(self, scene: Scene, camera: str) -> tuple[Tensor, tuple[int, int]]:
+        """Return the fitted video (3, T, h, w), fp32 in [0, 1], and the file's own (height, width)."""
+        video, shape = self._cache.read(scene.video(camera), *self._sizes[scene.name])
+        return video.float() / 255, shape
 
-    def _video(self, scene: Scene, camera: str, fitted: Size) -> tuple[Tensor, tuple[int, int]]:
-        """Return (3, T, height, width) fp32 in [0, 1] and the (rows, columns) of the file."""
-        video, size = self._cache.read(scene.video(camera), *fitted)
-        return video.float() / 255, size
+
+def _hash_lines(lines: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _bucket_of(scene: Scene, buckets: Sequence[Size]) -> Size:
+    video = scene.video(scene.cameras[0])
+    size = video_size(video)
+    try:
+        return nearest_bucket(size, buckets)
+    except ValueError as error:
+        raise ValueError(f"video {video}: {error}") from error
 
 
 def find_scenes(root: Path, split: str) -> list[Scene]:
-    """Return the scenes of a split, ordered by name.
+    """Return the scenes of a split in order of their paths.
 
     Raises:
         ValueError: missing or empty folder, scene without camera file or with fewer than two cameras.
@@ -259,7 +255,7 @@ def _scene_folders(folder: Path) -> Iterator[Path]:
 def _scene(root: Path, folder: Path) -> Scene:
     numbers = {}
     for file in folder.joinpath("videos").glob("[!.]*.mp4"):
-        # The number comes from the file's own name: digits elsewhere in the path (f18, scene3) are no cameras.
+        # From the file name only: digits elsewhere in the path (f18, scene3) are not camera numbers.
         match = CAMERA_FILE.fullmatch(file.name)
         if match is None:
             raise ValueError(f"video {file} is not named like a camera (cam01.mp4); rename or move it")
@@ -278,18 +274,19 @@ def _scene(root: Path, folder: Path) -> Scene:
 
 
 def fitted_intrinsics(focal_mm: float, size: tuple[int, int], height: int, width: int) -> Tensor:
-    """Return (4,) fp32 fx, fy, cx, cy in pixels after `fit_video` of a video of `size` (rows, columns).
+    """Return fx, fy, cx, cy (4,), fp32, in pixels of a video that `fit_video` took from (height, width) `size`.
 
-    The sensor's width is the width of the original video and its pixels are square. The principal point counts from
-    the outer corner of the first pixel, so pixel centres lie at +0.5.
+    The sensor spans the original width and its pixels are square. The origin is the outer corner of the first pixel, so
+    pixel centres are at +0.5.
     """
     rows, columns = fitted_size(size, height, width)
     focal = focal_mm / SENSOR_MM * size[1]
     return torch.tensor([focal * columns / size[1], focal * rows / size[0], width / 2, height / 2])
 
 
-def _read_presets(file: Path) -> dict[str, str]:
-    presets = read_json_object(file) if file.is_file() else {}
+def _read_presets(scene: Scene) -> dict[str, str]:
+    file = scene.folder / PRESETS_JSON
+    presets = read_json_object(file, BAD_JSON) if file.is_file() else {}
     for camera, name in presets.items():
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"presets {file}: {camera} is {name!r:.60}, must be a name; export it again")
@@ -297,13 +294,15 @@ def _read_presets(file: Path) -> dict[str, str]:
 
 
 def _read_caption(file: Path, video: str) -> str:
-    reader = csv.DictReader(io.StringIO(read_text(file), newline=""))
     try:
+        reader = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8-sig"), newline=""))
         if not {"file_name", "text"} <= set(reader.fieldnames or ()):
             raise ValueError(
                 f"caption file {file} has columns {reader.fieldnames}, must be file_name and text; add them"
             )
         captions = [row["text"] for row in reader if Path(row["file_name"] or "").name == video]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"file {file} cannot be read ({error}); repair it or remove the scene") from error
     except csv.Error as error:
         raise ValueError(f"caption file {file} is no table ({error}); repair it or remove it") from error
     if len(captions) != 1 or not (captions[0] or "").strip():

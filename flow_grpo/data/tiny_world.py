@@ -1,8 +1,8 @@
-"""The embedded data set: rooms filmed by known cameras, written in MultiCamVideo's own layout.
+"""A small synthetic dataset: rendered rooms with exact cameras, written in MultiCamVideo layout.
 
-Every scene is one room and one start pose; its ten cameras leave that pose together, each along another ReCam preset
-with a random magnitude. A scene folder also holds `room.json`, from which a judge that knows the room can measure
-where a generated frame was taken from. Everything is a function of (seed, split, scene number).
+A scene is one room and one start pose; its ten cameras leave that pose, each along a different ReCamMaster preset of
+random magnitude. `room.json` stores the room, so a reward can recover the camera of a generated frame exactly. Every
+scene is a pure function of (seed, split, scene number).
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ import shutil
 from pathlib import Path
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
+from flow_grpo.data.multicam import SENSOR_MM
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path
 from flow_grpo.maths.room import Room, random_room, render_video, stack_rooms
 from flow_grpo.runtime.json_files import read_json
 from flow_grpo.runtime.video_file import write_video
 
-SENSOR_MM = 23.76  # MultiCamVideo's square sensor; the focal length in millimetres is part of the folder name
 LENS_FOLDER = "f{focal:g}_aperture10"
 WALL_COLOURS = ("black", "blue", "green", "cyan", "red", "magenta", "yellow", "white")  # index = 4 r + 2 g + b
 
 
 @dataclasses.dataclass(frozen=True)
 class WorldSpec:
-    """What a tiny world is made of.
+    """Parameters of a tiny world.
 
     Attributes:
-        seed: of rooms, start poses and magnitudes.
+        seed: seed of rooms, start poses and magnitudes.
         scenes: split name -> number of scenes.
         frames: video frames, 4n+1.
-        height: rows in pixels.
-        width: columns in pixels.
-        translation: smallest and largest factor on a preset's translation, drawn log-uniformly.
-        rotation: smallest and largest factor on a preset's rotation, drawn uniformly and independently of the
-            translation, so that a rotation never tells in which unit the translation was labelled.
-        focal_mm: focal length; 17 mm on MultiCamVideo's sensor see 70 degrees.
+        height: in pixels.
+        width: in pixels.
+        translation: range of the factor on a preset's translation, drawn log-uniformly.
+        rotation: range of the factor on a preset's rotation, drawn uniformly and independently of the translation, so
+            that the model cannot infer the translation's unit from the rotation.
+        focal_mm: focal length; 17 mm on MultiCamVideo's sensor is a field of view of 70 degrees.
     """
 
     seed: int
@@ -56,7 +55,7 @@ class WorldSpec:
     focal_mm: float = 17.0
 
     def intrinsics(self) -> Tensor:
-        """Return (4,) fp32 fx, fy, cx, cy in pixels."""
+        """Return fx, fy, cx, cy (4,), fp32, in pixels."""
         focal = self.focal_mm / SENSOR_MM * self.width
         return torch.tensor([focal, focal, self.width / 2, self.height / 2])
 
@@ -69,12 +68,12 @@ TINY_WORLDS = {
 
 @dataclasses.dataclass(frozen=True)
 class TinyScene:
-    """One room and the paths of its cameras.
+    """One room and its camera paths.
 
     Attributes:
         room: the room.
         poses: (cameras, T, 4, 4) float64 absolute OpenCV camera-to-world in metres.
-        presets: the motion of each camera.
+        presets: preset name of each camera.
     """
 
     room: Room
@@ -83,7 +82,7 @@ class TinyScene:
 
 
 def make_scene(spec: WorldSpec, split: str, number: int) -> TinyScene:
-    """Return scene `number` of a split, a pure function of its arguments and of `spec.seed`."""
+    """Return scene `number` of a split, a pure function of the arguments."""
     draw = generator("tiny-world", spec.seed, split, number)
     room = random_room(draw)
     start = _start_pose(draw)
@@ -99,17 +98,17 @@ def make_scene(spec: WorldSpec, split: str, number: int) -> TinyScene:
 
 
 def _start_pose(draw: torch.Generator) -> Tensor:
-    """Stand 3.3 to 3.9 m before the far wall, looking at it within 8 degrees sideways and 4 up or down."""
+    """Draw a pose 3.3 to 3.9 m from the far wall, facing it within 8 degrees of yaw and 4 of pitch."""
     shift = (2 * torch.rand(3, generator=draw, dtype=torch.float64) - 1) * torch.tensor([0.3, 0.2, 0.1])
-    yaw, pitch = ((2 * torch.rand(2, generator=draw, dtype=torch.float64) - 1) * torch.tensor([8.0, 4.0])).tolist()
-    yaw, pitch = math.radians(yaw), math.radians(pitch)
+    degrees = (2 * torch.rand(2, generator=draw, dtype=torch.float64) - 1) * torch.tensor([8.0, 4.0])
+    yaw, pitch = map(math.radians, degrees.tolist())
     pose = torch.eye(4, dtype=torch.float64)
     # Columns: the camera's right, down and forward in world axes (x forward, y right, z up).
     right = torch.tensor([-math.sin(yaw), math.cos(yaw), 0.0], dtype=torch.float64)
     forward = torch.tensor(
         [math.cos(pitch) * math.cos(yaw), math.cos(pitch) * math.sin(yaw), math.sin(pitch)], dtype=torch.float64
     )
-    # The world is left-handed, so the camera's down axis is right x forward in left-handed terms.
+    # In this left-handed world the camera's down axis is right x forward.
     down = torch.linalg.cross(right, forward)
     pose[:3, 0], pose[:3, 1], pose[:3, 2] = right, down, forward
     pose[:3, 3] = torch.tensor([-0.6, 0.0, 0.0], dtype=torch.float64) + shift
@@ -124,7 +123,7 @@ def film(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int]) -> Tensor
 
 
 def caption(video: Tensor) -> str:
-    """Describe a video (3, T, h, w) by the colour of the middle of its first frame."""
+    """Return a caption of a video (3, T, h, w): the colour in the centre of its first frame."""
     height, width = video.shape[-2:]
     middle = video[:, 0, height // 3 : -(height // 3), width // 3 : -(width // 3)].mean(dim=(1, 2))
     red, green, blue = (middle > 0.5).long().tolist()
@@ -132,7 +131,7 @@ def caption(video: Tensor) -> str:
 
 
 def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
-    """Write every split below `root`, replacing nothing: the folder appears whole or not at all."""
+    """Write every split below `root`, atomically; an existing folder is never replaced."""
     root = Path(root)
     root.parent.mkdir(parents=True, exist_ok=True)
     partial = root.with_name(f"{root.name}.tmp-{os.getpid()}")
@@ -167,17 +166,15 @@ def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
 
 
 def _matrix_text(matrix: Tensor) -> str:
-    """Write a 4x4 as MultiCamVideo does: "[a b c d] [..] [..] [..] " with a trailing blank."""
-    return "".join(
-        "[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in rearrange(matrix, "r c -> r c").tolist()
-    )
+    """Format a 4x4 as MultiCamVideo does: "[a b c d] [..] [..] [..] " with a trailing blank."""
+    return "".join("[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in matrix.tolist())
 
 
 def ensure_tiny_world(root: str | Path, name: str) -> None:
-    """Write tiny world `name` at `root` unless it is there already.
+    """Write tiny world `name` at `root` unless it exists already.
 
     Raises:
-        ValueError: for an unknown name, or when `root` holds something else.
+        ValueError: unknown name, or `root` holds something else.
     """
     if name not in TINY_WORLDS:
         raise ValueError(f"data.tiny_world: got {name!r}, known are {sorted(TINY_WORLDS)}")

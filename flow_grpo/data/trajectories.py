@@ -1,11 +1,11 @@
-"""Camera paths for videos without ground truth: presets by name and size, poses from a JSON file, users' own videos.
+"""Camera paths and conditions for users' own videos: scaled presets or poses from a JSON file, no ground truth.
 
-A path is T OpenCV camera-to-world poses in metres from the identity: the origin is the target's own first frame, which
-is taken to stand where the source starts.
+A path is T OpenCV camera-to-world poses in metres, starting at the identity: the origin is the target's first frame,
+assumed to coincide with the source's. A trajectory is written as
 
-    "pan_right", "pan_right:0.5", "zoom_in:0.5+pan_left"     motions of `maths.poses.PRESETS`, scaled and added
+    "pan_right", "pan_right:0.5", "zoom_in:0.5+pan_left"     presets of `maths.poses.PRESETS`, scaled and added
     "orbit.json"     {"poses": [[[r r r x], [r r r y], [r r r z], [0 0 0 1]], ...], "fps": 24, "relative": true}
-                     or the bare list of poses; "fps" and "relative" may be missing
+                     or the bare list of poses; "fps" and "relative" are optional
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flow_grpo.data.buckets import Size
-from flow_grpo.data.conditions import Conditions
-from flow_grpo.data.video_io import VideoCache
+from flow_grpo.data.dataset import ConditionDataset
+from flow_grpo.data.video_io import Size, VideoCache
 from flow_grpo.maths.poses import (
     PRESETS,
     check_poses,
@@ -37,28 +36,28 @@ from flow_grpo.records import Condition
 from flow_grpo.runtime.json_files import read_json
 
 Trajectory: TypeAlias = str | Path
-"""Text of presets, or the name of a JSON file, which ends in .json."""
+"""Preset text, or the path of a file ending in .json."""
 
-VIDEO_FPS = 15  # of the model's training videos; a path with times of its own is read at these
-IDENTITY_TOLERANCE = 1e-3  # per entry; files print few digits
-SURE_TURN_DEG = 170.0  # neighbouring poses further apart do not say which way round the camera turns
+VIDEO_FPS = 15  # of the model's training videos; paths with an fps are resampled to it
+IDENTITY_TOLERANCE = 1e-3  # per entry, because files print few digits
+SURE_TURN_DEG = 170.0  # beyond it the direction of rotation between two poses is ambiguous
 VIDEO_ENDINGS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 
-# MultiCamVideo names angles in degrees but lengths as 1/4 to 1 times the distance of the filmed person. ReCamMaster's
-# own presets put that person at 4 m: their arcs have that radius, and 0.994 m is their shortest move.
+# MultiCamVideo gives angles in degrees but lengths as 1/4 to 1 times the distance of the filmed person. ReCamMaster's
+# presets imply 4 m: the radius of their arcs, and four times their shortest move of 0.994 m.
 PERSON_METRES = 4.0
 SHORTEST_METRES = PERSON_METRES / 4
 LONGEST_METRES = 2 * PERSON_METRES * math.sin(math.radians(75 / 2))  # chord of the longest arc; straight moves: 4 m
 SMALLEST_TURN_DEG, PAN_DEG, TILT_DEG, ARC_DEG = 5.0, 45.0, 30.0, 75.0
-ROLL_DEG = 10.0  # never trained; pans and tilts together roll by a few degrees
+ROLL_DEG = 10.0  # no roll in the training data, but a pan combined with a tilt rolls by a few degrees
 SLACK = 1.01  # ReCamMaster's presets are 0.6 % short of their round numbers
-STATIC_METRES, STATIC_DEG = 1e-3, 1e-2  # static cameras are trained, so this little is no motion
+STATIC_METRES, STATIC_DEG = 1e-3, 1e-2  # less motion than this is a static camera, which is in the training data
 
 
 def camera_path(trajectory: Trajectory, num_frames: int) -> Tensor:
-    """Return (num_frames, 4, 4) float64 poses of a trajectory, the first one the identity.
+    """Return the (num_frames, 4, 4) float64 poses of a trajectory, the first one the identity.
 
-    Warns when the path lies outside what the model was trained on, see `outside_training`.
+    Warns if the path is outside the training distribution, see `outside_training`.
 
     Raises:
         ValueError: unknown preset, bad magnitude, unreadable file, no poses or too few, or a bad number of frames.
@@ -74,13 +73,13 @@ def camera_path(trajectory: Trajectory, num_frames: int) -> Tensor:
 
 
 def motion(text: str, num_frames: int) -> Tensor:
-    """Return the (num_frames, 4, 4) float64 path of presets such as "zoom_in:0.5+pan_left", at uniform speed.
+    """Return the (num_frames, 4, 4) float64 path of preset text such as "zoom_in:0.5+pan_left", at uniform speed.
 
-    Each magnitude scales a preset's translation and rotation; 0 is a static camera. Of several, the translations and
-    the rotation vectors at the last frame add up, so their order does not matter and the axis stays fixed.
+    A magnitude scales a preset's translation and rotation; 0 is a static camera. Combined presets add their
+    translations and rotation vectors at the last frame, so the order does not matter and the axis stays fixed.
 
     Raises:
-        ValueError: unknown preset, or a magnitude that is no number of at least 0.
+        ValueError: unknown preset, or a magnitude that is not a number >= 0.
     """
     total = torch.zeros(2, 3, dtype=torch.float64)
     for part in text.split("+"):
@@ -113,7 +112,7 @@ def read_path(file: Path, num_frames: int) -> Tensor:
     """Return the (num_frames, 4, 4) float64 poses of a JSON file, resampled, the first one the identity.
 
     Raises:
-        ValueError: unreadable file, unknown entry, or a path that `fit_path` refuses; names the file.
+        ValueError: unreadable file, unknown field, or a path that `fit_path` refuses; names the file.
     """
     content = read_json(file, "write the trajectory again")
     entries: dict[str, Any] = content if isinstance(content, dict) else {"poses": content}
@@ -134,22 +133,22 @@ def read_path(file: Path, num_frames: int) -> Tensor:
 def fit_path(
     poses: Tensor, num_frames: int, *, fps: float | None = None, from_first: bool = False, name: str = "camera path"
 ) -> Tensor:
-    """Return (num_frames, 4, 4) float64 poses of a checked and resampled path, the first one the identity.
+    """Validate a path and resample it to (num_frames, 4, 4) float64 poses, the first one the identity.
 
-    Rotations turn at constant speed between neighbouring poses, about one axis; centres move on straight lines.
+    Between neighbouring poses, rotations are interpolated at constant angular velocity (slerp) and centres linearly.
 
     Args:
-        poses: (N, 4, 4) OpenCV camera-to-world in metres; N at least 2. Rotations may be off by what few printed
-            digits leave (1e-3) and are replaced by the nearest exact ones.
+        poses: (N, 4, 4) OpenCV camera-to-world in metres, N >= 2. Rotations within 1e-3 of orthonormal are replaced by
+            the nearest exact ones.
         num_frames: T.
-        fps: pose i stands at i / fps seconds and video frame k at k / 15; the end is cut off. None stretches or
-            shrinks the path to the whole video.
-        from_first: express the path relative to its first pose; otherwise that must be the identity to 1e-3.
-        name: for messages.
+        fps: pose i is at i / fps seconds and video frame k at k / 15; a longer path is cut. None stretches the path to
+            the whole video.
+        from_first: make the path relative to its first pose; otherwise that must be the identity to 1e-3.
+        name: name of the path in error messages.
 
     Raises:
-        ValueError: what is no rigid path of determinant +1 from the identity, a turn of more than 170 degrees between
-            neighbouring poses, or a path that ends before the video.
+        ValueError: not a rigid path of determinant +1 from the identity, more than 170 degrees between neighbouring
+            poses, or a path shorter than the video.
     """
     if poses.ndim != 3 or len(poses) < 2:
         raise ValueError(f"{name} has shape {tuple(poses.shape)}, must be (N, 4, 4) with N at least 2")
@@ -172,11 +171,11 @@ def fit_path(
             f"{name}: poses {at} and {at + 1} are turned by {turns[at]:.1f} degrees, must be at most "
             f"{SURE_TURN_DEG:g}; add poses between them"
         )
-    return _resample(poses, _places(len(poses), num_frames, fps, name))
+    return _resample(poses, _frame_positions(len(poses), num_frames, fps, name))
 
 
-def _places(count: int, num_frames: int, fps: float | None, name: str) -> Tensor:
-    """Return (num_frames,) float64 places among `count` poses, from 0 to count - 1."""
+def _frame_positions(count: int, num_frames: int, fps: float | None, name: str) -> Tensor:
+    """Return the (num_frames,) float64 fractional positions of the video frames in a path of `count` poses."""
     frames = torch.arange(num_frames, dtype=torch.float64)
     if fps is None:
         return frames * (count - 1) / max(num_frames - 1, 1)
@@ -189,10 +188,10 @@ def _places(count: int, num_frames: int, fps: float | None, name: str) -> Tensor
     return (frames * fps / VIDEO_FPS).clamp(max=count - 1)
 
 
-def _resample(poses: Tensor, places: Tensor) -> Tensor:
-    """Return the poses (T, 4, 4) at fractional places (T,) along (N, 4, 4)."""
-    before = places.floor().long().clamp(max=len(poses) - 2)
-    part = (places - before)[:, None]
+def _resample(poses: Tensor, positions: Tensor) -> Tensor:
+    """Return poses (T, 4, 4) at fractional positions (T,) along (N, 4, 4)."""
+    before = positions.floor().long().clamp(max=len(poses) - 2)
+    part = (positions - before)[:, None]
     first, second = poses[before], poses[before + 1]
     turn = rotation_vector(first[:, :3, :3].mT @ second[:, :3, :3])
     rotation = first[:, :3, :3] @ rotation_matrix(part * turn)
@@ -200,11 +199,11 @@ def _resample(poses: Tensor, places: Tensor) -> Tensor:
 
 
 def outside_training(poses: Tensor) -> list[str]:
-    """Return in which ways a path (T, 4, 4) from the identity leaves the range of MultiCamVideo; empty if it does not.
+    """Return the ways in which a path (T, 4, 4) from the identity leaves the range of MultiCamVideo; empty if it fits.
 
-    In range: static cameras; headings up to 45 degrees, or 75 (an arc) when the camera also travels at least 1 m;
-    elevations up to 30 degrees; roll up to 10; centres up to 4.87 m from the start. A path that moves must travel 1 m
-    or turn 5 degrees. Speeds are not judged.
+    In range: static cameras; yaw up to 45 degrees, or 75 (an arc) if the camera also travels at least 1 m; pitch up to
+    30 degrees; roll up to 10; centres up to 4.87 m from the start. A moving camera must travel 1 m or turn 5 degrees.
+    Speed is not checked.
     """
     right, down, forward = poses[:, :3, :3].unbind(-1)
     heading = torch.atan2(forward[:, 0], forward[:, 2]).rad2deg().abs().max().item()
@@ -227,46 +226,34 @@ def outside_training(poses: Tensor) -> list[str]:
     return found
 
 
-def user_condition(
-    video_path: str | Path, trajectory: Trajectory, prompt: str, *, num_frames: int, height: int, width: int
-) -> Condition:
-    """Return what the model is asked to do: film a user's video again along a path.
+class UserVideos(ConditionDataset):
+    """Every video along every trajectory: index 0 is video 0 along trajectory 0, index 1 the same along trajectory 1.
 
-    Like the one condition of `UserVideos([video_path], [trajectory], ...)`, and refused like it.
-    """
-    size = {"num_frames": num_frames, "height": height, "width": width}
-    return UserVideos([video_path], [trajectory], prompt=prompt, cache_bytes=0, **size).condition(0)
-
-
-class UserVideos(Conditions):
-    """Every video along every trajectory, a pure function of the index: video 0 along all of them, then video 1.
-
-    A video's first frames are taken one by one, resized and centre-cropped as in training. There is no ground truth:
-    no target video, source poses or intrinsics. A condition's scene is the whole path of its video.
+    Frames are resized and centre-cropped as in training. There is no ground truth: target video, source poses and
+    intrinsics are None. A condition's scene is the path of its video.
     """
 
     def __init__(
         self,
         videos: str | Path | Sequence[str | Path],
         trajectories: Sequence[Trajectory],
+        size: Size,
         *,
-        num_frames: int,
-        height: int,
-        width: int,
         prompt: str | Mapping[str, str],
-        cache_bytes: int = 2**28,
     ) -> None:
-        """Read all trajectories; videos are read when asked for.
+        """Read all trajectories; videos are read on demand.
 
-        `videos` are files, or a folder whose videos are taken in order of name; `prompt` is the caption of all, or
-        file name -> caption. `num_frames` is 4n + 1 for Wan, `height` and `width` are in pixels, and `cache_bytes` of
-        decoded videos are kept per process.
+        Args:
+            videos: files, or a folder whose videos are taken in order of name.
+            trajectories: camera paths, each applied to every video.
+            size: (T, height, width): the first T frames, 4n + 1 for Wan; in pixels.
+            prompt: caption of all videos, or file name -> caption.
 
         Raises:
-            ValueError: missing or empty folder, nothing or one name twice, refused trajectory, no caption, bad size.
+            ValueError: missing or empty folder, no or duplicate names, refused trajectory, no caption, bad size.
         """
-        if min(height, width) < 1:
-            raise ValueError(f"user videos: height is {height} and width {width}, must be at least 1")
+        if min(size[1:]) < 1:
+            raise ValueError(f"user videos: height is {size[1]} and width {size[2]}, must be at least 1")
         self.videos = find_videos(Path(videos)) if isinstance(videos, str | Path) else [Path(video) for video in videos]
         self.trajectories = tuple(trajectories)
         self._labels = [_label(trajectory) for trajectory in self.trajectories]
@@ -274,17 +261,17 @@ class UserVideos(Conditions):
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"user videos: {what} are {[*map(str, names)]}, must be at least one and none twice")
         self._prompts = [prompt if isinstance(prompt, str) else _caption(prompt, v.name) for v in self.videos]
-        self._size = (num_frames, height, width)
-        self._paths = [camera_path(trajectory, num_frames) for trajectory in self.trajectories]
-        # Of files their text: numbers computed from it may differ in the last digit on another machine.
-        self._sources = [Path(t).read_text("utf-8-sig") if _is_file(t) else "" for t in self.trajectories]
-        self._cache = VideoCache(cache_bytes)
+        self._size = size
+        self._paths = [camera_path(trajectory, size[0]) for trajectory in self.trajectories]
+        # The fingerprint takes a file's text: poses computed from it may differ in the last digit between machines.
+        self._texts = [Path(t).read_text("utf-8-sig") if _is_file(t) else "" for t in self.trajectories]
+        self._cache = VideoCache()
 
     def __len__(self) -> int:
         return len(self.videos) * len(self.trajectories)
 
     def make(self, index: int, gid: int, slot: int) -> Condition:
-        """Return the condition at an index, see `condition`."""
+        """Build the condition at an index, see `condition`."""
         number, which = divmod(index, len(self.trajectories))
         return Condition(
             index=index,
@@ -301,30 +288,30 @@ class UserVideos(Conditions):
         )
 
     def source_file(self, index: int) -> Path:
-        """Return the file of a condition's video."""
+        """Return the path of the video."""
         return self.videos[index // len(self.trajectories)]
 
     def source_video(self, index: int) -> Tensor:
-        """Return (3, T, height, width) fp32 in [0, 1] of a condition's video."""
+        """Return the video (3, T, height, width), fp32 in [0, 1]."""
         return self._cache.read(self.source_file(index), *self._size)[0].float() / 255
 
     def prompt_of(self, index: int) -> str:
-        """Return a condition's prompt."""
+        """Return the prompt."""
         return self._prompts[index // len(self.trajectories)]
 
-    def structure(self, index: int) -> Size:
-        """Return the (frames, rows, columns) that a condition's video is delivered in, the same for every index."""
+    def size_of(self, index: int) -> Size:
+        """Return (frames, height, width), the same for every index."""
         assert 0 <= index < len(self), index
         return self._size
 
     def fingerprint(self) -> str:
-        """Return a hash of the videos' names and sizes, their captions and the trajectories, wherever the files lie."""
+        """Return a hash of video names and sizes, captions and trajectories; independent of where the files are."""
         parts = [(v.name, v.stat().st_size, text) for v, text in zip(self.videos, self._prompts, strict=True)]
-        return hashlib.blake2b(json.dumps([parts, self._labels, self._sources]).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(json.dumps([parts, self._labels, self._texts]).encode(), digest_size=16).hexdigest()
 
 
 def find_videos(folder: Path) -> list[Path]:
-    """Return the videos of a folder ordered by name; ValueError without such a folder or any video in it."""
+    """Return the videos of a folder in order of name; ValueError if there is no such folder or no video in it."""
     found = sorted(file for file in folder.glob("[!.]*") if file.suffix.lower() in VIDEO_ENDINGS)
     if not found:
         raise ValueError(f"{folder} is no folder with videos, must hold files ending in {', '.join(VIDEO_ENDINGS)}")
@@ -336,7 +323,7 @@ def _is_file(trajectory: Trajectory) -> bool:
 
 
 def _label(trajectory: Trajectory) -> str:
-    """Return how a condition names its path: a file's name without ending, or the presets without blanks."""
+    """Return a trajectory's name: the file's stem, or the preset text without blanks."""
     return Path(trajectory).stem if _is_file(trajectory) else "".join(str(trajectory).split())
 
 

@@ -1,9 +1,9 @@
-"""Videos on disk and as tensors: frame-exact reading, resizing and cropping."""
+"""Videos on disk and as tensors: frame-exact reading, resize and crop, choice of size bucket."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import av
@@ -12,17 +12,21 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from flow_grpo.runtime.lru import LruCache
 from flow_grpo.runtime.video_file import EXACT_COLOURS, THREADS
+
+Size = tuple[int, int, int]
+"""(frames, height, width) of a video, in frames and pixels."""
 
 
 def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
     """Return frames start .. start + num_frames - 1 as (3, T, h, w) uint8 RGB.
 
-    Frames are counted by decoding from the beginning, not by time stamps, so the count is exact. Damage that the
-    decoder notices is an error, not a concealed frame.
+    Frames are counted by decoding from the first one, not by time stamps, so the indices are exact. A decoding error
+    raises; FFmpeg's error concealment is off.
 
     Raises:
-        ValueError: missing or unreadable file, or too few frames; names the file, the frames got and those needed.
+        ValueError: missing or unreadable file, or too few frames; names the file, the frames decoded and those needed.
     """
     path, needed = Path(path), start + num_frames
     if num_frames < 1 or start < 0:
@@ -34,10 +38,9 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
         for frame in _decode(path):
             if decoded >= start:
                 pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
-                picture = rearrange(torch.from_numpy(pixels), "h w c -> c h w")
-                if decoded == start:
-                    video = torch.empty(3, num_frames, *picture.shape[1:], dtype=torch.uint8)
-                video[:, decoded - start] = picture
+                if decoded == start:  # one buffer: stacking a list of frames would double the memory of a large clip
+                    video = torch.empty(3, num_frames, *pixels.shape[:2], dtype=torch.uint8)
+                video[:, decoded - start] = rearrange(torch.from_numpy(pixels), "h w c -> c h w")
             decoded += 1
             if decoded == needed:
                 return video
@@ -52,8 +55,8 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
     )
 
 
-def video_size(path: str | Path) -> tuple[int, int, int]:
-    """Return (frames, rows, columns) as the file's header says; nothing is decoded unless the header names no count.
+def video_size(path: str | Path) -> Size:
+    """Return (frames, height, width) from the file's header; frames are decoded only if the header has no count.
 
     Raises:
         ValueError: missing or unreadable file.
@@ -70,17 +73,14 @@ def video_size(path: str | Path) -> tuple[int, int, int]:
 
 
 def fitted_size(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Return the (rows, columns) to which a video of `size` is resized so that a centre crop gives height x width.
+    """Return the (height, width) to resize a video of that `size` to, before a centre crop to height x width.
 
-    The scale is max(height / rows, width / columns). The longer side is rounded such that equally much is cut off at
-    both ends, which keeps the principal point exactly in the middle.
+    The scale is max(height / rows, width / columns). The cropped side is rounded so that the crop is symmetric, which
+    keeps the principal point exactly in the centre.
     """
     rows, columns = size
     scale = max(height / rows, width / columns)
-    return (
-        height + 2 * round((rows * scale - height) / 2),
-        width + 2 * round((columns * scale - width) / 2),
-    )
+    return height + 2 * round((rows * scale - height) / 2), width + 2 * round((columns * scale - width) / 2)
 
 
 def fit_video(video: Tensor, height: int, width: int) -> Tensor:
@@ -88,7 +88,7 @@ def fit_video(video: Tensor, height: int, width: int) -> Tensor:
     rows, columns = fitted_size((video.shape[-2], video.shape[-1]), height, width)
     top, left = (rows - height) // 2, (columns - width) // 2
     fitted = torch.empty(*video.shape[:2], height, width, dtype=torch.uint8)
-    # Frame by frame: a whole 1280x1280 clip in floats would take gigabytes.
+    # Frame by frame: a whole 1280x1280 clip in fp32 would take gigabytes.
     for number, picture in enumerate(rearrange(video, "c t h w -> t 1 c h w")):
         if (rows, columns) != tuple(video.shape[-2:]):
             picture = interpolate(picture.float(), size=(rows, columns), mode="bilinear", antialias=True).round()
@@ -96,32 +96,49 @@ def fit_video(video: Tensor, height: int, width: int) -> Tensor:
     return fitted
 
 
-class VideoCache:
-    """Decoded, fitted videos within a byte limit: copies of a group and later epochs read the same files."""
+def nearest_bucket(size: Size, buckets: Sequence[Size]) -> Size:
+    """Return the longest bucket that a video of `size` can fill; among equally long ones the nearest aspect ratio.
 
-    def __init__(self, limit: int) -> None:
-        """Keep at most `limit` bytes of pixels, dropping what was used longest ago."""
-        self._limit = limit
-        self._kept: OrderedDict[tuple[Path, int, int, int], tuple[Tensor, tuple[int, int]]] = OrderedDict()
-        self._bytes = 0
+    Ties in aspect ratio (log ratio equal to 1e-6) go to the bucket with most pixels, then to the first.
+
+    Raises:
+        ValueError: the video is shorter than every bucket.
+    """
+    frames, height, width = size
+    longest = max((bucket[0] for bucket in buckets if bucket[0] <= frames), default=None)
+    if longest is None:
+        raise ValueError(f"{frames} frames fill none of the buckets {list(buckets)}; add a shorter one to data.buckets")
+    return min(
+        (bucket for bucket in buckets if bucket[0] == longest),
+        key=lambda bucket: (round(abs(math.log(bucket[1] * width / (bucket[2] * height))), 6), -bucket[1] * bucket[2]),
+    )
+
+
+class VideoCache:
+    """A byte-limited LRU cache of decoded, resized videos: group copies and later epochs read the same files."""
+
+    def __init__(self, limit: int = 2**28) -> None:
+        """Cache at most `limit` bytes of pixels."""
+        self._videos: LruCache[tuple[Path, int, int, int], tuple[Tensor, tuple[int, int]]] = LruCache(limit, _pixels)
 
     def read(self, path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, tuple[int, int]]:
-        """Return (3, num_frames, height, width) uint8, not to be written to, and the file's own (rows, columns).
+        """Return the first frames fitted to (3, num_frames, height, width) uint8, and the file's own (height, width).
+
+        The tensor is shared with the cache: do not write to it.
 
         Raises:
-            ValueError: like `read_video`.
+            ValueError: as `read_video`.
         """
-        name = (path, num_frames, height, width)
-        if name in self._kept:
-            self._kept.move_to_end(name)
-            return self._kept[name]
-        original = read_video(path, num_frames)
-        found = fit_video(original, height, width), (original.shape[-2], original.shape[-1])
-        self._kept[name] = found
-        self._bytes += found[0].nbytes
-        while self._bytes > self._limit:
-            self._bytes -= self._kept.popitem(last=False)[1][0].nbytes
-        return found
+
+        def read() -> tuple[Tensor, tuple[int, int]]:
+            original = read_video(path, num_frames)
+            return fit_video(original, height, width), (original.shape[-2], original.shape[-1])
+
+        return self._videos.get_or_make((path, num_frames, height, width), read)
+
+
+def _pixels(entry: tuple[Tensor, tuple[int, int]]) -> int:
+    return entry[0].nbytes
 
 
 def _decode(path: Path) -> Iterator[av.VideoFrame]:
@@ -129,9 +146,9 @@ def _decode(path: Path) -> Iterator[av.VideoFrame]:
         if not container.streams.video:
             raise ValueError(f"video {path} has no picture stream, got 0 frames; fetch or encode it again")
         stream = container.streams.video[0]
-        if stream.codec_context is None:  # as in a file that ends within its header
+        if stream.codec_context is None:  # for example a file truncated within its header
             raise ValueError(f"video {path} has no readable header, got 0 frames; fetch or encode it again")
         stream.codec_context.thread_count = THREADS
-        # Without this the decoder paints over damaged pictures and reports success.
+        # Otherwise the decoder conceals damaged frames and reports success.
         stream.codec_context.options = {"err_detect": "explode"}
         yield from container.decode(stream)

@@ -1,1 +1,1 @@
-"""Pure functions on tensors: no model, no device, no state."""
+"""Pure functions on tensors: no model, no device, no state; tests compare them with numbers computed by hand."""

@@ -1,9 +1,16 @@
-"""Rewards of k copies of a condition -> group-normalised advantages, float64 on the CPU, alike on every rank.
+"""Group-relative advantages of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1), for one or several rewards.
 
-A group is *flat* when its rewards differ by no more than a floor: there is nothing to learn from, its advantages are
-exactly 0 but its samples keep their weight (a KL term still acts). It is *incomplete* when a value it needs is missing
-or not finite, so that dynamic sampling does not take it: when a copy has no value at all, advantages and weights are 0;
-when a reward has too few values to compare, that reward says nothing and the others still teach.
+The k samples of one condition form a group. Instead of a learned value function, the group's mean reward is the
+baseline: A = (r - mean of the group) / (std + eps). Computed in float64 on the CPU from the rewards of all ranks, so
+the result is bit-identical on every rank.
+
+Two kinds of group need care:
+
+    flat          all rewards within a noise floor. There is no signal, and dividing by a tiny std would turn noise into
+                  a full-size gradient: advantages are exactly 0. Weights stay 1, so a KL term still acts.
+    incomplete    a sample without any valid reward, or a reward with fewer than two valid values in the group. Dynamic
+                  sampling rejects such groups. Advantages and weights are 0 where a sample has no valid reward or no
+                  reward can be compared; a reward with too few values contributes 0 and the others still count.
 """
 
 from __future__ import annotations
@@ -19,15 +26,15 @@ ADV_NORMS = ("group", "batch", "batch_centered", "max_group", "none")
 
 @dataclasses.dataclass(frozen=True)
 class CombinedAdvantages:
-    """What N gathered samples in G groups learn from; CPU tensors.
+    """Advantages of N gathered samples in G groups; CPU tensors.
 
     Attributes:
         advantages: (N,) float64, exactly 0 in flat groups and where the weight is 0.
-        weights: (N,) float64 sample weights: 0 in groups with a copy that lacks every reward, and in those where no
-            reward has two valid copies, else 1.
-        flat: (G,) bool, every reward of non-zero weight is flat; never set for an incomplete group.
-        incomplete: (G,) bool, a copy lacks every reward, or fewer than two copies are valid in one of them.
-        gids: (G,) int64, ascending; `flat` and `incomplete` are in this order.
+        weights: (N,) float64 sample weights in the loss: 0 for groups in which a sample has no valid reward or no
+            reward has two valid values, else 1.
+        flat: (G,) bool, every reward of non-zero weight is within its floor; never set for an incomplete group.
+        incomplete: (G,) bool, a sample has no valid reward, or a reward has fewer than two valid values.
+        gids: (G,) int64 group ids, ascending; the order of `flat` and `incomplete`.
     """
 
     advantages: Tensor
@@ -39,7 +46,7 @@ class CombinedAdvantages:
 
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """Which sample belongs to which group: gids (G,) ascending, member (N,) position of each sample's gid."""
+    """The grouping of N samples: gids (G,) ascending, member (N,) with gids[member] the gid of each sample."""
 
     gids: Tensor
     member: Tensor
@@ -55,14 +62,14 @@ class _Groups:
 
 @dataclasses.dataclass(frozen=True)
 class _Reward:
-    """One reward seen group by group.
+    """One reward and its statistics per group.
 
     Attributes:
-        raw: (N,) value, 0 where not valid.
-        centred: (N,) value minus the mean of its group's valid values; 0 where not valid.
-        valid: (N,) bool, given as valid and finite.
-        count: (G,) valid values per group.
-        spread: (G,) largest minus smallest valid value, 0 without any.
+        raw: (N,) values, 0 where not valid.
+        centred: (N,) values minus the mean of their group's valid values; 0 where not valid.
+        valid: (N,) bool, marked valid and finite.
+        count: (G,) number of valid values.
+        spread: (G,) largest minus smallest valid value, 0 if there is none.
     """
 
     raw: Tensor
@@ -70,44 +77,6 @@ class _Reward:
     valid: Tensor
     count: Tensor
     spread: Tensor
-
-
-def group_advantages(
-    rewards: Tensor,
-    group_ids: Tensor,
-    *,
-    k: int,
-    valid: Tensor | None = None,
-    adv_norm: str = "group",
-    adv_eps: float = 1e-4,
-    adv_ddof: int = 0,
-    flat_eps: float = 1e-4,
-) -> Tensor:
-    """Return the (N,) float64 advantages of one reward: (reward - group mean) / (std + adv_eps).
-
-    Args:
-        rewards: (N,) gathered rewards, k per group in any order.
-        group_ids: (N,) integer group of every sample.
-        k: group size.
-        valid: (N,) bool; None takes every finite reward. A group with one invalid or non-finite reward is incomplete.
-        adv_norm: which std: "group", its own; "batch", of all rewards; "batch_centered", of all rewards minus their
-            group's mean; "max_group", the largest of any group; "none" only centres. Over complete groups.
-        adv_eps: added to the std; much smaller values turn noise into full-size signal.
-        adv_ddof: 0 or 1, the std divides by count - adv_ddof.
-        flat_eps: a group whose rewards differ by no more than this is flat: advantages exactly 0.
-
-    Raises:
-        ValueError: a group that has not k samples (naming its gid), ids that are not integers, shapes that disagree, or
-            a parameter outside its bounds.
-    """
-    _check_parameters(k, adv_norm, adv_eps, adv_ddof, flat_eps)
-    groups = _group(group_ids, k)
-    reward = _per_group("rewards", rewards, valid, groups)
-    live = (reward.count == k)[groups.member]
-    std = _std(reward, groups, live, adv_norm, adv_ddof)
-    divisor = torch.ones_like(std) if adv_norm == "none" else std + adv_eps
-    silent = ~live | (reward.spread <= flat_eps)[groups.member]
-    return _divide(reward.centred, divisor).masked_fill(silent, 0.0)
 
 
 def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
@@ -123,26 +92,32 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
     adv_ddof: int = 0,
     flat_eps: float = 1e-4,
 ) -> CombinedAdvantages:
-    """Return the advantages of several rewards: each normalised on its own in its group, then summed with weights.
+    """Return the advantages of one or several rewards, each normalised within its group, then summed with weights.
 
-    With one reward of non-zero weight its normaliser is `std + adv_eps`, as in `group_advantages`; with several each is
-    divided by `max(std, floor)`, so that a reward whose copies are equally good is not blown up. A single invalid value
-    is left out of its own reward only, and a reward of which a group has fewer than two values adds nothing there.
+        one reward        A = weight * (r - mean) / (std + adv_eps)
+        several rewards   A = sum over rewards of weight * (r - mean) / max(std, floor)
+
+    The floor keeps a reward that hardly differs within a group from being scaled up to full size. Normalising before
+    summing makes the weights independent of the rewards' units. An invalid value is left out of its own reward only.
 
     Args:
-        rewards: name -> (N,) gathered values; names without a weight are ignored.
-        valid: name -> (N,) bool.
-        weights: name -> weight; a reward of weight 0 is only watched.
-        group_ids: (N,) integer group of every sample.
-        k: group size.
-        floors: name -> range below which a group is flat in this reward, in its unit; at least `flat_eps` is used.
-        adv_norm: see `group_advantages`, as all others.
-        adv_eps: added to the std of a single reward.
-        adv_ddof: 0 or 1.
+        rewards: name -> (N,) values gathered from all ranks, in any order; names without a weight are ignored.
+        valid: name -> (N,) bool; non-finite values count as invalid.
+        weights: name -> weight; rewards of weight 0 do not count.
+        group_ids: (N,) integer group id of every sample, each occurring k times.
+        k: group size, at least 2.
+        floors: name -> noise floor, in the reward's unit: a group whose values differ by no more is flat in this
+            reward. At least `flat_eps`.
+        adv_norm: the std to divide by: "group", the group's own; "batch", of all rewards; "batch_centered", of all
+            rewards minus their group's mean; "max_group", the largest of any group; "none" divides by 1. Groups of
+            weight 0 are left out of the last four.
+        adv_eps: added to the std of a single reward; much smaller than the reward's noise it amplifies that noise.
+        adv_ddof: 0 or 1, the std divides by count - adv_ddof.
         flat_eps: smallest floor of every reward.
 
     Raises:
-        ValueError: as `group_advantages`, a weighted reward that is not given, or no reward of non-zero weight.
+        ValueError: a group without exactly k samples (naming its gid), ids that are not integers, shapes that disagree,
+            a parameter out of bounds, a weighted reward without values, or no reward of non-zero weight.
     """
     _check_parameters(k, adv_norm, adv_eps, adv_ddof, flat_eps)
     groups = _group(group_ids, k)
@@ -166,13 +141,13 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
 
 
 def _lacking(seen: Mapping[str, _Reward], groups: _Groups) -> Tensor:
-    """Return (G,) bool: a copy lacks every reward."""
+    """Return (G,) bool: some sample of the group has no valid reward."""
     has_any = torch.stack([reward.valid for reward in seen.values()]).any(dim=0)
     return groups.sum((~has_any).double()) > 0
 
 
 def _active(rewards: Mapping[str, Tensor], valid: Mapping[str, Tensor], weights: Mapping[str, float]) -> list[str]:
-    """Return the names of rewards with a non-zero weight."""
+    """Return the names of rewards with non-zero weight; ValueError if there is none or one has no values."""
     active = [name for name, weight in weights.items() if weight != 0]
     if not active:
         raise ValueError(f"reward weights are {dict(weights)}, at least one must be non-zero")
@@ -198,31 +173,29 @@ def _group(group_ids: Tensor, k: int) -> _Groups:
     return _Groups(gids, member)
 
 
-def _per_group(name: str, values: Tensor, valid: Tensor | None, groups: _Groups) -> _Reward:
+def _per_group(name: str, values: Tensor, valid: Tensor, groups: _Groups) -> _Reward:
     shape = groups.member.shape
-    if values.shape != shape or (valid is not None and valid.shape != shape):
-        shapes = tuple(values.shape), None if valid is None else tuple(valid.shape)
+    if values.shape != shape or valid.shape != shape:
+        shapes = tuple(values.shape), tuple(valid.shape)
         raise ValueError(f"{name} and its validity have shapes {shapes}, must be {tuple(shape)} like group_ids")
     values = values.detach().cpu().double()
-    usable = values.isfinite()
-    if valid is not None:
-        usable = usable & valid.cpu().bool()
+    usable = values.isfinite() & valid.cpu().bool()
     values = values.masked_fill(~usable, 0.0)
     count = groups.sum(usable.double())
     mean = groups.sum(values) / count.clamp(min=1)
     largest = groups.extreme(values.masked_fill(~usable, -torch.inf), "amax")
     smallest = groups.extreme(values.masked_fill(~usable, torch.inf), "amin")
     spread = (largest - smallest).clamp(min=0)  # -inf without a valid value
-    # The mean of equal values may miss them by a rounding: a constant group is exactly 0.
+    # The mean of equal values may differ from them by rounding; a constant group must be exactly 0.
     silent = ~usable | (spread == 0)[groups.member]
     centred = (values - mean[groups.member]).masked_fill(silent, 0.0)
     return _Reward(values, centred, usable, count, spread)
 
 
 def _std(reward: _Reward, groups: _Groups, live: Tensor, adv_norm: str, ddof: int) -> Tensor:
-    """Return the (N,) std that each sample's reward is compared with; live (N,) marks samples of complete groups.
+    """Return the (N,) std to divide each sample's reward by; `live` (N,) marks samples of groups that count.
 
-    Two-pass: sums of squares of raw rewards cancel, in fp32 down to negative variances.
+    Two-pass, because the difference of sums of squares cancels, in fp32 down to negative variances.
     """
     own = (groups.sum(reward.centred.square()) / (reward.count - ddof).clamp(min=1)).sqrt()[groups.member]
     used = live & reward.valid
@@ -236,7 +209,7 @@ def _std(reward: _Reward, groups: _Groups, live: Tensor, adv_norm: str, ddof: in
 
 
 def _divide(centred: Tensor, divisor: Tensor) -> Tensor:
-    """Return centred / divisor, 0 where centred is: a std, its floor and eps may all be 0 there."""
+    """Return centred / divisor, and 0 where centred is 0: the divisor may be 0 there too."""
     return torch.where(centred == 0, 0.0, centred / divisor)
 
 

@@ -1,7 +1,7 @@
-"""How sure a mean is: bootstrap over groups of rows that hang together.
+"""Cluster-bootstrap confidence intervals of a mean.
 
-Videos made from one source share its difficulties, so sources are drawn, not videos: intervals over videos would be too
-narrow. Percentile intervals (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
+Videos made from one source are correlated, so whole sources are resampled; resampling videos would give intervals that
+are too narrow. Percentile intervals (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LEVEL = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean and where it may lie.
+    """A mean with its confidence interval.
 
     Attributes:
-        mean: over all rows; NaN without any.
-        low: lower end, NaN where a single group leaves nothing to draw from.
+        mean: mean over all rows; NaN without rows.
+        low: lower end; NaN with fewer than two groups, which cannot be resampled.
         high: upper end, likewise.
-        rows: how many values there were.
-        groups: of how many groups.
+        rows: number of values.
+        groups: number of groups.
     """
 
     mean: float
@@ -38,17 +38,17 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float], groups: Sequence[Hashable], *, level: float = LEVEL) -> Interval:
-    """Return the mean of values with its bootstrap interval; the same for the same input.
+    """Return the mean of values with its bootstrap interval, deterministic for the same input.
 
-    For a paired comparison pass differences: an interval without 0 then says that the two differ.
+    For a paired comparison pass differences: the two differ significantly if the interval excludes 0.
 
     Args:
-        values: one number a row, finite.
-        groups: what each row is drawn with, such as its source video.
-        level: share of bootstrap means inside the interval.
+        values: one finite number per row.
+        groups: the group that each row is resampled with, such as its source video.
+        level: confidence level.
 
     Raises:
-        ValueError: as many groups as values are needed, and finite values.
+        ValueError: different numbers of values and groups, or non-finite values.
     """
     if len(values) != len(groups):
         raise ValueError(f"bootstrap has {len(values)} values and {len(groups)} groups, must be as many")

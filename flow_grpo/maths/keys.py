@@ -1,4 +1,4 @@
-"""One hash for every seed of a run: seeds are hashed, never added, so no two streams can coincide by arithmetic."""
+"""Seeds by hashing: seed + step would repeat random streams across seeds, a hash of (seed, step) does not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def key(*parts: object) -> int:
-    """Return a 63-bit seed that depends on every part and on their order, alike on every machine and process."""
+    """Return a 63-bit hash of the parts and their order, identical in every process and on every machine."""
     text = "|".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def generator(*parts: object) -> torch.Generator:
-    """Return a CPU generator seeded with `key(*parts)`; CPU draws are the same on every device."""
+    """Return a CPU generator seeded with `key(*parts)`; draw on the CPU to be independent of the device."""
     return torch.Generator().manual_seed(key(*parts))

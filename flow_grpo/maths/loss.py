@@ -1,4 +1,8 @@
-"""The clipped surrogate of GRPO and its terms, one value per sample: the caller weighs, sums and back-propagates."""
+"""The clipped surrogate loss of GRPO for Gaussian denoising steps, one value per sample.
+
+The caller weights the samples, averages them over ranks and micro-batches, and calls backward. Letters: B samples, K
+trained (stochastic) steps.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from flow_grpo.maths.sde import gaussian_kl
 
 @dataclasses.dataclass(frozen=True)
 class GuardTerms:
-    """What the GRPO-Guard ratio needs beside the log-probabilities.
+    """Additional input of the GRPO-Guard ratio (arXiv 2510.22319).
 
-    Its step weight is 1 / (sigma - sigma'), `step_weights("inverse_delta", ...)`, handed over as `step_weight`.
+    Use it with the step weight 1 / (sigma - sigma'), `step_weights("inverse_delta", ...)`.
 
     Attributes:
         means: (B, K, ...) step means of the current policy, with gradient.
-        old_means: (B, K, ...) step means of the rollout's policy.
-        std: (), (K,) or (B, K) full step std, square root of the step length included.
+        old_means: (B, K, ...) step means of the policy that sampled.
+        std: (), (K,) or (B, K) std of the whole step, sqrt(step length) included.
     """
 
     means: Tensor
@@ -35,8 +39,8 @@ class LossTerms:
         per_sample: (B,) policy + kl_coef * kl.
         policy: (B,) clipped surrogate, step weights included, mean over the K steps.
         kl: (B,) KL to the reference policy in nats per latent element, KL weights included, mean over the K steps.
-        ratio: (B, K) probability ratio per latent element (geometric mean over a sample's elements).
-        clipped: (B, K) bool, where the clip has switched the policy gradient off.
+        ratio: (B, K) probability ratio, the geometric mean over a sample's latent elements.
+        clipped: (B, K) bool, where clipping has set the policy gradient to zero.
     """
 
     per_sample: Tensor
@@ -59,25 +63,30 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
     kl_coef: float = 0.0,
     kl_weight: Tensor | None = None,
 ) -> LossTerms:
-    """Return the GRPO loss of B samples at K trained steps.
+    """Return the GRPO loss of B samples at K trained steps (PPO's clipped surrogate, arXiv 1707.06347, eq. 7, negated).
 
-    `max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range))` per step, with A clipped to +-adv_clip.
-    Values that are not finite pass through: stopping is for the caller, on all ranks together.
+        ratio   = exp(log_prob - old_log_prob)
+        policy  = mean over steps of step_weight * max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range))
+        loss    = policy + kl_coef * mean over steps of kl_weight * kl
+
+    with A = clip(advantage, -adv_clip, adv_clip) shared by all steps of a sample. Non-finite values pass through: the
+    caller must stop on all ranks at once.
 
     Args:
-        log_prob: (B, K) mean log-density per latent element in nats, with gradient.
-        old_log_prob: (B, K) of the policy that sampled.
-        advantages: (B,).
-        clip_range: half width of the unclipped ratio, in units of the mean log-density (of `guard`, if given).
+        log_prob: (B, K) from `sde.log_prob` (mean over latent elements, in nats), with gradient.
+        old_log_prob: (B, K), the same under the policy that sampled.
+        advantages: (B,), from `advantages.combine_rewards`.
+        clip_range: the gradient stops outside 1 +- clip_range. Ratios are geometric means over all latent elements,
+            therefore close to 1: useful values are 1e-4 to 1e-3, not the 0.2 of language models.
         adv_clip: bound of |advantage|.
-        step_weight: (K,) weight of the policy term, mean 1 over the steps that may be trained; None means 1.
-        guard: take the GRPO-Guard ratio in place of the plain one.
-        kl: (B, K) KL to the reference policy per latent element in nats, with gradient.
+        step_weight: (K,) weight of each step's policy term, normalised to mean 1 (`schedule.step_weights`); None is 1.
+        guard: use the GRPO-Guard ratio instead of the plain one.
+        kl: (B, K) from `sde.gaussian_kl` against the reference policy, with gradient.
         kl_coef: weight of the KL term.
-        kl_weight: (K,) weight of the KL of each step; None means 1, whatever `step_weight` is.
+        kl_weight: (K,) weight of each step's KL; None is 1, independently of `step_weight`.
 
     Raises:
-        ValueError: shapes that would broadcast silently, a bound that is not positive, a KL coefficient without KL.
+        ValueError: shapes that would broadcast silently, a bound that is not positive, or kl_coef without kl.
     """
     _check_bounds(clip_range, adv_clip, kl_coef, has_kl=kl is not None)
     _, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
@@ -100,10 +109,10 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
 
 
 def _guarded(log_ratio: Tensor, guard: GuardTerms) -> Tensor:
-    """Return std * (log_ratio + bias), (B, K): unbiased and of the same scale on every step (GRPO-Guard, 2510.22319).
+    """Return the GRPO-Guard log-ratio std * (log_ratio + bias), (B, K) (arXiv 2510.22319).
 
-    Equals the mean over elements of z_old * (mean - old_mean); bias = mean (mean - old_mean)^2 / (2 std^2) is taken per
-    sample and step.
+    bias = mean over elements of (mean - old_mean)^2 / (2 std^2), per sample and step, is minus the expected log-ratio;
+    the factor std gives all steps one scale. The result equals the mean over elements of z_old * (mean - old_mean).
     """
     if guard.means.shape[:2] != log_ratio.shape:
         raise ValueError(

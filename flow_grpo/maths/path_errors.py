@@ -1,9 +1,9 @@
-"""One video's commanded camera path against an estimated one: every published error under a name of its own.
+"""Errors of an estimated camera path against the commanded one, in all published conventions.
 
-    A   CamI2V, RealCam-I2V: sums over frames, poses relative to the first frame; "rel": each path over its own reach
-    B   ReDirector, Geo-Align: means; rotation over ordered frame pairs, translation after a similarity alignment
+    A   CamI2V, RealCam-I2V: sums over frames, poses relative to the first frame; "rel": each path scaled by its reach
+    B   ReDirector, Geo-Align: means; rotation over ordered frame pairs, translation after Sim(3) alignment
 
-Numbers of different conventions may never be compared. What a path leaves undefined is None, never a number.
+Numbers of different conventions are not comparable. An undefined error is None, never a number.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from flow_grpo.maths.poses import (
     trans_sim3_rel,
 )
 
-LEAST_BASELINE_M = 0.01  # a commanded path shorter than this goes nowhere: its translation error has no scale
-LEAST_FRAMES = 3  # fewer give no path
+LEAST_BASELINE_M = 0.01  # a shorter commanded path is a pure rotation: its translation error has no scale
+LEAST_FRAMES = 3  # fewer cannot be aligned
 CONVENTIONS = {
     "rot_deg_mean": "B",
     "trans_sim3_rel": "B",
@@ -47,17 +47,16 @@ def baseline_m(commanded: Tensor) -> float:
 def path_errors(commanded: Tensor, estimated: Tensor, *, metric: bool = False) -> dict[str, float | None]:
     """Return the errors named in `CONVENTIONS` of an estimated path.
 
-    Both paths are taken relative to the first frame that was found, so the estimate's world does not matter.
+    Both paths are taken relative to the first registered frame, so the estimate may be in any world frame.
 
     Args:
         commanded: (F, 4, 4) camera-to-world in metres.
-        estimated: (F, 4, 4) camera-to-world, NaN for frames that were not found; any world, and any unit if not
-            `metric`.
-        metric: whether the estimate's unit is the metre.
+        estimated: (F, 4, 4) camera-to-world, NaN for frames that were not registered; any unit unless `metric`.
+        metric: the estimate is in metres.
 
     Returns:
-        name -> value. None: all of them with fewer than three frames found; translation errors where the command goes
-        nowhere; sums where a frame is missing, as a sum over fewer frames is smaller; metres without a metric estimate.
+        name -> value, or None: all errors with fewer than three registered frames; translation errors of a commanded
+        path without motion; sums with a frame missing (they would be too small); metres of a non-metric estimate.
     """
     found = estimated.isfinite().flatten(1).all(1)
     errors: dict[str, float | None] = dict.fromkeys(CONVENTIONS)
@@ -80,12 +79,12 @@ def path_errors(commanded: Tensor, estimated: Tensor, *, metric: bool = False) -
         ours, theirs = _over_reach(commanded), _over_reach(estimated)
         values["trans_rel_sum"] = trans_err(ours, theirs).sum(-1)
         values["cam_mc_rel_sum"] = cam_mc(ours, theirs).sum(-1)
-    # Frames that were found may stand still where the whole path moves.
+    # The registered frames may be static although the whole path moves: their errors are NaN.
     return errors | {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
 def _over_reach(poses: Tensor) -> Tensor:
-    """Return poses (F, 4, 4) with camera centres in units of the largest distance from the first; still ones stay."""
+    """Scale camera centres of poses (F, 4, 4) by the largest distance from the first; static paths are unchanged."""
     reach = torch.linalg.vector_norm(poses[:, :3, 3], dim=-1).max()
     scaled = poses.clone()
     if float(reach) > ZERO_BASELINE:

@@ -1,4 +1,4 @@
-"""Shrinking and blurring pictures, shared by everything that compares them."""
+"""Downsampling and Gaussian blur of images, shared by the rewards that compare images."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn import functional
 
 
 def shrink(pictures: Tensor, columns: int) -> Tensor:
-    """Average pictures (N, C, h, w) over square blocks so that at most `columns` columns are left; rows follow."""
+    """Average images (N, C, h, w) over square blocks so that at most `columns` columns are left."""
     height, width = pictures.shape[-2:]
     block = math.ceil(width / columns)
     return functional.adaptive_avg_pool2d(pictures, (max(1, height // block), max(1, width // block)))
 
 
 def blur_matrix(length: int, sigma: float) -> Tensor:
-    """Return the (length, length) matrix of a Gaussian blur of `sigma` samples that repeats the border sample."""
+    """Return the (length, length) matrix of a Gaussian blur of `sigma` samples with replicated borders."""
     reach = max(1, math.ceil(3 * sigma))
     offsets = torch.arange(-reach, reach + 1)
     kernel = torch.exp(-0.5 * (offsets / sigma).square())
@@ -30,6 +30,6 @@ def blur_matrix(length: int, sigma: float) -> Tensor:
 
 
 def blur(pictures: Tensor, sigma: float) -> Tensor:
-    """Blur the last two dimensions of `pictures` by a Gaussian of `sigma` pixels; the border is repeated."""
+    """Blur the last two dimensions by a Gaussian of `sigma` pixels with replicated borders."""
     rows, columns = (blur_matrix(length, sigma) for length in pictures.shape[-2:])
     return rows @ pictures @ columns.T

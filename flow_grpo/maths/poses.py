@@ -1,8 +1,13 @@
-"""4x4 camera algebra: file conversion, relative poses, camera paths, pose errors and their reductions.
+"""Camera poses: file conversion, relative poses, preset paths, and pose errors in the published conventions.
 
-A pose is an OpenCV camera-to-world matrix (x right, y down, z forward) in metres. Everything is computed in float64:
-in float32 the arccos form of the rotation error returns up to 0.028 degrees for identical rotations. Reductions carry
-their convention in the name, because numbers of different conventions may never be compared.
+A pose is a 4x4 OpenCV camera-to-world matrix (camera axes x right, y down, z forward) in metres; a path is (F, 4, 4).
+Everything is float64: in float32 the usual arccos form of the rotation error gives up to 0.028 degrees for identical
+rotations. The names of reduced errors hold unit and reduction, because numbers of different conventions are not
+comparable:
+
+    rotation error of a frame       theta = angle of R_commanded^T R_estimated
+    translation error of a frame    |t_commanded - t_estimated|
+    CamMC of a frame                Frobenius norm of [R|t]_commanded - [R|t]_estimated    (CamI2V, arXiv 2410.15957)
 """
 
 from __future__ import annotations
@@ -14,8 +19,8 @@ import torch
 from torch import Tensor
 
 ORTHONORMAL_TOLERANCE = 1e-3  # camera files print few digits
-FARTHEST = 1e5  # metres from the origin, beyond any scene: what lies further is damaged or in another unit
-ZERO_BASELINE = 1e-6  # rms spread of camera centres, in their unit, below which a path does not move
+FARTHEST = 1e5  # metres from the origin; larger coordinates mean a damaged file or another unit
+ZERO_BASELINE = 1e-6  # rms spread of camera centres, in their unit, below which a path is static
 CENTIMETRES_PER_METRE = 100.0
 UNREAL_TO_OPENCV = (1, 2, 0, 3)  # columns: Unreal forward, right, up -> right, up, forward; up is then negated
 OPENCV_TO_UNREAL = (2, 0, 1, 3)
@@ -23,12 +28,12 @@ OPENCV_TO_UNREAL = (2, 0, 1, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A camera motion at uniform speed from the identity.
+    """A camera motion from the identity at uniform speed.
 
     Attributes:
-        camera: name of the motion in ReCamMaster's example file, "cam01" to "cam10".
-        translation: camera centre at the last frame in metres: x right, y down, z forward.
-        rotation: rotation vector at the last frame in degrees, same axes.
+        camera: its name in ReCamMaster's example file, "cam01" to "cam10".
+        translation: camera centre at the last frame, in metres: x right, y down, z forward.
+        rotation: rotation vector at the last frame, in degrees, same axes.
     """
 
     camera: str
@@ -36,8 +41,8 @@ class Preset:
     rotation: tuple[float, float, float]
 
 
-# End values of frame 80 in ReCamMaster's example_test_data/cameras/camera_extrinsics.json. The centre moves on a
-# straight line, also for the arcs: (1.988, 0.533) is 0.994 of the chord of a 30 degree arc of radius 4 m.
+# Frame 80 of ReCamMaster's example_test_data/cameras/camera_extrinsics.json. The centre moves on a straight line even
+# for the arcs: (1.988, 0.533) is 0.994 times the chord of a 30 degree arc of radius 4 m.
 PRESETS: dict[str, Preset] = {
     "pan_right": Preset("cam01", (0.0, 0.0, 0.0), (0.0, 19.88, 0.0)),
     "pan_left": Preset("cam02", (0.0, 0.0, 0.0), (0.0, -19.88, 0.0)),
@@ -53,7 +58,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_path(name: str, frames: int, *, translation_scale: float = 1.0, rotation_scale: float = 1.0) -> Tensor:
-    """Return the (frames, 4, 4) float64 path of a preset: identity at frame 0, the whole motion at the last frame.
+    """Return the (frames, 4, 4) float64 path of a preset: identity at frame 0, the full motion at the last frame.
 
     Raises:
         ValueError: unknown name, or fewer than one frame.
@@ -70,19 +75,22 @@ def preset_path(name: str, frames: int, *, translation_scale: float = 1.0, rotat
 
 
 def rotation_matrix(vector: Tensor) -> Tensor:
-    """Return (..., 3, 3) rotations for rotation vectors (..., 3) in radians; differentiable, also at zero."""
-    # Rodrigues' formula with sinc, several hundred times faster on small inputs than torch.linalg.matrix_exp.
+    """Return rotations (..., 3, 3) of rotation vectors (..., 3) in radians; differentiable, also at zero.
+
+    Rodrigues' formula: R = I + sin(a) / a [v]x + (1 - cos(a)) / a^2 [v]x^2 with a = |v|.
+    """
+    # In terms of sinc; several hundred times faster on small inputs than torch.linalg.matrix_exp.
     x, y, z = vector.unbind(-1)
     zero = torch.zeros_like(x)
     rows = [torch.stack(row, dim=-1) for row in ([zero, -z, y], [z, zero, -x], [-y, x, zero])]
     cross = torch.stack(rows, dim=-2)
-    angle = (vector.square().sum(-1)[..., None, None] + 1e-30).sqrt() / torch.pi  # half turns; never exactly 0
+    angle = (vector.square().sum(-1)[..., None, None] + 1e-30).sqrt() / torch.pi  # in units of pi; never exactly 0
     identity = torch.eye(3, dtype=vector.dtype, device=vector.device)
     return identity + torch.sinc(angle) * cross + 0.5 * torch.sinc(angle / 2).square() * (cross @ cross)
 
 
 def rotation_vector(rotation: Tensor) -> Tensor:
-    """Undo `rotation_matrix`: (..., 3) radians of rotations (..., 3, 3) by well under half a turn."""
+    """Return the rotation vectors (..., 3) in radians of rotations (..., 3, 3) of well below 180 degrees."""
     skew = (rotation - rotation.mT) / 2
     sines = torch.stack([skew[..., 2, 1], skew[..., 0, 2], skew[..., 1, 0]], dim=-1)
     cosine = (rotation.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - 1) / 2
@@ -91,18 +99,18 @@ def rotation_vector(rotation: Tensor) -> Tensor:
 
 
 def pose(rotation: Tensor, translation: Tensor) -> Tensor:
-    """Return (..., 4, 4) poses of rotations (..., 3, 3) and camera centres (..., 3)."""
+    """Return poses (..., 4, 4) from rotations (..., 3, 3) and camera centres (..., 3)."""
     top = torch.cat([rotation, translation[..., None]], dim=-1)
     bottom = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=top.dtype, device=top.device).expand_as(top[..., :1, :])
     return torch.cat([top, bottom], dim=-2)
 
 
 def multicam_to_opencv(matrices: Tensor) -> Tensor:
-    """Convert camera matrices as they stand in a MultiCamVideo file to float64 OpenCV camera-to-world in metres.
+    """Convert the camera matrices of a MultiCamVideo file to float64 OpenCV camera-to-world in metres.
 
-    The file holds row-vector 4x4 matrices with Unreal axes (x forward, y right, z up, left-handed) in centimetres.
-    Only the camera's own axes change: the world stays left-handed, so absolute rotations have determinant -1 while
-    every relative rotation has +1.
+    The file holds 4x4 matrices for row vectors, in Unreal axes (x forward, y right, z up, left-handed) and centimetres.
+    Only the camera axes are converted: the world stays left-handed, so absolute rotations have determinant -1 and
+    relative ones +1.
 
     Args:
         matrices: (..., 4, 4), the translation in the last row.
@@ -114,7 +122,7 @@ def multicam_to_opencv(matrices: Tensor) -> Tensor:
 
 
 def opencv_to_multicam(poses: Tensor) -> Tensor:
-    """Undo `multicam_to_opencv`: (..., 4, 4) float64 matrices ready to be written to a MultiCamVideo camera file."""
+    """Return the inverse of `multicam_to_opencv`: (..., 4, 4) float64 matrices as in a MultiCamVideo camera file."""
     converted = poses.double().clone()
     converted[..., :3, 1] *= -1
     converted[..., :3, 3] *= CENTIMETRES_PER_METRE
@@ -122,7 +130,7 @@ def opencv_to_multicam(poses: Tensor) -> Tensor:
 
 
 def check_poses(poses: Tensor, name: str = "poses") -> None:
-    """Refuse matrices that are no poses; determinants of -1 pass, since absolute MultiCamVideo poses have them.
+    """Raise for matrices that are not poses; determinant -1 is accepted, as absolute MultiCamVideo poses have it.
 
     Raises:
         ValueError: wrong shape, non-finite entries, a last row that is not 0 0 0 1, a rotation part that is not
@@ -150,14 +158,14 @@ def check_poses(poses: Tensor, name: str = "poses") -> None:
 
 
 def relative(reference: Tensor, poses: Tensor) -> Tensor:
-    """Return `poses` seen from the reference camera: inverse(reference) @ poses, float64.
+    """Return poses relative to a reference camera: inverse(reference) @ poses, float64.
 
     Args:
         reference: (4, 4), or (..., 4, 4) with one reference per path.
         poses: (..., F, 4, 4).
 
     Raises:
-        ValueError: either is no pose (`check_poses`).
+        ValueError: either is not a pose (`check_poses`).
     """
     check_poses(reference, "reference pose")
     check_poses(poses)
@@ -169,7 +177,7 @@ def relative(reference: Tensor, poses: Tensor) -> Tensor:
 
 
 def camera_tokens(poses: Tensor, stride: int = 4) -> Tensor:
-    """Return what the camera encoder is given: (..., F, 12) fp32 row-major 3x4 of frames 0, stride, 2 * stride, ...
+    """Return ReCamMaster's camera tokens: (..., F, 12) fp32, the row-major 3x4 of frames 0, stride, 2 * stride, ...
 
     Args:
         poses: (..., T, 4, 4) relative poses of all video frames, T = stride * n + 1.
@@ -185,9 +193,9 @@ def camera_tokens(poses: Tensor, stride: int = 4) -> Tensor:
 
 
 def rotation_angle(first: Tensor, second: Tensor) -> Tensor:
-    """Return the angles (...) in radians, float64, between rotations (..., 3, 3) or poses (..., 4, 4).
+    """Return the angle (...) in radians, float64, between rotations (..., 3, 3) or poses (..., 4, 4).
 
-    2 asin(|A - B|_F / (2 sqrt 2)) equals arccos((tr(A^T B) - 1) / 2) and is stable near 0.
+    2 asin(|A - B|_F / (2 sqrt 2)), which equals arccos((tr(A^T B) - 1) / 2) but is stable near 0.
     """
     difference = first[..., :3, :3].double() - second[..., :3, :3].double()
     norm = torch.linalg.matrix_norm(difference)
@@ -200,31 +208,31 @@ def rotation_angle_deg(first: Tensor, second: Tensor) -> Tensor:
 
 
 def rot_err(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the per-frame rotation error theta (..., F) in radians, float64, of poses (..., F, 4, 4)."""
+    """Return the rotation error theta of each frame, (..., F) in radians, for poses (..., F, 4, 4)."""
     return rotation_angle(commanded, estimated)
 
 
 def trans_err(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the per-frame distance (..., F) between camera centres in metres, float64, of poses (..., F, 4, 4)."""
+    """Return the distance between camera centres of each frame, (..., F) in metres, for poses (..., F, 4, 4)."""
     distance: Tensor = torch.linalg.vector_norm(_centres(commanded) - _centres(estimated), dim=-1)
     return distance
 
 
 def cam_mc(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the per-frame distance (..., F) of the 12-vectors [R|t], float64, of poses (..., F, 4, 4)."""
+    """Return CamMC of each frame, (..., F), the distance of the 12-vectors [R|t], for poses (..., F, 4, 4)."""
     distance: Tensor = torch.linalg.matrix_norm(commanded[..., :3, :].double() - estimated[..., :3, :].double())
     return distance
 
 
 def rot_deg_frame_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the mean over frames of the rotation error in degrees, (...)."""
+    """Return the rotation error in degrees, mean over frames, (...)."""
     return rot_err(commanded, estimated).mean(-1).rad2deg()
 
 
 def rot_deg_pair_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the mean over ordered pairs of different frames of the error of their relative rotation, degrees, (...).
+    """Return the error of the relative rotation in degrees, mean over ordered pairs of different frames, (...).
 
-    Convention B (ReDirector, Geo-Align). A constant rotation between the two worlds does not show.
+    Convention B (ReDirector, Geo-Align): invariant to a constant rotation between the two world frames.
     """
     frames = commanded.shape[-3]
     if frames < 2:
@@ -234,21 +242,21 @@ def rot_deg_pair_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
 
 
 def rot_rad_sum(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the sum over frames of the rotation error in radians, (...): convention A (CamI2V, RealCam-I2V)."""
+    """Return the rotation error in radians, sum over frames, (...): convention A (CamI2V, RealCam-I2V)."""
     return rot_err(commanded, estimated).sum(-1)
 
 
 def trans_m_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the mean over frames of the distance between camera centres in metres, (...)."""
+    """Return the distance between camera centres in metres, mean over frames, (...)."""
     return trans_err(commanded, estimated).mean(-1)
 
 
 def trans_sim3_rel(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the mean distance after Sim(3) alignment over the largest distance of two commanded cameras, (...).
+    """Return the mean distance of camera centres after Sim(3) alignment, over the commanded path's diameter, (...).
 
-    Convention B (ReDirector, Geo-Align): blind to speed and scale. NaN, undefined, where the commanded path does not
-    move or has fewer than three frames; average it only over paths where it is defined. An estimated path that does
-    not move is aligned to the commanded centroid: a frozen video has a score, it is not dropped.
+    Convention B (ReDirector, Geo-Align): invariant to speed and scale. NaN if the commanded path is static or has fewer
+    than three frames; average only over paths where it is defined. A static estimate is aligned to the commanded
+    centroid, so a frozen video gets a (bad) score instead of being dropped.
     """
     target, source = _centres(commanded), _centres(estimated)
     similarity = umeyama(target, source)
@@ -280,15 +288,15 @@ class Similarity:
 
 
 def umeyama(target: Tensor, source: Tensor) -> Similarity:
-    """Return the similarity that maps source points (..., F, 3) closest to target points (..., F, 3).
+    """Return the least-squares similarity from source points (..., F, 3) to target points (..., F, 3).
 
-    Least squares, Umeyama (TPAMI 1991), never a reflection: mirrored points keep a residual. Undefined, all NaN, for
-    fewer than three points, for points that all coincide in either set, and for values that are not finite.
+    Umeyama (TPAMI 1991), never a reflection: mirrored points keep a residual. NaN for fewer than three
+    points, coincident points in either set, or non-finite values.
     """
     target, source = target.double(), source.double()
     undefined = is_static(target) | is_static(source) | (target.shape[-2] < 3)
     undefined = undefined | ~(target + source).isfinite().all(-1).all(-1)
-    # The decomposition raises on NaN: give undefined paths a harmless stand-in and overwrite their result.
+    # SVD raises on NaN: replace undefined paths by zeros and overwrite their result.
     target = torch.where(undefined[..., None, None], 0.0, target)
     source = torch.where(undefined[..., None, None], 0.0, source)
     target_mean, source_mean = target.mean(-2, keepdim=True), source.mean(-2, keepdim=True)
@@ -306,7 +314,7 @@ def umeyama(target: Tensor, source: Tensor) -> Similarity:
 
 
 def is_static(points: Tensor) -> Tensor:
-    """Return (...) bool: the camera centres (..., F, 3) have no baseline (rms spread at most 1e-6 of their unit)."""
+    """Return (...) bool: camera centres (..., F, 3) do not move (rms spread at most 1e-6 of their unit)."""
     spread = (points - points.mean(-2, keepdim=True)).square().sum(-1).mean(-1).sqrt()
     return spread <= ZERO_BASELINE
 

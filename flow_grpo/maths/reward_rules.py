@@ -1,4 +1,4 @@
-"""How much a reward counts: weights that follow the epoch, and gates that another reward holds; float64 on the CPU."""
+"""Weight schedules over epochs, and gates: a reward that only counts where another reward reaches a threshold."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-ABOVE_FLOOR = 2.0  # floors between the worst value and a gated one: one floor would still pass for equally good
+ABOVE_FLOOR = 2.0  # noise floors between the worst value and a failed one: one would still count as equal
 
 
 def weight_at(points: Sequence[tuple[int, float]], epoch: int) -> float:
-    """Return the weight of an epoch: linear between points, constant before the first and after the last.
+    """Return the weight in an epoch: linear between points, constant before the first and after the last.
 
     Args:
-        points: (epoch, weight), at least one, by rising epoch.
-        epoch: counted from 0 over the whole run, so a resumed run has the weights of an uninterrupted one.
+        points: (epoch, weight), at least one, in order of epoch.
+        epoch: counted from 0 over the whole run, so that resuming does not change weights.
     """
     if epoch <= points[0][0]:
         return points[0][1]
@@ -31,7 +31,7 @@ def weight_at(points: Sequence[tuple[int, float]], epoch: int) -> float:
 def weights_at(
     weights: Mapping[str, float], schedules: Mapping[str, Sequence[tuple[int, float]]], epoch: int
 ) -> dict[str, float]:
-    """Return reward name -> weight in an epoch: by its schedule, or as it is where it has none."""
+    """Return reward name -> weight in an epoch, from its schedule or, without one, the constant weight."""
     return {
         name: weight_at(schedules[name], epoch) if name in schedules else weight for name, weight in weights.items()
     }
@@ -39,12 +39,12 @@ def weights_at(
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """A reward behind a gate; N samples, CPU tensors.
+    """A gated reward of N samples; CPU tensors.
 
     Attributes:
-        values: (N,) float64 to compare copies by, NaN where not valid.
-        valid: (N,) bool, reward and gate are both known.
-        failed: (N,) bool, valid and below the gate's threshold.
+        values: (N,) float64 values to compute advantages from, NaN where not valid.
+        valid: (N,) bool, both the reward and the gating reward are valid.
+        failed: (N,) bool, valid but below the gate's threshold.
     """
 
     values: Tensor
@@ -62,27 +62,25 @@ def gate(
     threshold: float,
     floor: float,
 ) -> Gated:
-    """Return a reward that counts only for copies whose holder of the gate reaches the threshold.
+    """Return a reward that counts only for samples whose gating reward (the holder) reaches the threshold.
 
-    A copy that fails takes the lowest valid value of its group, whoever has it, minus two noise floors. Hence
+    A sample that fails gets the lowest valid value of its group, failed samples included, minus two noise floors. Hence
 
-    - it stays below every copy that passes, also where those are alike: two floors apart, the group is not flat;
-    - failing never pays: the copy's own value bounds the lowest from above, so whatever it scored, it stands lower than
-      if it had passed, and the advantage of a copy rises with its value. The lowest of those that *passed* would lift a
-      copy that is bad at both;
-    - how far copies that fail differ from one another does not count: a group in which all fail has one value and
-      advantages of exactly 0.
+    - it is below every sample that passes, and two floors keep a group of otherwise equal samples from being flat;
+    - failing never pays: the sample's own value bounds that minimum, so it ends lower than if it had passed. Taking the
+      minimum of the samples that *passed* would lift a sample that is bad at both rewards;
+    - differences among failed samples do not count: a group in which all fail has equal values and zero advantages.
 
-    What is not measured is not judged: without the holder's value, or its own, a copy has no value.
+    A sample without its own value or the holder's is invalid.
 
     Args:
         values: (N,) gathered values of the reward.
         valid: (N,) bool.
-        holder: (N,) raw values of the reward that holds the gate, never gated ones: the order of gates is no matter.
+        holder: (N,) raw values of the gating reward, never gated ones, so the order of gates does not matter.
         holder_valid: (N,) bool.
-        group_ids: (N,) int64 group of every sample.
-        threshold: least value of the holder at which a copy passes.
-        floor: noise of the reward in its own unit.
+        group_ids: (N,) int64 group id of every sample.
+        threshold: a sample passes with holder >= threshold.
+        floor: noise floor of the reward, in its unit.
     """
     values, holder = values.double(), holder.double()
     known = valid & values.isfinite() & holder_valid & holder.isfinite()

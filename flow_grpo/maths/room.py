@@ -1,9 +1,11 @@
-"""A textured room seen by a camera: the pure renderer of the tiny world.
+"""Renderer of the tiny world: a textured room seen by a camera.
 
-A room is an axis-aligned box whose six inner faces carry smooth analytic textures (a base colour plus a few cosine
-waves), so an image is a closed-form, differentiable function of the camera: no mesh, no files, any resolution.
-World axes are those of MultiCamVideo after conversion to metres: x forward, y right, z up (left-handed). Cameras are
-OpenCV camera-to-world matrices (x right, y down, z forward), hence det(R) = -1 for absolute poses.
+A room is an axis-aligned box whose six inner faces have smooth analytic textures (a base colour plus cosine waves), so
+an image is a closed-form, differentiable function of the camera, at any resolution. World axes are MultiCamVideo's, in
+metres: x forward, y right, z up (left-handed). Cameras are OpenCV camera-to-world (x right, y down, z forward), hence
+det(R) = -1 for absolute poses.
+
+Letters: B rooms, F frames (cameras) per room, P rays.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ import torch
 from torch import Tensor
 
 FACES = 6  # x-, x+, y-, y+, z-, z+
-HOUSE_SEED = 8  # the five faces that all rooms share
+HOUSE_SEED = 8  # seed of the five faces that all rooms share
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A box and its textures.
+    """A box and its textures; a batch of rooms has a leading dimension B.
 
     Attributes:
-        half_size: (3,) half extents of the box in metres; the box is centred on the world origin.
+        half_size: (3,) half extents of the box in metres; the box is centred at the world origin.
         base: (6, 3) mean logit of each face's colour.
         amplitude: (6, waves, 3) colour amplitude of each wave, in logits.
         frequency: (6, waves, 2) spatial frequency along the face's two axes, in cycles per metre.
@@ -50,11 +52,11 @@ class Room:
 def random_room(
     generator: torch.Generator, *, half_size: tuple[float, float, float] = (3.0, 2.0, 1.25), waves: int = 3
 ) -> Room:
-    """Draw a room: the far wall (x+) is new in every room, the other five faces are those of one house.
+    """Draw a room: the far wall (x+) is random, the other five faces are the same in every room.
 
-    What a camera reveals beyond the first view is therefore predictable, and a score that compares with the true view
-    measures the motion rather than the luck of guessing an unseen wall. Wave lengths lie between 2.5 and 10 metres:
-    a wave spans at least half of the picture, so a small codec loses little and a small model can re-project it.
+    A model can therefore learn what lies outside the first view, and a comparison with the true view measures camera
+    motion, not luck in guessing unseen walls. Wavelengths are 2.5 to 10 metres, at least half an image, so that a small
+    codec and a small model can represent them.
     """
     house = _random_faces(torch.Generator().manual_seed(HOUSE_SEED), waves)
     wall = _random_faces(generator, waves)
@@ -76,7 +78,7 @@ def _random_faces(generator: torch.Generator, waves: int) -> dict[str, Tensor]:
 
 
 def stack_rooms(rooms: list[Room]) -> Room:
-    """Stack B rooms into one whose tensors carry a leading batch dimension."""
+    """Stack B rooms along a new leading dimension."""
     return Room(
         **{field.name: torch.stack([getattr(room, field.name) for room in rooms]) for field in dataclasses.fields(Room)}
     )
@@ -85,7 +87,7 @@ def stack_rooms(rooms: list[Room]) -> Room:
 def pixel_rays(intrinsics: Tensor, height: int, width: int, supersample: int = 1) -> Tensor:
     """Return (height*s * width*s, 3) camera-space rays of unit depth for `intrinsics` = (fx, fy, cx, cy) in pixels.
 
-    The principal point counts from the outer corner of the first pixel, so pixel centres lie at +0.5.
+    s is `supersample`. The origin is the outer corner of the first pixel, so pixel centres are at +0.5.
     """
     step = 1.0 / supersample
     fx, fy, cx, cy = intrinsics.unbind(-1)
@@ -109,10 +111,10 @@ def render(room: Room, poses: Tensor, rays: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Hits:
-    """Where rays meet the walls.
+    """Intersections of rays with the walls.
 
     Attributes:
-        face: (B, F, P) which of the six faces.
+        face: (B, F, P) index of the face, 0..5.
         u: (B, F, P) metres along the face's first axis: y, x, x for a face across x, y, z.
         v: (B, F, P) metres along its second axis: z, z, y.
         direction: (B, F, P, 3) the rays in world axes.
@@ -127,7 +129,7 @@ class Hits:
 
 
 def trace(room: Room, poses: Tensor, rays: Tensor) -> Hits:
-    """Return where the rays (P, 3) of cameras (B, F, 4, 4) meet the walls; arguments as for `render`."""
+    """Return the intersections of rays (P, 3) of cameras (B, F, 4, 4) with the walls; arguments as for `render`."""
     direction = torch.einsum("bfij,pj->bfpi", poses[..., :3, :3], rays)
     origin = poses[..., None, :3, 3]
     half = room.half_size[:, None, None, :]
@@ -143,13 +145,13 @@ def trace(room: Room, poses: Tensor, rays: Tensor) -> Hits:
 
 
 def paint(room: Room, face: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return the colours (B, F, P, 3) in [0, 1] of points given as `Hits` gives them."""
+    """Return the colours (B, F, P, 3) in [0, 1] at points of the walls, given as in `Hits`."""
     base, amplitude, _, _, turn = _texture(room, face, u, v)
     return (base + (amplitude * turn.cos()[:, None]).sum(0)).sigmoid().movedim(0, -1)
 
 
 def paint_slopes(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `paint`'s colours and their derivatives along u and along v per metre, each (B, F, P, 3)."""
+    """Return `paint`'s colours and their derivatives by u and v, per metre, each (B, F, P, 3)."""
     base, amplitude, along_u, along_v, turn = _texture(room, face, u, v)
     colours = (base + (amplitude * turn.cos()[:, None]).sum(0)).sigmoid()
     gain = -2 * math.pi * colours * (1 - colours)
@@ -160,7 +162,7 @@ def paint_slopes(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor
 
 def _texture(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return each point's base (3, B, F, P), amplitude (waves, 3, B, F, P), frequencies and turn (waves, B, F, P)."""
-    # One look-up for all parameters, as planes: every later operation runs over contiguous rays.
+    # One lookup for all parameters, with rays last, so that later operations run over contiguous memory.
     rows, waves = FACES * room.base.shape[0], room.phase.shape[-1]
     parts = (room.base, room.frequency.mT, room.phase, room.amplitude)
     table = torch.cat([part.reshape(rows, -1) for part in parts], -1).T.contiguous()

@@ -1,4 +1,4 @@
-"""Noise levels for a shift and a step count, which steps are stochastic, and what each of them weighs."""
+"""The noise schedule, which of its steps are stochastic, and the weight of each step in the loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ STEP_WEIGHTS = ("none", "inverse_gain", "inverse_delta")
 
 
 def flow_sigmas(num_steps: int, shift: float) -> Tensor:
-    """Return the (S+1,) fp32 CPU noise levels from 1 (noise) to 0 (clean).
+    """Return the (S+1,) fp32 CPU noise levels from 1 (noise) to 0 (clean); step i goes from sigmas[i] to sigmas[i + 1].
 
-    u_i = 1 - i / S, sigma_i = shift * u_i / (1 + (shift - 1) * u_i), computed in float64: the grid ReCamMaster samples
-    on. It is indexed by step number, never looked up by timestep.
+    sigma_i = shift * u_i / (1 + (shift - 1) * u_i) with u_i = 1 - i / S, computed in float64: the timestep shift of SD3
+    (arXiv 2403.03206, eq. 23), ReCamMaster's sampling schedule.
 
     Raises:
         ValueError: no step, or a shift that is not positive.
@@ -31,11 +31,11 @@ def flow_sigmas(num_steps: int, shift: float) -> Tensor:
 
 
 def check_sde_steps(sde_steps: Sequence[int], num_steps: int) -> None:
-    """Refuse steps that may not be stochastic.
+    """Raise for steps that cannot be stochastic.
 
     Raises:
-        ValueError: empty, not strictly increasing, or outside 0..num_steps-2: the last step has c < 0 or std 0 in
-            every variant.
+        ValueError: empty, not strictly increasing, or outside 0..num_steps-2: in every variant the last step has
+            c < 0 or std 0.
     """
     steps = list(sde_steps)
     if not steps or steps != sorted(set(steps)):
@@ -47,16 +47,16 @@ def check_sde_steps(sde_steps: Sequence[int], num_steps: int) -> None:
 
 
 def sde_window(sde_steps: Sequence[int], window: int, *, seed: int, round_index: int) -> tuple[int, ...]:
-    """Return the steps that are stochastic in a round: `window` neighbouring entries of `sde_steps`.
+    """Return the stochastic steps of a round: `window` consecutive entries of `sde_steps`, at a random place.
 
-    The draw depends on (seed, round_index) only, so every rank, group and resumed run agrees: windows that differ
-    inside a group would add timestep bias to its rewards.
+    A function of (seed, round_index) only, so it is identical for all ranks, groups and resumed runs: different windows
+    within a group would bias its rewards. (MixGRPO, arXiv 2507.21802, trains such a window.)
 
     Args:
         sde_steps: steps that may be stochastic, in increasing order.
-        window: how many of them are; 0 takes all.
+        window: number of stochastic steps; 0 takes all.
         seed: seed of the run.
-        round_index: which round; an epoch is one round plus one per resample.
+        round_index: counts rounds of sampling: one per epoch plus one per resample.
 
     Raises:
         ValueError: window is negative or exceeds the number of steps.
@@ -80,22 +80,21 @@ def step_weights(
     noise_level: float,
     max_step_std: float | None = None,
 ) -> Tensor:
-    """Return the (S,) fp32 CPU weight of every step on the policy term.
+    """Return the (S,) fp32 CPU weight of every step in the policy loss: mean 1 over `sde_steps`, 0 elsewhere.
 
-    Divided by the mean over `sde_steps`, the steps that may be trained; 0 elsewhere. The gradient of a step's
-    log-probability with respect to the velocity grows with its gain, hence `inverse_gain`, taken from the std that is
-    really added (after clipping).
+    The gradient of a step's log-probability with respect to the velocity is proportional to its gain (see `sde`), so
+    late steps dominate; "inverse_gain" equalises them, using the std after clipping.
 
     Args:
         kind_of_weight: "none" (1), "inverse_gain" (1 / gain), or "inverse_delta" (1 / (sigma - sigma'), GRPO-Guard).
         sigmas: (S+1,) noise levels; sigmas[1] is the cap of the "flow" kind.
         sde_steps: all steps that may be trained, not the window of one round.
         kind: SDE variant, see `sde.coefficients`.
-        noise_level: strength of the noise.
+        noise_level: scale of the noise.
         max_step_std: bound of the step std.
 
     Raises:
-        ValueError: unknown kind of weight, a step that may not be trained, or no noise to train with.
+        ValueError: unknown kind of weight, a step that cannot be trained, or no noise.
     """
     if kind_of_weight not in STEP_WEIGHTS:
         raise ValueError(f"step weight is {kind_of_weight!r}, must be one of {', '.join(STEP_WEIGHTS)}")

@@ -1,11 +1,30 @@
-"""One denoising step as a Gaussian: mean, std, log-probability and KL, every SDE variant behind one function.
+"""One denoising step of a flow-matching model as a Gaussian policy: mean, std, log-probability and KL.
 
-With clean estimate x0 = x - sigma * v and noise estimate x1 = x + (1 - sigma) * v, every published step is
-`mean = (1 - sigma') * x0 + c * x1`, `x' = mean + std * z`; variants differ in `std` and `c` only:
+A flow-matching model predicts the velocity v = noise - clean of latents x = (1 - sigma) * clean + sigma * noise, and
+the ODE step x' = x - (sigma - sigma') * v is deterministic. RL needs a density to differentiate, so the step is made
+stochastic with (nearly) the same marginals: x' ~ N(mean, std^2), where the action is x' and the policy's parameters
+enter through v.
 
-    Euler-Maruyama  std = g * sqrt(sigma - sigma')              c = sigma' - std^2 / (2 sigma)
-    cps             std = sigma' * sin(noise_level * pi / 2)    c = sqrt(sigma'^2 - std^2)
-    ode             std = 0                                     c = sigma'
+With the clean estimate x0 = x - sigma * v and the noise estimate x1 = x + (1 - sigma) * v, every published variant is
+`mean = (1 - sigma') * x0 + c * x1`, `x' = mean + std * z`, z ~ N(0, 1). They differ only in `std` and `c`:
+
+    flow, constant, linear    std = g * sqrt(sigma - sigma')              c = sigma' - std^2 / (2 * sigma)
+    cps                       std = sigma' * sin(noise_level * pi / 2)    c = sqrt(sigma'^2 - std^2)
+    ode                       std = 0                                     c = sigma'
+
+The first row is one Euler-Maruyama step of the reverse SDE dx = (v + g^2 / 2 * x1 / sigma) dsigma + g dw, where
+-x1 / sigma is the score; g is
+
+    flow        noise_level * sqrt(sigma / (1 - sigma))    Flow-GRPO (arXiv 2505.05470), eq. 9 and below
+    constant    noise_level                                DanceGRPO (arXiv 2505.07818)
+    linear      noise_level * sigma
+
+cps (coefficients-preserving sampling, arXiv 2509.05952) keeps c^2 + std^2 = sigma'^2, the noise level that the model is
+told at the next step; the others leave more noise than that in x', 5 to 50 % more in late steps of a 10-step schedule.
+
+Collected by x and v: mean = keep * x - kappa * v, with keep = 1 - sigma' + c and
+kappa = sigma * (1 - sigma') - (1 - sigma) * c. Hence d log_prob / d v = -z * gain / D per element, where gain =
+kappa / std and D is the number of elements of a sample.
 """
 
 from __future__ import annotations
@@ -25,10 +44,10 @@ class Coefficients:
     """The scalars of one step, float64 on the CPU, each () or (B,).
 
     Attributes:
-        std: noise really added (after clipping), in units of the latents.
-        c: weight of the noise estimate in the mean.
+        std: standard deviation of the added noise (after clipping), in units of the latents.
+        c: weight of the noise estimate x1 in the mean.
         keep: d mean / d latents = 1 - sigma' + c.
-        kappa: |d mean / d velocity| = sigma * (1 - sigma') - (1 - sigma) * c.
+        kappa: -d mean / d velocity = sigma * (1 - sigma') - (1 - sigma) * c.
     """
 
     std: Tensor
@@ -38,19 +57,19 @@ class Coefficients:
 
     @property
     def gain(self) -> Tensor:
-        """Return kappa / std: how hard the log-probability pulls on the velocity; infinite for a step without noise."""
+        """Return kappa / std, the scale of d log_prob / d velocity; infinite for a step without noise."""
         return self.kappa / self.std
 
 
 @dataclasses.dataclass(frozen=True)
 class Transition:
-    """Where one step leads: a Gaussian around `mean`.
+    """The Gaussian that the next latents are drawn from.
 
     Attributes:
-        mean: (B, ...) of the latents' shape, fp32 (float64 for float64 latents).
-        std: () or (B,), mean's dtype and device; the full step std, square root of the step length included.
+        mean: (B, ...), the latents' shape; fp32 (float64 for float64 latents).
+        std: () or (B,), mean's dtype and device; the std of the whole step, sqrt(step length) included.
         c: () or (B,), weight of the noise estimate.
-        gain: () or (B,), |d mean / d velocity| / std.
+        gain: () or (B,), -d mean / d velocity / std.
     """
 
     mean: Tensor
@@ -68,21 +87,21 @@ def coefficients(
     sigma_cap: float | Tensor | None = None,
     max_step_std: float | None = None,
 ) -> Coefficients:
-    """Return the scalars of a step from noise level `sigma` to `sigma_next`.
+    """Return the scalars of a step from noise level `sigma` to `sigma_next`; formulas in the module docstring.
 
-    Computed in float64 on the CPU wherever the levels live, so that every device and batch shape gets the same bits.
+    Computed in float64 on the CPU, so the result is bit-identical for every device and batch shape.
 
     Args:
-        sigma: noise level before the step, () or (B,).
-        sigma_next: noise level after the step, () or (B,).
-        kind: "ode"; "flow" (Flow-GRPO), g = noise_level * sqrt(sigma / (1 - sigma)); "constant" (DanceGRPO),
-            g = noise_level; "linear", g = noise_level * sigma; "cps" (coefficients-preserving sampling).
-        noise_level: strength of the noise, >= 0; at most 1 for "cps". 0 gives the ODE step.
-        sigma_cap: upper bound of sigma inside the g of "flow", the schedule's sigmas[1]; other kinds ignore it.
-        max_step_std: upper bound of the step std, for any kind.
+        sigma: noise level before the step, () or (B,), in (0, 1].
+        sigma_next: noise level after the step, same shape, in [0, sigma).
+        kind: "ode", "flow" (Flow-GRPO), "constant" (DanceGRPO), "linear" or "cps".
+        noise_level: scale of the noise, >= 0, at most 1 for "cps"; 0 is the ODE step.
+        sigma_cap: upper bound of sigma inside the g of "flow", usually the schedule's sigmas[1], because g is infinite
+            at sigma = 1; other kinds ignore it.
+        max_step_std: upper bound of std, for any kind.
 
     Raises:
-        ValueError: an unknown kind, a bound broken by a parameter, levels that do not fall, or, for a step with noise,
+        ValueError: unknown kind, parameter out of bounds, sigma that does not decrease, or, for a step with noise,
             sigma_next = 0 or c < 0 (the predicted noise would change sign).
     """
     _check_parameters(kind, noise_level, max_step_std)
@@ -117,15 +136,15 @@ def transition(
     sigma_cap: float | Tensor | None = None,
     max_step_std: float | None = None,
 ) -> Transition:
-    """Return the Gaussian that one denoising step draws the next latents from; gradient flows through `velocity`.
+    """Return the Gaussian of the next latents, mean = keep * latents - kappa * velocity; differentiable in `velocity`.
 
     Args:
-        velocity: (B, ...), noise minus clean, guidance included.
+        velocity: (B, ...), the prediction of noise - clean, guidance included.
         latents: (B, ...), before the step.
-        sigma: see `coefficients`, as all others.
+        sigma: this and the following as in `coefficients`.
         sigma_next: noise level after the step.
         kind: SDE variant.
-        noise_level: strength of the noise.
+        noise_level: scale of the noise.
         sigma_cap: bound of sigma inside "flow".
         max_step_std: bound of the step std.
 
@@ -136,30 +155,31 @@ def transition(
     step = coefficients(
         sigma, sigma_next, kind=kind, noise_level=noise_level, sigma_cap=sigma_cap, max_step_std=max_step_std
     )
-    # (1 - sigma') * x0 + c * x1, collected by latents and velocity.
     kept = _per_sample(_like(step.keep, latents), latents) * _full_precision(latents)
     mean = kept - _per_sample(_like(step.kappa, latents), latents) * _full_precision(velocity)
     return Transition(mean, _like(step.std, latents), _like(step.c, latents), _like(step.gain, latents))
 
 
 def sample(step: Transition, noise: Tensor) -> Tensor:
-    """Return the next latents mean + std * noise, of mean's shape and dtype.
+    """Return the next latents, mean + std * noise, in mean's shape and dtype.
 
     Raises:
-        ValueError: noise has another shape than the mean.
+        ValueError: noise and mean differ in shape.
     """
     _check_same_shape(noise, step.mean, "noise", "mean")
     return step.mean + _per_sample(step.std, step.mean) * noise.to(step.mean.dtype)
 
 
 def log_prob(next_latents: Tensor, step: Transition) -> Tensor:
-    """Return the (B,) mean log-density per latent element of drawing `next_latents`, in nats.
+    """Return the (B,) log-probability of `next_latents`, averaged over a sample's D elements, in nats.
 
-    The full Gaussian, normalisation included (Flow-GRPO, eq. 9, with a mean in place of the sum), so a ratio of two is
-    the geometric mean over elements. No gradient flows into `next_latents`.
+        log p = mean over elements of -(x' - mean)^2 / (2 std^2) - log(std) - log(2 pi) / 2
+
+    The mean over elements instead of the sum (as in the code of Flow-GRPO) keeps ratios near 1 for any latent size: the
+    ratio of two policies is the geometric mean of the elements' density ratios. `next_latents` gets no gradient.
 
     Raises:
-        ValueError: another shape than the mean, or a step without noise, which has no density.
+        ValueError: shape other than the mean's, or a step without noise, which has no density.
     """
     _check_same_shape(next_latents, step.mean, "next_latents", "mean")
     if not (step.std > 0).all():
@@ -170,17 +190,19 @@ def log_prob(next_latents: Tensor, step: Transition) -> Tensor:
 
 
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
-    """Return the (B,) KL divergence per latent element, in nats, of two steps that share one std.
+    """Return the (B,) KL divergence of two Gaussian steps with one std, averaged over elements, in nats.
 
-    Equals half the squared gain times the mean squared difference of velocities. Gradient flows through `mean` only.
+        KL = mean over elements of (mean - reference_mean)^2 / (2 std^2) = gain^2 / 2 * mean of (v - v_ref)^2
+
+    The exact KL, no estimator. Only `mean` gets a gradient.
 
     Args:
-        mean: (B, ...) of the current policy.
-        reference_mean: (B, ...) of the reference policy.
-        std: () or (B,) full step std.
+        mean: (B, ...), current policy.
+        reference_mean: (B, ...), reference policy.
+        std: () or (B,), std of the whole step.
 
     Raises:
-        ValueError: the means differ in shape, or std does not fit them.
+        ValueError: shapes that do not fit.
     """
     _check_same_shape(mean, reference_mean, "mean", "reference_mean")
     difference = (mean - reference_mean.detach()) / _per_sample(std, mean)
@@ -212,7 +234,7 @@ def _check_levels(level: Tensor, level_next: Tensor) -> None:
 def _free_std(
     level: Tensor, level_next: Tensor, kind: str, noise_level: float, sigma_cap: float | Tensor | None
 ) -> Tensor:
-    """Return the step std before clipping; infinite for an uncapped "flow" step from sigma = 1."""
+    """Return std before clipping; infinite for an uncapped "flow" step from sigma = 1."""
     if kind == "cps":
         return level_next * math.sin(noise_level * math.pi / 2)
     root = (level - level_next).sqrt()

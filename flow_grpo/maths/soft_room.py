@@ -1,8 +1,10 @@
-"""A room drawn with anti-aliased edges, and how the drawing changes when the camera moves.
+"""An analytically anti-aliased renderer of a room, with derivatives by the camera pose, edges included.
 
-`room.render` samples colours: where walls meet, the picture jumps as the camera moves, and no finite number of samples
-has a slope there. Here a pixel near an edge mixes the two walls by the share it sees of each, which makes the drawing
-smooth in the camera and gives its slopes in closed form, edges included: what a fit of the camera needs.
+`room.render` samples colours, so the image is not differentiable where walls meet. Here a pixel near an edge blends the
+two walls by the fraction it sees of each. The image is then smooth in the camera pose and its Jacobian has a closed
+form: what fitting a camera by Gauss-Newton needs.
+
+Letters: N rooms, M cameras per room, P pixels.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from flow_grpo.maths.room import Room, paint, paint_slopes
 
 @dataclasses.dataclass(frozen=True)
 class Raster:
-    """Where P pixels of N cameras are.
+    """The pixels to render and the intrinsics.
 
     Attributes:
-        pixels: (P, 3) homogeneous pixel centres (x, y, 1), counted from the outer corner of the first pixel.
+        pixels: (P, 3) homogeneous pixel centres (x, y, 1), from the outer corner of the first pixel.
         unproject: (N, 3, 3) inverse intrinsics.
-        softness: sigma in pixels of the blur that edges get; 1 / sqrt(12) is that of a square pixel.
+        softness: standard deviation of the edge blur in pixels; 1 / sqrt(12) matches a square pixel.
     """
 
     pixels: Tensor
@@ -32,20 +34,20 @@ class Raster:
 
 
 def _pick(planes: Tensor, axis: Tensor) -> Tensor:
-    """Choose for each pixel one of three planes (3, N, M, P) by axis (N, M, P)."""
+    """Select one of three planes (3, N, M, P) per pixel, by axis (N, M, P)."""
     return planes.gather(0, axis[None])[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walls:
-    """The wall each pixel shows and the wall beyond the nearest edge; planes (N, M, P) unless stated.
+    """For each pixel the visible (near) wall and the wall beyond the nearest edge (far); (N, M, P) unless stated.
 
     Attributes:
         direction: (3, N, M, P) rays in world axes, of unit depth.
-        near, far: axes across the wall shown and across the other one.
-        share: how much of the pixel the wall shown covers.
-        edge_near, edge_far: change of `share` per change of `direction` along the axes `near` and `far`.
-        depth_near, depth_far: metres.
+        near, far: axes of the walls' normals, 0..2.
+        share: fraction of the pixel that the near wall covers.
+        edge_near, edge_far: derivative of `share` by `direction` along the axes `near` and `far`.
+        depth_near, depth_far: in metres.
     """
 
     direction: Tensor
@@ -59,10 +61,10 @@ class _Walls:
 
 
 def _look(room: Room, poses: Tensor, raster: Raster) -> _Walls:
-    """Find what every pixel shows.
+    """Return the walls that every pixel shows.
 
-    A wall's inverse depth is linear in the pixel's coordinates, the nearest wall has the largest one, and the edge
-    between two walls is where theirs are equal: difference over gradient is the distance to the edge in pixels.
+    A wall's inverse depth is linear in pixel coordinates, the visible wall has the largest, and two walls meet where
+    they are equal: their difference over its gradient is the distance to the edge in pixels.
     """
     steps = poses[..., :3, :3] @ raster.unproject[:, None]  # (N, M, 3, 3) world direction per pixel
     direction = torch.einsum("nmij,pj->inmp", steps, raster.pixels)
@@ -85,7 +87,7 @@ def _look(room: Room, poses: Tensor, raster: Raster) -> _Walls:
 
 
 def _surface(poses: Tensor, walls: _Walls, axis: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return face, u and v of the walls across `axis`, as `paint` wants them."""
+    """Return face, u and v of the walls with normal `axis`, the arguments of `paint`."""
     hit = poses[..., :3, 3].movedim(-1, 0)[..., None] + depth * walls.direction
     face = 2 * axis + (_pick(walls.direction, axis) > 0).long()
     return face, torch.where(axis == 0, hit[1], hit[0]), torch.where(axis == 2, hit[1], hit[2])
@@ -97,7 +99,7 @@ def draw(room: Room, poses: Tensor, raster: Raster) -> Tensor:
     Args:
         room: N rooms from `stack_rooms`.
         poses: (N, M, 4, 4) absolute OpenCV camera-to-world matrices in metres, inside the box.
-        raster: where the pixels are.
+        raster: pixels and intrinsics.
     """
     walls = _look(room, poses, raster)
     near = paint(room, *_surface(poses, walls, walls.near, walls.depth_near)).movedim(-1, 0)
@@ -106,10 +108,10 @@ def draw(room: Room, poses: Tensor, raster: Raster) -> Tensor:
 
 
 def draw_slopes(room: Room, poses: Tensor, raster: Raster) -> Tensor:
-    """Return (7, 3, N, M, P): `draw`'s colours and their slopes per radian of turn and per metre of move.
+    """Return (7, 3, N, M, P): colours, then derivatives by rotation (3, per radian) and translation (3, per metre).
 
-    Turns (3) are rotation vectors in world axes, applied after the camera's own rotation; moves (3) are in world axes.
-    The texture beyond an edge is held still: it shows only in the fringe of a pixel.
+    Rotations are rotation vectors in world axes, applied after the camera's own rotation; translations are in world
+    axes. The derivative of the far wall's texture is neglected: it contributes to edge pixels only.
     """
     walls = _look(room, poses, raster)
     near, along_u, along_v = paint_slopes(room, *_surface(poses, walls, walls.near, walls.depth_near))
@@ -117,7 +119,7 @@ def draw_slopes(room: Room, poses: Tensor, raster: Raster) -> Tensor:
     near = near.movedim(-1, 0)
     along_u, along_v = walls.share * along_u.movedim(-1, 0), walls.share * along_v.movedim(-1, 0)
     axis, (x, y, z) = walls.near, walls.direction
-    # Along the wall's normal a move shifts the picture as much as the ray is slanted.
+    # Moving along the wall's normal shifts the hit point by the slant of the ray.
     first, second = torch.where(axis == 0, y, x), torch.where(axis == 2, y, z)
     normal = -(along_u * first + along_v * second) / _pick(walls.direction, axis)
     move = torch.stack(

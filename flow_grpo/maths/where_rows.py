@@ -1,4 +1,4 @@
-"""Row-wise choice between two records of tensors: what a fit keeps when only some rows got better."""
+"""`torch.where` for dataclasses of tensors: keep the better of two fits, row by row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Record = TypeVar("Record")
 
 
 def choose(mask: Tensor, first: Record, second: Record) -> Record:
-    """Return a record whose rows come from `first` where `mask` is true, else from `second`.
+    """Return a record with the rows of `first` where `mask` is true and those of `second` elsewhere.
 
     Args:
-        mask: bool; its dimensions are the leading ones of every field.
-        first: a dataclass all of whose fields are tensors.
-        second: another one of the same type and shapes.
+        mask: bool, of the leading dimensions of every field.
+        first: a dataclass whose fields are all tensors.
+        second: a record of the same type and shapes.
     """
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(first):  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.data.k_repeat_sampler import Draw
+from flow_grpo.data.k_repeat_sampler import SampleKey
 from flow_grpo.maths.sde import log_prob
 from flow_grpo.models.adapters import adapted_modules, trained_parameters
 from flow_grpo.preflight import doctor_checks as checks
@@ -116,7 +116,7 @@ def machine(trainer: Trainer) -> list[Finding]:
     kept = 3 + (trainer.state.ema is not None)  # weights, two moments, average
     size = 4 * kept * sum(parameter.numel() for parameter in trained_parameters(trainer.state.module).values())
     assert trainer.conditions is not None, "the trainer was made without its conditions"
-    pixels = sum(math.prod(trainer.conditions.structure(index)) for *_, index in draws(trainer))
+    pixels = sum(math.prod(trainer.conditions.size_of(index)) for *_, index in draws(trainer))
     batch = pixels * 3 * 4 * 2  # colours, bytes, source and target
     return [
         *machine_checks.check_disk(trainer.run_folder, size, config.checkpoint.keep + bool(config.checkpoint.best)),
@@ -213,12 +213,12 @@ def calls_are_exact(trainer: Trainer) -> bool:
     return trainer.device.type == "cpu" and model.dtype == "fp32" and not model.compile
 
 
-def draws(trainer: Trainer) -> list[Draw]:
+def draws(trainer: Trainer) -> list[SampleKey]:
     """Return this rank's next batch, or what of it is of one video size, as the sampler plans it; it is not taken."""
     sampler, data = trainer.state.sampler, trainer.conditions
     assert data is not None, "the trainer was made without its conditions"
     planned = sampler.plan(sampler.next_step)[sampler.rank]
-    first = full_batches([data.structure(draw[3]) for draw in planned], len(planned))[0]
+    first = full_batches([data.size_of(key[3]) for key in planned], len(planned))[0]
     return [planned[row] for row in first]
 
 

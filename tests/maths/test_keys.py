@@ -13,19 +13,10 @@ def test_a_key_is_the_same_in_every_process_and_release() -> None:
     assert key(7, "xT", 12, 3) == 1213456913735053395
 
 
-def test_a_key_fits_a_signed_64_bit_seed() -> None:
-    assert all(0 <= key(i) < 2**63 for i in range(1000))
-
-
 def test_keys_depend_on_every_part_and_on_their_order() -> None:
     keys = {key(a, "word", b) for a in range(100) for b in range(100)}
-    assert len(keys) == 100 * 100
-
-
-def test_neighbouring_seeds_share_no_stream() -> None:
-    # Added seeds collide: seed 1 at step 0 would draw what seed 0 draws at step 1.
-    assert key(1, 0) != key(0, 1)
-    assert not torch.equal(torch.rand(8, generator=generator(1, 0)), torch.rand(8, generator=generator(0, 1)))
+    assert len(keys) == 100 * 100 and key(1, 0) != key(0, 1)
+    assert all(0 <= found < 2**63 for found in keys)  # a signed 64-bit seed
 
 
 def test_a_generator_repeats_its_draws_whatever_was_drawn_before() -> None:

@@ -1,4 +1,4 @@
-"""Shrinking and blurring."""
+"""Downsampling and blur."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ def test_at_most_the_asked_for_columns_are_left(columns, size):
     assert shrink(torch.zeros(2, 3, 24, 32), columns).shape == (2, 3, *size)
 
 
-def test_a_flat_picture_stays_as_it_is_when_blurred_up_to_the_border():
+def test_the_border_is_replicated():
     assert torch.allclose(blur(torch.full((1, 3, 5, 7), 0.4), 2.0), torch.full((1, 3, 5, 7), 0.4))
-
-
-def test_the_border_is_repeated_not_wrapped():
     row = torch.zeros(1, 1, 1, 9)
     row[..., 0] = 1
     spread = blur(row, 1.0)[0, 0, 0]
@@ -36,7 +33,7 @@ def test_blur_spreads_a_point_by_sigma():
     assert (spread * place.square()).sum().sqrt().item() == pytest.approx(3.0, rel=0.02)
 
 
-def test_rows_and_columns_are_blurred_alike():
+def test_rows_and_columns_are_blurred_equally():
     point = torch.zeros(1, 1, 21, 21)
     point[..., 10, 10] = 1
     spread = blur(point, 1.5)

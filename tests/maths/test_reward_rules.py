@@ -1,4 +1,4 @@
-"""Weights over epochs and gates between rewards, against hand numbers; and that failing a gate never pays."""
+"""Weight schedules and gates against numbers computed by hand; failing a gate never pays."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ def test_a_weight_is_linear_between_its_points_and_constant_outside(epoch: int, 
     assert weight_at(RAMP, epoch) == pytest.approx(weight, abs=1e-12)
 
 
-def test_a_weight_at_a_point_is_exactly_that_of_the_point() -> None:
-    assert [weight_at(((0, 0.1), (3, 0.7), (9, 0.3)), epoch) for epoch in (0, 3, 9)] == [0.1, 0.7, 0.3]
-    assert weight_at(((5, 0.3),), 0) == weight_at(((5, 0.3),), 50) == 0.3
-
-
 def test_a_reward_without_a_schedule_keeps_its_weight() -> None:
+    assert [weight_at(((0, 0.1), (3, 0.7), (9, 0.3)), epoch) for epoch in (0, 3, 9)] == [0.1, 0.7, 0.3]  # exactly
     weights = {"first": 1.0, "second": 0.25}
     assert weights_at(weights, {"first": RAMP}, 15) == {"first": 0.5, "second": 0.25}
     assert weights_at(weights, {}, 15) == weights
@@ -44,7 +40,7 @@ def gated(values: list[float], holder: list[float], ids: list[int] | None = None
 
 
 def advantages(of: Gated, ids: Tensor | None = None) -> Tensor:
-    """Return the advantages of groups of the gated reward beside another one that does not differ."""
+    """Return the advantages of groups of the gated reward, next to another reward."""
     count = len(of.values)
     ids = torch.zeros(count, dtype=torch.int64) if ids is None else ids
     rewards = {"gated": of.values, "other": torch.arange(count, dtype=torch.float64)}
@@ -60,15 +56,12 @@ def test_a_copy_that_fails_takes_the_lowest_value_of_its_own_group_minus_two_flo
     assert found.values.tolist() == pytest.approx([0.18, 0.2, 0.4, 5.0, 7.0, 4.98], abs=1e-6)
     assert found.failed.tolist() == [True, False, False, False, False, True]
     assert found.valid.all()
-
-
-def test_the_lowest_value_may_be_that_of_a_copy_that_fails() -> None:
-    """Else a copy that is bad at both would be lifted to the worst of those that passed."""
+    # The lowest value may be that of a copy that fails; else a copy that is bad at both would be lifted.
     found = gated([-3.0, 0.2, 0.4, 0.9], [0.0, 1.0, 1.0, 0.0])
     assert found.values.tolist() == pytest.approx([-3.02, 0.2, 0.4, -3.02], abs=1e-6)
 
 
-def test_a_gate_alone_tells_copies_apart_whose_reward_is_alike() -> None:
+def test_a_gate_alone_separates_copies_of_equal_reward() -> None:
     """Two floors make the group count; its normaliser is the floor, so one of four that fails has -1.5."""
     found = gated([0.5] * 4, [0.9, 0.9, 0.0, 0.9])
     alone = combine_rewards(
@@ -100,22 +93,19 @@ def test_without_the_holder_s_value_a_copy_has_no_value_and_bounds_no_other(brok
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_copy_that_fails_gets_no_value_in_place_of_one_that_was_not_measured(broken: float) -> None:
+def test_a_copy_that_fails_stays_invalid_without_its_own_value(broken: float) -> None:
     found = gated([broken, 0.2, 0.4, 0.9], [0.0, 1.0, 1.0, 1.0])
     assert found.valid.tolist() == [False, True, True, True] and found.values[0].isnan()
+    found = gated([math.nan, math.nan, 1.0, 2.0], [0.0, 1.0, 1.0, 0.0], [1, 1, 2, 2])  # nor has its group any
+    assert found.values[:2].isnan().all() and found.values[2:].tolist() == [1.0, 0.98]
 
 
-def test_a_mask_counts_whatever_number_stands_behind_it() -> None:
+def test_values_behind_a_mask_do_not_count() -> None:
     values, holder = torch.tensor([-9.0, 0.2, 0.4]), torch.tensor([1.0, 1.0, 1.0])
     valid, ids = torch.tensor([False, True, True]), torch.zeros(3, dtype=torch.int64)
     assert gate(values, valid, holder, ~valid, ids, threshold=2.0, floor=0.0).valid.tolist() == [False] * 3
     found = gate(values, valid, holder, valid, ids, threshold=2.0, floor=0.0)
     assert found.values[1:].tolist() == pytest.approx([0.2, 0.2])
-
-
-def test_a_group_without_any_value_stays_without() -> None:
-    found = gated([math.nan, math.nan, 1.0, 2.0], [0.0, 1.0, 1.0, 0.0], [1, 1, 2, 2])
-    assert found.values[:2].isnan().all() and found.values[2:].tolist() == [1.0, 0.98]
 
 
 def test_the_order_of_samples_changes_nothing() -> None:

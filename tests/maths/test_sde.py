@@ -1,4 +1,4 @@
-"""One denoising step: golden rows, the per-step table, refusals, and what the noise does to a known distribution."""
+"""One denoising step: golden rows, std and gain per step, refusals, and the distribution that sampling ends in."""
 
 from __future__ import annotations
 
@@ -71,15 +71,13 @@ def row(number: int, dtype: torch.dtype = torch.float64) -> tuple[Transition, Te
 @pytest.mark.parametrize("number", range(1, 18))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 6e-9), (torch.float32, 1e-5)])
 def test_golden_row(number: int, dtype: torch.dtype, tolerance: float) -> None:
-    mean, std, gain, density = GOLDEN[number - 1][8:]
     step, x_next = row(number, dtype)
     assert step.mean.dtype == step.std.dtype == dtype
-    assert step.mean.item() == pytest.approx(mean, abs=tolerance)
-    assert step.std.item() == pytest.approx(std, abs=tolerance)
-    assert step.gain.item() == pytest.approx(gain, abs=max(tolerance, 6e-7))
-    assert log_prob(x_next, step).item() == pytest.approx(density, abs=tolerance)
-    normal = Normal(step.mean, step.std).log_prob(x_next)
-    assert log_prob(x_next, step).item() == pytest.approx(normal.item(), abs=tolerance)
+    found = [step.mean, step.std, step.gain, log_prob(x_next, step)]
+    assert [value.item() for value in found[:2]] == pytest.approx(GOLDEN[number - 1][8:10], abs=tolerance)
+    assert found[2].item() == pytest.approx(GOLDEN[number - 1][10], abs=max(tolerance, 6e-7))
+    assert found[3].item() == pytest.approx(GOLDEN[number - 1][11], abs=tolerance)
+    assert found[3].item() == pytest.approx(Normal(step.mean, step.std).log_prob(x_next).item(), abs=tolerance)
 
 
 def test_log_prob_is_the_mean_over_a_samples_elements() -> None:
@@ -100,17 +98,6 @@ def test_kl_is_the_golden_value_and_half_gain_squared_times_the_velocity_differe
     kl = gaussian_kl(step.mean, other.mean, step.std)
     assert kl.item() == pytest.approx(divergence, rel=1e-8)
     assert kl.item() == pytest.approx(0.5 * step.gain.item() ** 2 * 0.05**2, rel=1e-8)
-    if number == 1:
-        assert other.mean.item() == pytest.approx(0.40862500, abs=6e-9)
-
-
-def test_a_cps_step_scored_the_peers_way_is_the_density_without_scale() -> None:
-    step, x_next = row(14)
-    peer = -(x_next - step.mean).square().item()
-    assert peer == pytest.approx(-0.07829342, abs=6e-9)
-    std = step.std.item()
-    ours = log_prob(x_next, step).item() + math.log(std) + 0.5 * math.log(2 * math.pi)
-    assert peer == pytest.approx(2 * std**2 * ours, abs=1e-12)
 
 
 @pytest.mark.parametrize(("steps", "shift", "table"), [(10, 3.0, TABLE_10_3), (16, 5.0, TABLE_16_5)])
@@ -141,18 +128,13 @@ def test_excess_noise_of_a_step(kind: str, level: float, limit: float | None, st
     assert 100 * (carried / sigmas[step + 1].item() - 1) == pytest.approx(percent, abs=0.5)
 
 
-@pytest.mark.parametrize("steps", [2, 10, 50])
-def test_cps_carries_exactly_the_noise_the_network_is_told(steps: int) -> None:
-    sigmas = flow_sigmas(steps, 3.0).double()
-    step = coefficients(sigmas[:-2], sigmas[1:-1], kind="cps", noise_level=0.8)
-    assert torch.allclose(step.c.square() + step.std.square(), sigmas[1:-1].square(), rtol=1e-12, atol=0)
-
-
-def test_the_capped_flow_step_from_pure_noise_has_the_noise_level_as_std() -> None:
-    for steps in (4, 16, 50):
-        sigmas = flow_sigmas(steps, 5.0)
-        step = coefficients(sigmas[0], sigmas[1], kind="flow", noise_level=0.7, sigma_cap=sigmas[1])
-        assert step.std.item() == pytest.approx(0.7, abs=1e-6)
+def test_cps_preserves_the_noise_level_and_capped_flow_starts_with_std_noise_level() -> None:
+    for steps in (2, 10, 50):
+        sigmas = flow_sigmas(steps, 3.0).double()
+        step = coefficients(sigmas[:-2], sigmas[1:-1], kind="cps", noise_level=0.8)
+        assert torch.allclose(step.c.square() + step.std.square(), sigmas[1:-1].square(), rtol=1e-12, atol=0)
+        first = coefficients(sigmas[0], sigmas[1], kind="flow", noise_level=0.7, sigma_cap=sigmas[1])
+        assert first.std.item() == pytest.approx(0.7, abs=1e-6)
 
 
 def test_unclipped_flow_gain_has_its_closed_form() -> None:
@@ -193,42 +175,30 @@ def test_a_step_without_noise_is_the_ode_step(kind: str) -> None:
     assert torch.allclose(almost.mean, x - 0.25 * v, rtol=0, atol=1e-5)
 
 
-def test_levels_per_sample_equal_one_level_at_a_time() -> None:
+def test_levels_per_sample_floats_and_tensors_give_the_same_bits() -> None:
     generator = torch.Generator().manual_seed(2)
     x, v, z = (torch.randn(3, 2, 4, generator=generator) for _ in range(3))
     before, after = torch.tensor([0.9, 0.7, 0.5]), torch.tensor([0.8, 0.5, 0.4])
     together = transition(v, x, before, after, kind="flow", noise_level=0.7)
     drawn = sample(together, z)
+    assert torch.equal(drawn, together.mean + together.std[:, None, None] * z)
     for i in range(3):
         rows = slice(i, i + 1)
-        alone = transition(v[rows], x[rows], before[i], after[i], kind="flow", noise_level=0.7)
-        assert torch.equal(alone.mean, together.mean[rows])
-        assert torch.equal(sample(alone, z[rows]), drawn[rows])
-        assert torch.equal(log_prob(drawn[rows], alone), log_prob(drawn, together)[rows])
-
-
-def test_floats_and_tensors_give_the_same_bits() -> None:
-    x, v = torch.randn(2, 4, generator=torch.Generator().manual_seed(3)).chunk(2)
-    sigmas = flow_sigmas(10, 3.0)
-    tensors = transition(v, x, sigmas[3], sigmas[4], kind="flow", noise_level=0.7, sigma_cap=sigmas[1])
-    cap, sigma, sigma_next = (float(sigmas[i]) for i in (1, 3, 4))
-    floats = transition(v, x, sigma, sigma_next, kind="flow", noise_level=0.7, sigma_cap=cap)
-    assert torch.equal(tensors.mean, floats.mean) and torch.equal(tensors.std, floats.std)
+        for levels in ((before[i], after[i]), (float(before[i]), float(after[i]))):
+            alone = transition(v[rows], x[rows], *levels, kind="flow", noise_level=0.7)
+            assert torch.equal(alone.mean, together.mean[rows])
+            assert torch.equal(sample(alone, z[rows]), drawn[rows])
+            assert torch.equal(log_prob(drawn[rows], alone), log_prob(drawn, together)[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_lifted_before_anything_is_computed(dtype: torch.dtype) -> None:
+def test_half_precision_is_converted_before_anything_is_computed(dtype: torch.dtype) -> None:
     x, v = (torch.randn(2, 8, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (4, 5))
     step = transition(v, x, 0.9, 0.8, kind="constant", noise_level=0.3)
     expected = transition(v.float(), x.float(), 0.9, 0.8, kind="constant", noise_level=0.3)
     assert step.mean.dtype == torch.float32
     assert torch.equal(step.mean, expected.mean)
     assert log_prob(x, step).dtype == torch.float32
-
-
-def test_a_sample_lies_its_noise_times_the_std_from_the_mean() -> None:
-    drawn = sample(row(1)[0], torch.tensor([[0.20351516]], dtype=torch.float64))
-    assert drawn.item() == pytest.approx(0.55, abs=1e-8)
 
 
 def test_gradient_reaches_the_velocity_but_not_the_next_latents_or_the_reference() -> None:
@@ -262,18 +232,14 @@ def test_levels_that_do_not_fall_within_zero_and_one_are_refused(sigma: float, s
         coefficients(sigma, sigma_next, kind=kind, noise_level=0.5)
 
 
-def test_uncapped_flow_on_the_unipc_grid_is_refused_with_its_numbers() -> None:
+def test_uncapped_flow_near_pure_noise_is_refused_with_its_numbers() -> None:
     with pytest.raises(ValueError, match=re.escape("c is -8739.")) as caught:
-        coefficients(0.999999, 0.964324, kind="flow", noise_level=0.7)
+        coefficients(0.999999, 0.964324, kind="flow", noise_level=0.7)  # the grid of UniPC
     assert "std 132.2" in str(caught.value) and "must be >= 0" in str(caught.value)
-    for fix in ({"sigma_cap": 0.964324}, {"max_step_std": 0.45}):
-        assert coefficients(0.999999, 0.964324, kind="flow", noise_level=0.7, **fix).c >= 0
-
-
-def test_uncapped_flow_from_pure_noise_is_refused_and_its_clipped_form_is_not() -> None:
     with pytest.raises(ValueError, match=r"c is -inf .* sigma_cap"):
         coefficients(1.0, 0.9, kind="flow", noise_level=0.7)
-    assert coefficients(1.0, 0.9, kind="flow", noise_level=0.7, max_step_std=0.45).std.item() == 0.45
+    for fix in ({"sigma_cap": 0.964324}, {"max_step_std": 0.45}):
+        assert coefficients(0.999999, 0.964324, kind="flow", noise_level=0.7, **fix).c >= 0
 
 
 def test_one_bad_sample_in_a_batch_is_refused() -> None:
@@ -296,7 +262,7 @@ def test_settings_outside_their_bounds_are_refused(settings: dict[str, object], 
         coefficients(0.9, 0.8, **settings)
 
 
-def test_shapes_that_would_broadcast_silently_are_refused() -> None:
+def test_shapes_that_would_broadcast_and_steps_without_density_are_refused() -> None:
     column, flat = torch.zeros(4, 1), torch.zeros(4)
     settings = {"kind": "constant", "noise_level": 0.3}
     with pytest.raises(ValueError, match=r"velocity has shape \(4,\), latents \(4, 1\)"):
@@ -307,6 +273,9 @@ def test_shapes_that_would_broadcast_silently_are_refused() -> None:
         transition(column, column, torch.full((3,), 0.9), torch.full((3,), 0.8), **settings)
     with pytest.raises(ValueError, match=r"sigma_next \(\), must be the same"):
         transition(column, column, torch.full((4,), 0.9), 0.8, **settings)
+    silent = transition(column, column, 0.9, 0.8, kind="ode", noise_level=0.0)
+    with pytest.raises(ValueError, match="std of the step is 0"):
+        log_prob(column, silent)
     step = transition(column, column, 0.9, 0.8, **settings)
     with pytest.raises(ValueError, match="next_latents has shape"):
         log_prob(flat, step)
@@ -316,12 +285,6 @@ def test_shapes_that_would_broadcast_silently_are_refused() -> None:
         gaussian_kl(column, flat, step.std)
     with pytest.raises(ValueError, match=r"has shape \(4, 1\)"):
         gaussian_kl(column, column, torch.ones(4, 1))
-
-
-def test_a_step_without_noise_has_no_density() -> None:
-    step = transition(torch.zeros(2, 3), torch.zeros(2, 3), 0.9, 0.8, kind="ode", noise_level=0.0)
-    with pytest.raises(ValueError, match="std of the step is 0"):
-        log_prob(torch.zeros(2, 3), step)
 
 
 def gaussian_end(kind: str, level: float, limit: float | None, *, steps: int, samples: int) -> Tensor:

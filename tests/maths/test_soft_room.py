@@ -1,4 +1,4 @@
-"""The anti-aliased drawing: its slopes, and how it agrees with a finely sampled picture."""
+"""The anti-aliased renderer: its derivatives, and its agreement with a finely sampled image."""
 
 from __future__ import annotations
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.data.camera_files import read_cameras, read_json_object
+from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.trajectories import VIDEO_ENDINGS
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rotation_angle_deg
+from flow_grpo.runtime.json_files import read_json_object
 
 FRAME_KEY = re.compile(r"frame\d+")
 TYPE_FOLDER = re.compile(r"cam_type(\d+)")  # of ReCamMaster's inference_recammaster.py
@@ -65,7 +66,7 @@ def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task
     files = [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
     if not files:
         raise ValueError(f"--videos {folder} holds no video, must hold files ending in {', '.join(VIDEO_ENDINGS)}")
-    content = read_json_object(cameras)
+    content = read_json_object(cameras, "write it again")
     if content and all(FRAME_KEY.fullmatch(key) for key in content):
         return [_from_extrinsics(file, folder, cameras, len(content), focal_px) for file in files]
     return [_from_poses(file, folder, cameras, content, focal_px) for file in files]

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.data.camera_files import read_json_object
 from flow_grpo.maths.bootstrap import DRAWS, LEVEL, mean_interval
 from flow_grpo.maths.path_errors import CONVENTIONS
 from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.runtime.json_files import read_json_object
 from tools.common import markdown_table
 
 Row = Mapping[str, Any]
@@ -84,7 +84,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any], rows: Sequence[Row]) 
     Raises:
         ValueError: no metrics.json, other settings, no common video, or a common video with other cameras.
     """
-    content = read_json_object(file)
+    content = read_json_object(file, "evaluate the baseline again")
     if not isinstance(content.get("rows"), list) or not isinstance(content.get("settings"), dict):
         raise ValueError(f"--baseline {file} has no rows and settings, must be a metrics.json of this tool")
     if content["settings"] != settings:

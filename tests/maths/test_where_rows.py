@@ -1,4 +1,4 @@
-"""Row-wise choice between records."""
+"""Row-wise choice between records of tensors."""
 
 from __future__ import annotations
 

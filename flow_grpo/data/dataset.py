@@ -1,0 +1,125 @@
+"""The base class of all datasets of conditions, and the DataLoader that reads them."""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from flow_grpo.data.k_repeat_sampler import SampleKey
+from flow_grpo.data.video_io import Size
+from flow_grpo.records import Condition
+from flow_grpo.runtime.ranks.process_group import InputError
+from flow_grpo.runtime.signals import live_as_long_as_the_parent
+
+
+class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
+    """A map-style dataset whose items are pure functions of their index; a broken item raises, it is never replaced."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of conditions."""
+
+    @abc.abstractmethod
+    def make(self, index: int, gid: int, slot: int) -> Condition:
+        """Build the condition at an index within range; ValueError naming the file if it is broken."""
+
+    @abc.abstractmethod
+    def source_file(self, index: int) -> Path:
+        """Return the path of the source video."""
+
+    @abc.abstractmethod
+    def source_video(self, index: int) -> Tensor:
+        """Return the source video (3, T, h, w), fp32 in [0, 1], without building the rest of the condition."""
+
+    @abc.abstractmethod
+    def prompt_of(self, index: int) -> str:
+        """Return the prompt without decoding a video."""
+
+    @abc.abstractmethod
+    def size_of(self, index: int) -> Size:
+        """Return (frames, height, width) of the videos as they are delivered, without decoding one."""
+
+    def __getitem__(self, key: SampleKey) -> tuple[int, Condition]:
+        """Return (step, condition) for a sampler's (step, gid, slot, index)."""
+        step, gid, slot, index = key
+        return step, self.condition(index, gid, slot)
+
+    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
+        """Return the condition at `index`, labelled as copy `slot` of group `gid`.
+
+        Raises:
+            IndexError: index out of range.
+            InputError: a file is missing, broken or too short; one line naming it.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"dataset index is {index}, must be within 0..{len(self) - 1}")
+        try:
+            return self.make(index, gid, slot)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def source_id(self, index: int) -> str:
+        """Return a hash of the source video's file content, the cache key of its encoding; nothing is decoded."""
+        return file_id(self.source_file(index))
+
+
+def file_id(file: Path) -> str:
+    """Return a hash of a file's content; ValueError if it cannot be read."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise ValueError(f"video {file} cannot be read ({error.strerror}); check the dataset folder") from error
+    return _content_hash(file, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2**18)
+def _content_hash(file: Path, size: int, mtime_ns: int) -> str:  # noqa: ARG001 - a changed file is hashed again
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+
+
+def make_loader(
+    dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, *, persistent: bool = False
+) -> DataLoader[Any]:
+    """Return this rank's DataLoader; it yields lists of items. Never pass it through `accelerator.prepare`.
+
+    Args:
+        dataset: the items.
+        sampler: a batch sampler that yields this rank's batches only, as all samplers in this package do.
+        num_workers: worker processes, each prefetching two batches; 0 reads in the calling process.
+        persistent: keep the workers alive between epochs.
+    """
+    workers: dict[str, Any] = {
+        "num_workers": num_workers,
+        "persistent_workers": persistent,
+        "prefetch_factor": 2,
+        "multiprocessing_context": "spawn",  # a forked child must not touch a device in use
+        "worker_init_fn": _prepare_worker,
+    }
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=list,
+        # Without its own generator each new iterator draws from the global one, and a resumed run makes one more
+        # iterator than an uninterrupted run.
+        generator=torch.Generator(),
+        **(workers if num_workers else {}),
+    )
+
+
+def _prepare_worker(_: int) -> None:
+    """Skip Python's shutdown in this worker, and exit with the parent instead of by a signal to the process group.
+
+    A worker dropped with batches in flight would nearly always abort in shutdown: its feeder thread is stopped inside
+    torch's C++ code, and the parent prints a traceback about a worker "killed by signal: Aborted".
+    """
+    atexit.register(os._exit, 0)
+    live_as_long_as_the_parent()

@@ -1,0 +1,89 @@
+"""The base class of datasets, and the loader whose workers end quietly whenever they are dropped."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from flow_grpo.data.dataset import ConditionDataset, file_id, make_loader
+from tests.models.test_recam_policy import condition
+
+
+class Two(ConditionDataset):
+    """Two conditions of one file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return 2
+
+    def make(self, index, gid, slot):
+        return condition(index, slot=slot)
+
+    def source_file(self, index):
+        return self.file
+
+    def source_video(self, index):
+        return torch.zeros(3, 5, 16, 24)
+
+    def prompt_of(self, index):
+        return "a room"
+
+    def size_of(self, index):
+        return 5, 16, 24
+
+
+def test_a_key_gives_the_step_and_the_condition(tmp_path):
+    step, found = Two(tmp_path)[(7, 0, 3, 1)]
+    assert (step, found.index, found.slot) == (7, 1, 3)
+    for index in (-1, 2):
+        with pytest.raises(IndexError, match=f"index is {index}, must be within 0..1"):
+            Two(tmp_path).condition(index)
+
+
+def test_a_file_is_identified_by_its_content_and_read_again_when_it_changes(tmp_path):
+    one, copy = tmp_path / "one.mp4", tmp_path / "copy.mp4"
+    for file in (one, copy):
+        file.write_bytes(b"content")
+    before = file_id(copy)
+    assert file_id(one) == before == Two(one).source_id(0)
+    copy.write_bytes(b"CONTENT")
+    os.utime(copy, ns=(1, 1))
+    assert file_id(copy) != before
+    with pytest.raises(ValueError, match=r"absent.mp4 cannot be read"):
+        file_id(tmp_path / "absent.mp4")
+
+
+class Numbers(Dataset):
+    """Items of many tensors, which take long to send."""
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [torch.full((3, 9, 64, 64), float(index)) for _ in range(8)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_delivers_lists_and_draws_nothing_from_the_global_generator(workers):
+    """A resumed run makes one more iterator than an uninterrupted one, and their random states must be equal."""
+    before = torch.get_rng_state()
+    loader = make_loader(Numbers(), [[3, 1], [2], [0, 2]], workers)
+    assert [[item[0].mean().item() for item in batch] for batch in loader] == [[3, 1], [2], [0, 2]]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_dropped_with_batches_in_flight_ends_silently(persistent, capfd):
+    for taken in (1, 2):
+        batches = iter(make_loader(Numbers(), [[index] for index in range(100)], 1, persistent=persistent))
+        for _ in range(taken):
+            next(batches)
+        workers = batches._workers
+        del batches
+        gc.collect()
+        assert [worker.exitcode for worker in workers] == [0]
+    assert capfd.readouterr().err == ""
