@@ -30,12 +30,10 @@ from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy
 from flow_grpo.preflight import doctor_fast, dry_run
-from flow_grpo.preflight.fake_policy import outline, without_memory
 from flow_grpo.preflight.plan import as_text, largest_size, make_plan
 from flow_grpo.rewards.base import check_name
 from flow_grpo.runtime import device as device_api
@@ -91,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def show_plan(config: Config, devices: int) -> None:
-    """Print on rank 0 the shapes of a dry run, the debug lines, and the plan.
+    """Print the tensor shapes of an epoch and the plan of memory and time, on rank 0, without loading weights.
 
     Raises:
         ValueError: the recipe's videos do not fit its model.
@@ -99,13 +97,11 @@ def show_plan(config: Config, devices: int) -> None:
     if int(os.environ.get("RANK", "0")):
         return
     size = largest_size(config)
-    sigmas = flow_sigmas(config.sample.num_steps, config.sample.shift).tolist()
-    with without_memory():
-        shapes = dry_run.walk(outline(config), config, size, sigmas, devices)
+    tensors = dry_run.epoch_tensors(config, size, devices)
     if not Path(config.model.path).is_dir():
         print(f"no model folder {config.model.path}: shapes and sizes are those of Wan2.1-T2V-1.3B")
     print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
-    print("\n".join(dry_run.lines(shapes)))
+    print(dry_run.as_text(tensors))
     device = device_api.resolve(config.device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
     print(f"plan at {ASSUMED_RATE / 1e12:.0f} TFLOP/s and {limit:.0f} GiB a device (tools/plan.py takes others):")
