@@ -54,14 +54,16 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
     found: list[TensorInfo] = []
     policy = FakePolicy(config)
     batch = _rolled_out(policy, config, size, found)
-    samples = Samples.concatenate([batch.samples] * config.sample.num_batches_per_epoch)
-    epoch = dataclasses.replace(batch, samples=dataclasses.replace(samples, places=torch.arange(len(samples))))
+    batches = config.sample.num_batches_per_epoch
+    samples = Samples.concatenate([batch.samples] * batches)
+    samples = dataclasses.replace(samples, places=torch.arange(len(samples)))
+    epoch = dataclasses.replace(batch, conditions=batch.conditions * batches, samples=samples)
     views = debug_print.batch_view(epoch, build.rollout_settings(config).sigmas, config.reward.weights)
     _note(found, "epoch", {name: value for name, value in views.items() if isinstance(value, Tensor)})
     rewards = torch.empty(world_size * config.sample.expanded_batch_size)
     repeated = debug_print.repeat_over_steps(rewards, len(samples.trajectory.steps))
     _note(found, "gather", {"rewards": rewards, "rewards.avg over steps": repeated})
-    _update(policy, config, epoch.samples, found)
+    _update(policy, config, samples, found)
     return found
 
 

@@ -148,7 +148,7 @@ def decoding_flops(policy: FakePolicy, latents: tuple[int, int, int, int]) -> fl
 def decoding_bytes(policy: FakePolicy, latents: tuple[int, int, int, int], rows: int) -> float:
     """Return the peak of decoding a batch, weights left out.
 
-    From the third latent frame on only the videos grow, which exist twice: as the codec returns them and as fp32 copies.
+    After the third latent frame only the videos grow, which exist twice: as the codec returns them and as fp32 copies.
     """
     channels, frames, height, width = latents
     counted = min(frames, 3)

@@ -21,7 +21,6 @@ from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import Transition, log_prob, sample
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
-from flow_grpo.models.fake_policy import WAN_1_3B
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam_policy import DTYPES, TIMESTEPS
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
