@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
@@ -23,20 +23,24 @@ import flow_grpo  # noqa: F401 - before torch, which otherwise loads any acceler
 import torch
 
 from flow_grpo.algorithm import build as parts
+from flow_grpo.algorithm.evaluate import ConditionSource
+from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import RewardFaultError
 from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy
-from flow_grpo.preflight import doctor_fast, dry_run
-from flow_grpo.preflight.fake_policy import outline, without_memory
+from flow_grpo.preflight import dry_run
+from flow_grpo.preflight.doctor import fast as doctor
+from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.plan import as_text, largest_size, make_plan
+from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.base import check_name
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import resume
@@ -70,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             trainer = build(config, recipe, device, ranks)
             if config.doctor == "fast" and trainer.state.finished < config.num_epochs:
-                doctor_fast.before_training(trainer)
+                examine(trainer)
         except ValueError as error:
             refuse(error, ranks)
             return 2
@@ -91,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def show_plan(config: Config, devices: int) -> None:
-    """Print on rank 0 the shapes of a dry run, the debug lines, and the plan.
+    """Print the tensor shapes of an epoch and the plan of memory and time, on rank 0, without loading weights.
 
     Raises:
         ValueError: the recipe's videos do not fit its model.
@@ -99,17 +103,57 @@ def show_plan(config: Config, devices: int) -> None:
     if int(os.environ.get("RANK", "0")):
         return
     size = largest_size(config)
-    sigmas = flow_sigmas(config.sample.num_steps, config.sample.shift).tolist()
-    with without_memory():
-        shapes = dry_run.walk(outline(config), config, size, sigmas, devices)
+    tensors = dry_run.epoch_tensors(config, size, devices)
     if not Path(config.model.path).is_dir():
         print(f"no model folder {config.model.path}: shapes and sizes are those of Wan2.1-T2V-1.3B")
     print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
-    print("\n".join(dry_run.lines(shapes)))
+    print(dry_run.as_text(tensors))
     device = device_api.resolve(config.device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
     print(f"plan at {ASSUMED_RATE / 1e12:.0f} TFLOP/s and {limit:.0f} GiB a device (tools/plan.py takes others):")
     print(as_text(make_plan(config, devices, ASSUMED_RATE), limit, config, devices), flush=True)
+
+
+def examine(trainer: Trainer) -> None:
+    """Run the fast doctor.
+
+    Raises:
+        ValueError: on every rank, if a check failed.
+    """
+    try:
+        doctor.before_training(doctor_context(trainer), trainer.progress.say)
+    except ValueError:
+        trainer.tracker.close()
+        raise
+
+
+def doctor_context(trainer: Trainer) -> DoctorContext:
+    """Return the parts of a run that the doctor examines."""
+    collector, updater, state = trainer.collector, trainer.updater, trainer.state
+    assert isinstance(updater.objective, GrpoObjective)
+
+    def sample_epoch() -> tuple[TrainingBatch, float]:
+        batches = trainer.sample(state.finished)
+        gathered = trainer.gather(batches)
+        batch = trainer.compare(compare.everything(batches, gathered, trainer.ranks))
+        return batch, trainer.metrics["train/zero_std_ratio"]
+
+    return DoctorContext(
+        config=trainer.config,
+        ranks=trainer.ranks,
+        device=trainer.device,
+        run_folder=trainer.run_folder,
+        policy=updater.policy,
+        data=cast(ConditionSource, state.sampler.dataset),
+        sampler=state.sampler,
+        rewards=collector.rewards,
+        sampling=collector.settings,
+        objective=updater.objective,
+        updater=updater,
+        ema=state.ema,
+        epoch=state.finished,
+        sample_epoch=sample_epoch,
+    )
 
 
 def train(trainer: Trainer) -> None:
@@ -248,7 +292,6 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         lock=lock,
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, ranks),
         cameras=cameras,
-        conditions=train,
         from_own=from_own,
     )
 

@@ -1,11 +1,12 @@
-"""A small recipe for the doctor's tests, and faults planted into the code that it examines."""
+"""A small recipe for the doctor's tests, and faults to plant into the code that it examines."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,10 @@ from flow_grpo.algorithm.update import updater
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.preflight.doctor import probe
+from flow_grpo.preflight.doctor.context import DoctorContext
+from flow_grpo.preflight.doctor.findings import Finding
+from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients
 from tests.tiny_models import make_tiny_folder
 
@@ -55,6 +60,23 @@ def words(places: dict[str, str], **changes: object) -> list[str]:
     return ["--config", f"{ROOT}/config/grpo.py:tiny_recam", *(f"--config.{n}={v}" for n, v in knobs.items())]
 
 
+def build_context(given: list[str], ranks: Ranks | None = None) -> DoctorContext:
+    """Return what the doctor examines of a run with this command line, on the CPU."""
+    config, recipe = train_grpo.read_command_line(given)
+    return train_grpo.doctor_context(train_grpo.build(config, recipe, torch.device("cpu"), ranks or Ranks()))
+
+
+def statuses(findings: Iterable[Finding]) -> dict[str, str]:
+    """Return the status of every check that is not ok, by name."""
+    return {found.name: found.status for found in findings if found.status != "ok"}
+
+
+def status(found: Finding) -> str:
+    """Return a finding's status; a way out must come with every status but ok."""
+    assert bool(found.way_out) == (found.status != "ok")
+    return found.status
+
+
 @contextlib.contextmanager
 def another_gaussian() -> Iterator[None]:
     """Noise is drawn with another std than it is scored under."""
@@ -65,20 +87,24 @@ def another_gaussian() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Gradients stay on the rank that made them."""
+    """Gradients are not averaged over ranks."""
     with mock.patch.object(updater, "averaging_gradients", lambda module, now: averaging_gradients(module, now=False)):
         yield
 
 
 @contextlib.contextmanager
 def guidance_in_the_rollout_only() -> Iterator[None]:
-    """With gradients, the velocity is the unguided one."""
+    """With gradients, the velocity has no guidance."""
     guided = RecamPolicy.velocity
 
     def velocity(self, latents, sigma, conditioning):
-        if torch.is_grad_enabled():
-            return self._forward(latents, sigma, conditioning, conditioning.prompt_embeds)
-        return guided(self, latents, sigma, conditioning)
+        if not torch.is_grad_enabled():
+            return guided(self, latents, sigma, conditioning)
+        scale, self.guidance_scale = self.guidance_scale, 1.0
+        try:
+            return guided(self, latents, sigma, conditioning)
+        finally:
+            self.guidance_scale = scale
 
     with mock.patch.object(RecamPolicy, "velocity", velocity):
         yield
@@ -88,7 +114,7 @@ def guidance_in_the_rollout_only() -> Iterator[None]:
 def the_last_step_trained() -> Iterator[None]:
     """The stochastic steps end with the schedule's last."""
 
-    def window(self, collector):
+    def window(self, epoch):
         return (self.sample.num_steps - 2, self.sample.num_steps - 1)
 
     with mock.patch.object(SampleSettings, "window", window):
@@ -96,16 +122,18 @@ def the_last_step_trained() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def latents_stored_in_half_precision() -> Iterator[None]:
-    """What is remembered was rounded after it was scored."""
-    roll = collector.rollout
+def rounded_latents(*modules) -> Iterator[None]:
+    """Stored latents are rounded after they were scored, in what these modules roll out; by default everywhere."""
+    roll = denoise.rollout
 
-    def rounded(*given, **named):
-        made = roll(*given, **named)
-        states = made.trajectory.states.bfloat16().float()
-        return dataclasses.replace(made, trajectory=dataclasses.replace(made.trajectory, states=states))
+    def rounded(*given):
+        samples = roll(*given)
+        states = samples.trajectory.states.bfloat16().float()
+        return dataclasses.replace(samples, trajectory=dataclasses.replace(samples.trajectory, states=states))
 
-    with mock.patch.object(collector, "rollout", rounded):
+    with contextlib.ExitStack() as stack:
+        for module in modules or (probe, collector):
+            stack.enter_context(mock.patch.object(module, "rollout", rounded))
         yield
 
 
@@ -113,8 +141,8 @@ def latents_stored_in_half_precision() -> Iterator[None]:
 def one_seed_for_every_rank() -> Iterator[None]:
     """Noise depends on the position in a rank's batch only."""
 
-    def draw(conditions, shape, steps, seed, same_initial_noise):
-        generator = torch.Generator().manual_seed(seed)
+    def draw(conditions, shape, steps, settings):
+        generator = torch.Generator().manual_seed(settings.seed)
         rows = len(conditions)
         initial = torch.randn((rows, *shape), generator=generator)
         return initial, torch.randn((rows, steps, *shape), generator=generator)
@@ -125,47 +153,47 @@ def one_seed_for_every_rank() -> Iterator[None]:
 
 @contextlib.contextmanager
 def other_steps_on_every_rank() -> Iterator[None]:
-    """The stochastic steps are drawn by rank, too."""
+    """The stochastic steps depend on the rank."""
     window = SampleSettings.window
 
-    def by_rank(self, collector):
-        return window(self, collector + int(os.environ["RANK"]))
+    def by_rank(self, epoch):
+        return window(self, epoch + int(os.environ["RANK"]))
 
     with mock.patch.object(SampleSettings, "window", by_rank):
         yield
 
 
 @contextlib.contextmanager
-def after_spread(change: Callable[[nn.Module], None]) -> Iterator[None]:
-    """The network is changed once it lies on the ranks."""
-    spread = train_grpo.spread
+def once_distributed(change: Callable[[nn.Module], None]) -> Iterator[None]:
+    """The network is changed after it was distributed."""
+    distribute = train_grpo.distribute_model
 
     def changed(*given):
-        state = spread(*given)
+        state = distribute(*given)
         change(state.module)
         return state
 
-    with mock.patch.object(train_grpo, "spread", changed):
+    with mock.patch.object(train_grpo, "distribute_model", changed):
         yield
 
 
-def other_weights_on_every_rank() -> contextlib.AbstractContextManager[None]:
-    """Training starts from weights that differ over ranks."""
+def other_weights_on_every_rank() -> AbstractContextManager[None]:
+    """Training starts from weights that differ between ranks."""
 
     @torch.no_grad()
     def move(module):
         for weight in trained_parameters(module).values():
             weight += 0.01 * int(os.environ["RANK"])
 
-    return after_spread(move)
+    return once_distributed(move)
 
 
-def an_adapter_without_gradient() -> contextlib.AbstractContextManager[None]:
-    """What one adapter adds is cut off from the graph."""
+def an_adapter_without_gradient() -> AbstractContextManager[None]:
+    """The output of one adapter is cut off from the graph."""
 
     def cut(network):
         name, second = next((n, m) for n, m in network.named_modules() if n.endswith(".lora_B.default"))
         second.register_forward_hook(lambda module, inputs, output: output.detach())
         assert "blocks.0" in name
 
-    return after_spread(cut)
+    return once_distributed(cut)

@@ -52,7 +52,7 @@ def bear_witness() -> None:
     from flow_grpo.algorithm import debug_print
     from flow_grpo.algorithm.trainer import Trainer
     from flow_grpo.models.recam_policy import RecamPolicy
-    from flow_grpo.preflight import doctor_fast
+    from flow_grpo.preflight.doctor import fast
     from flow_grpo.rewards.base import RewardSet
 
     seen: dict[str, Any] = {"calls": Counter(), "videos": [], "repeated": []}
@@ -100,7 +100,7 @@ def bear_witness() -> None:
     spy(RecamPolicy, "velocity", on_velocity)
     spy(RewardSet, "__call__", lambda _, rewards, videos, *__: seen["videos"].append([phase[0], *videos.shape]))
     spy(debug_print, "repeat_over_steps", lambda result, *_: seen["repeated"].append(list(result.shape)))
-    spy(doctor_fast, "examine", lambda *_: None, during="doctor")
+    spy(fast, "examine", lambda *_: None, during="doctor")
     spy(Trainer, "sample", on_sample, during="sample")
     spy(Trainer, "gather", on_gather)
     spy(Trainer, "compare", on_compare)

@@ -1,12 +1,12 @@
-"""Look for what would spoil a run, before days are spent on it: the pre-flight list, through the code of training.
+"""Check a run before days are spent on it, through the code of training.
 
     python tools/doctor.py --config config/grpo.py:tiny_recam
     torchrun --standalone --nproc_per_node=8 tools/doctor.py --config config/grpo.py:my_recam_8npu
 
-One batch is rolled out and replayed in several batch shapes, an epoch is sampled, scored and compared, two updates are
-taken, and the rewards are shown true views beside spoiled ones. Start it as the run will be started: what ranks must
-agree on is only seen with as many of them. Nothing of it is kept. Every knob may follow as --config.section.knob=value.
-With --json stdout holds one JSON object and nothing else; all that is said on the way goes to stderr.
+One batch is rolled out and replayed in several batch sizes, the rewards are compared on true and wrong views, an epoch
+is sampled, scored and compared, and two updates are taken. Start it with as many ranks as the run will have: some
+faults only show between ranks. Nothing is kept. Every knob may follow as --config.section.knob=value. With --json
+stdout holds one JSON object; everything else goes to stderr.
 Exit code: 0 when no check failed, 1 when one did, 2 for a setting that cannot work.
 """
 
@@ -30,8 +30,8 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
-from flow_grpo.preflight.doctor_full import examine_fully
-from flow_grpo.preflight.findings import Finding, as_table, failed, finding, in_one_line
+from flow_grpo.preflight.doctor.findings import Finding, as_table, failed, finding, summary
+from flow_grpo.preflight.doctor.full import examine_fully
 from flow_grpo.settings.loading import ConfigError
 from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.schema import Config
@@ -41,16 +41,16 @@ from flow_grpo.runtime.ranks.process_group import Ranks
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Examine a recipe, print what was found on rank 0, and return the exit code."""
+    """Examine a recipe, print the findings on rank 0, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of a table, all else on stderr"
+        "--json", action="store_true", help="print one JSON object instead of a table, everything else on stderr"
     )
     known, overrides = parser.parse_known_args(words)
     begun, ranks = time.perf_counter(), None
     try:
-        with stdout_left_alone() if known.json else contextlib.nullcontext():
+        with stdout_to_stderr() if known.json else contextlib.nullcontext():
             fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
             config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
             device, ranks = train_grpo.init_ranks(config, watched=True)
@@ -70,8 +70,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def stdout_left_alone() -> Iterator[None]:
-    """Inside, whatever is printed goes to stderr, by libraries and helper processes too: their stdout is this one."""
+def stdout_to_stderr() -> Iterator[None]:
+    """Inside, file descriptor 1 is stderr, also for libraries and child processes."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -84,10 +84,10 @@ def stdout_left_alone() -> Iterator[None]:
 
 
 def examine(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> list[Finding]:
-    """Build a run and return what is found of it, alike on every rank; every rank must call it.
+    """Build a run and return its findings, identical on every rank; collective call: every rank must call it.
 
     Raises:
-        ValueError: on every rank alike, for anything missing or unfit that is no finding.
+        ValueError: on every rank, for a setting or file with which nothing can be built.
     """
     short = shortened(config, ranks.world_size)
     with tempfile.TemporaryDirectory(prefix="flow_grpo_doctor_") as folder:
@@ -97,20 +97,22 @@ def examine(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> 
             if not isinstance(error.__cause__, AdapterError):
                 raise
             return [finding("adapters", str(error), fail="set model.lora_targets to names like those")]
-        trainer.run_folder = Path(config.output_root) / "doctor"  # whose disk is looked at; nothing is written there
-        on_the_way: list[Finding] = []
+        # The folder whose disk is checked; nothing is written there.
+        run_folder = Path(config.output_root) / "doctor"
+        context = dataclasses.replace(train_grpo.doctor_context(trainer), run_folder=run_folder)
+        so_far: list[Finding] = []
         try:
-            findings = examine_fully(trainer, config.train.updates_per_epoch, on_the_way)
+            findings = examine_fully(context, config.train.updates_per_epoch, so_far)
         except RuntimeError:
             if ranks.is_main:
-                print(as_table(on_the_way), file=sys.stderr, flush=True)
+                print(as_table(so_far), file=sys.stderr, flush=True)
             raise
         trainer.tracker.close()
     return findings
 
 
 def shortened(config: Config, world_size: int) -> Config:
-    """Return the recipe with as few batches in an epoch as its checks allow, and one update."""
+    """Return the recipe with one update per epoch, of as few batches as its checks allow."""
     train = dataclasses.replace(config.train, updates_per_epoch=1)
     for batches in range(1, config.sample.num_batches_per_epoch):
         sample = dataclasses.replace(config.sample, num_batches_per_epoch=batches)
@@ -131,7 +133,7 @@ def show(findings: Sequence[Finding], seconds: float, *, as_json: bool) -> None:
         print(json.dumps({"failed": failed(findings), "seconds": seconds, "findings": rows}), flush=True)
     else:
         print(as_table(findings))
-        print(in_one_line(findings, seconds), flush=True)
+        print(summary(findings, seconds), flush=True)
 
 
 if __name__ == "__main__":

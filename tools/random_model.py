@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
-from flow_grpo.preflight.footprint import WAN_1_3B
+from flow_grpo.models.fake_policy import WAN_1_3B
 from flow_grpo.models.recam_policy import DTYPES
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
 

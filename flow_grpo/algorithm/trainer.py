@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.evaluate import ConditionSource, Evaluator
+from flow_grpo.algorithm.evaluate import Evaluator
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
@@ -60,7 +60,6 @@ class Trainer:
         lock: on that folder, held or not.
         dynamic_sampling: samples further rounds when groups are flat, or None.
         cameras: the kind of camera of every training condition, for statistics; () keeps none.
-        conditions: what is trained on, by index, for the doctor.
         from_own: the run resumes one of its own checkpoints, so its state is already saved.
     """
 
@@ -77,7 +76,6 @@ class Trainer:
     lock: RunLock
     dynamic_sampling: DynamicSampling | None = None
     cameras: tuple[str, ...] = ()
-    conditions: ConditionSource | None = None
     from_own: bool = False
 
     def __post_init__(self) -> None:

@@ -100,7 +100,7 @@ class DistributedKRepeatSampler(Sampler[list[SampleKey]]):
         self.seed = seed
         self.num_batches_per_epoch = num_batches_per_epoch
         self.layout = layout
-        self._dataset = dataset
+        self.dataset = dataset
         self._members = _members_by_structure(self.num_conditions, structures)
         self.next_step = 0  # the step the consumer takes next, where a new iterator starts
         self._check_numbers()
@@ -162,7 +162,7 @@ class DistributedKRepeatSampler(Sampler[list[SampleKey]]):
 
         The loader's position is not part of it: with prefetching it is ahead of the consumer.
         """
-        fingerprint = getattr(self._dataset, "fingerprint", None)
+        fingerprint = getattr(self.dataset, "fingerprint", None)
         return {
             "seed": self.seed,
             "n": self.num_conditions,

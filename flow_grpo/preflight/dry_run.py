@@ -1,33 +1,33 @@
-"""One rank's way through an epoch in shapes: the real functions on tensors without memory.
-
-Not walked are loaders, rewards and exchanges, whose shapes follow from the counts, and repetition: one step of each
-kind stands for all.
-"""
+"""Shapes of one rank's epoch before there are weights: the real rollout and update, run on fake tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flow_grpo.algorithm import debug_print
-from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
-from flow_grpo.maths.loss import grpo_loss
-from flow_grpo.maths.sde import log_prob, sample
-from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
+from flow_grpo.algorithm import build, debug_print
+from flow_grpo.algorithm.rollout.denoise import rollout
+from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.maths.schedule import sde_window
+from flow_grpo.models.fake_policy import FakePolicy
+from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch
+from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import Config
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """One tensor met on the way.
+class TensorInfo:
+    """A tensor that one rank holds during an epoch.
 
     Attributes:
-        phase: where.
-        name: which.
+        phase: of the epoch, such as "rollout".
+        name: of the tensor.
         shape: its dimensions.
         dtype: such as "float32".
         mib: its size.
@@ -40,75 +40,48 @@ class Shape:
     mib: float
 
 
-def walk(
-    policy: Policy, config: Config, size: tuple[int, int, int], sigmas: Sequence[float], world_size: int
-) -> list[Shape]:
-    """Return the tensors that one rank meets in an epoch of videos of one size; call where tensors have no memory.
+def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -> list[TensorInfo]:
+    """Return the tensors of one rank's epoch; loaders, rewards and collectives are left out.
 
     Args:
-        policy: of fake tensors.
         config: the recipe.
         size: video frames, rows, columns.
-        sigmas: S+1 noise levels.
         world_size: W.
 
     Raises:
         ValueError: the videos do not fit the model.
     """
-    seen: list[Shape] = []
-    first = _sampled(policy, config, size, sigmas, seen)
-    nb = config.sample.num_batches_per_epoch
-    merged = ScoredBatch(
-        conditions=first.conditions * nb,
-        samples=Samples.concatenate([first.samples] * nb),
-        rewards=dict.fromkeys(
-            config.reward.weights,
-            RewardResult(torch.empty(len(first) * nb), torch.ones(len(first) * nb, dtype=torch.bool), ("",)),
-        ),
-        videos=first.videos,
-    )
-    views = debug_print.batch_view(merged, torch.empty(len(sigmas)), config.reward.weights)
-    for name, value in views.items():
-        if isinstance(value, Tensor):
-            _note(seen, "epoch", name, value)
-    total = world_size * config.sample.expanded_batch_size
-    rewards = torch.empty(total)
-    _note(seen, "gather", "rewards", rewards)
-    _note(
-        seen,
-        "gather",
-        "rewards.avg over steps",
-        debug_print.repeat_over_steps(rewards, len(merged.samples.trajectory.steps)),
-    )
-    _update(policy, config, merged, sigmas, seen)
-    return seen
+    found: list[TensorInfo] = []
+    policy = FakePolicy(config)
+    batch = _rolled_out(policy, config, size, found)
+    batches = config.sample.num_batches_per_epoch
+    samples = Samples.concatenate([batch.samples] * batches)
+    samples = dataclasses.replace(samples, places=torch.arange(len(samples)))
+    epoch = dataclasses.replace(batch, conditions=batch.conditions * batches, samples=samples)
+    views = debug_print.batch_view(epoch, build.rollout_settings(config).sigmas, config.reward.weights)
+    _note(found, "epoch", {name: value for name, value in views.items() if isinstance(value, Tensor)})
+    rewards = torch.empty(world_size * config.sample.expanded_batch_size)
+    repeated = debug_print.repeat_over_steps(rewards, len(samples.trajectory.steps))
+    _note(found, "gather", {"rewards": rewards, "rewards.avg over steps": repeated})
+    _update(policy, config, samples, found)
+    return found
 
 
-def _sampled(
-    policy: Policy, config: Config, size: tuple[int, int, int], sigmas: Sequence[float], seen: list[Shape]
-) -> ScoredBatch:
-    """Walk one batch from conditions to videos."""
-    settings = config.sample
-    conditions = tuple(_condition(size, row, config.data.prompt) for row in range(settings.train_batch_size))
-    _note(seen, "data", "source_video", conditions[0].source_video)
+def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], found: list[TensorInfo]) -> ScoredBatch:
+    """Run one batch from conditions to videos; its rewards are placeholders."""
+    sample, rows = config.sample, config.sample.train_batch_size
+    with policy.fake_mode:
+        conditions = tuple(_condition(size, row, config.data.prompt) for row in range(rows))
     conditioning = policy.encode(conditions)
-    for name, tensor in conditioning.tensors().items():
-        _note(seen, "encode", name, tensor)
-    with torch.no_grad():
-        trajectory, final = _rolled_out(policy, config, conditions, conditioning, sigmas)
-        videos = policy.decode(final)
-    for name, tensor in (*trajectory.tensors().items(), ("final_latents", final)):
-        _note(seen, "rollout", name, tensor)
-    _note(seen, "decode", "videos", videos)
-    samples = Samples(
-        keys=torch.zeros((len(conditions), 3), dtype=torch.int64),
-        places=torch.arange(len(conditions)),
-        noise_ids=torch.zeros((len(conditions), 2), dtype=torch.int64),
-        conditioning=conditioning,
-        trajectory=trajectory,
-        final_latents=final,
-    )
-    return ScoredBatch(conditions, samples, {}, videos)
+    window = sde_window(sample.sde_steps, sample.sde_window, seed=config.seed, round_index=0)
+    samples = rollout(policy, conditions, conditioning, window, build.rollout_settings(config))
+    videos = policy.decode(samples.final_latents)
+    _note(found, "data", {"source_video": conditions[0].source_video})
+    _note(found, "encode", conditioning.tensors())
+    _note(found, "rollout", samples.trajectory.tensors() | {"final_latents": samples.final_latents})
+    _note(found, "decode", {"videos": videos})
+    reward = RewardResult(torch.ones(rows), torch.ones(rows, dtype=torch.bool), ("",) * rows)
+    return ScoredBatch(conditions, samples, dict.fromkeys(config.reward.weights, reward), videos)
 
 
 def _condition(size: tuple[int, int, int], row: int, prompt: str) -> Condition:
@@ -126,61 +99,48 @@ def _condition(size: tuple[int, int, int], row: int, prompt: str) -> Condition:
     )
 
 
-def _rolled_out(
-    policy: Policy,
-    config: Config,
-    conditions: Sequence[Condition],
-    conditioning: Conditioning,
-    sigmas: Sequence[float],
-) -> tuple[Trajectory, Tensor]:
-    """Take one step of the ODE and one stochastic step, which stands for all K."""
-    settings = config.sample
-    steps = settings.sde_steps[: settings.sde_window] or settings.sde_steps
-    latents = torch.empty(len(conditions), *policy.latent_shape(conditions))
-    latents = step_transition(policy, latents, conditioning, sigmas=sigmas, step=0, sde=None).mean
-    drawn_from = step_transition(policy, latents, conditioning, sigmas=sigmas, step=steps[0], sde=_sde(config))
-    after = sample(drawn_from, torch.empty_like(latents))
-    scored = log_prob(after, drawn_from)
-    trajectory = Trajectory(
-        states=torch.stack([latents, *[after] * len(steps)], dim=1),
-        log_probs=torch.stack([scored] * len(steps), dim=1),
-        state_index=tuple(range(len(steps))),
-        steps=tuple(steps),
-    )
-    return trajectory, after
+def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[TensorInfo]) -> None:
+    """Take the epoch's optimizer steps; every trained tensor must receive a gradient."""
+    ones = torch.ones(len(samples))
+    batch = TrainingBatch((dataclasses.replace(samples, advantages=ones, weights=ones),), len(samples))
+    if config.train.kl_coef > 0:
+        policy.keep_reference()
+    optimizer = build.build_optimizer(config, policy)
+    optimizer.register_step_pre_hook(lambda *_: _check_gradients(policy))
+    settings = UpdateSettings(config.sample.train_batch_size, config.seed, config.train)
+    updater = Updater(policy, build.build_objective(config, policy), optimizer, settings, Ranks())
+    plan = updater.plan(batch, epoch=0)
+    micro_batch = batch.take(plan.steps[0][0], policy.device)
+    _note(found, "micro-batch", micro_batch.trajectory.tensors())
+    with _ScalarsAreOne():  # type: ignore[no-untyped-call]
+        updater.run(batch, plan, [])
 
 
-def _update(policy: Policy, config: Config, merged: ScoredBatch, sigmas: Sequence[float], seen: list[Shape]) -> None:
-    """Walk one micro-batch forward and back."""
-    train = config.train
-    micro = merged.samples.rows(slice(0, train.batch_size))
-    advantages = torch.empty(len(micro))
-    states, step = micro.trajectory.states, micro.trajectory.steps[0]
-    current = step_transition(policy, states[:, 0], micro.conditioning, sigmas=sigmas, step=step, sde=_sde(config))
-    new = log_prob(states[:, 1], current)
-    terms = grpo_loss(
-        new[:, None], new.detach()[:, None], advantages, clip_range=train.clip_range, adv_clip=train.adv_clip
-    )
-    for name, tensor in (("latents", states[:, 0]), ("log_prob", new), ("loss", terms.per_sample)):
-        _note(seen, "micro-batch", name, tensor)
-    terms.per_sample.sum().backward()
+def _check_gradients(policy: FakePolicy) -> None:
     learned = [parameter.grad is not None for parameter in policy.trained_parameters()]
     assert all(learned), f"{learned.count(False)} of {len(learned)} trained tensors have no part in the loss"
 
 
-def _sde(config: Config) -> SdeSettings:
-    return SdeSettings(config.sample.sde, config.sample.noise_level, config.sample.max_step_std)
+class _ScalarsAreOne(TorchDispatchMode):
+    """Inside, reading a Python number from a fake tensor gives 1, so that finite checks and metrics can run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return torch.ones((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
 
 
-def _note(seen: list[Shape], phase: str, name: str, tensor: Tensor) -> None:
-    size = tensor.numel() * tensor.element_size() / 2**20
-    seen.append(Shape(phase, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size))
+def _note(found: list[TensorInfo], phase: str, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        mib = tensor.numel() * tensor.element_size() / 2**20
+        found.append(TensorInfo(phase, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), mib))
 
 
-def lines(shapes: Sequence[Shape]) -> list[str]:
+def as_text(tensors: Sequence[TensorInfo]) -> str:
     """Return one line per tensor."""
-    widest = max(len(shape.name) for shape in shapes)
-    return [
-        f"{shape.phase:12s} {shape.name:{widest}s} {list(shape.shape)!s:30s} {shape.dtype:9s} {shape.mib:10,.2f} MiB"
-        for shape in shapes
-    ]
+    widest = max(len(tensor.name) for tensor in tensors)
+    return "\n".join(
+        f"{tensor.phase:12s} {tensor.name:{widest}s} {list(tensor.shape)!s:30s} {tensor.dtype:9s} "
+        f"{tensor.mib:10,.2f} MiB"
+        for tensor in tensors
+    )

@@ -1,8 +1,8 @@
-"""What a recipe costs on given devices: operations, calls, memory, bytes moved, seconds, and whether it fits.
+"""Cost of a recipe on given devices: operations, calls, memory, communication, seconds, and whether it fits.
 
-Nothing is allocated: transformer and codec are counted with fake tensors, the rest is arithmetic. What the allocator
-wastes, kernels hold while they run and other processes use is not in it: leave a tenth of a device free, a fifth where
-decoding is the highest peak.
+Nothing is allocated: the transformer and the codec run on fake tensors, the rest is arithmetic. Allocator
+fragmentation, kernel workspaces and other processes are not counted: leave a tenth of a device free, a fifth where
+decoding has the highest peak.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ import torch
 from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.models.recam_policy import DTYPES, RecamPolicy
-from flow_grpo.preflight.fake_policy import outline, transformer_config, without_memory
+from flow_grpo.models.fake_policy import FakePolicy, transformer_config
+from flow_grpo.models.recam_policy import DTYPES
 from flow_grpo.preflight.footprint import Footprint, footprint, peak_bytes
 from flow_grpo.settings.schema import Config
 from flow_grpo.settings.values import parse_bucket
 
-# Wan 2.1's: UMT5-XXL's encoder, the codec, and its decoder alone.
+# Wan 2.1: the UMT5-XXL encoder, the codec, and the codec's decoder.
 TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603
 GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Costs of one rank and one epoch without resampling; GiB of one device.
+    """Costs of one rank and one epoch without resampling; GiB are of one device.
 
     Attributes:
-        tokens: of target and source together, one sample.
+        tokens: target and source together, of one sample.
         samples_per_epoch: over all ranks.
-        rollout_calls: of the transformer, a batch each.
-        update_calls: of the transformer with a backward, a micro-batch each.
+        rollout_calls: of the transformer, one batch each.
+        update_calls: of the transformer with a backward, one micro-batch each.
         forward_tflop: 1e12 operations of a forward on one sample.
         decode_tflop: of decoding one sample, in fp32.
-        trained_parameters: how many weights learn.
-        rollout_s: seconds of the rollout at the stated rate, `decode_s` of decoding, `update_s` of the update.
-        decode_s: seconds; the stated rate is that of bf16, so rather a lower bound.
+        trained_parameters: how many.
+        rollout_s: seconds at the stated rate, like the three that follow.
+        decode_s: seconds; a lower bound, since the stated rate is that of bf16.
         update_s: seconds.
-        epoch_s: their sum.
+        epoch_s: rollout, decoding and update.
         weights_gib: all networks.
-        optimizer_gib: gradients, moments, average, buffers of the exchange, reference weights.
-        activations_gib: kept for the backward of a micro-batch.
-        trajectories_gib: remembered steps and conditioning.
-        update_gib: at the peak of the update.
-        rollout_gib: at the peak of the rollout's denoising.
-        decode_gib: at the peak of decoding a batch, tiles left out.
-        exchanged_gib: that a rank sends in an epoch.
-        host_gib: in CPU memory: what is kept there of trajectories and frozen parts, and videos.
+        optimizer_gib: gradients, moments, EMA, communication buffers, reference weights.
+        activations_gib: saved for the backward of a micro-batch.
+        trajectories_gib: stored latents and conditioning.
+        update_gib: peak of the update.
+        rollout_gib: peak of denoising in the rollout.
+        decode_gib: peak of decoding a batch, without tiling.
+        exchanged_gib: sent by a rank in an epoch.
+        host_gib: CPU memory: offloaded trajectories and frozen networks, and videos.
     """
 
     tokens: int
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def most_gib(self) -> float:
-        """The highest peak."""
+        """Return the highest peak."""
         return max(self.update_gib, self.rollout_gib, self.decode_gib)
 
 
@@ -88,31 +88,30 @@ def largest_size(config: Config) -> tuple[int, int, int]:
 
 
 def make_plan(config: Config, devices: int, rate: float) -> Plan:
-    """Return what a recipe costs.
+    """Return the cost of a recipe.
 
     Args:
-        config: the recipe; of several buckets the largest is planned.
-        devices: ranks.
-        rate: operations a second that a device sustains at this model.
+        config: the recipe; with several buckets every video has the largest size.
+        devices: number of ranks.
+        rate: operations per second that a device sustains on this model.
     """
     sample, train, model = config.sample, config.train, config.model
-    with without_memory():
-        policy = outline(config)
-        latents = policy.latent_size(largest_size(config))
-        decode_flops = decoding_flops(policy, latents)
-        decode_bytes = decoding_bytes(policy, latents, sample.train_batch_size)
+    policy = FakePolicy(config)
+    latents = policy.latent_size(largest_size(config))
+    decode_flops = decoding_flops(policy, latents)
+    decode_bytes = decoding_bytes(policy, latents, sample.train_batch_size)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
     counted = {
-        n: footprint(transformer_config(config), latents, model, rows=n * copies, dtype=DTYPES[model.dtype])
+        n: footprint(transformer_config(model.path), latents, model, rows=n * copies, dtype=DTYPES[model.dtype])
         for n in rows
     }
     rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
     calls = sample.num_batches_per_epoch * sample.num_steps
     replays = _steps(config) * sample.expanded_batch_size / train.batch_size
-    # Beside each replay: a policy to stay near, and old log-probabilities that are scored again.
-    beside = (train.kl_coef > 0) + _scored_again(config)
-    passes = 3 + model.gradient_checkpointing + beside  # a backward costs two forwards, recomputing one more
+    # Forwards without gradients per replay: the reference policy, and recomputed old log-probabilities.
+    extra = (train.kl_coef > 0) + _recomputes_old_log_probs(config)
+    passes = 3 + model.gradient_checkpointing + extra  # a backward costs two forwards, recomputation one more
     seconds = (
         calls * rollout.forward_flops / rate,
         sample.expanded_batch_size * decode_flops / rate,
@@ -131,37 +130,38 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         decode_s=seconds[1],
         update_s=seconds[2],
         epoch_s=sum(seconds),
-        exchanged_gib=_exchanged(config, devices, update, calls, replays, beside) / GIB,
+        exchanged_gib=_exchanged(config, devices, update, calls, replays, extra) / GIB,
         **{name: value / GIB for name, value in memory.items()},
     )
 
 
-def decoding_flops(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:
-    """Return the operations of decoding one sample; inside `without_memory`.
+def decoding_flops(policy: FakePolicy, latents: tuple[int, int, int, int]) -> float:
+    """Return the operations of decoding one sample.
 
-    The codec decodes one latent frame after the other, all but the first at the same cost: two are counted.
+    The codec decodes latent frames one by one, all but the first at the same cost: two are counted.
     """
     channels, frames, height, width = latents
     first, both = (count_decoding(policy, (channels, n, height, width)) for n in (1, 2))
     return first + (frames - 1) * (both - first)
 
 
-def decoding_bytes(policy: RecamPolicy, latents: tuple[int, int, int, int], rows: int) -> float:
-    """Return the most bytes that decoding a batch holds beside the weights; inside `without_memory`.
+def decoding_bytes(policy: FakePolicy, latents: tuple[int, int, int, int], rows: int) -> float:
+    """Return the peak of decoding a batch, weights left out.
 
-    From the third latent frame on, only the videos grow: as the codec gives them and as they are handed on.
+    After the third latent frame only the videos grow, which exist twice: as the codec returns them and as fp32 copies.
     """
     channels, frames, height, width = latents
     counted = min(frames, 3)
-    given = torch.empty(rows, channels, counted, height, width)
-    most = peak_bytes(lambda: policy.decode(given))
+    with policy.fake_mode:
+        given = torch.empty(rows, channels, counted, height, width)
+        peak = peak_bytes(lambda: policy.decode(given))
     scale = policy.codec.temporal * policy.codec.spatial**2
-    return most + 2.0 * 4 * 3 * rows * (frames - counted) * height * width * scale
+    return peak + 2.0 * 4 * 3 * rows * (frames - counted) * height * width * scale
 
 
-def count_decoding(policy: RecamPolicy, latents: tuple[int, int, int, int]) -> float:
-    """Return the operations of decoding one sample, every frame of it counted."""
-    with FlopCounterMode(display=False) as counter:
+def count_decoding(policy: FakePolicy, latents: tuple[int, int, int, int]) -> float:
+    """Return the operations of decoding one sample, with every frame counted."""
+    with FlopCounterMode(display=False) as counter, policy.fake_mode:
         policy.decode(torch.empty(1, *latents))
     return float(counter.get_total_flops())
 
@@ -170,31 +170,31 @@ def _steps(config: Config) -> int:
     return config.sample.sde_window or len(config.sample.sde_steps)
 
 
-def _scored_again(config: Config) -> bool:
-    """Tell whether the update makes one more call for every replay: `train.old_log_prob`, of one video size."""
+def _recomputes_old_log_probs(config: Config) -> bool:
+    """Return whether the update recomputes old log-probabilities, one more call per replay, with one video size."""
     train, sample = config.train, config.sample
     other_batches = train.batch_size != sample.train_batch_size
     return train.guard or train.old_log_prob == "recompute" or (train.old_log_prob == "auto" and other_batches)
 
 
 def _states(config: Config) -> int:
-    """Return how many latents a rollout keeps: those around every stochastic step, neighbours sharing theirs."""
+    """Return how many latents a rollout stores: before and after every stochastic step, each once."""
     sample = config.sample
     steps = sample.sde_steps[: sample.sde_window] if sample.sde_window else sample.sde_steps
     return len({*steps, *(step + 1 for step in steps)})
 
 
-def _exchanged(config: Config, devices: int, update: Footprint, calls: float, replays: float, beside: int) -> float:
-    """Return the bytes that a rank sends in an epoch, of weights and gradients."""
+def _exchanged(config: Config, devices: int, update: Footprint, calls: float, replays: float, extra: int) -> float:
+    """Return the bytes of weights and gradients that a rank sends in an epoch."""
     share = (devices - 1) / devices
     gradients = 4.0 * update.trained * share
     if config.train.sharding == "ddp":
-        return 2 * gradients * config.train.updates_per_epoch  # a sum over rings, and its result
+        return 2 * gradients * config.train.updates_per_epoch  # ring all-reduce: reduce-scatter and all-gather
     if config.train.sharding == "zero2":
         return gradients * (replays + config.train.updates_per_epoch)
-    # Blocks are gathered for every forward and once more for its backward, which recomputation goes along with.
+    # FSDP gathers blocks for every forward and once more for its backward, which shares them with recomputation.
     frozen = (update.parameters - update.trained) * DTYPES[config.model.dtype].itemsize
-    gathers = calls + replays * (2 + beside)
+    gathers = calls + replays * (2 + extra)
     return gradients * replays + gathers * (frozen + 4.0 * update.trained) * share
 
 
@@ -206,27 +206,27 @@ def _memory(
     latents: tuple[int, int, int, int],
     decoding: float,
 ) -> dict[str, float]:
-    """Return bytes by what holds them, and at the peaks of update and rollout."""
+    """Return the fields of `Plan` that count memory, in bytes."""
     sample, model, train = config.sample, config.model, config.train
     shards = devices if train.sharding == "fsdp2" else 1
     parts = devices if train.sharding in ("fsdp2", "zero2") else 1
     width = DTYPES[model.dtype].itemsize
     transformer = update.parameters * width + update.trained * (4 - width if model.trained != "lora" else 4)
     reference = 4 * update.trained if train.kl_coef > 0 and model.trained != "lora" else 0
-    # Gradient and two moments, an average, and DDP's copy of the gradients that it exchanges.
+    # Gradient, two moments, DDP's communication buffer; EMA and reference weights.
     states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / parts
     states += (4 * update.trained * (train.ema_decay > 0) + (0 if model.offload else reference)) / shards
-    # Of shards, one block is gathered while the next arrives.
-    gathered = 0 if shards == 1 else 2 * transformer / transformer_config(config)["num_layers"]
+    # FSDP holds two gathered blocks: the current one and the next, which is prefetched.
+    gathered = 0 if shards == 1 else 2 * transformer / transformer_config(model.path)["num_layers"]
     encoders, decoder = _frozen(config)
     frozen = 0 if model.offload else encoders + decoder
     elements = latents[0] * latents[1] * latents[2] * latents[3]
     prompts = 1 if sample.guidance_scale == 1.0 else 2
-    prompt = prompts * model.max_prompt_tokens * transformer_config(config)["text_dim"]
-    one = 4 * (elements * (_states(config) + 1) + prompt)  # and the source's latents
-    elsewhere = sample.offload or config.dynamic_sampling.enabled
+    prompt = prompts * model.max_prompt_tokens * transformer_config(model.path)["text_dim"]
+    one = 4 * (elements * (_states(config) + 1) + prompt)  # one more for the source's latents
+    offloaded = sample.offload or config.dynamic_sampling.enabled
     trajectories = one * sample.expanded_batch_size
-    on_device = one * (max(train.batch_size, sample.train_batch_size) if elsewhere else sample.expanded_batch_size)
+    on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)
     fixed = transformer / shards + gathered + states + frozen + on_device
     activations = update.kept_bytes + update.block_bytes
     frames, rows, columns = largest_size(config)
@@ -237,17 +237,17 @@ def _memory(
         "activations_gib": activations,
         "trajectories_gib": on_device,
         "update_gib": fixed + activations,
-        # Parts that only visit are there one at a time, between the transformer's calls.
+        # Offloaded parts are on the device one at a time, between calls of the transformer.
         "rollout_gib": fixed + max(rollout.forward_bytes, max(encoders, decoder) if model.offload else 0),
         "decode_gib": fixed + decoding + (decoder if model.offload else 0),
         "host_gib": videos
-        + (trajectories if elsewhere else 0)
+        + (trajectories if offloaded else 0)
         + (encoders + decoder + reference / shards if model.offload else 0),
     }
 
 
 def _frozen(config: Config) -> tuple[float, float]:
-    """Return the bytes of both encoders, which a warm folder of encodings spares, and of the decoder."""
+    """Return the bytes of both encoders (0 with precomputed encodings) and of the decoder."""
     codec = 4.0 * (_stored_elements(config, "vae") or CODEC_PARAMETERS)
     decoder = codec * DECODER_PARAMETERS / CODEC_PARAMETERS
     if config.model.encodings:
@@ -257,7 +257,7 @@ def _frozen(config: Config) -> tuple[float, float]:
 
 
 def _stored_elements(config: Config, part: str) -> int:
-    """Return how many numbers the files of a part hold, in whatever precision; 0 without files."""
+    """Return the number of elements in the weight files of a model component; 0 without files."""
     count = 0
     for file in Path(config.model.path, part).glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -266,7 +266,7 @@ def _stored_elements(config: Config, part: str) -> int:
 
 
 def advice(config: Config, devices: int) -> list[str]:
-    """Return what to try, first what costs least, when a recipe does not fit."""
+    """Return settings that save memory, the cheapest first, for a recipe that does not fit."""
     model, train = config.model, config.train
     tries: list[tuple[bool, str]] = [
         (not model.gradient_checkpointing, "--config.model.gradient_checkpointing=true"),
@@ -283,7 +283,7 @@ def advice(config: Config, devices: int) -> list[str]:
 
 
 def as_text(plan: Plan, limit: float, config: Config, devices: int) -> str:
-    """Return the plan in words, ending in whether it fits `limit` GiB."""
+    """Return one line per cost, and whether the plan fits `limit` GiB."""
     lines = [
         f"{name:20s} {value:>14,}" if isinstance(value, int) else f"{name:20s} {value:>14,.{0 if value >= 100 else 2}f}"
         for name, value in dataclasses.asdict(plan).items()

@@ -1,4 +1,4 @@
-"""The doctor's judgements on samples and weights: what passes, and the fault that it is there for."""
+"""Checks of samples, gradients and updates: what passes, and the fault that each must find."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ import math
 import pytest
 import torch
 
-from flow_grpo.preflight import doctor_checks as checks
-
-
-def status(found) -> str:
-    (only,) = found
-    assert bool(only.way_out) == (only.status != "ok")
-    return only.status
-
+from flow_grpo.preflight.doctor import checks
+from tests.doctor_cases import status
 
 # --- residuals
 
@@ -48,16 +42,16 @@ def test_residuals_of_another_distribution_fail(wrong):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_states_that_were_rounded_fail_wherever_they_stand(dtype):
+def test_rounded_latents_fail_at_any_step(dtype):
     states = normal(2, 3, 50)
-    assert status(checks.check_stored(states)) == "ok"
+    assert status(checks.check_latents_fp32(states)) == "ok"
     short = states.to(dtype)
-    assert status(checks.check_stored(short)) == status(checks.check_stored(short.float())) == "fail"
-    (found,) = checks.check_stored(torch.cat([states[:, :2], short[:, 2:].float()], dim=1))
-    assert (found.status, found.measured) == ("fail", f"1 of 3 remembered states were rounded to {dtype}")
+    assert status(checks.check_latents_fp32(short)) == status(checks.check_latents_fp32(short.float())) == "fail"
+    found = checks.check_latents_fp32(torch.cat([states[:, :2], short[:, 2:].float()], dim=1))
+    assert (found.status, found.measured) == ("fail", f"1 of 3 stored latents per sample were rounded to {dtype}")
 
 
-# --- ratio, geometry
+# --- ratio
 
 
 def test_the_ratio_must_be_one_exactly_where_calls_are_exact():
@@ -67,11 +61,11 @@ def test_the_ratio_must_be_one_exactly_where_calls_are_exact():
     assert status(checks.check_ratio(tiny, 1e-3, "auto", exact=False)) == "ok"
     assert status(checks.check_ratio(large, 1e-3, "auto", exact=False)) == "fail"
     assert status(checks.check_ratio(large * torch.nan, 1e-3, "auto", exact=False)) == "fail"
-    (found,) = checks.check_ratio(large, 1e-3, "auto", exact=False, layer="layer 3 differs first")
+    found = checks.check_ratio(large, 1e-3, "auto", exact=False, layer="layer 3 differs first")
     assert "layer 3 differs first" in found.measured
 
 
-def test_a_ratio_against_itself_may_hide_rounding_but_nothing_more():
+def test_old_log_probs_detached_hide_rounding_but_nothing_more():
     rounding, more = torch.tensor([[5e-4]]), torch.tensor([[2e-3]])
     assert status(checks.check_ratio(rounding, 1e-3, "detach", exact=False)) == "warn"
     assert status(checks.check_ratio(more, 1e-3, "detach", exact=False)) == "fail"
@@ -89,16 +83,16 @@ def test_a_ratio_against_itself_may_hide_rounding_but_nothing_more():
         ({1: 0.0, 2: 5e-4, 4: 0.0}, "rollout", "warn"),  # not a shape of the update
     ],
 )
-def test_what_another_batch_shape_changes_matters_where_nothing_makes_up_for_it(gaps, mode, wanted):
-    assert status(checks.check_geometry(gaps, 1e-3, 1, mode)) == wanted
+def test_a_dependence_on_the_batch_size_fails_where_nothing_corrects_for_it(gaps, mode, wanted):
+    assert status(checks.check_ratio_by_batch_size(gaps, 1e-3, 1, mode)) == wanted
 
 
-def test_the_update_s_own_batch_shape_cannot_be_left_out():
+def test_the_update_s_own_batch_size_must_be_measured():
     with pytest.raises(KeyError):
-        checks.check_geometry({4: 0.0}, 1e-3, 8, "rollout")
+        checks.check_ratio_by_batch_size({4: 0.0}, 1e-3, 8, "rollout")
 
 
-# --- noise, ranks
+# --- noise
 
 
 def test_equal_noise_of_two_samples_fails():
@@ -108,18 +102,12 @@ def test_equal_noise_of_two_samples_fails():
         assert status(checks.check_noise(gids, slots, wrong, same_initial_noise=False)) == "fail"
 
 
-def test_shared_first_noise_may_be_shared_within_a_group_only():
+def test_shared_initial_noise_is_allowed_within_a_group_only():
     gids, slots = [1, 1, 2, 2], [0, 1, 0, 1]
     within = [[1, 5], [1, 6], [2, 7], [2, 8]]
     assert status(checks.check_noise(gids, slots, within, same_initial_noise=True)) == "ok"
     across = [[1, 5], [1, 6], [1, 7], [1, 8]]
     assert status(checks.check_noise(gids, slots, across, same_initial_noise=True)) == "fail"
-
-
-def test_ranks_that_hold_different_things_fail():
-    assert status(checks.check_alike("gradients", ["a", "a"], "gradients", "mend")) == "ok"
-    (found,) = checks.check_alike("gradients", ["a", "b", "a"], "gradients", "mend")
-    assert (found.status, found.measured) == ("fail", "gradients of 2 kinds on 3 ranks")
 
 
 # --- what is trained
@@ -133,30 +121,30 @@ def test_nothing_to_train_fails(mode, adapted, trained, wanted):
     assert status(checks.check_adapters(mode, adapted, trained)) == wanted
 
 
-def test_each_factor_of_an_adapter_may_wait_for_the_other_but_not_for_ever():
+def test_a_factor_of_an_adapter_may_lack_a_gradient_in_the_first_update_only():
     first, second = {"a": 0.0, "b": 1.0}, {"a": 0.5, "b": 1.0}
-    assert status(checks.check_received("lora", [first, second])) == "ok"
-    assert status(checks.check_received("lora", [first, first])) == "fail"
-    assert status(checks.check_received("full", [first, first])) == "warn"
-    assert status(checks.check_received("full", [{"a": 0.0}, {"a": 0.0}])) == "fail"
+    assert status(checks.check_gradient_coverage("lora", [first, second])) == "ok"
+    assert status(checks.check_gradient_coverage("lora", [first, first])) == "fail"
+    assert status(checks.check_gradient_coverage("full", [first, first])) == "warn"
+    assert status(checks.check_gradient_coverage("full", [{"a": 0.0}, {"a": 0.0}])) == "fail"
 
 
-# --- what reaches the update
+# --- from the rollout to the update
 
 
 @pytest.mark.parametrize(
-    ("gap", "alone", "exact", "wanted"),
+    ("gap", "probe_gap", "exact", "wanted"),
     [
         (0.0, 0.0, True, "ok"),
         (1e-9, 0.0, True, "fail"),
         (1e-5, 0.0, False, "ok"),
-        (3e-4, 5e-5, False, "ok"),  # rounding, as of a batch alone
+        (3e-4, 5e-5, False, "ok"),  # rounding, as in the probe batch
         (3e-4, 1e-5, False, "fail"),
         (math.nan, 1e-5, False, "fail"),
     ],
 )
-def test_the_update_finds_what_the_rollout_left(gap, alone, exact, wanted):
-    assert status(checks.check_carried(gap, alone, 1e-4, exact=exact)) == wanted
+def test_samples_that_change_on_their_way_to_the_update_fail(gap, probe_gap, exact, wanted):
+    assert status(checks.check_ratio_in_update(gap, probe_gap, 1e-4, exact=exact)) == wanted
 
 
 # --- clip range, KL
@@ -173,7 +161,7 @@ def test_the_update_finds_what_the_rollout_left(gap, alone, exact, wanted):
         (0.0, 1e-3, 1, "fail"),  # nothing moved
     ],
 )
-def test_the_clip_range_must_suit_a_mean_log_probability(spread, clip_range, updates, wanted):
+def test_the_clip_range_must_fit_a_mean_log_probability(spread, clip_range, updates, wanted):
     assert status(checks.check_clip(spread * normal(40, 2), clip_range, updates)) == wanted
 
 
@@ -187,5 +175,5 @@ def test_the_clip_range_must_suit_a_mean_log_probability(spread, clip_range, upd
         (0.0, 1e-6, 0.0, True, "fail"),  # the KL carries no gradient
     ],
 )
-def test_the_kl_is_that_of_the_current_to_the_starting_policy(before, after, gradient, exact, wanted):
+def test_the_kl_starts_at_zero_rises_and_has_a_gradient(before, after, gradient, exact, wanted):
     assert status(checks.check_kl(0.1, before, after, gradient, exact=exact)) == wanted

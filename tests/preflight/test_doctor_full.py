@@ -1,4 +1,4 @@
-"""The full form: what an epoch and two updates show, and that weights are afterwards as they were."""
+"""The full doctor: what an epoch and two updates show, and that weights are restored afterwards."""
 
 from __future__ import annotations
 
@@ -9,59 +9,53 @@ from unittest import mock
 import pytest
 import torch
 
-import train_grpo
 from flow_grpo.algorithm.rollout import collector
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.models.recam_policy import RecamPolicy
-from flow_grpo.preflight import doctor_full
-from flow_grpo.preflight.doctor_full import examine_fully
+from flow_grpo.preflight.doctor.context import DoctorContext
+from flow_grpo.preflight.doctor.full import examine_fully, with_signs
+from flow_grpo.preflight.doctor.rewards import examine_rewards
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.target_view import TargetView
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.doctor_cases import make_places, words
+from tests import doctor_cases
+from tests.doctor_cases import build_context, words
 from tests.toy import ToyPolicy, group, training_batch
 from tests.workers import run_ranks
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    return make_places(tmp_path_factory.mktemp("full"))
-
 
 @pytest.fixture
-def trainer(places, tmp_path):
-    return build(words(places, output_root=tmp_path, train__kl_coef=0.1), Ranks())
+def context(places, tmp_path):
+    return build_context(words(places, output_root=tmp_path, train__kl_coef=0.1))
 
 
-def build(given, ranks):
-    config, recipe = train_grpo.read_command_line(given)
-    return train_grpo.build(config, recipe, CPU, ranks)
+def by_name(context) -> dict[str, str]:
+    """Return status and measurement of every finding."""
+    return {found.name: f"{found.status}: {found.measured}" for found in examine_fully(context)}
 
 
-def by_name(findings) -> dict[str, str]:
-    return {found.name: found.status for found in findings}
+def test_weights_moments_and_average_are_restored(context):
+    module, optimizer = context.policy.module, context.updater.optimizer
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    average = context.ema.state_dict()
+    found = by_name(context)
+    assert [said for said in found.values() if said.startswith("fail")] == []
+    assert "gradient norms of two updates" in found["update"]
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    assert optimizer.state_dict()["state"] == {}
+    assert all(torch.equal(average[name], value) for name, value in context.ema.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_weights_moments_and_average_are_afterwards_as_they_were(trainer):
-    weights = {name: value.clone() for name, value in trainer.state.module.state_dict().items()}
-    average = trainer.state.ema.state_dict()
+def test_the_second_update_is_not_clipped_by_how_far_the_first_one_moved(context):
     with mock.patch.object(Updater, "run", autospec=True, side_effect=Updater.run) as updates:
-        findings = examine_fully(trainer)
-    # The second one is not held back by how far the first one went.
-    assert [call.args[0].settings.train.old_log_prob for call in updates.call_args_list] == ["auto", "detach"]
-    assert [found for found in findings if found.status == "fail"] == []
-    after = trainer.state.module.state_dict()
-    assert all(torch.equal(weights[name], after[name]) for name in weights)
-    assert trainer.state.optimizer.state_dict()["state"] == {}
-    assert all(torch.equal(average[name], value) for name, value in trainer.state.ema.state_dict().items())
-    assert all(parameter.grad is None for parameter in trainer.state.module.parameters())
+        by_name(context)
+    assert [call.args[0].objective.train.old_log_prob for call in updates.call_args_list] == ["auto", "detach"]
 
 
 def test_no_call_with_gradients_has_more_rows_than_an_update_s(places, tmp_path):
-    trainer = build(words(places, output_root=tmp_path, train__kl_coef=0.1, train__batch_size=1), Ranks())
+    context = build_context(words(places, output_root=tmp_path, train__kl_coef=0.1, train__batch_size=1))
     calls, velocity = [], RecamPolicy.velocity
 
     def noted(self, latents, sigma, conditioning):
@@ -69,103 +63,88 @@ def test_no_call_with_gradients_has_more_rows_than_an_update_s(places, tmp_path)
         return velocity(self, latents, sigma, conditioning)
 
     with mock.patch.object(RecamPolicy, "velocity", noted):
-        assert "fail" not in by_name(examine_fully(trainer)).values()
+        assert not any(said.startswith("fail") for said in by_name(context).values())
     assert {rows for rows, kept in calls if kept} == {1}
     assert {rows for rows, kept in calls if not kept} == {1, 2}
 
 
-def test_a_part_of_the_network_without_gradient_is_named(trainer):
-    replay = Updater.replay
+def _detached():
+    replay = GrpoObjective.replay
 
     def detached(self, micro, column):
         step = replay(self, micro, column)
         return dataclasses.replace(step, mean=step.mean.detach().requires_grad_())
 
-    with mock.patch.object(Updater, "replay", detached):
-        found = {found.name: found for found in examine_fully(trainer)}
-    assert found["received"].status == found["update"].status == found["clip"].status == "fail"
-    assert found["received"].measured.startswith("0 of ")
+    return mock.patch.object(GrpoObjective, "replay", detached)
 
 
-def test_what_changes_between_rollout_and_update_is_found(trainer):
+def _reordered():
     take = TrainingBatch.take
 
-    def mistaken(self, positions, device):
-        part = take(self, positions, device)
+    def reordered(self, places, device):
+        part = take(self, places, device)
         states = part.trajectory.states.flip(0)
         return dataclasses.replace(part, trajectory=dataclasses.replace(part.trajectory, states=states))
 
-    with mock.patch.object(TrainingBatch, "take", mistaken):
-        found = {found.name: found for found in examine_fully(trainer)}
-    assert found["carried"].status == "fail" and found["ratio"].status == "ok"
+    return mock.patch.object(TrainingBatch, "take", reordered)
 
 
-def test_latents_rounded_on_their_way_are_found(trainer):
-    roll_out = collector.Collector._roll_out
+def _groups_of_one():
+    take = collector.ConditionStream.take
 
-    def rounded(*given, **named):
-        made = roll_out(*given, **named)
-        trajectory = made.rolled.trajectory
-        trajectory = dataclasses.replace(trajectory, states=trajectory.states.bfloat16().float())
-        return dataclasses.replace(made, rolled=dataclasses.replace(made.rolled, trajectory=trajectory))
+    def alone(self, step):
+        return tuple(dataclasses.replace(c, gid=100 + row) for row, c in enumerate(take(self, step)))
 
-    with mock.patch.object(collector.Collector, "_roll_out", rounded):
-        statuses = by_name(examine_fully(trainer))
-    assert statuses["carried"] == statuses["stored"] == "fail"
+    return mock.patch.object(collector.ConditionStream, "take", alone)
 
 
-@pytest.mark.parametrize("bad", [1, 2])
-def test_steps_that_are_not_finite_are_a_failed_check(trainer, bad):
-    loss, calls = Updater._loss, []
+def _not_finite(update: int):
+    """Return a fault: the losses of one of the two updates, of two calls each, are not finite."""
 
-    def broken(self, *given):
-        terms, new = loss(self, *given)
-        calls.append(1)
-        first = (2 - bad) * len(trainer.collector.settings.window(0))  # an update is as many calls
-        return (dataclasses.replace(terms, ratio=terms.ratio * torch.nan) if len(calls) > first else terms), new
+    def fault():
+        loss, calls = GrpoObjective.loss, []
 
-    with mock.patch.object(Updater, "_loss", broken):
-        found = {found.name: found for found in examine_fully(trainer)}
-    assert found["update"].status == "fail" and "not finite" in found["update"].measured
+        def broken(self, *given):
+            made = loss(self, *given)
+            calls.append(1)
+            bad = len(calls) > 2 * update
+            return (
+                made._replace(terms=dataclasses.replace(made.terms, ratio=made.terms.ratio * torch.nan))
+                if bad
+                else made
+            )
 
+        return mock.patch.object(GrpoObjective, "loss", broken)
 
-def test_log_ratios_under_the_guard_are_those_of_the_loss(places, tmp_path):
-    trainer = build(words(places, output_root=tmp_path, train__guard=True), Ranks())
-    specimen = doctor_full.take(trainer)
-    before = doctor_full.replay(trainer.updater, specimen.part, 2)
-    with torch.no_grad():
-        for weight in trained_parameters(trainer.state.module).values():
-            weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    after = doctor_full.replay(trainer.updater, specimen.part, 2)
-    bias = torch.stack(
-        [
-            (old - new).square().flatten(1).mean(dim=1) / 2
-            for old, new in zip(before.residuals.values(), after.residuals.values(), strict=True)
-        ],
-        dim=1,
-    )
-    wanted = after.log_ratios + before.units * bias
-    torch.testing.assert_close(doctor_full.guarded(before, after), wanted, rtol=1e-3, atol=1e-7)
-    assert bias.max() > 1e-6
+    return fault
 
 
-def test_a_reference_that_moves_along_is_found_by_its_kl(trainer):
-    with mock.patch.object(RecamPolicy, "reference", return_value=contextlib.nullcontext()):
-        assert by_name(examine_fully(trainer))["kl"] == "fail"
+@pytest.mark.parametrize(
+    ("fault", "names", "said"),
+    [
+        (_detached, {"gradient_coverage", "update", "clip"}, "0 of "),
+        (_reordered, {"ratio_in_update"}, ""),
+        (lambda: doctor_cases.rounded_latents(collector), {"ratio_in_update", "latents_fp32"}, "torch.bfloat16"),
+        (_not_finite(0), {"update"}, "not finite"),
+        (_not_finite(1), {"update"}, "not finite"),
+        (_groups_of_one, {"epoch"}, "group"),
+        (
+            lambda: mock.patch.object(RecamPolicy, "reference", return_value=contextlib.nullcontext()),
+            {"kl"},
+            "0 after one update",
+        ),
+    ],
+    ids=["detached", "reordered", "rounded", "first-update", "second-update", "groups-of-one", "moving-reference"],
+)
+def test_a_fault_planted_into_epoch_or_update_is_found(context, fault, names, said):
+    with fault():
+        found = by_name(context)
+    failed = {name: text for name, text in found.items() if text.startswith("fail")}
+    assert names <= set(failed) and "ratio" not in failed
+    assert any(said in failed[name] for name in names)
 
 
-def test_groups_that_are_no_whole_groups_end_the_epoch(trainer):
-    fetch = collector.Collector._fetch
-
-    def alone(self, clock):
-        return [dataclasses.replace(c, gid=100 + row) for row, c in enumerate(fetch(self, clock))]
-
-    with mock.patch.object(collector.Collector, "_fetch", alone):
-        found = {found.name: found for found in examine_fully(trainer)}
-    assert found["epoch"].status == "fail" and "group" in found["epoch"].measured
-
-
-def test_copies_that_all_score_alike_warn(trainer):
+def test_copies_that_all_score_the_same_warn(context):
     judge = TargetView.__call__
 
     def generous(self, videos, conditions):
@@ -173,36 +152,43 @@ def test_copies_that_all_score_alike_warn(trainer):
         return dataclasses.replace(result, values=torch.zeros_like(result.values))
 
     with mock.patch.object(TargetView, "__call__", generous):
-        statuses = by_name(examine_fully(trainer))
-    assert (statuses["groups"], statuses["reward_order"]) == ("warn", "fail")
+        found = by_name(context)
+    assert found["groups"].startswith("warn") and found["reward_order"].startswith("fail")
 
 
-def test_a_reward_that_cannot_be_asked_is_a_failed_check_with_its_cause(trainer):
+def test_a_reward_that_cannot_be_measured_is_a_failed_check_with_its_cause(context):
     with mock.patch.object(TargetView, "__call__", side_effect=ConnectionError("nobody there")):
-        found = {found.name: found for found in examine_fully(trainer)}
-    assert found["rewards"].status == "fail" and "ConnectionError: nobody there" in found["rewards"].measured
-    assert found["epoch"].status == "fail" and "reward.most_faults" in found["epoch"].measured
+        found = by_name(context)
+    assert found["rewards"].startswith("fail") and "ConnectionError: nobody there" in found["rewards"]
+    assert found["epoch"].startswith("fail") and "reward.most_faults" in found["epoch"]
 
 
-def test_conditions_without_a_true_view_cannot_show_the_order_of_rewards(trainer):
-    condition = trainer.conditions.condition
-
-    def blind(*given):
-        return dataclasses.replace(condition(*given), target_video=None)
-
-    with mock.patch.object(trainer.conditions, "condition", blind):
-        (found,) = doctor_full.judged(trainer)
+def test_conditions_without_a_true_view_cannot_show_the_order_of_rewards(context):
+    condition = context.data.condition
+    with mock.patch.object(
+        context.data, "condition", lambda *given: dataclasses.replace(condition(*given), target_video=None)
+    ):
+        (found,) = examine_rewards(context)
     assert (found.name, found.status) == ("reward_order", "warn")
 
 
-def test_advantages_have_both_signs_and_differ_over_ranks():
+def test_advantages_have_both_signs_and_differ_between_ranks():
     batch = training_batch(ToyPolicy(), [group(1, 4)])
-    signs = [doctor_full._with_signs(batch, rank).parts[0].advantages.tolist() for rank in range(2)]
+    signs = [with_signs(batch, rank).parts[0].advantages.tolist() for rank in range(2)]
     assert signs == [[1, -1, 1, -1], [-1, 1, -1, 1]]
 
 
+def test_replays_that_need_not_be_bit_exact_still_show_rounded_latents(context):
+    """As on an accelerator, where the ratio may not show them."""
+    with (
+        mock.patch.object(DoctorContext, "bit_exact", new_callable=mock.PropertyMock, return_value=False),
+        doctor_cases.rounded_latents(),
+    ):
+        assert by_name(context)["latents_fp32"].startswith("fail")
+
+
 def _sharded(ranks: Ranks, given: list[str]) -> dict[str, str]:
-    return {found.name: f"{found.status} {found.measured}" for found in examine_fully(build(given, ranks))}
+    return by_name(build_context(given, ranks))
 
 
 @pytest.mark.slow
@@ -212,5 +198,5 @@ def test_shards_are_examined_too(places, tmp_path):
     found, other = run_ranks(_sharded, 2, given)
     assert found == other
     assert {name for name, said in found.items() if said.startswith("fail")} == set()
-    assert found["parameters"].startswith("ok in shards")
-    assert "gradients" not in found and "received" in found
+    assert found["weights_after_update"].startswith("ok: sharded")
+    assert "gradient_sync" not in found and "gradient_coverage" in found

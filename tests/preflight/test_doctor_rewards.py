@@ -1,4 +1,4 @@
-"""The reward set before true and spoiled views."""
+"""What a reward set prefers: the true view, or a wrong one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flow_grpo.maths.reward_rules import weights_at
-from flow_grpo.preflight.doctor_rewards import check_rewards, fixture, preferences
+from flow_grpo.preflight.doctor.rewards import check_rewards, preferences, views
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from tests.toy import condition, reward_config
@@ -41,10 +41,10 @@ def judged(*judges, weights=None, **changes):
     return {each.name: each for each in found}
 
 
-def test_the_fixture_is_every_true_view_then_every_source_then_noise():
-    videos, asked = fixture(CONDITIONS)
+def test_views_are_every_true_view_then_every_source_then_noise():
+    videos, owners = views(CONDITIONS)
     assert torch.equal(videos[1], CONDITIONS[1].target_video) and torch.equal(videos[2], CONDITIONS[0].source_video)
-    assert [each.index for each in asked] == [1, 2] * 3
+    assert [each.index for each in owners] == [1, 2] * 3
     assert videos[4:].min() >= 0 and videos[4:].max() <= 1 and not torch.equal(videos[4], videos[5])
 
 
@@ -59,11 +59,11 @@ def test_the_fixture_is_every_true_view_then_every_source_then_noise():
         ((None, 0.0, 0.0), "fail"),
     ],
 )
-def test_a_set_that_prefers_a_spoiled_view_fails(scores, wanted):
+def test_a_set_that_does_not_prefer_the_true_view_fails(scores, wanted):
     assert judged(Judge("a", *scores))["reward_order"].status == wanted
 
 
-def test_the_set_is_judged_by_its_weights_and_a_reward_without_weight_has_no_say():
+def test_rewards_count_by_their_weights():
     judges = Judge("sharp", 0.0, 1.0, 1.0), Judge("camera", 1.0, 0.0, 0.0)
     assert judged(*judges, weights={"sharp": 0.3, "camera": 1.0})["reward_order"].status == "ok"
     assert judged(*judges, weights={"sharp": 1.0, "camera": 0.3})["reward_order"].status == "fail"
@@ -79,7 +79,7 @@ def test_the_set_is_judged_by_its_weights_and_a_reward_without_weight_has_no_say
         (1.5, "fail"),  # nothing does, not even the true view: all copies are alike
     ],
 )
-def test_a_gate_is_judged_as_in_training(threshold, wanted):
+def test_gates_apply_as_in_training(threshold, wanted):
     judges = Judge("sharp", 0.0, -1.0, 1.0), Judge("match", 1.0, 1.0, -1.0)
     weights, gates = {"sharp": 1.0, "match": 0.0}, {"sharp": ("match", threshold)}
     found = judged(*judges, weights=weights, gates=gates)
@@ -87,14 +87,14 @@ def test_a_gate_is_judged_as_in_training(threshold, wanted):
     assert "sharp (1): true 0, source -1, noise 1" in found["rewards"].measured
 
 
-def test_a_reward_that_comes_later_is_judged_at_its_weight_of_then():
+def test_a_scheduled_reward_counts_with_its_later_weight():
     judges = Judge("camera", 1.0, 0.0, 0.0), Judge("sharp", 0.0, 1.0, 1.0)
     found = judged(*judges, schedules={"sharp": ((0, 0.0), (5, 2.0))})
     assert found["reward_order"].status == "fail" and "in epoch 5" in found["reward_order"].measured
     assert judged(*judges, schedules={"sharp": ((0, 0.0), (5, 0.5))})["reward_order"].status == "ok"
 
 
-def test_a_reward_that_cannot_be_asked_fails_with_its_cause_or_warns_where_nothing_is_trained_on_it(caplog):
+def test_a_broken_reward_fails_with_its_cause_or_warns_without_weight(caplog):
     fine, broken = Judge("fine", 1.0, 0.0, 0.0), Judge("broken", faulty=True)
     found = judged(fine, broken)["rewards"]
     assert found.status == "fail" and "ConnectionError: nobody there" in found.measured

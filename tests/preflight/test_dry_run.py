@@ -1,4 +1,4 @@
-"""The walk in shapes: those of a real epoch where one can be run, those of the requirements at full size."""
+"""Tensor shapes of an epoch on fake tensors: those of the real policy, and those of the full-size recipe."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ import pytest
 import torch
 
 import train_grpo
-from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.preflight import dry_run
-from flow_grpo.preflight.fake_policy import outline, without_memory
 from flow_grpo.settings.loading import load_config
+from tests.toy import condition
 
-CPU = torch.device("cpu")
 
-
-def walked(recipe: str, devices: int, *changes: str) -> tuple[dict[tuple[str, str], tuple[int, ...]], object]:
+def shapes_of(recipe: str, devices: int, *changes: str) -> tuple[dict[tuple[str, str], tuple[int, ...]], object]:
     config = load_config(f"config/grpo.py:{recipe}", changes)
-    data = config.data
-    sigmas = flow_sigmas(config.sample.num_steps, config.sample.shift).tolist()
-    with without_memory():
-        seen = dry_run.walk(outline(config), config, (data.num_frames, data.height, data.width), sigmas, devices)
-    return {(shape.phase, shape.name): shape.shape for shape in seen}, config
+    size = (config.data.num_frames, config.data.height, config.data.width)
+    return {(found.phase, found.name): found.shape for found in dry_run.epoch_tensors(config, size, devices)}, config
 
 
-def test_the_real_recipe_has_the_shapes_of_the_requirements():
-    """sampling.md 001-9, 001-10, 001-11, 001-14; T is the number of trained steps, K (decisions.md 11)."""
+def test_the_real_recipe_has_the_shapes_of_its_settings_and_allocates_nothing():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found, _ = walked("my_recam_8npu", 8)
+    found, _ = shapes_of("my_recam_8npu", 8)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     latents = (16, 21, 60, 104)
     assert found["epoch", "latents"] == found["epoch", "next_latents"] == (4, 2, *latents)
@@ -42,31 +36,57 @@ def test_the_real_recipe_has_the_shapes_of_the_requirements():
     assert found["gather", "rewards.avg over steps"] == (32, 2)
     assert found["decode", "videos"] == (2, 3, 81, 480, 832)
     assert found["data", "source_video"] == (3, 81, 480, 832)
-    assert found["micro-batch", "log_prob"] == (2,)
+    assert found["micro-batch", "log_probs"] == (2, 2)
     assert grown < 1.0, f"{grown:.2f} GiB were allocated"  # a real transformer alone takes 3
 
 
-def test_the_walk_has_the_shapes_of_a_real_rollout():
-    found, config = walked("tiny_recam", 2, "--config.sample.guidance_scale=2.0")
-    policy = RecamPolicy.from_config(config.model, config.sample, CPU)
+def test_fake_shapes_are_those_of_the_real_policy():
+    found, config = shapes_of("tiny_recam", 2, "--config.sample.guidance_scale=2.0")
+    policy = RecamPolicy.from_config(config.model, config.sample, torch.device("cpu"))
     size = (config.data.num_frames, config.data.height, config.data.width)
-    video = torch.rand(3, *size)
-    conditions = [dataclasses.replace(dry_run._condition(size, row, "a room"), source_video=video) for row in range(16)]
-    encoded = policy.encode(conditions)
+    poses = torch.eye(4, dtype=torch.float64).repeat(size[0], 1, 1)
+    given = dataclasses.replace(condition(0), source_video=torch.rand(3, *size), target_poses=poses)
+    encoded = policy.encode([given] * 16)
     for name, tensor in encoded.tensors().items():
         assert found["encode", name] == tuple(tensor.shape), name
-    assert found["rollout", "final_latents"] == (16, *policy.latent_shape(conditions))
+    assert found["rollout", "final_latents"] == (16, *policy.latent_shape([given]))
     assert found["decode", "videos"] == tuple(policy.decode(encoded.source_latents).shape)
 
 
-def test_videos_that_do_not_fit_the_model_are_refused_before_there_is_one(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["--config.model.trained=lora", "--config.model.dtype=bf16", "--config.train.kl_coef=0.1"],
+        ["--config.model.trained=attention", "--config.train.guard=true", "--config.train.updates_per_epoch=2"],
+        ["--config.model.trained=full", "--config.train.old_log_prob=detach"],
+    ],
+    ids=lambda changes: changes[0],
+)
+def test_the_update_reaches_every_trained_tensor(changes):
+    shapes_of("tiny_recam", 2, *changes)
+
+
+def test_a_trained_tensor_without_gradient_ends_the_dry_run(monkeypatch):
+    made = FakePolicy.__init__
+
+    def with_an_unused_weight(self, config):
+        made(self, config)
+        with self.fake_mode:
+            self.module.register_parameter("unused", torch.nn.Parameter(torch.empty(3)))
+
+    monkeypatch.setattr(FakePolicy, "__init__", with_an_unused_weight)
+    with pytest.raises(AssertionError, match=r"^1 of \d+ trained tensors"):
+        shapes_of("tiny_recam", 2)
+
+
+def test_videos_that_do_not_fit_the_model_are_refused_without_weights(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     words = ["--config", "config/grpo.py:my_recam_8npu", "--config.dry_run=True", "--config.data.height=472"]
     assert train_grpo.main(words) == 2
     assert "must be multiples of 16x16" in capsys.readouterr().err
 
 
-def test_the_command_prints_shapes_and_plan_once(capsys, monkeypatch):
+def test_rank_0_alone_prints_shapes_and_plan(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = ["--config", "config/grpo.py:tiny_recam", "--config.dry_run"]
     assert train_grpo.main(words) == 0
@@ -76,8 +96,3 @@ def test_the_command_prints_shapes_and_plan_once(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert train_grpo.main(words) == 0
     assert not capsys.readouterr().out
-
-
-@pytest.mark.parametrize("trained", ["lora", "attention", "full"])
-def test_every_trained_tensor_has_a_part_in_the_loss(trained):
-    walked("tiny_recam", 2, f"--config.model.trained={trained}", "--config.model.dtype=bf16")

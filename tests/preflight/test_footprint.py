@@ -1,4 +1,4 @@
-"""What is counted without allocating is what a real forward keeps and computes."""
+"""Counts on fake tensors against real forwards."""
 
 from __future__ import annotations
 
@@ -9,46 +9,44 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.fake_policy import WAN_1_3B
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.preflight.footprint import WAN_1_3B, count_network, footprint, kept_bytes_of, peak_bytes
+from flow_grpo.preflight.footprint import count_network, footprint, peak_bytes, saved_bytes
 from tests.models.test_adapters import LORA
 
-TINY = {
+MIDDLE = {
     "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
     "in_channels": 4,
     "out_channels": 4,
-    "text_dim": 16,
+    "text_dim": 64,
     "freq_dim": 16,
-    "ffn_dim": 32,
-    "num_layers": 2,
+    "ffn_dim": 512,
+    "num_layers": 4,
     "rope_max_seq_len": 64,
 }
-MIDDLE = TINY | {"num_attention_heads": 4, "attention_head_dim": 32, "ffn_dim": 512, "num_layers": 4, "text_dim": 64}
 SHAPE = (4, 3, 16, 16)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trained", ["lora", "camera", "attention", "full"])
-@pytest.mark.parametrize("config", [TINY, MIDDLE], ids=["tiny", "middle"])
-def test_the_bytes_kept_for_the_backward_are_those_of_a_real_forward(config, trained, dtype, checkpointing):
+def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, dtype, checkpointing):
     model = dataclasses.replace(LORA, trained=trained, lora_rank=8, gradient_checkpointing=checkpointing)
-    planned = footprint(config, SHAPE, model, rows=2, dtype=dtype)
-    network = ReCamTransformer3DModel(**config).to(dtype)
+    planned = footprint(MIDDLE, SHAPE, model, rows=2, dtype=dtype)
+    network = ReCamTransformer3DModel(**MIDDLE).to(dtype)
     apply_training_mode(network, model)
     if checkpointing:
         network.enable_gradient_checkpointing()
-    inputs = (torch.randn(2, 4, 6, 16, 16), torch.full((2,), 500.0), torch.randn(2, 8, config["text_dim"]))
-    real = kept_bytes_of(network, (*inputs, torch.randn(2, 3, 12)), dtype)
+    inputs = (torch.randn(2, 4, 6, 16, 16), torch.full((2,), 500.0), torch.randn(2, 8, MIDDLE["text_dim"]))
+    real = saved_bytes(network, (*inputs, torch.randn(2, 3, 12)), dtype)
     assert planned.kept_bytes == pytest.approx(real, rel=0.15)
     assert planned.trained == sum(p.numel() for p in trained_parameters(network).values())
     assert planned.tokens == 2 * 3 * 8 * 8
 
 
-def test_the_real_model_has_the_published_numbers():
-    """recammaster.md sections 1, 3.4 and 8."""
+def test_the_real_model_has_its_published_size_and_cost():
     model = dataclasses.replace(LORA, lora_rank=64, gradient_checkpointing=True, max_prompt_tokens=512)
     real = footprint(WAN_1_3B, (16, 21, 60, 104), model, rows=1, dtype=torch.bfloat16)
     assert real.tokens == 65_520
@@ -68,25 +66,24 @@ def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
     planned = dataclasses.asdict(footprint(many, SHAPE, model, rows=2, dtype=torch.bfloat16))
     counted = count_network(many, SHAPE, model, 2, torch.bfloat16)
     for name, value in counted.items():
-        # Of what is transient, a network also holds gradients and half-precision copies of its other blocks' weights.
+        # A network also holds gradients and half-precision copies of the weights of its other blocks.
         spare = 6 * counted["parameters"] if name in ("block_bytes", "forward_bytes") else 0
         assert 0 <= value - planned[name] <= spare, name
 
 
-def test_twice_the_rows_cost_twice_as_much():
-    model = dataclasses.replace(LORA, trained="full", gradient_checkpointing=True)
-    one, two = (footprint(TINY, SHAPE, model, rows=n, dtype=torch.float32) for n in (1, 2))
-    assert two.forward_flops == pytest.approx(2 * one.forward_flops, rel=1e-6)
-    assert two.kept_bytes == pytest.approx(2 * one.kept_bytes, rel=0.15)
+def test_twice_the_rows_cost_twice_as_many_operations():
+    model = dataclasses.replace(LORA, trained="full")
+    one, two = (footprint(MIDDLE, SHAPE, model, rows=n, dtype=torch.float32).forward_flops for n in (1, 2))
+    assert two == pytest.approx(2 * one, rel=1e-6)
 
 
-def test_an_unknown_mode_is_refused():
+def test_an_unknown_training_mode_is_refused():
     model = dataclasses.replace(LORA, trained="some")
     with pytest.raises(ValueError, match=r"model\.trained is 'some'"):
-        footprint(TINY, SHAPE, model, rows=1, dtype=torch.float32)
+        footprint(MIDDLE, SHAPE, model, rows=1, dtype=torch.float32)
 
 
-def test_the_most_that_is_alive_at_once_is_counted_and_views_are_free():
+def test_the_peak_counts_tensors_alive_at_once_and_views_are_free():
     def call():
         first = torch.empty(1000)  # 4,000 bytes
         second = first.view(10, 100) + 1  # 8,000

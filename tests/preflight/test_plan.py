@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flow_grpo.preflight import plan as models_plan
-from flow_grpo.preflight.fake_policy import outline, without_memory
+from flow_grpo.models.fake_policy import FakePolicy
+from flow_grpo.preflight import plan as planning
 from flow_grpo.preflight.footprint import footprint
 from flow_grpo.settings.loading import load_config
 from tools import plan
@@ -30,7 +30,7 @@ def counted_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models_plan, "footprint", remembered)
+        patch.setattr(planning, "footprint", remembered)
         yield
 
 
@@ -60,11 +60,10 @@ def test_the_plan_of_the_8_npu_recipe_is_the_arithmetic_of_its_numbers(capsys):
 
 def test_decoding_counted_by_its_first_frames_is_decoding_counted_whole():
     config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [])
-    with without_memory():
-        policy = outline(config)
-        latents = policy.latent_size(models_plan.largest_size(config))
-        whole = models_plan.count_decoding(policy, latents)
-        assert latents[1] > 2 and models_plan.decoding_flops(policy, latents) == whole > 0
+    policy = FakePolicy(config)
+    latents = policy.latent_size(planning.largest_size(config))
+    whole = planning.count_decoding(policy, latents)
+    assert latents[1] > 2 and planning.decoding_flops(policy, latents) == whole > 0
 
 
 def test_what_does_not_fit_comes_with_ways_out(capsys):

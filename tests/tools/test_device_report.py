@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from flow_grpo.models.fake_policy import WAN_1_3B
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
-from flow_grpo.preflight.footprint import WAN_1_3B
 from flow_grpo.runtime import device as device_api
 from tools import device_report
 from tools.device import counts, networks

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.poses import preset_path
+from flow_grpo.models.fake_policy import WAN_1_3B
 from flow_grpo.models.recam_policy import RecamPolicy
-from flow_grpo.preflight.footprint import WAN_1_3B
 from flow_grpo.records import Condition
 from flow_grpo.settings.loading import load_config
 from tools import random_model

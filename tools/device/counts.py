@@ -11,8 +11,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from flow_grpo.models.fake_policy import WAN_1_3B
 from flow_grpo.models.recam_policy import DTYPES
-from flow_grpo.preflight.footprint import WAN_1_3B, footprint
+from flow_grpo.preflight.footprint import footprint
 from flow_grpo.preflight.plan import Plan, make_plan
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config

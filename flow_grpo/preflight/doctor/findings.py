@@ -1,4 +1,4 @@
-"""What a check of the doctor found: how it is judged, agreed on by all ranks, and shown."""
+"""Findings: the outcome of each check, merged over ranks and printed as a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from flow_grpo.runtime.ranks.process_group import RankError, Ranks
 
-STATUSES = ("ok", "warn", "fail")  # by rising weight
+STATUSES = ("ok", "warn", "fail")  # by severity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Finding:
 
     Attributes:
         name: of the check.
-        status: "ok", "warn" (a run works, maybe not as meant) or "fail" (a run would learn nothing or something else).
-        measured: what was measured, with the bound it was compared with.
+        status: "ok", "warn" (training works, maybe not as intended) or "fail" (it would not learn what it should).
+        measured: what was measured, and its bound.
         way_out: what to do about it; "" when all is well.
     """
 
@@ -30,13 +30,29 @@ class Finding:
 
 
 def finding(name: str, measured: str, *, fail: str = "", warn: str = "") -> Finding:
-    """Return a finding that is as bad as the worse of the ways out it is given: none of them is "ok"."""
+    """Return a finding; a non-empty way out in `fail` or `warn` sets the status, `fail` first."""
     status = "fail" if fail else "warn" if warn else "ok"
     return Finding(name, status, measured, fail or warn)
 
 
-def agreed(findings: Sequence[Finding], ranks: Ranks) -> list[Finding]:
-    """Return one finding per check, the worst of all ranks, alike on every rank; every rank must call it."""
+def equal_on_ranks(name: str, value: str, what: str, ranks: Ranks, way_out: str) -> Finding:
+    """Check that every rank passes the same value; collective call: every rank must call it.
+
+    Args:
+        name: of the check.
+        value: this rank's, such as a hash.
+        what: the value is of, in the plural.
+        ranks: this rank and its peers.
+        way_out: of ranks that differ.
+    """
+    values = ranks.gather_text(value)
+    kinds = len(set(values))
+    said = f"{what} identical" if kinds == 1 else f"{what} in {kinds} versions"
+    return finding(name, f"{said} on {len(values)} rank(s)", fail="" if kinds == 1 else way_out)
+
+
+def merge_over_ranks(findings: Sequence[Finding], ranks: Ranks) -> list[Finding]:
+    """Return the most severe finding of any rank per check; collective call: every rank must call it."""
     texts = ranks.gather_text(json.dumps([dataclasses.astuple(found) for found in findings]))
     merged: dict[str, Finding] = {}
     for rank, text in enumerate(texts):
@@ -50,16 +66,16 @@ def agreed(findings: Sequence[Finding], ranks: Ranks) -> list[Finding]:
 
 
 @contextlib.contextmanager
-def attempted(name: str, findings: list[Finding], ranks: Ranks, way_out: str) -> Iterator[None]:
-    """Inside, what is raised on all ranks alike, as `Ranks.together` does, becomes a failed check.
+def errors_as_finding(name: str, findings: list[Finding], ranks: Ranks, way_out: str) -> Iterator[None]:
+    """Inside, an error that is raised on all ranks, as by `Ranks.sync_errors`, becomes a failed check.
 
-    What one rank of several raises for itself is no finding: the others wait in an exchange.
+    With several ranks any other error is raised: the peers are waiting in a collective call.
 
     Args:
-        name: of that check.
-        findings: it is added to them.
-        ranks: who takes part.
-        way_out: of the failure.
+        name: of the check.
+        findings: the failed check is appended to them.
+        ranks: this rank and its peers.
+        way_out: of the failed check.
     """
     try:
         yield
@@ -75,7 +91,7 @@ def failed(findings: Iterable[Finding]) -> list[str]:
 
 
 def as_table(findings: Sequence[Finding]) -> str:
-    """Return one line per finding, worst last where the eye is, each way out on a line of its own."""
+    """Return one line per finding, the most severe last; ways out follow on lines of their own."""
     width = max((len(found.name) for found in findings), default=0)
     lines = []
     for found in sorted(findings, key=lambda found: STATUSES.index(found.status)):
@@ -87,8 +103,8 @@ def as_table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def in_one_line(findings: Sequence[Finding], seconds: float) -> str:
-    """Return how many checks passed, and which did not."""
+def summary(findings: Sequence[Finding], seconds: float) -> str:
+    """Return one line: how many checks have each status, and which are not ok."""
     counts = [f"{sum(found.status == status for found in findings)} {status}" for status in STATUSES]
     others = [found.name for found in findings if found.status != "ok"]
     return f"doctor: {', '.join(counts)} in {seconds:.1f} s" + (f" ({', '.join(others)})" if others else "")

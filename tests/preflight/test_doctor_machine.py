@@ -1,4 +1,4 @@
-"""Disk, shared memory, versions, device, process group: what is missing is found."""
+"""Checks of disk, shared memory, versions, device, process groups and run folder."""
 
 from __future__ import annotations
 
@@ -9,51 +9,46 @@ from unittest import mock
 import pytest
 import torch
 
-from flow_grpo.preflight import machine_checks
-from flow_grpo.preflight.machine_checks import GIB
+from flow_grpo.preflight.doctor import machine
+from flow_grpo.preflight.doctor.machine import GIB
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.loading import load_config
+from tests.doctor_cases import status
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def status(found) -> str:
-    (only,) = found
-    assert bool(only.way_out) == (only.status != "ok")
-    return only.status
-
-
 def with_free(gib: float):
-    return mock.patch.object(machine_checks.shutil, "disk_usage", return_value=mock.Mock(free=int(gib * GIB)))
+    return mock.patch.object(machine.shutil, "disk_usage", return_value=mock.Mock(free=int(gib * GIB)))
 
 
 @pytest.mark.parametrize(("free", "wanted"), [(10.0, "ok"), (6.0, "warn"), (3.0, "fail")])
 def test_checkpoints_must_fit_on_the_disk(tmp_path, free, wanted):
     with with_free(free):
-        assert status(machine_checks.check_disk(tmp_path / "not" / "yet", GIB, keep=3)) == wanted
+        assert status(machine.check_disk(tmp_path / "not" / "yet", GIB, keep=3)) == wanted
 
 
-def test_checkpoints_that_lie_there_already_need_no_further_room(tmp_path):
+def test_checkpoints_already_written_need_no_further_space(tmp_path):
     (tmp_path / "checkpoints" / "checkpoint_000001").mkdir(parents=True)
     with with_free(3.5):
-        assert status(machine_checks.check_disk(tmp_path, GIB, keep=3)) == "warn"
+        assert status(machine.check_disk(tmp_path, GIB, keep=3)) == "warn"
     for step in range(2, 6):
         (tmp_path / "checkpoints" / f"checkpoint_{step:06}").mkdir()
     with with_free(1.5):  # one more is written before the oldest goes
-        assert status(machine_checks.check_disk(tmp_path, GIB, keep=3)) == "warn"
+        assert status(machine.check_disk(tmp_path, GIB, keep=3)) == "warn"
     with with_free(0.5):
-        assert status(machine_checks.check_disk(tmp_path, GIB, keep=3)) == "fail"
+        assert status(machine.check_disk(tmp_path, GIB, keep=3)) == "fail"
 
 
 def test_the_loaders_batches_must_fit_into_shared_memory(tmp_path):
     with with_free(1.0):
-        assert status(machine_checks.check_shared_memory(GIB // 24, 2, 4, tmp_path)) == "ok"
-        assert status(machine_checks.check_shared_memory(GIB // 23, 2, 4, tmp_path)) == "fail"
-        assert status(machine_checks.check_shared_memory(GIB, 0, 4, tmp_path)) == "ok"
-        assert status(machine_checks.check_shared_memory(GIB, 2, 4, tmp_path / "none")) == "ok"
+        assert status(machine.check_shared_memory(GIB // 24, 2, 4, tmp_path)) == "ok"
+        assert status(machine.check_shared_memory(GIB // 23, 2, 4, tmp_path)) == "fail"
+        assert status(machine.check_shared_memory(GIB, 0, 4, tmp_path)) == "ok"
+        assert status(machine.check_shared_memory(GIB, 2, 4, tmp_path / "none")) == "ok"
 
 
 @pytest.mark.parametrize(
@@ -67,30 +62,30 @@ def test_the_loaders_batches_must_fit_into_shared_memory(tmp_path):
         ({"torch": "2.13.0", "torch-npu": "2.9.0.post1"}, False),
     ],
 )
-def test_torch_npu_is_made_for_one_torch(versions, fits):
-    said = machine_checks.unpaired(versions)
+def test_torch_npu_must_have_the_version_of_torch(versions, fits):
+    said = machine.mismatched(versions)
     assert (said == "") is fits
-    assert fits or said == f"torch {versions['torch']} beside torch-npu {versions['torch-npu']}"
+    assert fits or said == f"torch {versions['torch']} with torch-npu {versions['torch-npu']}"
 
 
 def test_a_vendor_s_package_for_another_torch_fails():
-    assert status(machine_checks.check_versions(Ranks())) == "ok"
+    assert status(machine.check_versions(Ranks())) == "ok"
     with (
-        mock.patch.object(machine_checks, "version", lambda name: "2.9.0" if name == "torch-npu" else "2.13.0"),
+        mock.patch.object(machine, "version", lambda name: "2.9.0" if name == "torch-npu" else "2.13.0"),
         mock.patch.object(device_api, "packages", return_value=("torch", "torch-npu")),
     ):
-        assert status(machine_checks.check_versions(Ranks())) == "fail"
+        assert status(machine.check_versions(Ranks())) == "fail"
 
 
 def test_a_package_that_no_installer_knows_is_no_reason_to_stop():
     with mock.patch.object(device_api, "packages", return_value=("torch", "torch-npu")):  # which is not installed here
-        (found,) = machine_checks.check_versions(Ranks())
+        found = machine.check_versions(Ranks())
     assert found.status == "ok" and "torch-npu absent" in found.measured
 
 
 def _with_own_versions(ranks: Ranks) -> str:
-    with mock.patch.object(machine_checks, "version", lambda name: "2.13" if name == "torch" else f"1.{ranks.rank}"):
-        return status(machine_checks.check_versions(ranks))
+    with mock.patch.object(machine, "version", lambda name: "2.13" if name == "torch" else f"1.{ranks.rank}"):
+        return status(machine.check_versions(ranks))
 
 
 def test_other_versions_on_another_rank_fail():
@@ -103,13 +98,13 @@ def config(**changes):
     return dataclasses.replace(made, model=model, **changes)
 
 
-def test_the_device_must_know_the_model_s_precision_and_be_meant():
-    assert status(machine_checks.check_device(CPU, config(), Ranks())) == "ok"
-    assert status(machine_checks.check_device(CPU, config(dtype="bf16", device="cpu"), Ranks())) == "ok"
+def test_the_device_must_support_the_model_s_dtype_and_be_intended():
+    assert status(machine.check_device(CPU, config(), Ranks())) == "ok"
+    assert status(machine.check_device(CPU, config(dtype="bf16", device="cpu"), Ranks())) == "ok"
     with mock.patch.dict("os.environ", {device_api.OVERRIDE: "auto"}):
-        assert status(machine_checks.check_device(CPU, config(dtype="bf16", device="auto"), Ranks())) == "warn"
+        assert status(machine.check_device(CPU, config(dtype="bf16", device="auto"), Ranks())) == "warn"
     with mock.patch.object(device_api, "supports_bf16", return_value=False):
-        assert status(machine_checks.check_device(CPU, config(dtype="bf16"), Ranks())) == "fail"
+        assert status(machine.check_device(CPU, config(dtype="bf16"), Ranks())) == "fail"
 
 
 @pytest.fixture
@@ -134,45 +129,45 @@ class Two(Ranks):
 
 def test_two_ranks_on_one_accelerator_fail(accelerators, monkeypatch):
     monkeypatch.setenv(VISIBLE, "3")
-    (found,) = machine_checks.check_device(accelerators, config(), Two(""))
+    found = machine.check_device(accelerators, config(), Two(""))
     assert found.status == "fail" and f"{VISIBLE} 3" in found.way_out
-    assert status(machine_checks.check_device(accelerators, config(), Ranks())) == "ok"
+    assert status(machine.check_device(accelerators, config(), Ranks())) == "ok"
 
 
-def test_ranks_that_are_each_shown_a_device_of_their_own_share_none(accelerators, monkeypatch):
+def test_ranks_that_each_see_one_device_as_their_first_share_none(accelerators, monkeypatch):
     said = []
     for shown in ("3", "4"):
         monkeypatch.setenv(VISIBLE, shown)
         with mock.patch.object(Ranks, "gather_text", lambda self, text: said.append(text) or [text]):
-            machine_checks.check_device(accelerators, config(), Ranks())
-    assert status(machine_checks.check_device(accelerators, config(), Two(said[0]))) == "ok"
-    assert status(machine_checks.check_device(accelerators, config(), Two(said[1]))) == "fail"
+            machine.check_device(accelerators, config(), Ranks())
+    assert status(machine.check_device(accelerators, config(), Two(said[0]))) == "ok"
+    assert status(machine.check_device(accelerators, config(), Two(said[1]))) == "fail"
 
 
 def _group(ranks: Ranks) -> list[str]:
-    (fine,) = machine_checks.check_backends(CPU, ranks)
+    fine = machine.check_backends(CPU, ranks)
     with mock.patch.object(Ranks, "all_gather", return_value=torch.tensor([0, 0])):
-        mixed_up = status(machine_checks.check_backends(CPU, ranks))
+        mixed_up = status(machine.check_backends(CPU, ranks))
     with mock.patch.object(torch.distributed, "all_reduce"):  # every rank keeps its own
-        (alone,) = machine_checks.check_backends(CPU, ranks)
+        alone = machine.check_backends(CPU, ranks)
     with mock.patch.object(torch.distributed, "all_reduce", side_effect=RuntimeError("No backend type")):
-        refused = status(machine_checks.check_backends(CPU, ranks))
+        refused = status(machine.check_backends(CPU, ranks))
     return [f"{fine.status} {fine.measured}", mixed_up, f"{alone.status} {alone.way_out}", refused]
 
 
-def test_a_process_group_that_mixes_up_its_ranks_or_sums_wrongly_fails():
+def test_a_process_group_that_mixes_up_ranks_or_sums_wrongly_fails():
     for rank, (fine, mixed_up, alone, refused) in enumerate(run_ranks(_group, 2)):
         assert fine.startswith("ok cpu:gloo") and fine.endswith(" over 2 ranks, control over gloo")
         assert mixed_up == refused == "fail"
         assert alone.startswith(f"fail an all-reduce on cpu gives {rank + 1} instead of 3")
-    assert status(machine_checks.check_backends(CPU, Ranks())) == "ok"
+    assert status(machine.check_backends(CPU, Ranks())) == "ok"
 
 
 # --- the run's folder
 
 
 def _looks(ranks: Ranks, folders: list[Path]) -> list[str]:
-    (found,) = machine_checks.check_run_folder(folders[ranks.rank], ranks, patience_s=0.1)
+    found = machine.check_run_folder(folders[ranks.rank], ranks, timeout_s=0.1)
     return [found.status, found.measured]
 
 
@@ -181,7 +176,7 @@ def test_a_run_s_folder_must_be_one_for_all_ranks(tmp_path):
     for node in nodes:
         node.mkdir()
     (told, why), _ = run_ranks(_looks, 2, [nodes[0], nodes[0]])
-    assert told == "ok" and why.startswith("not looked at")
+    assert told == "ok" and why.startswith("not checked")
     (nodes[0] / "config.json").write_text("{}")
     assert [told for told, _ in run_ranks(_looks, 2, [nodes[0], nodes[0]])] == ["ok", "ok"]
     assert [told for told, _ in run_ranks(_looks, 2, nodes)] == ["ok", "fail"]
@@ -191,11 +186,6 @@ def test_a_run_s_folder_must_be_one_for_all_ranks(tmp_path):
 
 def test_a_file_that_shows_up_late_is_waited_for(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with mock.patch.object(machine_checks, "_text", side_effect=["{}", "", "{}"]):
-        (found,) = machine_checks.check_run_folder(tmp_path, Ranks(), patience_s=5)
+    with mock.patch.object(machine, "_text", side_effect=["{}", "", "{}"]):
+        found = machine.check_run_folder(tmp_path, Ranks(), timeout_s=5)
     assert found.status == "ok" and " is seen by " in found.measured
-
-
-def test_ranks_of_this_machine_are_the_launcher_s(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert machine_checks.local_ranks() == 8

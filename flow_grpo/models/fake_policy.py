@@ -1,0 +1,169 @@
+"""RecamPolicy on fake tensors: real shapes, dtypes and operations, but no weights and no memory.
+
+Networks are built from the configuration files of the model folder. Missing files and fields take the values of
+Wan2.1-T2V-1.3B, so a recipe can be checked and planned before its weights are downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flow_grpo.models.adapters import trained_names
+from flow_grpo.models.codec import Codec, read_config
+from flow_grpo.models.recam_policy import DTYPES, Networks, RecamPolicy
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.texts import TextEncoder
+from flow_grpo.records import Condition, Conditioning
+from flow_grpo.settings.schema import Config, ModelConfig
+
+# transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
+WAN_1_3B: Mapping[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 12,
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "ffn_dim": 8960,
+    "num_layers": 30,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 1024,
+}
+
+
+def transformer_config(model_folder: str | Path) -> dict[str, Any]:
+    """Return the configuration of a model folder's transformer."""
+    file = Path(model_folder, "transformer", "config.json")
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return dict(WAN_1_3B) | stored
+
+
+def codec_config(model_folder: str | Path) -> Mapping[str, Any]:
+    """Return the configuration of a model folder's codec."""
+    folder = Path(model_folder, "vae")
+    if (folder / "config.json").is_file():
+        return read_config(folder)
+    with torch.device("meta"):
+        found: Mapping[str, Any] = AutoencoderKLWan().config
+    return found
+
+
+class FakePolicy(RecamPolicy):
+    """A `RecamPolicy` whose networks are fake: two transformer blocks, no LoRA adapters, no text encoder.
+
+    No shape depends on the number of blocks or on adapters, which fake networks do not support. Methods take real or
+    fake tensors and return fake ones, so the rollout and the update run on it unchanged.
+
+    Args:
+        config: the recipe.
+
+    Attributes:
+        fake_mode: the context in which newly created tensors are fake.
+
+    Raises:
+        ValueError: the codec's scale factors contradict its layers.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        device, model, codec = torch.device("cpu"), config.model, codec_config(config.model.path)
+        settings = transformer_config(model.path)
+        settings["num_layers"] = min(2, settings["num_layers"])
+        with self.fake_mode:
+            transformer, _ = fake_transformer(settings, DTYPES[model.dtype], model)
+            if model.gradient_checkpointing:
+                transformer.enable_gradient_checkpointing()
+            networks = Networks(
+                transformer=transformer,
+                codec=Codec(codec, lambda _: _fake_codec(codec), "fake", device=device, slicing=model.vae_slicing),
+                texts=_FakeTextEncoder(settings["text_dim"]),
+            )
+            super().__init__(
+                networks,
+                guidance_scale=config.sample.guidance_scale,
+                negative_prompt=config.sample.negative_prompt,
+                max_prompt_tokens=model.max_prompt_tokens,
+                dtype=DTYPES[model.dtype],
+                device=device,
+            )
+
+    def encode(self, conditions: Sequence[Condition]) -> Conditioning:
+        """Return fake conditioning of the right shapes."""
+        with self.fake_mode:
+            return super().encode(conditions)
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Return a fake velocity (B, C, F, H, W)."""
+        with self.fake_mode:
+            return super().velocity(latents, sigma, conditioning)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return fake videos (B, 3, T, h, w)."""
+        with self.fake_mode:
+            return super().decode(latents)
+
+
+def fake_transformer(
+    config: Mapping[str, Any], dtype: torch.dtype, model: ModelConfig
+) -> tuple[ReCamTransformer3DModel, list[nn.Linear]]:
+    """Return a transformer with the gradient flags of `model.trained`, and the linear layers that LoRA would adapt.
+
+    Call it inside a `FakeTensorMode`. Weights of adapted layers are marked as trained in place of the adapters, which
+    fake networks do not support.
+
+    Raises:
+        ValueError: an unknown training mode.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # fake parameters cannot be cast afterwards
+    try:
+        network = ReCamTransformer3DModel(**{n: value for n, value in config.items() if not n.startswith("_")})
+    finally:
+        torch.set_default_dtype(before)
+    adapted, names = {}, set()
+    if model.trained == "lora":
+        linear = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear)}
+        adapted = {name: part for name, part in linear.items() if re.fullmatch(model.lora_targets, name)}
+        whole = [name for name in linear if name.rpartition(".")[2] in model.lora_full_modules]
+        names = {f"{name}.weight" for name in (*adapted, *whole)} | {f"{name}.bias" for name in whole}
+    else:
+        names = trained_names(network, model.trained)
+    for name, parameter in list(network.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        # Trained weights are fp32, and autocast keeps half-precision copies of them for the backward.
+        made = nn.Parameter(parameter.detach().float(), True) if name in names else parameter.requires_grad_(False)
+        network.get_submodule(owner)._parameters[leaf] = made
+    network.eval()
+    return network, [network.get_submodule(name) for name in adapted]
+
+
+class _FakeTextEncoder(TextEncoder):
+    """Returns embeddings of the right shape; there is no network behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(_no_text_encoder, "fake", device=torch.device("cpu"))
+        self._width = width
+
+    def embed(self, prompt: str, max_tokens: int) -> Tensor:  # noqa: ARG002 - the longest prompt stands for all
+        """Return (max_tokens, D) embeddings."""
+        return torch.empty(max_tokens, self._width)
+
+
+def _no_text_encoder() -> Any:
+    raise AssertionError("a fake policy has no text encoder")
+
+
+def _fake_codec(codec: Mapping[str, Any]) -> AutoencoderKLWan:
+    network: AutoencoderKLWan = AutoencoderKLWan.from_config(dict(codec))
+    return network

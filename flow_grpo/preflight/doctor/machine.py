@@ -1,0 +1,181 @@
+"""Checks of the machine: disk, shared memory, versions, device, process groups, run folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flow_grpo.models.adapters import trained_parameters
+from flow_grpo.preflight.doctor.context import DoctorContext
+from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
+from flow_grpo.preflight.doctor.probe import planned_keys
+from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.schema import Config
+
+GIB = 1024**3
+SHARED_MEMORY = Path("/dev/shm")  # loader workers hand over tensors here
+PREFETCHED = 3  # batches per loader worker at once: two prefetched, one in use
+RUN_FILE = "config.json"  # written by rank 0 when a run starts
+CACHED_S = 60.0  # network file systems cache the absence of a file this long by default
+ABSENT = "absent"  # not installed, or not by a package installer
+LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # their versions affect numbers
+
+
+def examine_machine(context: DoctorContext) -> list[Finding]:
+    """Return the findings of this module; collective call: every rank must call it."""
+    config, device, ranks = context.config, context.device, context.ranks
+    copies = 3 + (context.ema is not None)  # weights, two moments, EMA
+    weights = sum(parameter.numel() for parameter in trained_parameters(context.policy.module).values())
+    pixels = sum(math.prod(context.data.size_of(index)) for *_, index in planned_keys(context))
+    batch_bytes = pixels * 3 * 4 * 2  # channels, bytes of fp32, source and target
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [
+        check_disk(context.run_folder, 4 * copies * weights, config.checkpoint.keep + bool(config.checkpoint.best)),
+        check_shared_memory(batch_bytes, config.data.num_workers, local_ranks),
+        check_versions(ranks),
+        check_device(device, config, ranks),
+        check_backends(device, ranks),
+        check_run_folder(context.run_folder, ranks),
+    ]
+
+
+def check_disk(folder: Path, checkpoint_bytes: int, keep: int) -> Finding:
+    """Check the free space for checkpoints: those kept and the one being written, less those already written.
+
+    Args:
+        folder: of the run; it may not exist yet.
+        checkpoint_bytes: of one checkpoint.
+        keep: how many are kept.
+    """
+    place = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
+    more = max(1, keep + 1 - len(checkpoint.published(folder / "checkpoints")))
+    free, needed = shutil.disk_usage(place).free, checkpoint_bytes * more
+    said = f"{free / GIB:.1f} GiB free at {place}, {needed / GIB:.2f} GiB for {more} more checkpoint(s)"
+    way_out = "free some, lower checkpoint.keep, or set output_root to another disk"
+    # Warn below twice that and 1 GiB for videos, metrics and other runs.
+    scarce = free < 2 * needed + GIB
+    return finding("disk", said, fail=way_out if free < needed else "", warn=way_out if scarce else "")
+
+
+def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place: Path = SHARED_MEMORY) -> Finding:
+    """Check the space for batches between loader workers and their rank; containers have 64 MiB by default.
+
+    Args:
+        batch_bytes: of one batch.
+        workers: loader workers per rank.
+        local_ranks: ranks on this machine.
+        place: the shared-memory file system.
+    """
+    if not workers or not place.is_dir():
+        return finding("shared_memory", f"no {place} here" if workers else "not used: no loader workers")
+    free, needed = shutil.disk_usage(place).free, PREFETCHED * batch_bytes * workers * local_ranks
+    said = (
+        f"{free / GIB:.2f} GiB free at {place}, {needed / GIB:.2f} GiB for {workers} worker(s) x {local_ranks} rank(s)"
+    )
+    way_out = "start the container with a larger --shm-size, or lower data.num_workers"
+    return finding("shared_memory", said, fail=way_out if free < needed else "")
+
+
+def check_versions(ranks: Ranks) -> Finding:
+    """Check that torch and the vendor's package fit, and that versions are identical on every rank; collective call."""
+    versions = {name: _version(name) for name in device_api.packages()}
+    wrong = mismatched(versions)
+    versions |= {name: _version(name) for name in LIBRARIES}
+    said = ", ".join(f"{name} {number}" for name, number in versions.items())
+    same = equal_on_ranks("versions", said, said, ranks, "give every node the same environment")
+    if wrong:
+        return finding("versions", said, fail=f"{wrong}: install the pair that requirements-npu.txt names")
+    return same
+
+
+def mismatched(versions: Mapping[str, str]) -> str:
+    """Return which of the packages that must share a version number do not, or ""."""
+    numbers = {re.split(r"[^\d.]|\.(?=\D)", text)[0].rstrip(".") for text in versions.values() if text != ABSENT}
+    releases = {".".join(number.split(".")[:3]) for number in numbers}
+    return "" if len(releases) == 1 else " with ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def check_device(device: torch.device, config: Config, ranks: Ranks) -> Finding:
+    """Check that the device supports the model's dtype and belongs to one rank alone; collective call."""
+    here = f"{device_api.physical(device)} of {socket.gethostname()}"
+    users = ranks.gather_text(here).count(here)
+    fail = ""
+    if device.type != "cpu" and users > 1:
+        fail = f"{users} ranks share {here}, {device_api.visibility(device.type)}: start as many ranks as there are "
+        fail += "devices, or check which devices the launcher makes visible to each rank"
+    if not device_api.supports_bf16(device) and config.model.dtype == "bf16":
+        fail = "it has no bf16: pass --config.model.dtype=fp32"
+    fell_back = device.type == "cpu" and config.device == "auto" and config.model.dtype == "bf16"
+    warn = "bf16 on a CPU is for tests: find out why no accelerator was used" if fell_back else ""
+    return finding("device", device_api.describe(device, config.device), fail=fail, warn=warn)
+
+
+def check_backends(device: torch.device, ranks: Ranks) -> Finding:
+    """Check both process groups by a collective over each; collective call: every rank must call it."""
+    if ranks.control_group is None:
+        return finding("backends", "one process, no process group")
+    heard: Sequence[int] = ranks.all_gather(torch.tensor([ranks.rank])).tolist()
+    said = f"{ranks.world_size} ranks, control over gloo"
+    wrong = [] if list(heard) == list(range(ranks.world_size)) else [f"ranks answer as {heard}"]
+    if dist.is_initialized():
+        said = f"{dist.get_backend_config()} over {said}"
+        places = dict.fromkeys((torch.device("cpu"), device))
+        wrong += [fault for place in places if (fault := _all_reduce_fault(place, ranks))]
+    return finding("backends", said, fail=f"{'; '.join(wrong)}: check RANK and MASTER_ADDR" if wrong else "")
+
+
+def _all_reduce_fault(place: torch.device, ranks: Ranks) -> str:
+    """Return what is wrong with an all-reduce over the default group, which averages gradients, or ""."""
+    total = torch.full((1,), ranks.rank + 1.0, device=place)
+    wanted = ranks.world_size * (ranks.world_size + 1) / 2
+    try:
+        with ranks.waiting_for_peers():
+            dist.all_reduce(total)
+    except RuntimeError as error:
+        return f"no all-reduce on {place}: {' '.join(str(error).split())}"
+    return "" if total.item() == wanted else f"an all-reduce on {place} gives {total.item():g} instead of {wanted:g}"
+
+
+def check_run_folder(folder: Path, ranks: Ranks, timeout_s: float = CACHED_S) -> Finding:
+    """Check that every rank sees the files that rank 0 writes; collective call: every rank must call it.
+
+    Args:
+        folder: of the run.
+        ranks: this rank and its peers.
+        timeout_s: how long a shared file system may take to show a new file.
+    """
+    wanted = ranks.broadcast_text(_text(folder / RUN_FILE))
+    if not wanted:
+        return finding("run_folder", f"not checked: rank 0 has no {RUN_FILE} in {folder}")
+    deadline = time.monotonic() + timeout_s
+    while not (seen := _text(folder / RUN_FILE) == wanted) and time.monotonic() < deadline:
+        time.sleep(min(1.0, timeout_s))
+    said = f"rank 0's {RUN_FILE} in {folder} is {'seen' if seen else 'not seen'} by {ranks.world_size} rank(s)"
+    way_out = "ranks write to different folders: put output_root on a file system that all nodes share"
+    return finding("run_folder", said, fail="" if seen else way_out)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ABSENT
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""

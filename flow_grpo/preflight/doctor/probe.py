@@ -1,0 +1,203 @@
+"""One batch, rolled out as in training as far as its stochastic steps, and replayed as the update does.
+
+Letters: B rows, K stochastic steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flow_grpo.algorithm.rollout.batching import full_batches
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
+from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.data.k_repeat_sampler import SampleKey
+from flow_grpo.maths.sde import log_prob
+from flow_grpo.preflight.doctor.context import DoctorContext
+from flow_grpo.records import Condition, Samples
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, unwrap
+
+RECORDED = 4096  # elements recorded of every layer's output, evenly spaced: all of them would not fit in memory
+
+Layers = dict[str, tuple[tuple[int, ...], Tensor]]
+"""Per input and layer, in order of completion: the shape of its tensor and some of its elements."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A probe batch replayed in calls of a given number of rows.
+
+    Attributes:
+        log_ratios: (B, K) log-probabilities minus those of the rollout, times `units`.
+        units: (K,) 1, or under GRPO-Guard the step's std: the unit of `train.clip_range`. The guard's bias, which is 0
+            before the first update, is not subtracted.
+        residuals: step -> (B, C, F, H, W): (next latents - mean) / std.
+    """
+
+    log_ratios: Tensor
+    units: Tensor
+    residuals: dict[int, Tensor]
+
+
+def planned_keys(context: DoctorContext) -> list[SampleKey]:
+    """Return this rank's next batch as the sampler plans it, or its part of one video size; nothing is consumed."""
+    planned = context.sampler.plan(context.sampler.next_step)[context.sampler.rank]
+    first = full_batches([context.data.size_of(key[3]) for key in planned], len(planned))[0]
+    return [planned[row] for row in first]
+
+
+def planned_conditions(context: DoctorContext) -> tuple[Condition, ...]:
+    """Load the conditions of `planned_keys`."""
+    return tuple(context.data.condition(index, gid, slot) for _, gid, slot, index in planned_keys(context))
+
+
+def roll_out_probe(context: DoctorContext) -> Samples:
+    """Return this rank's next batch, rolled out; collective call: every rank must call it.
+
+    Raises:
+        RuntimeError: on every rank, if any failed.
+    """
+    with context.ranks.sync_errors("loading"):
+        conditions = planned_conditions(context)
+        conditioning = context.policy.encode(conditions)
+    with context.ranks.sync_errors("the rollout"):
+        return rollout(context.policy, conditions, conditioning, *truncated_rollout(context))
+
+
+def truncated_rollout(context: DoctorContext) -> tuple[tuple[int, ...], RolloutSettings]:
+    """Return the stochastic steps, and settings whose schedule ends one step after the last of them."""
+    window, settings = context.sampling.window(context.epoch), context.sampling.rollout
+    return window, dataclasses.replace(settings, sigmas=settings.sigmas[: window[-1] + 3])
+
+
+def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: bool | None = None) -> Replay:
+    """Replay all stochastic steps of B samples in calls of `rows`; with more rows than samples, samples repeat.
+
+    Args:
+        objective: of the run.
+        samples: B of them.
+        rows: of a call.
+        gradients: whether to build the graph, as the update does. By default only in calls of at most as many rows as
+            the update's: the device may not have memory for more.
+    """
+    ratios, units, residuals = [], [], []
+    for positions in (torch.arange(max(rows, len(samples))) % len(samples)).split(rows):
+        micro = samples.rows(positions)
+        scored = [_scored(objective, micro, column, gradients) for column in range(len(micro.trajectory.steps))]
+        ratios.append(torch.stack([ratio for ratio, _, _ in scored], dim=1))
+        units.append(torch.tensor([unit for _, unit, _ in scored]))
+        residuals.append([drawn for *_, drawn in scored])
+    by_step = [torch.cat(drawn)[: len(samples)] for drawn in zip(*residuals, strict=True)]
+    steps = samples.trajectory.steps
+    return Replay(torch.cat(ratios)[: len(samples)], units[0], dict(zip(steps, by_step, strict=True)))
+
+
+def _scored(
+    objective: GrpoObjective, micro: Samples, column: int, gradients: bool | None
+) -> tuple[Tensor, float, Tensor]:
+    """Return one step's log-ratios, their unit and its residuals; its graph is freed on return."""
+    with _grad_mode(objective, len(micro), gradients):
+        step = objective.replay(micro, column)
+    after = micro.trajectory.next_latents(column)
+    unit = float(step.std) if objective.train.guard else 1.0
+    ratio = unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column])
+    return ratio, unit, ((after - step.mean) / step.std).detach()
+
+
+@contextlib.contextmanager
+def _grad_mode(objective: GrpoObjective, rows: int, gradients: bool | None = None) -> Iterator[None]:
+    """Inside, a call of `rows` builds a graph as `replay` describes, and averages no gradients over ranks."""
+    enabled = rows <= objective.train.batch_size if gradients is None else gradients
+    with torch.set_grad_enabled(enabled), averaging_gradients(objective.policy.module, now=False):
+        yield
+
+
+def grad_mode_gap(objective: GrpoObjective, samples: Samples, log_ratios: Tensor) -> Tensor:
+    """Return (b, K) log-ratios of the update's calls with gradients to the same calls without.
+
+    b is 0 where a rollout batch fits into one call of the update: its own replay, with gradients, already covers this.
+
+    Args:
+        objective: of the run.
+        samples: B of them.
+        log_ratios: (B, K) to the rollout, replayed in the update's calls.
+    """
+    rows = objective.train.batch_size
+    if len(samples) <= rows:
+        return samples.trajectory.log_probs[:0]
+    return log_ratios[:rows] - replay(objective, samples.rows(slice(0, rows)), rows, gradients=False).log_ratios
+
+
+def layer_differing_from_rollout(context: DoctorContext, probe: Samples) -> str:
+    """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
+    network, conditions = unwrap(context.policy.module), planned_conditions(context)
+    window, settings = truncated_rollout(context)
+    with recorded_layers(network) as rollout_calls:
+        rollout(context.policy, conditions, probe.conditioning, window, settings)
+    with recorded_layers(network) as replay_calls, _grad_mode(context.objective, len(probe)):
+        context.objective.replay(probe, 0)
+    return first_difference(rollout_calls[window[0]], replay_calls[0])
+
+
+def layer_differing_by_grad_mode(context: DoctorContext, probe: Samples) -> str:
+    """Return the first layer whose output differs between a call of the update with gradients and without."""
+    few = probe.rows(slice(0, context.objective.train.batch_size))
+    with recorded_layers(unwrap(context.policy.module)) as calls:
+        for enabled in (False, True):
+            with _grad_mode(context.objective, len(few), enabled):
+                context.objective.replay(few, 0)
+    return f"the same call without gradients and with: {first_difference(*calls)}"
+
+
+@contextlib.contextmanager
+def recorded_layers(network: nn.Module) -> Iterator[list[Layers]]:
+    """Inside, every call of the network appends its inputs and its layers' outputs to the yielded list."""
+    calls: list[Layers] = []
+    handles = [network.register_forward_pre_hook(_record_inputs(calls))]
+    handles += [layer.register_forward_hook(_record_output(calls, name)) for name, layer in network.named_modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_difference(rollout: Layers, update: Layers) -> str:
+    """Return in words the first layer in which two calls differ, and by how much."""
+    for name, (shape, values) in rollout.items():
+        if name not in update:
+            return f"{name} ran in the rollout only"
+        other_shape, others = update[name]
+        if shape != other_shape:
+            return f"{name} gave {shape} in the rollout and {other_shape} in the update"
+        if not torch.equal(values, others):
+            gap = float((values - others).abs().max())
+            return f"{name} differs first, by {gap:.2g} in values up to {float(values.abs().max()):.2g}"
+    return "no layer differs: the step's Gaussian or its log-probability does"
+
+
+def _record_inputs(calls: list[Layers]) -> Any:
+    def hook(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        calls.append({f"input {number}": _sampled(tensor) for number, tensor in enumerate(tensors)})
+
+    return hook
+
+
+def _record_output(calls: list[Layers], name: str) -> Any:
+    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor):
+            calls[-1][f"layer {name}" if name else "the network"] = _sampled(first)
+
+    return hook
+
+
+def _sampled(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    flat = tensor.detach().flatten()
+    return tuple(tensor.shape), flat[:: max(1, flat.numel() // RECORDED)].float().cpu()

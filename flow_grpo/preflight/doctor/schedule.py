@@ -1,0 +1,146 @@
+"""Checks of noise levels and stochastic steps, before anything is sampled. S is the number of denoising steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
+from flow_grpo.maths.sde import coefficients
+from flow_grpo.preflight.doctor.context import DoctorContext
+from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, failed, finding
+
+EPOCHS = 16  # epochs whose stochastic steps are checked
+MAX_STD = 1.0  # of a step, in units of the latents: more than the noise at sigma = 1 destroys the video
+MAX_EXCESS = 0.25  # noise above the level the network is told; Flow-SDE at 0.7 still works with 0.24
+VANISHING = 1e-4  # factor on the noise level for the ODE limit; the step's mean depends on its square
+ODE_TOLERANCE = 1e-5  # for latents of order 1: fp32 rounding and the remaining noise
+LEGEND = (
+    "delta: fall of sigma; std: of the added noise; c: weight of the predicted noise; excess: noise above the next\n"
+    "sigma; gain: |d mean / d velocity| / std, scales the log-probability's gradient; weight: in the policy loss"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Scalars of one stochastic step; see `LEGEND`.
+
+    Attributes:
+        step: index, 0..S-1.
+        sigma: noise level before the step.
+        delta: sigma minus the next sigma.
+        std: of the added noise.
+        c: weight of the predicted noise.
+        excess: noise above the next sigma, as a share of it.
+        gain: |d mean / d velocity| / std.
+        weight: in the policy loss.
+    """
+
+    step: int
+    sigma: float
+    delta: float
+    std: float
+    c: float
+    excess: float
+    gain: float
+    weight: float
+
+
+def examine_schedule(context: DoctorContext) -> list[Finding]:
+    """Return the findings of this module; collective call: every rank must call it."""
+    objective, allowed = context.objective, context.config.sample.sde_steps
+    windows = [context.sampling.window(epoch) for epoch in range(context.epoch, context.epoch + EPOCHS)]
+    findings = [check_steps(objective.sigmas, allowed, objective.sde, objective.step_weight)]
+    if not failed(findings):
+        findings.append(check_ode_limit(objective.sigmas, allowed, objective.sde))
+    return [
+        *findings,
+        *check_window(windows, allowed, len(objective.sigmas) - 1),
+        equal_on_ranks(
+            "window_on_ranks",
+            str(windows),
+            f"stochastic steps of {EPOCHS} epochs, first {windows[0]},",
+            context.ranks,
+            "draw them from (seed, epoch) only: the copies of a group must share them",
+        ),
+    ]
+
+
+def step_table(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None) -> list[Step]:
+    """Return the scalars of every step that may be trained.
+
+    Raises:
+        ValueError: a step has no Gaussian: it is the last one, or its weight of the predicted noise is negative.
+    """
+    rows = []
+    for step in steps:
+        here, after = float(sigmas[step]), float(sigmas[step + 1])
+        found = coefficients(
+            here,
+            after,
+            kind=sde.kind,
+            noise_level=sde.noise_level,
+            sigma_cap=float(sigmas[1]),
+            max_step_std=sde.max_step_std,
+        )
+        std, c = float(found.std), float(found.c)
+        weight = 1.0 if weights is None else float(weights[step])
+        rows.append(Step(step, here, here - after, std, c, math.hypot(c, std) / after - 1, float(found.gain), weight))
+    return rows
+
+
+def check_steps(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None) -> Finding:
+    """Check the noise of every step that may be trained: 0 < std <= 1, c >= 0, little excess noise."""
+    way_out = "lower sample.noise_level, set sample.max_step_std, or leave the step out of sample.sde_steps"
+    try:
+        table = step_table(sigmas, steps, sde, weights)
+    except ValueError as error:
+        return finding("steps", str(error), fail=way_out)
+    gains = [row.gain for row in table]
+    said = f"std at most {max(row.std for row in table):.3f}, largest gain {max(gains) / min(gains):.1f}x the smallest"
+    said += f"\n{LEGEND}\nstep   sigma   delta    std      c excess   gain weight"
+    for row in table:
+        levels = f"{row.step:4} {row.sigma:7.4f} {row.delta:7.4f} {row.std:6.3f}"
+        said += f"\n{levels} {row.c:6.3f} {row.excess:+6.0%} {row.gain:6.3f} {row.weight:6.2f}"
+    numbers = [value for row in table for value in dataclasses.astuple(row)]
+    wild = not all(map(math.isfinite, numbers)) or not all(0 < row.std <= MAX_STD for row in table)
+    grainy = max(row.excess for row in table) > MAX_EXCESS
+    grain = f"above {MAX_EXCESS:.0%} of excess noise late steps leave grain: {way_out}"
+    return finding("steps", said, fail=way_out if wild else "", warn=grain if grainy else "")
+
+
+def check_ode_limit(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings) -> Finding:
+    """Check that every step tends to the ODE step x + (sigma' - sigma) v as its noise vanishes.
+
+    Rollout and update share the step, so a wrong sign would show neither in the residuals nor in the ratio.
+    """
+    latents, velocity = torch.tensor([0.7]), torch.tensor([-1.3])
+    policy: Any = types.SimpleNamespace(velocity=lambda *_: velocity)
+    quiet = dataclasses.replace(sde, noise_level=VANISHING * sde.noise_level)
+    worst = 0.0
+    for step in steps:
+        drawn = step_transition(policy, latents, policy, sigmas=sigmas, step=step, sde=quiet)
+        fall = float(sigmas[step + 1]) - float(sigmas[step])
+        worst = max(worst, float((drawn.mean - latents - fall * velocity).abs()))
+    said = f"with vanishing noise {len(steps)} steps differ from the ODE's by {worst:.1g}, bound {ODE_TOLERANCE:.0e}"
+    way_out = "the mean of the step is wrong: see flow_grpo/maths/sde.py"
+    return finding("ode_limit", said, fail="" if worst <= ODE_TOLERANCE else way_out)
+
+
+def check_window(windows: Sequence[Sequence[int]], allowed: Sequence[int], num_steps: int) -> list[Finding]:
+    """Check the stochastic steps of some epochs: inside the schedule and `sde_steps`, and never the last step."""
+    steps = sorted({step for window in windows for step in window})
+    outside = [step for step in steps if not 0 <= step < num_steps or step not in allowed]
+    last = num_steps - 1 in steps
+    wrong = "" if steps and not outside else f"steps {outside} are not in sample.sde_steps={tuple(allowed)}"
+    no_density = f"keep sample.sde_steps within 0..{num_steps - 2}: the last step has no density" if last else ""
+    return [
+        finding("window", f"steps {steps} of 0..{num_steps - 1} over {len(windows)} epochs", fail=wrong),
+        finding("last_step", f"step {num_steps - 1} is {'trained' if last else 'deterministic'}", fail=no_density),
+    ]

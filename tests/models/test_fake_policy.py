@@ -1,0 +1,39 @@
+"""The policy on fake tensors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flow_grpo.models.fake_policy import FakePolicy, codec_config, transformer_config
+from flow_grpo.settings.loading import load_config
+
+
+def test_without_a_model_folder_every_network_is_that_of_wan():
+    config = load_config("config/grpo.py:my_recam_8npu")
+    codec = codec_config(config.model.path)
+    assert (codec["z_dim"], codec["scale_factor_temporal"], codec["scale_factor_spatial"]) == (16, 4, 8)
+    policy = FakePolicy(config)
+    assert all(isinstance(parameter, FakeTensor) for parameter in policy.module.parameters())
+    block, two = (sum(p.numel() for p in part.parameters()) for part in (policy.module.blocks[0], policy.module))
+    assert two + (transformer_config(config.model.path)["num_layers"] - 2) * block == 1_490_420_800
+
+
+def test_what_a_model_folder_leaves_out_is_that_of_wan(tmp_path):
+    for part, content in (("transformer", {"num_layers": 3}), ("vae", {"z_dim": 16, "base_dim": 24})):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps(content))
+    transformer, codec = transformer_config(tmp_path), codec_config(tmp_path)
+    assert (transformer["num_layers"], transformer["text_dim"]) == (3, 4096)
+    assert (codec["base_dim"], codec["scale_factor_temporal"]) == (24, 4)
+
+
+def test_no_text_encoder_is_loaded():
+    config = load_config("config/grpo.py:tiny_recam")
+    policy = FakePolicy(config)
+    assert policy.encodings.prompt("x").shape == (8, transformer_config(config.model.path)["text_dim"])
+    assert not policy.texts.loaded
+    with pytest.raises(AssertionError, match="no text encoder"):
+        policy.texts._open_parts()

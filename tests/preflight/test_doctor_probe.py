@@ -1,0 +1,168 @@
+"""The probe batch: it is the next batch of training, and its replays are those of the update."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from flow_grpo.models.adapters import trained_parameters
+from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.preflight.doctor import fast, probe
+from flow_grpo.preflight.doctor.full import guard_log_ratios
+from flow_grpo.preflight.doctor.probe import RECORDED, first_difference, recorded_layers, replay, roll_out_probe
+from tests import doctor_cases
+from tests.doctor_cases import build_context, statuses, words
+
+
+@pytest.fixture(scope="module")
+def context(places, tmp_path_factory):
+    """A run as built, which no test may change."""
+    return build_context(words(places, output_root=tmp_path_factory.mktemp("runs")))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The (rows, gradients, sigma) of every call of the policy."""
+    seen, velocity = [], RecamPolicy.velocity
+
+    def noted(self, latents, sigma, conditioning):
+        seen.append((len(latents), torch.is_grad_enabled(), float(sigma[0])))
+        return velocity(self, latents, sigma, conditioning)
+
+    monkeypatch.setattr(RecamPolicy, "velocity", noted)
+    return seen
+
+
+def test_it_is_the_batch_that_training_takes_next_sampled_one_step_past_the_stochastic_ones(context, calls):
+    samples = roll_out_probe(context)
+    planned = [draw[1:] for draw in context.sampler.plan(context.sampler.next_step)[0]]
+    assert [(gid, slot, index) for gid, slot, index in samples.keys.tolist()] == planned
+    window, sigmas = context.sampling.window(0), context.sampling.rollout.sigmas
+    assert samples.trajectory.steps == window and window[-1] + 2 < 6
+    assert [sigma for *_, sigma in calls] == sigmas[: window[-1] + 2].tolist()
+
+
+def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(context):
+    samples, objective = roll_out_probe(context), context.objective
+    later = dataclasses.replace(samples.trajectory, log_probs=samples.trajectory.log_probs - 1.0)
+    samples = dataclasses.replace(samples, trajectory=later)
+    torch.testing.assert_close(replay(objective, samples, 2).log_ratios, torch.ones(2, 2))
+    guarded = dataclasses.replace(objective, train=dataclasses.replace(objective.train, guard=True))
+    stds = [float(objective.replay(samples, column).std) for column in range(2)]
+    torch.testing.assert_close(replay(guarded, samples, 2).log_ratios, torch.tensor([stds, stds]))
+
+
+def test_log_ratios_under_the_guard_are_those_of_the_loss(places, tmp_path):
+    context = build_context(words(places, output_root=tmp_path, train__guard=True))
+    samples = roll_out_probe(context)
+    before = replay(context.objective, samples, 2)
+    with torch.no_grad():
+        for weight in trained_parameters(context.policy.module).values():
+            weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    after = replay(context.objective, samples, 2)
+    pairs = zip(before.residuals.values(), after.residuals.values(), strict=True)
+    bias = torch.stack([(old - new).square().flatten(1).mean(dim=1) / 2 for old, new in pairs], dim=1)
+    wanted = after.log_ratios + before.units * bias
+    torch.testing.assert_close(guard_log_ratios(before, after), wanted, rtol=1e-3, atol=1e-7)
+    assert bias.max() > 1e-6
+
+
+def test_a_replay_in_larger_calls_than_the_rollout_s_repeats_samples(context, calls):
+    found = replay(context.objective, roll_out_probe(context), 5)
+    assert [rows for rows, *_ in calls[-2:]] == [5, 5] and found.log_ratios.shape == (2, 2)
+    assert all(len(values) == 2 for values in found.residuals.values())
+
+
+class Saved:
+    """A tensor that a graph keeps for its backward pass."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()  # itself, it would hold the graph that holds it
+
+
+def test_gradients_are_kept_for_an_update_s_rows_and_one_call_only(places, tmp_path, calls):
+    """A device has memory for the graph of one call of the update, not for more."""
+    context = build_context(words(places, output_root=tmp_path, train__batch_size=1))
+    alive, at_call = weakref.WeakSet(), []
+    velocity = RecamPolicy.velocity
+
+    def pack(tensor):
+        saved = Saved(tensor)
+        alive.add(saved)
+        return saved
+
+    def noted(self, *given):
+        at_call.append(len(alive))
+        return velocity(self, *given)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor)
+    with hooks, mock.patch.object(RecamPolicy, "velocity", noted):
+        assert statuses(fast.examine(context)) == {}
+        probe.layer_differing_from_rollout(context, roll_out_probe(context))
+    assert {rows for rows, kept, _ in calls if kept} == {1}
+    assert {rows for rows, kept, _ in calls if not kept} == {1, 2}
+    assert set(at_call) == {0}, "a graph outlived its call"
+
+
+def test_what_only_calls_with_gradients_do_is_found_where_they_have_fewer_rows(places, tmp_path):
+    given = words(places, output_root=tmp_path, train__batch_size=1, sample__guidance_scale=3)
+    with doctor_cases.guidance_in_the_rollout_only():
+        (found,) = [found for found in fast.examine(build_context(given)) if found.name == "ratio"]
+    assert found.status == "fail"
+    assert "the same call without gradients and with: input 0 gave (2, " in found.measured
+
+
+# --- the first layer that differs
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def recorded(model: nn.Module, *given: torch.Tensor):
+    with recorded_layers(model) as seen:
+        for values in given:
+            model(values)
+    return seen
+
+
+def test_equal_calls_differ_nowhere_and_every_call_is_recorded():
+    first, second = recorded(network(), torch.ones(2, 3), torch.ones(2, 3))
+    assert list(first) == ["input 0", "layer 0", "layer 1", "layer 2", "the network"]
+    assert first_difference(first, second).startswith("no layer differs")
+    assert first_difference(first, {name: kept for name, kept in second.items() if name != "layer 1"}) == (
+        "layer 1 ran in the rollout only"
+    )
+
+
+def test_the_first_layer_that_differs_is_named_with_its_gap():
+    model = network()
+    (first,) = recorded(model, torch.ones(2, 3))
+    with torch.no_grad():
+        model[2].bias += 0.5
+    (second,) = recorded(model, torch.ones(2, 3))
+    assert first_difference(first, second).startswith("layer 2 differs first, by 0.5 in values up to ")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (torch.ones(2, 3) + 1e-3, "input 0 differs first, by 0.001 in values up to 1"),
+        (torch.ones(1, 3), "input 0 gave (2, 3) in the rollout and (1, 3) in the update"),
+    ],
+)
+def test_inputs_are_compared_before_the_layers(other, said):
+    assert first_difference(*recorded(network(), torch.ones(2, 3), other)) == said
+
+
+def test_large_outputs_are_recorded_in_evenly_spaced_elements():
+    (seen,) = recorded(network(), torch.arange(3.0 * 10 * RECORDED).view(-1, 3))
+    shape, values = seen["input 0"]
+    assert shape == (10 * RECORDED, 3)
+    assert len(values) == pytest.approx(RECORDED, rel=0.01) and values[-1] > 2.9 * 10 * RECORDED
