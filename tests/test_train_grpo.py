@@ -245,7 +245,7 @@ def test_used_up_minutes_end_the_run_as_if_complete(places, tmp_path):
 def _train(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.object(train_grpo, "join", return_value=(torch.device("cpu"), ranks)),
+        mock.patch.object(train_grpo, "init_ranks", return_value=(torch.device("cpu"), ranks)),
         mock.patch.object(process_group, "shut_down"),
         mock.patch.object(plots, "draw_curves"),
     ):
