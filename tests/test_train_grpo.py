@@ -113,14 +113,6 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert "held-out metrics" in capsys.readouterr().out
 
 
-def test_the_first_ratio_is_exactly_one_on_the_real_network(places, tmp_path):
-    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
-    (row,) = [row for row in metrics_of(tmp_path / "run") if "policy/ratio_mean" in row]
-    assert row["policy/ratio_first_max_abs_log"] == 0.0
-    assert row["policy/ratio_min"] == row["policy/ratio_max"] == 1.0
-    assert row["train/grad_norm"] > 0
-
-
 @pytest.mark.timeout(300)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path):
     rules = {"reward__schedules": "motion_mag=0:1,2:0.5", "reward__gates": "target_view=motion_mag:-0.5"}
@@ -179,50 +171,6 @@ def test_a_judge_that_breaks_down_stops_the_run_which_then_goes_on_as_if_nothing
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_debug_prints_the_group_structure(places, tmp_path, capsys):
-    assert train_grpo.main(words(places, tmp_path, num_epochs=1, debug="true")) == 0
-    lines = capsys.readouterr().out.splitlines()
-    wanted = ["总样本数（当前GPU）: 8", "期望的总样本数: 8", "Gather后的总样本数（所有GPU）: 8", "期望的唯一样本数: 2"]
-    assert [line for line in lines if line in wanted] == wanted
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sample__kk": 3}, "config.sample.kk: no such knob"),
-        ({"sample__k": 3}, "config.sample.train_batch_size: got 4"),
-        ({"data__root": "nowhere", "data__tiny_world": ""}, "dataset folder nowhere does not exist"),
-        ({"model__path": "nowhere"}, "model.path 'nowhere' does not exist"),
-        ({"eval__num_conditions": 400}, "eval.num_conditions=400 must be within 1..10"),
-        ({"sample__train_batch_size": 200, "sample__k": 2}, "dataset has 20 conditions, a batch needs m"),
-        ({"data__num_frames": 9, "data__tiny_world": ""}, "has no frame5, needs frame0..frame8"),
-        ({"data__height": 40, "data__width": 36}, "config.data.width: got 36, must be a multiple of 8"),
-        ({"resume": "auto", "run_name": ""}, "resume='auto' needs the name of the run"),
-        ({"resume": "nowhere"}, "resume='nowhere' is not a usable checkpoint"),
-    ],
-)
-def test_what_cannot_work_is_one_line_and_exit_code_2(places, tmp_path, capsys, changes, message):
-    assert train_grpo.main(words(places, tmp_path, **changes)) == 2
-    captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1
-    assert message in lines[0]
-    assert "Traceback" not in captured.err
-
-
-def test_a_second_start_under_the_same_name_is_refused(places, tmp_path, capsys):
-    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
-    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 2
-    assert "already holds checkpoint_000001" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_another_model_is_refused(places, tmp_path, capsys):
-    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
-    other = make_tiny_folder(tmp_path / "other", seed=1)
-    assert train_grpo.main(words(places, tmp_path, resume="auto", model__path=other)) == 2
-    assert "belongs to another run: model is" in capsys.readouterr().err
-
-
 def test_a_last_evaluation_that_cannot_be_made_leaves_a_run_to_go_on_with(places, tmp_path, capsys):
     given = {"eval__every": 0, "data__num_workers": 0}
     assert train_grpo.main(words(places, tmp_path, num_epochs=1, **given)) == 0
@@ -252,39 +200,12 @@ def _train(ranks: Ranks, given: list[str]) -> int:
         return train_grpo.main(given)
 
 
-@pytest.mark.timeout(300)
-def test_8_ranks_run_two_epochs_of_the_shrunken_8_npu_recipe(places, tmp_path):
-    keep = ("sample.k", "sample.train_batch_size", "sample.num_batches_per_epoch", "train.batch_size")
-    small = {name: value for name, value in SMALL.items() if name not in keep}
-    with mock.patch.dict(SMALL, small, clear=True):
-        given = words(places, tmp_path, recipe="my_recam_8npu_tiny", eval__num_conditions=8)
-    assert run_ranks(_train, 8, given, timeout=280) == [0] * 8
-    run = tmp_path / "run"
-    config = json.loads((run / "config.json").read_text())
-    assert (config["sample"]["train_batch_size"], config["sample"]["k"]) == (2, 4)
-    assert config["sample"]["num_batches_per_epoch"] == 2
-    rows = [row for row in metrics_of(run) if "policy/ratio_mean" in row]
-    assert len(rows) == 2
-    first = rows[0]
-    assert first["dyn/flat_groups"] + first["dyn/incomplete_groups"] + 8 * first["dyn/valid_groups_ratio_initial"] == 8
-    assert first["train/grad_norm"] > 0
-
-
 def test_policy_raise_saves_stops_and_says_so_in_one_line(places, tmp_path, capsys):
     """The random model scores alike everywhere, so the first epoch has no signal."""
     given = {"dynamic_sampling__enabled": "true", "reward__weights": "target_view=1"}
     assert train_grpo.main(words(places, tmp_path, **given, dynamic_sampling__policy="raise")) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "only 0 of 8 samples lie in groups that carry a signal after 3 resample(s)" in line
-
-
-def test_scored_samples_leave_the_device_only_with_dynamic_sampling(places, tmp_path):
-    for number, enabled in enumerate(("true", "false")):
-        given = words(places, tmp_path, dynamic_sampling__enabled=enabled, run_name=f"run{number}")
-        config, recipe = train_grpo.read_command_line(given)
-        trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
-        assert trainer.collector.settings.offload == (trainer.dynamic_sampling is not None) == (enabled == "true")
-        trainer.tracker.close()
 
 
 @pytest.mark.timeout(300)

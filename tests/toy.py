@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.groups.compare import everything, gather, own_rows
-from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge_results
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge_sizes
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
@@ -20,7 +20,7 @@ from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch, TrainingBatch
+from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import RewardConfig, SampleConfig, TrainConfig
@@ -163,21 +163,11 @@ def scored(
     return ScoredBatch(tuple(conditions), samples, {reward.name: reward(videos, conditions)}, videos)
 
 
-def merged(batches: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Return batches of one size as one."""
-    return ScoredBatch(
-        conditions=tuple(condition for batch in batches for condition in batch.conditions),
-        samples=Samples.concatenate([batch.samples for batch in batches]),
-        rewards={name: merge_results([batch.rewards[name] for batch in batches]) for name in batches[0].rewards},
-        videos=batches[0].videos,
-    )
-
-
 def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **options: Any) -> TrainingBatch:
     """Roll out batch by batch, join, and compare within groups, as one rank would."""
     starts = [sum(map(len, batches[:number])) for number in range(len(batches))]
     parts = [scored(policy, part, first=first, **options) for part, first in zip(batches, starts, strict=True)]
-    whole = merged(parts)
+    (whole,) = merge_sizes([p.conditions for p in parts], [p.samples for p in parts], [p.rewards for p in parts])
     gathered = gather([whole], Ranks())
     k = int((gathered.gids == gathered.gids[0]).sum())
     compared = combine_rewards(

@@ -7,17 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.metrics import group_metrics, reward_metrics, rule_metrics
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.records import RewardResult, ScoredBatch
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.toy import BrightnessReward, ToyPolicy, collector, condition, group, reward_config, sample_config, scored
+from tests.toy import BrightnessReward, ToyPolicy, condition, group, reward_config, sample_config, scored
 from tests.workers import run_ranks
 
 REWARD = reward_config()
-# The example of the k-repeat note: 4 conditions a batch, 8 ranks with 2 rows per batch, 2 batches, slot-major.
+# An example worked out by hand: 4 conditions a batch, 8 ranks with 2 rows per batch, 2 batches, slot-major.
 FIRST = [100, 200, 300, 400]
 SECOND = [500, 600, 700, 800]
 POSITIONS = {
@@ -51,7 +50,7 @@ def _gather_the_example(ranks: Ranks) -> tuple[list[int], list[float], list[int]
     return gathered.gids.tolist(), compared.advantages.tolist(), mine.keys[:, 0].tolist()
 
 
-def test_the_copies_of_a_group_lie_at_the_positions_of_the_example():
+def test_copies_have_the_places_of_the_example_and_every_rank_gets_its_own_rows_back():
     results = run_ranks(_gather_the_example, 8)
     gids, advantages, _ = results[0]
     found = {gid: [row for row, other in enumerate(gids) if other == gid] for gid in sorted(set(gids))}
@@ -61,28 +60,8 @@ def test_the_copies_of_a_group_lie_at_the_positions_of_the_example():
         own = torch.tensor([advantages[row] for row in rows])
         assert own.sum().abs() < 1e-6
         assert own.std(correction=0) > 0.9
-
-
-def test_every_rank_gets_the_advantages_of_its_own_rows_back():
-    results = run_ranks(_gather_the_example, 8)
     for rank, (*_, mine) in enumerate(results):
         assert mine == [gid for gid, _ in _rows_of_the_example(rank)]
-
-
-def _count_an_epoch(ranks: Ranks) -> tuple[int, dict[int, set[int]], int]:
-    sampling = collector(ranks, ToyPolicy(), debug=False)
-    gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))), ranks)
-    compare.check(gathered, sampling.settings.sample, ranks)
-    ranks_of = {gid: set() for gid in gathered.gids.tolist()}
-    for row, gid in enumerate(gathered.gids.tolist()):
-        ranks_of[gid].add(row // 4)
-    return len(gathered.gids), ranks_of, len(sampling.policy.encoded)
-
-
-def test_an_epoch_of_8_ranks_holds_32_samples_of_8_conditions_on_4_ranks_each():
-    total, ranks_of, _ = run_ranks(_count_an_epoch, 8)[0]
-    assert total == 32
-    assert [len(found) for found in ranks_of.values()] == [4] * 8
 
 
 def gathered_of(values, gids, **changes):

@@ -55,13 +55,13 @@ class ConditionStream:
 
     def __init__(self, loader: Iterable[Sequence[tuple[int, Condition]]], sampler: DistributedKRepeatSampler) -> None:
         self._loader = loader
-        self._sampler = sampler
+        self.sampler = sampler
         self._iterator: Iterator[Sequence[tuple[int, Condition]]] | None = None
 
     @property
     def next_step(self) -> int:
         """The first step not taken yet; rounds continue each other's steps, resampled ones included."""
-        return self._sampler.next_step
+        return self.sampler.next_step
 
     def take(self, step: int) -> tuple[Condition, ...]:
         """Return this rank's conditions of a global step.
@@ -69,13 +69,13 @@ class ConditionStream:
         Raises:
             StaleBatchError: the loader delivered another step's conditions.
         """
-        self._sampler.set_epoch(step)
+        self.sampler.set_epoch(step)
         if self._iterator is None:
             self._iterator = iter(self._loader)
         items = next(self._iterator)
         tags = {tag for tag, _ in items}
         assert len(tags) == 1, f"one batch holds conditions of steps {sorted(tags)}"
-        self._sampler.check(tags.pop())
+        self.sampler.check(tags.pop())
         return tuple(condition for _, condition in items)
 
 
