@@ -19,12 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.dynamic_sampling import TOO_OFTEN, WINDOW
-from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.records import Condition, RewardResult, ScoredBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.rounds import REWARD, Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
-from tests.toy import ToyPolicy, collector, reward_config, sample_config, update, updater, weights_of
+from tests.toy import ToyPolicy, collector, reward_config, update, updater, weights_of
 from tests.workers import run_ranks
 
 LOCAL = 16  # samples per rank: a target of 64 on 4 ranks

@@ -47,7 +47,7 @@ def test_statistics_are_those_of_all_samples_on_all_ranks():
 
 
 def test_an_epoch_of_two_steps_with_two_micro_batches_each_has_the_values_computed_by_hand():
-    """Step 1 keeps the rollout's weights; step 2 follows an update, so its drift does not count as the first ratio's."""
+    """Step 2 follows an update, so it does not count for `ratio_first_max_abs_log`."""
     stats = UpdateStats()
     share = torch.full((2,), 0.25)  # of 4 samples in one pass
     stats.add(terms([1.0, 1.0], loss=1.0), share, torch.tensor([0.0, -2e-7]))
