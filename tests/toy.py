@@ -138,7 +138,7 @@ class BrightnessReward:
         valid = torch.tensor([(c.index, c.slot) not in self.broken for c in conditions])
         values = videos.flatten(1).mean(dim=1)
         causes = tuple("" if fine else "broken on purpose" for fine in valid.tolist())
-        # What is not valid means nothing; a number that looks like a score must not get through either.
+        # NaN where not valid: code that uses the value anyway fails.
         return RewardResult(values.masked_fill(~valid, torch.nan), valid, causes, {"percent": 100 * values})
 
 
@@ -155,7 +155,7 @@ def scored(
     seed: int = 5,
     first: int = 0,
 ) -> ScoredBatch:
-    """Roll out and score one batch, whose samples stand at `first` and after it in the rank's order."""
+    """Roll out and score one batch, whose places start at `first`."""
     samples = rollout(policy, conditions, policy.encode(conditions), window, RolloutSettings(SIGMAS, SDE, seed))
     reward = reward or BrightnessReward()
     videos = policy.decode(samples.final_latents)
@@ -177,7 +177,7 @@ def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **
 
 
 def train_config(**changes: Any) -> TrainConfig:
-    """Return settings that suit the toy."""
+    """Return learning settings for the toy."""
     values: dict[str, Any] = {
         "batch_size": 4,
         "sharding": "ddp",
@@ -201,7 +201,7 @@ def train_config(**changes: Any) -> TrainConfig:
 
 
 def reward_config(**changes: Any) -> RewardConfig:
-    """Return settings over the toy's reward, which take every difference for one."""
+    """Return settings over the toy's reward with a near-zero flat range."""
     values: dict[str, Any] = {
         "weights": {"brightness": 1.0},
         "schedules": {},
