@@ -58,11 +58,11 @@ from flow_grpo.settings.schema import Config
 ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine that has none
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Train and return the exit code: 0, or 2 for a setting that cannot work, found at the start or later."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train and return the exit code: 0, or 2 when a setting, an input or a reward makes training impossible."""
     ranks = None
     try:
-        config, recipe = read_command_line(words)
+        config, recipe = read_command_line(argv)
         if config.dry_run:
             show_plan(config, int(os.environ.get("WORLD_SIZE", "1")))
             return 0
@@ -81,7 +81,10 @@ def main(words: Sequence[str] | None = None) -> int:
         with trainer.end:
             try:
                 train(trainer)
-                trainer.leave() if trainer.ended_by else trainer.finish()
+                if trainer.ended_by:
+                    trainer.leave()
+                else:
+                    trainer.finish()
             except (ShortageError, RewardFaultError, InputError) as error:
                 if not isinstance(error, ShortageError):
                     trainer.rewind()
@@ -165,7 +168,7 @@ def train(trainer: Trainer) -> None:
 
 
 def train_epoch(trainer: Trainer, epoch: int) -> None:
-    """Train for one epoch; a function, so that an epoch's samples are freed before the next one."""
+    """Train for one epoch; its samples are freed on return, before the next epoch samples."""
     batches = trainer.sample(epoch)
     gathered = trainer.gather(batches)
     chosen = trainer.choose(batches, gathered, epoch)
@@ -177,7 +180,7 @@ def train_epoch(trainer: Trainer, epoch: int) -> None:
     trainer.save_if_due()
 
 
-def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
+def read_command_line(argv: Sequence[str] | None) -> tuple[Config, str]:
     """Return the checked configuration and the recipe's name.
 
     Raises:
@@ -187,7 +190,7 @@ def read_command_line(words: Sequence[str] | None) -> tuple[Config, str]:
         description=__doc__, epilog=help_text(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="such as config/grpo.py:tiny_recam")
-    known, overrides = parser.parse_known_args(words)
+    known, overrides = parser.parse_known_args(argv)
     config = load_config(known.config, overrides)
     for name in config.reward.weights:
         check_name(name, config.reward.remote)
@@ -200,7 +203,7 @@ def init_ranks(config: Config, wait_s: float = 0.0, *, watched: bool = False) ->
 
     Args:
         config: of the run.
-        wait_s: seconds a rank may lag behind another; 0 takes the configuration's.
+        wait_s: seconds that a collective call waits for the slowest rank; 0 uses the configuration's.
         watched: exit when another rank dies, fails or hangs; the caller must then report progress.
     """
     waits = config.distributed
@@ -217,7 +220,7 @@ def init_ranks(config: Config, wait_s: float = 0.0, *, watched: bool = False) ->
 
 
 def refuse(error: ValueError, ranks: Ranks | None) -> None:
-    """Print a refusal in one line: on rank 0 when every rank knows it, else on the rank that does."""
+    """Print a refusal in one line: on rank 0 when every rank raised it, else on the rank that did."""
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 or (ranks is None and not isinstance(error, ConfigError)):
         print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
@@ -243,10 +246,10 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
 
 
 def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Trainer:
-    """Load everything, connect it, and resume when asked to.
+    """Load data, model and rewards, build the trainer, and restore the checkpoint to resume from.
 
     Raises:
-        ValueError: on every rank, for anything missing or unfit.
+        ValueError: on every rank, for an input that is missing or unusable on any.
     """
     with raise_on_all_ranks(ranks):
         if ranks.is_main and config.data.tiny_world:
@@ -336,7 +339,7 @@ def run_name(config: Config, recipe: str, ranks: Ranks) -> str:
 
 
 def check_places(config: Config, run_folder: Path) -> None:
-    """Refuse output folders that cannot be made or written to, before anything is loaded.
+    """Refuse output folders that cannot be created or written to, before anything is loaded.
 
     Raises:
         ValueError: for such a folder.
@@ -344,11 +347,11 @@ def check_places(config: Config, run_folder: Path) -> None:
     places = [("output_root", Path(config.output_root)), ("run_name", run_folder)]
     places += [("model.encodings", Path(config.model.encodings))] if config.model.encodings else []
     for knob, folder in places:
-        there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-        if not there.is_dir():
-            raise ValueError(f"config.{knob}: {there} is a file, must be a folder; pass another --config.{knob}")
-        if not os.access(there, os.W_OK):
-            raise ValueError(f"config.{knob}: {there} cannot be written to; pass another --config.{knob}")
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            raise ValueError(f"config.{knob}: {existing} is a file, must be a folder; pass another --config.{knob}")
+        if not os.access(existing, os.W_OK):
+            raise ValueError(f"config.{knob}: {existing} cannot be written to; pass another --config.{knob}")
 
 
 def splits(config: Config) -> tuple[MultiCamDataset, MultiCamDataset]:
@@ -371,9 +374,9 @@ def check_sizes(policy: Policy, *data_sets: MultiCamDataset) -> None:
 
 
 def launch() -> NoReturn:
-    """Run `main` as a process of its own.
+    """Run `main` and exit with its code.
 
-    After an error it exits without Python's shutdown, in which a process group that is still up may abort or hang.
+    After an error it skips the interpreter's shutdown, which can abort or hang while a process group is up.
     """
     try:
         code = main()

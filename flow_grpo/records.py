@@ -19,7 +19,7 @@ RowsType = TypeVar("RowsType", bound="Rows")
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """What one sample is asked to show, and what is known of the right answer.
+    """The inputs of one sample, and the ground truth where the data set has it.
 
     Attributes:
         index: position in the dataset, the condition's id.
@@ -106,7 +106,7 @@ class Rows:
         return self.map(lambda tensor: tensor[selection])
 
     def to(self: RowsType, device: torch.device | str) -> RowsType:
-        """Return a copy on `device`; free when already there."""
+        """Return a copy on `device`; tensors that are already there are shared."""
         return self.map(lambda tensor: tensor.to(device))
 
     @classmethod
@@ -169,7 +169,7 @@ class Samples(Rows):
 
     Attributes:
         keys: (n, 3) int64 CPU: gid, slot, index.
-        places: (n,) int64 CPU: each sample's place in its rank's order, which is the sampler's until samples are chosen
+        places: (n,) int64 CPU: each sample's index in its rank's order, which is the sampler's until samples are chosen
             and the update's afterwards; -1 for a sample that is not trained on.
         noise_ids: (n, 2) int64 CPU: hashes of the initial noise and of the step noise.
         conditioning: n rows.
@@ -203,15 +203,15 @@ class Samples(Rows):
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """What a reward says of B videos.
+    """A reward's scores of B videos.
 
     Attributes:
         values: (B,) fp32; meaningless where not valid.
         valid: (B,) bool; a value that could not be computed is masked, never replaced by a default score.
-        causes: one text per sample, "" where valid, else why there is no value.
+        causes: one text per sample: why there is no value, "" where valid.
         info: name -> (B,) extra measurements for the log, such as PSNR in dB.
-        faulty: (B,) bool, not valid because measuring failed (an exception, a timeout, a dead server) rather than for
-            lack of data to measure by (source poses, a true view); None: nowhere.
+        faulty: (B,) bool: not valid because scoring failed (an exception, a timeout, a dead server), not because the
+            data to compare with is missing (source poses, target video); None means no sample.
     """
 
     values: Tensor
@@ -228,7 +228,7 @@ class RewardResult:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """n samples of one video size on one rank, with what their videos were worth.
+    """n samples of one video size on one rank, with their rewards.
 
     Attributes:
         conditions: the n conditions, in row order.
@@ -248,15 +248,15 @@ class ScoredBatch:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatch:
-    """What the update learns from: one rank's samples of an epoch, as many on every rank.
+    """One rank's samples for the update of an epoch; every rank holds equally many.
 
-    The parts stay where they were made or received; nothing is copied before its micro-batch is due.
+    Parts stay on the device where they were sampled or received; `take` copies one micro-batch at a time.
 
     Attributes:
-        parts: records that hold the samples at places 0..length-1 between them; several of one size where samples
-            were drawn in several rounds or came from other ranks.
+        parts: records that together hold places 0..length-1. A video size has several parts when its samples come from
+            several rounds or from other ranks.
         length: number of samples.
-        as_rolled_out: one part per size, and the rows of each are those of the rollout's batches, in their order.
+        as_rolled_out: one part per size, whose rows are the rollout's batches in their order.
     """
 
     parts: tuple[Samples, ...]
@@ -280,6 +280,6 @@ class TrainingBatch:
         return numbers
 
     def take(self, places: Tensor, device: torch.device | str) -> Samples:
-        """Return the samples at some places, all of one size, as one record on `device`."""
+        """Return the samples at these places, all of one size, on `device`; rows are in the order of the parts."""
         found = [(part, torch.isin(part.places, places).nonzero().flatten()) for part in self.parts]
         return Samples.concatenate([part.rows(rows) for part, rows in found if len(rows)]).to(device)

@@ -1,6 +1,6 @@
-"""Sampling rounds of scripted rewards, without a network: what dynamic sampling is tested with.
+"""Sampling rounds with scripted rewards and no network, for the tests of dynamic sampling.
 
-Every tensor of a sample tells its (gid, slot), so that a mix-up shows.
+Every tensor of a sample encodes its (gid, slot), so that a mix-up is detected.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def scripted_batch(
 
 
 def split_by_size(batch: ScoredBatch, frames: Callable[[int], int], kinds: Kinds, groups: int) -> list[ScoredBatch]:
-    """Return the same samples as batches of unlike video size, by the size that each condition's index asks for."""
+    """Return the same samples as one batch per video size, which `frames` gives by condition index."""
     sizes: dict[int, list[int]] = {}
     for row, made in enumerate(batch.conditions):
         sizes.setdefault(frames(made.index), []).append(row)
@@ -174,7 +174,7 @@ def recorded(function: Callable[[], object]) -> tuple[object, list[str]]:
         original = getattr(dist, name)
 
         def recorded(*args: object, **given: object) -> object:
-            # Split sizes differ by design; that a rank takes part at all is what must not.
+            # Split sizes may differ between ranks; whether a rank takes part may not.
             made.append(name if name == "all_to_all_single" else f"{name} {[_shape(arg) for arg in args]}")
             return original(*args, **given)
 

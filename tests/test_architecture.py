@@ -1,4 +1,4 @@
-"""What a program can check of the rules in CONTRIBUTING.md; read from the source, nothing is run."""
+"""Rules of CONTRIBUTING.md that ruff and import-linter cannot check, read from the source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ MAX_FILE_LINES = 500  # more wants a reason
 MAX_FUNCTION_LINES = 60
 MAX_NESTING = 4
 
-# Where a word or number type that is banned elsewhere has its reason.
 MAY_NAME_DEVICES = {
     "flow_grpo/runtime/device.py",
     "flow_grpo/settings/schema.py",  # lists what a user may write for config.device
@@ -32,7 +31,7 @@ MAY_NAME_DEVICES = {
     "tools/audit/wheel.py",
 }
 CPU_MATHS = (
-    # Of poses, rewards and noise levels, which lie on the CPU; sde.py and loss.py meet the device's tensors.
+    # Poses, rewards and noise levels are on the CPU; sde.py and loss.py take tensors of the device.
     "flow_grpo/maths/advantages.py",
     "flow_grpo/maths/path_errors.py",
     "flow_grpo/maths/poses.py",
@@ -42,7 +41,7 @@ CPU_MATHS = (
     "flow_grpo/rewards/",  # scored on the CPU
     "flow_grpo/algorithm/groups/",  # gathered rewards, on the CPU
 )
-# Functions that give float64 back where they are given it, as only tests on the CPU do.
+# Keep float64 inputs as float64; only tests pass them, on the CPU.
 KEEP_DOUBLES = {("flow_grpo/maths/sde.py", "_like"), ("flow_grpo/maths/sde.py", "_full_precision")}
 UNREAD = {("sample", "num_image_per_prompt")}  # only compared with sample.k, by the checks
 
@@ -80,29 +79,29 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and _last(node.func) == "import_module":
+        elif isinstance(node, ast.Call) and last_name(node.func) == "import_module":
             yield from (str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
-def _last(node: ast.AST) -> str:
+def last_name(node: ast.AST) -> str:
     """Return the last name of `a`, `a.b` or `a.b(...)`."""
     if isinstance(node, ast.Call):
-        return _last(node.func)
+        return last_name(node.func)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _dotted(node: ast.AST) -> str:
+def dotted_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
+        return f"{dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _at(source: Source, node: ast.AST, what: str) -> str:
+def at(source: Source, node: ast.AST, what: str) -> str:
     return f"{source.path}:{getattr(node, 'lineno', 0)} {what}"
 
 
 def _docstrings(tree: ast.AST) -> set[int]:
-    """Return ids of the constants that are texts for readers."""
+    """Return the ids of docstrings."""
     return {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
 
 
@@ -120,16 +119,22 @@ def refuse(found: list[str]) -> None:
 
 
 def test_programs_import_the_library_before_anything_that_imports_torch() -> None:
-    """The library keeps torch from loading plug-ins by itself, which must happen first."""
+    """flow_grpo stops torch from loading device plug-ins on import, so it must be imported first."""
     without_torch = {*sys.stdlib_module_names, "__future__", "psutil", "tqdm"}
     programs = [s for s in sources("train_grpo.py", "tools", "benchmarks", "tests/saboteur.py") if _is_program(s)]
     assert len(programs) > 20
     wrong = []
     for program in programs:
-        names = [name.split(".")[0] for node in program.tree.body for name in imports(node)]
-        first = next((name for name in names if name not in without_torch), "flow_grpo")
+        names = [name for node in program.tree.body for name in imports(node) if not name.startswith("tools.common.")]
+        first = next(
+            (name for name in (name.split(".")[0] for name in names) if name not in without_torch), "flow_grpo"
+        )
         if first not in ("flow_grpo", "train_grpo"):
             wrong.append(f"{program.path} imports {first} before flow_grpo")
+    (common,) = sources("tools/common.py")  # may come first because it needs the standard library only
+    wrong += [
+        f"{common.path} imports {name}" for name in imports(common.tree) if name.split(".")[0] not in without_torch
+    ]
     refuse(wrong)
 
 
@@ -160,17 +165,19 @@ VENDOR_NAMES = ("torch.cuda", "torch.npu", "torch.backends.cuda", "torch.backend
 def _vendor_words(source: Source) -> Iterator[str]:
     reader_texts = _docstrings(source.tree)
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and (_dotted(node) in VENDOR_NAMES or node.attr in ("is_cuda", "is_npu")):
-            yield _at(source, node, _dotted(node) or node.attr)
+        if isinstance(node, ast.Attribute) and (
+            dotted_name(node) in VENDOR_NAMES or node.attr in ("is_cuda", "is_npu")
+        ):
+            yield at(source, node, dotted_name(node) or node.attr)
         elif isinstance(node, ast.Name) and node.id == "torch_npu":
-            yield _at(source, node, node.id)
+            yield at(source, node, node.id)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "npu"):
-            yield _at(source, node, f".{node.func.attr}()")
+            yield at(source, node, f".{node.func.attr}()")
         elif isinstance(node, ast.Constant) and id(node) not in reader_texts and VENDOR_TEXT.search(str(node.value)):
-            yield _at(source, node, repr(node.value))
+            yield at(source, node, repr(node.value))
 
 
-def test_vendor_words_stay_behind_the_device_door() -> None:
+def test_vendor_words_stay_in_the_device_module() -> None:
     others = [source for source in sources() if source.path not in MAY_NAME_DEVICES]
     refuse([text for source in others for text in _vendor_words(source)])
     refuse([text for source in others for text in _imports_any(source, "torch_npu", *VENDOR_NAMES)])
@@ -206,14 +213,16 @@ def _doubles(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef) and (source.path, node.name) in KEEP_DOUBLES:
             on_cpu |= {id(inner) for inner in ast.walk(node)}
-        if isinstance(node, ast.Call) and _dotted(node.func) in CONSTRUCTORS:
+        if isinstance(node, ast.Call) and dotted_name(node.func) in CONSTRUCTORS:
             named = {keyword.arg: keyword.value for keyword in node.keywords}
             on_cpu |= {id(named["dtype"])} if "dtype" in named and "device" not in named else set()
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call) and _last(node.value.func) == "cpu":
+        elif (
+            isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call) and last_name(node.value.func) == "cpu"
+        ):
             on_cpu.add(id(node))
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in WIDE_TYPES and id(node) not in on_cpu:
-            yield _at(source, node, node.attr)
+            yield at(source, node, node.attr)
 
 
 def test_what_may_use_float64_does() -> None:
@@ -246,32 +255,11 @@ def test_the_float64_search_tells_device_from_cpu(line: str, found: int) -> None
 # --- things that are not done
 
 
-def test_nothing_is_unpickled() -> None:
-    wrong = [text for source in sources() for text in _imports_any(source, "pickle", "cloudpickle", "dill", "shelve")]
-    for source in sources():
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Call) and _dotted(node.func) == "torch.load":
-                safe = [
-                    k
-                    for k in node.keywords
-                    if k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value
-                ]
-                wrong += [] if safe else [_at(source, node, "torch.load without weights_only=True")]
-    refuse(wrong)
-
-
-def test_one_process_drives_one_device() -> None:
-    refuse(
-        [_at(s, node, "DataParallel") for s in sources() for node in ast.walk(s.tree) if _last(node) == "DataParallel"]
-    )
-    refuse([f"{s.path} imports {n}" for s in sources() for n in imports(s.tree) if n.endswith(".DataParallel")])
-
-
 def test_objects_are_never_gathered() -> None:
     """They are pickled for everybody, and device tensors come back on the sender's device."""
     banned = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
     library = sources("flow_grpo", "config", "train_grpo.py")
-    refuse([_at(s, node, _last(node)) for s in library for node in ast.walk(s.tree) if _last(node) in banned])
+    refuse([at(s, node, last_name(node)) for s in library for node in ast.walk(s.tree) if last_name(node) in banned])
 
 
 # --- every knob is read
@@ -295,7 +283,7 @@ def _reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
     aliases = {"config": {"config"}, "cfg": {"config"}} | {name: {name} for name in _sections()}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
-            name = node.arg if isinstance(node, ast.arg) else _last(node.target)
+            name = node.arg if isinstance(node, ast.arg) else last_name(node.target)
             words = re.findall(r"\w+", ast.unparse(node.annotation))
             aliases.setdefault(name, set()).update(sections[word] for word in words if word in sections)
         elif isinstance(node, ast.Assign):
@@ -304,10 +292,10 @@ def _reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
             for target, value in pairs:
                 if isinstance(value, ast.Attribute) and value.attr in _sections():
-                    aliases.setdefault(_last(target), set()).add(value.attr)
+                    aliases.setdefault(last_name(target), set()).add(value.attr)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            owner = _last(node.value)
+            owner = last_name(node.value)
             for name in (owner, re.sub(r"^_|_(config|cfg)$", "", owner)):
                 yield from ((section, node.attr) for section in aliases.get(name, ()))
 
@@ -352,7 +340,7 @@ def _function_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _nesting(statements: list[ast.stmt]) -> int:
-    """Return how deep blocks stand within one another; an elif stands beside its if, a function begins anew."""
+    """Return the depth of nested blocks; an elif is as deep as its if, an inner function starts from 0."""
     deepest = 0
     for statement in statements:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -371,9 +359,9 @@ def test_functions_stay_within_their_budget() -> None:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 if _function_lines(node) > MAX_FUNCTION_LINES:
-                    wrong.append(_at(source, node, f"{node.name}: {_function_lines(node)} lines"))
+                    wrong.append(at(source, node, f"{node.name}: {_function_lines(node)} lines"))
                 if _nesting(node.body) > MAX_NESTING:
-                    wrong.append(_at(source, node, f"{node.name}: {_nesting(node.body)} blocks deep"))
+                    wrong.append(at(source, node, f"{node.name}: {_nesting(node.body)} blocks deep"))
     refuse(wrong)
 
 

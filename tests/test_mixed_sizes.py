@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
@@ -20,7 +19,7 @@ from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
 from flow_grpo.records import Condition, Conditioning, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.toy import SDE, SIGMAS, BrightnessReward, collector, condition, reward_config, update, updater
+from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, collector, condition, reward_config, update, updater
 from tests.workers import run_ranks
 
 SIZES = [(5, 2, 2), (9, 2, 4), (5, 4, 2)]
@@ -36,23 +35,19 @@ def sized(index: int, gid: int = 0, slot: int = 0) -> Condition:
     return dataclasses.replace(whole, source_video=video, target_video=video, target_poses=poses)
 
 
-class ConvPolicy:
-    """The `Policy` seam over a convolution, for latents of any size; counts rows and shapes of its calls."""
+class ConvPolicy(ToyPolicy):
+    """The toy policy with a convolution, for latents of any size; records the shapes of its calls."""
 
     def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(0)
         self.net = nn.Conv3d(5, 2, 3, padding=1)
-        self.module: nn.Module = self.net
+        self.module = self.net
         self.calls: list[tuple[int, ...]] = []
-        self.encoded: list[int] = []
 
     def encode(self, conditions: Sequence[Condition]) -> Conditioning:
-        self.encoded += [c.index for c in conditions]
-        return Conditioning(
-            prompt_embeds=torch.stack([torch.full((3, 4), float(len(c.prompt))) for c in conditions]),
-            source_latents=torch.stack([c.source_video[:2, ::4].float() for c in conditions]),
-            target_cameras=torch.stack([c.target_poses[::4, :3].flatten(1).float() for c in conditions]),
-        )
+        source = torch.stack([c.source_video[:2, ::4].float() for c in conditions])
+        return dataclasses.replace(super().encode(conditions), source_latents=source)
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         (size,) = {c.size for c in conditions}
@@ -68,12 +63,6 @@ class ConvPolicy:
     def decode(self, latents: Tensor) -> Tensor:
         light = torch.sigmoid(latents.mean(dim=1, keepdim=True)).expand(-1, 3, -1, -1, -1)
         return torch.cat([light[:, :, :1], light[:, :, 1:].repeat_interleave(4, dim=2)], dim=2)
-
-    def reference(self) -> contextlib.AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        return list(self.net.parameters())
 
 
 def sample(ranks: Ranks, policy: ConvPolicy, **changes) -> tuple[ScoredBatch, ...]:
@@ -98,11 +87,11 @@ def test_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
     assert len(policy.calls) < 24 * steps / 2
 
 
-def test_every_sample_is_what_it_would_be_alone_and_stands_in_its_place():
+def test_every_sample_equals_the_one_rolled_out_alone_and_has_its_place():
     policy = ConvPolicy()
     batches = sample(Ranks(), policy)
     assert sorted(place for batch in batches for place in batch.samples.places.tolist()) == list(range(24))
-    draws = collector(Ranks(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream._sampler
+    draws = collector(Ranks(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream.sampler
     wanted = [(gid, slot) for step in range(6) for _, gid, slot, _ in draws.plan(step)[0]]
     steps = batches[0].samples.trajectory.steps
     for batch in batches:
@@ -127,7 +116,7 @@ def test_whole_groups_on_a_rank_have_their_rows_in_order():
             assert torch.equal(tensor, once.tensors()[name].repeat_interleave(4, dim=0))
 
 
-def test_gathered_facts_stand_in_sampling_order_whatever_was_rolled_out_first():
+def test_gathered_samples_are_in_sampling_order_whatever_was_rolled_out_first():
     policy = ConvPolicy()
     batches = sample(Ranks(), policy)
     gathered = compare.gather(batches, Ranks())
@@ -188,37 +177,35 @@ def test_two_ranks_make_the_update_of_one_with_mixed_sizes():
 
 
 class SizedData:
+    """20 held-out conditions of three sizes, or of the first size alone."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int, int]] = SIZES) -> None:
+        self.sizes = sizes
+
     def __len__(self) -> int:
         return 20
 
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
-        return sized(index, gid, slot)
+        return sized(index if len(self.sizes) > 1 else 0, gid, slot)
 
     def size_of(self, index: int) -> tuple[int, int, int]:
-        return SIZES[index // 2 % 3]
+        return self.sizes[index // 2 % len(self.sizes)]
 
 
-def _evaluate(ranks: Ranks) -> tuple[dict[str, float], list[tuple[int, ...]]]:
+def _evaluate(ranks: Ranks, number: int = 20, sizes: int = 3) -> tuple[dict[str, float], list[tuple[int, ...]]]:
     policy = ConvPolicy()
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    settings = EvalSettings(SIGMAS, num_conditions=20, batch_size=4, videos=0)
-    metrics = Evaluator(policy, SizedData(), rewards, None, settings, ranks).run().metrics
+    settings = EvalSettings(SIGMAS, number, batch_size=4, videos=0)
+    metrics = Evaluator(policy, SizedData(SIZES[:sizes]), rewards, None, settings, ranks).run().metrics
     return metrics, policy.calls
 
 
-def test_a_small_evaluation_is_shared_out_rather_than_batched():
-    class OneSize(SizedData):
-        def size_of(self, index: int) -> tuple[int, int, int]:
-            return SIZES[0]
-
-    policy = ConvPolicy()
-    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    settings = EvalSettings(SIGMAS, num_conditions=4, batch_size=4, videos=0)
-    shares = [Evaluator(policy, OneSize(), rewards, None, settings, Ranks(rank, 4))._own_batches() for rank in range(4)]
-    assert sorted(position for (batch,) in shares for position in batch) == [0, 1, 2, 3]
+def test_a_small_evaluation_is_spread_over_the_ranks_rather_than_batched():
+    for _, calls in run_ranks(_evaluate, 4, 4, 1):
+        assert [shape[0] for shape in calls] == [1] * (len(SIGMAS) - 1)
 
 
-def test_an_evaluation_over_mixed_sizes_holds_more_of_the_smaller_in_a_call():
+def test_an_evaluation_batches_more_of_the_smaller_videos():
     metrics, calls = _evaluate(Ranks())
     rows = {shape[1:]: max(s[0] for s in calls if s[1:] == shape[1:]) for shape in calls}
     assert rows[(2, 3, 2, 4)] == 4  # 72 pixels a video

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import io
 import json
 import pickle
@@ -16,10 +17,10 @@ import torch
 import train_grpo
 from flow_grpo.models.model_files import read_checkpoint
 from flow_grpo.rewards.remote import protocol
-from flow_grpo.runtime.checkpoints import checkpoint, state_files
+from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.runtime.tensor_store import TensorStore
 from tests.bad_input_cases import Setup, checkpoint_of
-from tests.test_architecture import _at, _dotted, _last, imports, refuse, sources
+from tests.test_architecture import at, dotted_name, imports, last_name, refuse, sources
 from tools import convert_recammaster, generate
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
@@ -36,20 +37,20 @@ def _unsafe(path: str, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield from ((node, f"imports {name}") for name in names & (MODULES | ARCHIVES))
         if not isinstance(node, ast.Call):
             continue
-        called, options = _dotted(node.func), {word.arg: word.value for word in node.keywords}
+        called, options = dotted_name(node.func), {word.arg: word.value for word in node.keywords}
         flags = {name: getattr(value, "value", None) for name, value in options.items()}
-        if called in RUNNERS or (_last(node.func) == "exec_module" and path != RECIPES):
+        if called in RUNNERS or (last_name(node.func) == "exec_module" and path != RECIPES):
             yield node, f"calls {called}"
         if called == "torch.load" and flags.get("weights_only") is not True:
             yield node, "calls torch.load without weights_only=True"
         if flags.get("allow_pickle", False) is not False or flags.get("trust_remote_code", False) is not False:
             yield node, f"calls {called} which may run what it reads"
-        if _last(node.func) in ARCHIVES:
+        if last_name(node.func) in ARCHIVES:
             yield node, f"calls {called}"
 
 
 def test_no_source_unpickles_unpacks_or_evaluates() -> None:
-    refuse([_at(s, node, what) for s in sources() for node, what in _unsafe(s.path, s.tree)])
+    refuse([at(s, node, what) for s in sources() for node, what in _unsafe(s.path, s.tree)])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,10 @@ def test_a_pickle_for_a_checkpoint_s_tensors_is_refused(valid, tmp_path, proof, 
     file = folder / "state.safetensors"
     file.write_bytes(as_torch_file(proof))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][file.name] = {"size": file.stat().st_size, "sha256": checkpoint._sha256(file)}
+    manifest["files"][file.name] = {
+        "size": file.stat().st_size,
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert "state.safetensors is no file of tensors" in refused(setup.words, train_grpo.main, capsys)
     with pytest.raises(ValueError, match="is no file of tensors"):

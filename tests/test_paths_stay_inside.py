@@ -1,21 +1,21 @@
 """Names from elsewhere never lead out of their folder.
 
-What stands in the command line, in a checkpoint's manifest and in a data folder is in the table of `test_bad_input.py`,
-the index of a sharded file in `test_model_files.py`, the scene of a reward server's request in `test_wire.py`.
+`bad_input_cases.py` covers the command line, a checkpoint's manifest and a data folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from flow_grpo.algorithm.evaluate import make_clip, write_clips
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.multicam import CAMERAS_JSON
+from flow_grpo.runtime.reporting.clips import log_clips, make_clip
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.loading import ConfigError, load_config
 from tests.data.test_multicam import FRAMES, extrinsics, open_split, write_scene
@@ -55,9 +55,10 @@ def test_an_encoding_lies_in_its_store_whatever_it_was_made_of(tmp_path, name):
 def test_a_clip_lies_in_its_folder_whatever_its_condition_is_called(tmp_path, name):
     named = dataclasses.replace(condition(), scene=name, target_camera=name, preset=name, target_video=None)
     generated = torch.zeros_like(named.source_video)
-    (path,) = write_clips(tmp_path / "videos", "eval", [make_clip(named, generated, {f"remote:{name}": 1.0})])
-    assert path.is_file() and path.parent == tmp_path / "videos"
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
+    clip = make_clip(named, generated, {f"remote:{name}": 1.0})
+    log_clips(types.SimpleNamespace(log_video=print), tmp_path / "videos", "eval", [clip], 1)
+    (path,) = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert path.parent == tmp_path / "videos"
 
 
 def test_names_in_captions_and_camera_files_are_compared_and_not_opened(tmp_path):

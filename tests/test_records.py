@@ -1,4 +1,4 @@
-"""What travels through a run keeps its rows together."""
+"""Records keep the rows of all their tensors together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def conditioning(rows: int, *, guided: bool = False) -> Conditioning:
     )
 
 
-def test_rows_are_taken_from_every_tensor_alike() -> None:
+def test_rows_are_taken_from_every_tensor() -> None:
     taken = conditioning(5, guided=True).rows(torch.tensor([3, 1, 3]))
     assert len(taken) == 3
     for tensor in (taken.prompt_embeds, taken.source_latents, taken.target_cameras, taken.negative_prompt_embeds):
@@ -28,14 +28,14 @@ def test_rows_are_taken_from_every_tensor_alike() -> None:
         assert tensor.flatten(1)[:, 0].tolist() == [3.0, 1.0, 3.0]
 
 
-def test_parts_are_joined_in_order_and_absent_tensors_stay_absent() -> None:
+def test_records_are_concatenated_in_order_and_absent_tensors_stay_absent() -> None:
     joined = Conditioning.concatenate([conditioning(2), conditioning(3)])
     assert joined.source_latents[:, 0, 0, 0, 0].tolist() == [0.0, 1.0, 0.0, 1.0, 2.0]
     assert joined.negative_prompt_embeds is None
     assert Conditioning.concatenate([conditioning(1, guided=True)] * 2).negative_prompt_embeds is not None
 
 
-def test_a_trajectory_finds_both_ends_of_every_remembered_step() -> None:
+def test_a_trajectory_finds_both_ends_of_every_recorded_step() -> None:
     states = torch.arange(5.0).view(1, 5, 1, 1, 1, 1)  # steps 2, 3 and then 6: the states between 4 and 6 are not kept
     trajectory = Trajectory(
         states=states,
@@ -111,7 +111,7 @@ def test_the_inputs_of_the_network_change_device_and_nothing_else_does() -> None
     assert moved.trajectory.steps == (1, 2)
 
 
-def test_samples_are_taken_out_of_several_parts_by_place() -> None:
+def test_samples_are_taken_from_several_parts_by_place() -> None:
     batch = TrainingBatch((samples([3, -1, 0]), samples([-1, 1]), samples([2, 4], size=5)), length=5)
     assert batch.sizes().tolist() == [0, 0, 2, 0, 2]
     taken = batch.take(torch.tensor([1, 3]), "cpu")
@@ -127,7 +127,7 @@ def test_a_position_without_a_sample_is_an_error() -> None:
         TrainingBatch((samples([0, 2]),), length=3).sizes()
 
 
-def test_samples_of_other_stochastic_steps_are_no_part_of_an_epoch() -> None:
+def test_samples_of_one_epoch_must_share_their_stochastic_steps() -> None:
     other = samples([1])
     other = dataclasses.replace(other, trajectory=dataclasses.replace(other.trajectory, steps=(2, 3)))
     with pytest.raises(AssertionError, match="share their stochastic steps"):

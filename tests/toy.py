@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.groups.compare import everything, gather, own_rows
-from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge_results
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge_sizes
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
@@ -20,7 +20,7 @@ from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch, TrainingBatch
+from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import RewardConfig, SampleConfig, TrainConfig
@@ -138,7 +138,7 @@ class BrightnessReward:
         valid = torch.tensor([(c.index, c.slot) not in self.broken for c in conditions])
         values = videos.flatten(1).mean(dim=1)
         causes = tuple("" if fine else "broken on purpose" for fine in valid.tolist())
-        # What is not valid means nothing; a number that looks like a score must not get through either.
+        # NaN where not valid: code that uses the value anyway fails.
         return RewardResult(values.masked_fill(~valid, torch.nan), valid, causes, {"percent": 100 * values})
 
 
@@ -155,7 +155,7 @@ def scored(
     seed: int = 5,
     first: int = 0,
 ) -> ScoredBatch:
-    """Roll out and score one batch, whose samples stand at `first` and after it in the rank's order."""
+    """Roll out and score one batch, whose places start at `first`."""
     samples = rollout(policy, conditions, policy.encode(conditions), window, RolloutSettings(SIGMAS, SDE, seed))
     reward = reward or BrightnessReward()
     videos = policy.decode(samples.final_latents)
@@ -163,21 +163,11 @@ def scored(
     return ScoredBatch(tuple(conditions), samples, {reward.name: reward(videos, conditions)}, videos)
 
 
-def merged(batches: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Return batches of one size as one."""
-    return ScoredBatch(
-        conditions=tuple(condition for batch in batches for condition in batch.conditions),
-        samples=Samples.concatenate([batch.samples for batch in batches]),
-        rewards={name: merge_results([batch.rewards[name] for batch in batches]) for name in batches[0].rewards},
-        videos=batches[0].videos,
-    )
-
-
 def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **options: Any) -> TrainingBatch:
     """Roll out batch by batch, join, and compare within groups, as one rank would."""
     starts = [sum(map(len, batches[:number])) for number in range(len(batches))]
     parts = [scored(policy, part, first=first, **options) for part, first in zip(batches, starts, strict=True)]
-    whole = merged(parts)
+    (whole,) = merge_sizes([p.conditions for p in parts], [p.samples for p in parts], [p.rewards for p in parts])
     gathered = gather([whole], Ranks())
     k = int((gathered.gids == gathered.gids[0]).sum())
     compared = combine_rewards(
@@ -187,7 +177,7 @@ def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **
 
 
 def train_config(**changes: Any) -> TrainConfig:
-    """Return settings that suit the toy."""
+    """Return learning settings for the toy."""
     values: dict[str, Any] = {
         "batch_size": 4,
         "sharding": "ddp",
@@ -211,7 +201,7 @@ def train_config(**changes: Any) -> TrainConfig:
 
 
 def reward_config(**changes: Any) -> RewardConfig:
-    """Return settings over the toy's reward, which take every difference for one."""
+    """Return settings over the toy's reward with a near-zero flat range."""
     values: dict[str, Any] = {
         "weights": {"brightness": 1.0},
         "schedules": {},

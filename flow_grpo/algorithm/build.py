@@ -93,7 +93,7 @@ def build_collector(
     *,
     is_main: bool,
 ) -> Collector:
-    """Return what samples an epoch."""
+    """Return the collector of training rollouts."""
     loader = make_loader(train, sampler, config.data.num_workers)
     settings = SampleSettings(
         sample=config.sample,
@@ -109,7 +109,7 @@ def build_collector(
 def build_dynamic_sampling(
     config: Config, rewards: RewardSet, progress: Progress, ranks: Ranks
 ) -> DynamicSampling | None:
-    """Return what samples further rounds when groups are flat, or None when it is switched off."""
+    """Return dynamic sampling, or None when it is disabled."""
     if not config.dynamic_sampling.enabled:
         return None
     return DynamicSampling(
@@ -124,7 +124,7 @@ def build_dynamic_sampling(
 
 
 def build_objective(config: Config, policy: Policy) -> GrpoObjective:
-    """Return the loss of the recorded steps."""
+    """Return the GRPO objective with the recipe's step weights."""
     train, rollout = config.train, rollout_settings(config)
     weights = step_weights(
         "inverse_delta" if train.guard else train.step_weight,
@@ -138,7 +138,7 @@ def build_objective(config: Config, policy: Policy) -> GrpoObjective:
 
 
 def build_updater(config: Config, policy: Policy, state: RunState, progress: Progress, ranks: Ranks) -> Updater:
-    """Return what takes the gradient steps."""
+    """Return the updater."""
     return Updater(
         policy,
         build_objective(config, policy),
@@ -159,10 +159,10 @@ def build_rewards(config: Config, weights: Mapping[str, float], ranks: Ranks) ->
 
 
 def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
-    """Return what measures held-out conditions: rewards, agreement with the true view, gold metric.
+    """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
 
     Raises:
-        ValueError: the data lacks what the gold metric is measured by.
+        ValueError: the data lacks the files that the gold metric needs.
     """
     evaluation = config.eval
     needed = SCENE_FILES.get(evaluation.gold)

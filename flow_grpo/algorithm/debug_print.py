@@ -80,7 +80,7 @@ def merged_lines(views: Sequence[dict[str, object]], expected: int, k: int) -> l
 
 
 def gathered_lines(total: int, k: int) -> list[str]:
-    """Return the lines that show what came together from all ranks."""
+    """Return the lines that show the counts gathered from all ranks."""
     return [
         f"Gather后的总样本数（所有GPU）: {total}",
         f"k (group_size): {k}",

@@ -52,8 +52,8 @@ class EvalSettings:
     Attributes:
         sigmas: (S+1,) fp32 CPU noise levels.
         num_conditions: how many held-out conditions, over all ranks.
-        batch_size: samples per rank and call, of the largest videos; of smaller ones as many more as cost the same.
-        videos: how many videos to hand back.
+        batch_size: samples per rank and call at the largest video size; smaller videos fill a call up to that cost.
+        videos: how many videos to return.
     """
 
     sigmas: Tensor
@@ -132,11 +132,11 @@ class Evaluator:
         """Return this rank's batches of positions in `indices`, one video size each, equally many on every rank."""
         sizes = [self.dataset.size_of(index) for index in self.indices]
         costs = [math.prod(size) for size in sizes]
-        fair = min(self.settings.batch_size, math.ceil(len(costs) / self.ranks.world_size))
+        rows = min(self.settings.batch_size, math.ceil(len(costs) / self.ranks.world_size))
         return list(
             DynamicBatchSampler(
                 self.indices,
-                fair * max(costs),
+                rows * max(costs),
                 shuffle=False,
                 num_replicas=self.ranks.world_size,
                 rank=self.ranks.rank,
@@ -208,7 +208,7 @@ def _by_camera(cameras: Sequence[str], values: Sequence[dict[str, float]]) -> di
 
 
 def held_out_indices(total: int, count: int) -> list[int]:
-    """Return the `count` of `total` conditions that are measured, the same in every run.
+    """Return the indices of the `count` of `total` conditions to measure, the same in every run.
 
     Raises:
         ValueError: more than there are, or none.

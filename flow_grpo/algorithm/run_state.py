@@ -44,7 +44,7 @@ class Average(Protocol):
 
 @dataclasses.dataclass
 class RunState:
-    """What changes in the course of a run.
+    """The mutable state of a run, which checkpoints save.
 
     Attributes:
         module: the network, of which the trained weights are saved.
@@ -198,5 +198,5 @@ def common_identity(module: nn.Module, trained: str, data: MultiCamDataset, rank
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a hash of a network's parameter names, shapes and 16 values of each: cheap, yet it tells models apart."""
+    """Return a hash of a network's parameter names, shapes and 16 values of each: cheap, and differs between models."""
     return weights_key(module.named_parameters())

@@ -57,10 +57,10 @@ class Trainer:
         ranks: who takes part.
         device: this rank's device.
         run_folder: where the run's files are.
-        lock: on that folder, held or not.
+        lock: the run lock of that folder.
         dynamic_sampling: samples further rounds when groups are flat, or None.
         cameras: the kind of camera of every training condition, for statistics; () keeps none.
-        from_own: the run resumes one of its own checkpoints, so its state is already saved.
+        from_own: the run resumes from its own checkpoint, so its state is already saved.
     """
 
     config: Config
@@ -118,7 +118,7 @@ class Trainer:
         return gathered
 
     def choose(self, batches: Sequence[ScoredBatch], gathered: Gathered, epoch: int) -> Chosen:
-        """Decide what to train on: the round as it is, or by dynamic sampling only groups that carry a signal."""
+        """Choose the samples to train on: the whole round, or with dynamic sampling the groups that carry a signal."""
         if self.dynamic_sampling is None:
             return compare.everything(batches, gathered, self.ranks)
 
@@ -140,7 +140,7 @@ class Trainer:
             compared = compare.advantages(chosen.gathered, self.reward, k=self.config.sample.k, floors=floors)
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
-            if self.dynamic_sampling is None:  # which counts the groups of its first round itself
+            if self.dynamic_sampling is None:  # else logged for the first round by dynamic sampling
                 self.metrics |= group_metrics(compared)
             elif self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
                 compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
@@ -156,7 +156,7 @@ class Trainer:
             self.metrics |= self.updater.run(batch, plan, self.state.bad_steps, probe=probe)
 
     def finish_epoch(self, epoch: int) -> None:
-        """Count an epoch as finished: from here on a checkpoint contains its update."""
+        """Mark an epoch as finished: checkpoints saved from here on contain its update."""
         self.state.finished = epoch + 1
         self._sampler_at_update = self.state.sampler.state_dict()
 
@@ -203,7 +203,7 @@ class Trainer:
         return self._evaluated[1]
 
     def evaluate_before(self) -> None:
-        """Evaluate the policy training starts from; a resumed run has the result in its checkpoint.
+        """Evaluate the starting policy; a resumed run has the result in its checkpoint.
 
         Raises:
             InputError: `checkpoint.best` is no metric that is measured.
@@ -212,7 +212,7 @@ class Trainer:
             self.state.before = self.evaluate()
             self.progress.say(f"before training: {_in_words(self.state.before)}")
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
-            self.evaluate()  # the run ended in this evaluation, at a broken held-out file that is mended now
+            self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
             self._saved = None  # the checkpoint has no score yet
             self.save()
         best = self.config.checkpoint.best
@@ -262,7 +262,7 @@ class Trainer:
 
     def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         sample = self.config.sample
-        self._say_what_failed(batches)
+        self._say_failures(batches)
         with self.clock.phase("gather"):
             gathered = compare.gather(batches, self.ranks)
         if self.config.debug:
@@ -274,7 +274,7 @@ class Trainer:
         compare.check_faults(batches, gathered, self.reward, self.ranks)
         return gathered
 
-    def _say_what_failed(self, batches: Sequence[ScoredBatch]) -> None:
+    def _say_failures(self, batches: Sequence[ScoredBatch]) -> None:
         for name in self.collector.rewards.weights:
             causes = [cause for batch in batches for cause in batch.rewards[name].causes if cause]
             if causes:
@@ -316,7 +316,7 @@ class Trainer:
         return bool(signals)
 
     def _weights(self) -> AbstractContextManager[Any]:
-        """Return a context in which the evaluated weights are in place: their moving average if there is one."""
+        """Return a context that swaps in the weights to evaluate: their moving average if there is one."""
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
 
 

@@ -1,4 +1,4 @@
-"""Sampling an epoch: the stream of conditions, encoding once, joining batches."""
+"""Sampling an epoch: the stream of conditions, encoding, places over mixed video sizes, merging batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout.collector import ConditionStream, merge_sizes
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
-from flow_grpo.records import Rows
+from flow_grpo.records import Condition, Rows
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, group, scored
+from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, scored
 
 
 def a_sampler() -> DistributedKRepeatSampler:
@@ -50,7 +50,7 @@ def test_a_contiguous_group_spread_over_two_batches_has_one_window():
     assert len(batch.samples.trajectory.steps) == 2
 
 
-def test_an_epoch_takes_new_conditions_and_gives_back_the_first_batch_s_videos():
+def test_every_epoch_takes_new_conditions_and_keeps_the_first_batch_s_videos():
     sampling = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=4)
     first = sampling.collect(0, Clock(torch.device("cpu")))
     second = sampling.collect(1, Clock(torch.device("cpu")))
@@ -61,7 +61,7 @@ def test_an_epoch_takes_new_conditions_and_gives_back_the_first_batch_s_videos()
     torch.testing.assert_close(first[0].videos.flatten(1).mean(dim=1), own)
 
 
-def test_scored_samples_leave_the_device_when_a_pool_may_grow(monkeypatch):
+def test_samples_are_offloaded_after_each_rollout_only_with_offload(monkeypatch):
     moved = []
     monkeypatch.setattr(Rows, "to", lambda self, device: (moved.append((type(self).__name__, device)), self)[1])
     for offload in (False, True):
@@ -69,6 +69,51 @@ def test_scored_samples_leave_the_device_when_a_pool_may_grow(monkeypatch):
         sampling.settings = dataclasses.replace(sampling.settings, offload=offload)
         sampling.collect(0, Clock(torch.device("cpu")))
         assert moved == ([("Conditioning", "cpu"), ("Trajectory", "cpu")] * 2 if offload else [])
+
+
+def test_an_epoch_of_mixed_sizes_has_each_sample_at_its_place_in_the_sampler_s_order():
+    """Two steps of 4 rows hold two sizes: the policy sees full batches of one size, the places say the order."""
+
+    def made(index: int, gid: int, slot: int) -> Condition:
+        whole = condition(index, gid, slot)
+        return whole if index % 2 else dataclasses.replace(whole, source_video=whole.source_video.repeat(1, 1, 2, 1))
+
+    class TwoSizes(ToyPolicy):
+        decoded = 0
+
+        def decode(self, latents):
+            indices, self.decoded = self.encoded[self.decoded], self.decoded + 1
+            assert len(latents) == len(indices)
+            return super().decode(latents).repeat(1, 1, 1, 1 if indices[0] % 2 else 2, 1)
+
+    policy = TwoSizes()
+    changes = {"train_batch_size": 4, "num_batches_per_epoch": 3, "k": 2}
+    sampling = collector(Ranks(), policy, debug=False, make=made, **changes)
+    drawn = [draw for step in range(3) for draw in sampling.stream.sampler.plan(step)[0]]
+    batches = sampling.collect(0, Clock(torch.device("cpu")))
+    sizes = {True: [d for d in drawn if d[3] % 2], False: [d for d in drawn if d[3] % 2 == 0]}
+    assert len(batches) == 2 and all(sizes.values())
+    assert batches[0].conditions[0].index == drawn[0][3]
+    for batch in batches:
+        own = [drawn[place][1:] for place in batch.samples.places.tolist()]
+        assert own == [tuple(key) for key in batch.samples.keys.tolist()]
+        assert own == [(c.gid, c.slot, c.index) for c in batch.conditions]
+        assert batch.samples.places.tolist() == sorted(batch.samples.places.tolist())
+    # One call of `encode` per rollout batch, with the copies in the sampler's order.
+    first = drawn[0][3] % 2 == 1
+    order = [[d[3] for d in sizes[odd]] for odd in (first, not first)]
+    assert policy.encoded == [own[start : start + 4] for own in order for start in range(0, len(own), 4)]
+
+
+def test_the_window_depends_on_the_epoch_only():
+    settings = collector(Ranks(), ToyPolicy(), train_batch_size=4).settings
+    assert {settings.window(number) for number in range(20)} == {(1, 2), (2, 3)}
+
+
+def test_the_group_structure_is_printed_by_rank_0_with_debug_only(capsys):
+    for rank, debug in ((0, False), (1, True), (0, True)):
+        collector(Ranks(rank, 2), ToyPolicy(), debug=debug).collect(0, Clock(torch.device("cpu")))
+        assert capsys.readouterr().out.count("[Batch 1] Prompts (前30字符): ") == (debug and rank == 0)
 
 
 def test_joining_batches_keeps_rows_in_order():

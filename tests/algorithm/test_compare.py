@@ -7,17 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.metrics import group_metrics, reward_metrics, rule_metrics
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.records import RewardResult, ScoredBatch
 from flow_grpo.runtime.ranks.process_group import Ranks
-from tests.toy import BrightnessReward, ToyPolicy, collector, condition, group, reward_config, sample_config, scored
+from tests.toy import BrightnessReward, ToyPolicy, condition, group, reward_config, sample_config, scored
 from tests.workers import run_ranks
 
 REWARD = reward_config()
-# The example of the k-repeat note: 4 conditions a batch, 8 ranks with 2 rows per batch, 2 batches, slot-major.
+# An example worked out by hand: 4 conditions a batch, 8 ranks with 2 rows per batch, 2 batches, slot-major.
 FIRST = [100, 200, 300, 400]
 SECOND = [500, 600, 700, 800]
 POSITIONS = {
@@ -51,7 +50,7 @@ def _gather_the_example(ranks: Ranks) -> tuple[list[int], list[float], list[int]
     return gathered.gids.tolist(), compared.advantages.tolist(), mine.keys[:, 0].tolist()
 
 
-def test_the_copies_of_a_group_lie_at_the_positions_of_the_example():
+def test_copies_have_the_places_of_the_example_and_every_rank_gets_its_own_rows_back():
     results = run_ranks(_gather_the_example, 8)
     gids, advantages, _ = results[0]
     found = {gid: [row for row, other in enumerate(gids) if other == gid] for gid in sorted(set(gids))}
@@ -61,28 +60,8 @@ def test_the_copies_of_a_group_lie_at_the_positions_of_the_example():
         own = torch.tensor([advantages[row] for row in rows])
         assert own.sum().abs() < 1e-6
         assert own.std(correction=0) > 0.9
-
-
-def test_every_rank_gets_the_advantages_of_its_own_rows_back():
-    results = run_ranks(_gather_the_example, 8)
     for rank, (*_, mine) in enumerate(results):
         assert mine == [gid for gid, _ in _rows_of_the_example(rank)]
-
-
-def _count_an_epoch(ranks: Ranks) -> tuple[int, dict[int, set[int]], int]:
-    sampling = collector(ranks, ToyPolicy(), debug=False)
-    gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))), ranks)
-    compare.check(gathered, sampling.settings.sample, ranks)
-    ranks_of = {gid: set() for gid in gathered.gids.tolist()}
-    for row, gid in enumerate(gathered.gids.tolist()):
-        ranks_of[gid].add(row // 4)
-    return len(gathered.gids), ranks_of, len(sampling.policy.encoded)
-
-
-def test_an_epoch_of_8_ranks_holds_32_samples_of_8_conditions_on_4_ranks_each():
-    total, ranks_of, _ = run_ranks(_count_an_epoch, 8)[0]
-    assert total == 32
-    assert [len(found) for found in ranks_of.values()] == [4] * 8
 
 
 def gathered_of(values, gids, **changes):
@@ -152,7 +131,7 @@ def test_a_gate_that_was_not_measured_leaves_its_reward_without_a_value():
     assert "reward/pose_gated" not in rule_metrics(none, POSE)
 
 
-def test_gates_compare_with_what_was_measured_whatever_stands_before_the_holder():
+def test_gates_compare_with_the_measured_value_even_of_a_gated_reward():
     both = reward_config(
         weights={"pose": 1.0, "source": 1.0}, gates={"pose": ("source", 0.5), "source": ("pose", 2.0)}, flat_eps=0.0
     )
@@ -201,7 +180,7 @@ def _gated_advantages(ranks: Ranks) -> list[float]:
     return compared.advantages[order].tolist()
 
 
-def test_gates_know_no_ranks():
+def test_gates_give_the_same_advantages_on_any_number_of_ranks():
     alone = _gated_advantages(Ranks())
     assert any(alone)
     for everyone in (run_ranks(_gated_advantages, 2), run_ranks(_gated_advantages, 8)):
@@ -215,7 +194,7 @@ def test_a_floor_makes_a_group_flat():
     assert compared.advantages[:2].tolist() == [0.0, 0.0]
 
 
-def test_statistics_leave_out_what_no_sample_has():
+def test_statistics_leave_out_rewards_without_any_valid_sample():
     gathered = gathered_of([float("nan")] * 4, [7, 7, 8, 8])
     metrics = reward_metrics(gathered, {"brightness": 1.0})
     assert metrics["reward/brightness_valid"] == 0.0
@@ -273,7 +252,7 @@ def failing(count: int, of: int = 8) -> list[ScoredBatch]:
     return [dataclasses.replace(batch, rewards={"brightness": result})]
 
 
-def judge(batches: list[ScoredBatch], *, most: float = 0.25, ranks: Ranks = Ranks(), **knobs) -> str:  # noqa: B008
+def fault_error(batches: list[ScoredBatch], *, most: float = 0.25, ranks: Ranks = Ranks(), **knobs) -> str:  # noqa: B008
     try:
         config = reward_config(most_faults=most, **knobs)
         compare.check_faults(batches, compare.gather(batches, ranks), config, ranks)
@@ -284,19 +263,19 @@ def judge(batches: list[ScoredBatch], *, most: float = 0.25, ranks: Ranks = Rank
 
 def test_more_faults_than_allowed_stop_the_run_with_their_cause():
     idle = {"weights": {"brightness": 0.0, "other": 1.0}}
-    assert judge(failing(2)) == judge(failing(3), **idle) == judge(failing(8), most=1.0) == ""
-    assert "3 of 8" in judge(failing(3), **idle, gates={"other": ("brightness", 0.5)})
-    said = judge(failing(3))
+    assert fault_error(failing(2)) == fault_error(failing(3), **idle) == fault_error(failing(8), most=1.0) == ""
+    assert "3 of 8" in fault_error(failing(3), **idle, gates={"other": ("brightness", 0.5)})
+    said = fault_error(failing(3))
     assert "reward brightness failed to measure 3 of 8 samples" in said and "the server is dead" in said
 
 
-def _judge(ranks: Ranks, counts: list[int]) -> str:
-    return judge(failing(counts[ranks.rank]), ranks=ranks)
+def _faults(ranks: Ranks, counts: list[int]) -> str:
+    return fault_error(failing(counts[ranks.rank]), ranks=ranks)
 
 
 @pytest.mark.timeout(120)
-def test_faults_of_one_rank_stop_all_with_the_same_words():
-    assert run_ranks(_judge, 2, [0, 4]) == [""] * 2
-    one, other = run_ranks(_judge, 2, [0, 5])
+def test_faults_of_one_rank_stop_all_with_the_same_error():
+    assert run_ranks(_faults, 2, [0, 4]) == [""] * 2
+    one, other = run_ranks(_faults, 2, [0, 5])
     assert one == other
     assert "5 of 16 samples" in one and "the server is dead" in one

@@ -56,7 +56,7 @@ def test_means_and_shares_are_those_of_a_camera_s_own_samples():
 def _by_camera(ranks: Ranks) -> dict[str, float]:
     """Sample an epoch of 8 conditions as any number of ranks would, with two samples that fail."""
     sampling = collector(ranks, ToyPolicy(), debug=False, train_batch_size=16 // ranks.world_size)
-    first = sampling.stream._sampler.plan(0)[0][0][3]
+    first = sampling.stream.sampler.plan(0)[0][0][3]
     sampling.rewards = RewardSet([BrightnessReward(broken=[(first, 0), (first, 3)])], {"brightness": 1.0})
     gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))), ranks)
     return camera_metrics(gathered, [KINDS[index % 3] for index in range(24)])

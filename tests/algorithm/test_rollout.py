@@ -1,4 +1,4 @@
-"""The rollout: what it draws, what it remembers, and that the deterministic sampler is the same code."""
+"""The rollout: its noise, its recorded steps, and that an empty window is the ODE sampler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_empty_window_is_the_euler_ode_with_the_keyed_initial_noise():
     assert got.states.shape == (2, 0, *SHAPE)
 
 
-def test_noise_level_zero_follows_the_ode_of_an_empty_window_up_to_the_window():
+def test_steps_before_the_window_follow_the_ode():
     policy = ToyPolicy()
     stochastic = whole(policy, group(3, 2), window=(2, 3))
     plain = whole(policy, group(3, 2), window=())

@@ -8,6 +8,7 @@ import torch
 from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
+from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
 
@@ -32,7 +33,7 @@ def step(state: RunState, policy: ToyPolicy, epoch: int) -> None:
     state.finished = epoch + 1
 
 
-def test_a_resumed_run_goes_on_bit_by_bit(tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path):
     whole, policy = a_run(tmp_path)
     for epoch in (1, 2, 3):
         step(whole, policy, epoch)
@@ -58,6 +59,23 @@ def test_the_random_state_comes_back(tmp_path):
     torch.rand(5)
     state.restore(path, ranks=Ranks())
     assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_checkpoint_of_an_earlier_version_without_bad_steps_is_restored(tmp_path, monkeypatch):
+    state, policy = a_run(tmp_path)
+    step(state, policy, 1)
+    save = checkpoint.save
+
+    def saved_before(*args, state, **given):
+        return save(*args, state={name: value for name, value in state.items() if name != "bad_steps"}, **given)
+
+    monkeypatch.setattr(checkpoint, "save", saved_before)
+    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    other, restored = a_run(tmp_path)
+    other.bad_steps = ["of another run"]
+    other.restore(path, ranks=Ranks())
+    assert other.bad_steps == [] and other.finished == 2
+    assert torch.equal(weights_of(restored), weights_of(policy))
 
 
 def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path):
@@ -88,7 +106,7 @@ def test_a_checkpoint_with_other_sampler_numbers_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("saved", "loaded", "word"), [(True, False, "with"), (False, True, "without")])
-def test_a_weight_average_cannot_come_or_go(tmp_path, saved, loaded, word):
+def test_a_weight_average_cannot_be_added_or_dropped_on_resume(tmp_path, saved, loaded, word):
     state, _ = a_run(tmp_path, ema=saved)
     path = state.save(tmp_path, keep=1, ranks=Ranks())
     other, _ = a_run(tmp_path, ema=loaded)

@@ -1,9 +1,10 @@
-"""The verbs of the loop, on the toy: when things happen, what is recorded, that ranks agree."""
+"""The training loop on the toy policy: when it evaluates, saves and stops, and which metrics it records."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -24,7 +25,6 @@ from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
-from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
 from tests.algorithm.test_evaluate import ToyData
 from tests.toy import (
@@ -60,43 +60,38 @@ def a_config(**changes) -> Config:
     return Config(**(values | changes))
 
 
+def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
+    """Return a trainer of the toy whose run folder is `folder`."""
+    config, policy = a_config(**changes), ToyPolicy()
+    sampling = collector(ranks, policy, debug=config.debug, train_batch_size=4)
+    moving = updater(policy, ranks=ranks)
+    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+    progress = Progress(config.num_epochs, ranks)
+    return Trainer(
+        config=config,
+        collector=sampling,
+        updater=moving,
+        evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1), ranks),
+        state=RunState(policy.net, moving.optimizer, sampling.stream.sampler, None, torch.device("cpu"), {}),
+        tracker=Tracker(folder, {}, (), ranks),
+        progress=progress,
+        ranks=ranks,
+        device=torch.device("cpu"),
+        run_folder=folder,
+        lock=RunLock(folder),
+        dynamic_sampling=config.dynamic_sampling
+        and DynamicSampling(
+            config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, ranks=ranks, say=progress.say
+        ),
+    )
+
+
 @pytest.fixture
 def a_trainer(tmp_path, monkeypatch):
+    """Return how to make a trainer of one rank that draws no curves and saves an empty adapter."""
     monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
     monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: folder.mkdir())
-
-    def make(ranks=None, **changes) -> Trainer:
-        config, policy, ranks = a_config(**changes), ToyPolicy(), ranks or Ranks()
-        sampling = collector(ranks, policy, debug=config.debug, train_batch_size=4)
-        moving = updater(policy, ranks=ranks)
-        rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-        state = RunState(policy.net, moving.optimizer, sampling.stream._sampler, None, torch.device("cpu"), {})
-        progress = Progress(config.num_epochs, ranks)
-        dynamic = config.dynamic_sampling and DynamicSampling(
-            config.dynamic_sampling,
-            {"brightness": 0.0},
-            k=4,
-            local=8,
-            seed=5,
-            ranks=ranks,
-            say=progress.say,
-        )
-        return Trainer(
-            config=config,
-            collector=sampling,
-            updater=moving,
-            evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1), ranks),
-            state=state,
-            tracker=Tracker(tmp_path, {}, (), ranks),
-            progress=progress,
-            ranks=ranks,
-            device=torch.device("cpu"),
-            run_folder=tmp_path,
-            lock=RunLock(tmp_path),
-            dynamic_sampling=dynamic,
-        )
-
-    return make
+    return functools.partial(make_trainer, tmp_path, Ranks())
 
 
 def run(trainer: Trainer) -> list[int]:
@@ -107,6 +102,11 @@ def run(trainer: Trainer) -> list[int]:
         seen.append(epoch)
     trainer.finish()
     return seen
+
+
+def metrics_of(folder) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "reward/mean" in row]
 
 
 def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path):
@@ -124,8 +124,7 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path):
 
 def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
     run(a_trainer(num_epochs=1))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (row,) = [row for row in rows if "reward/mean" in row]
+    (row,) = metrics_of(tmp_path)
     phases = ("fetch", "encode", "rollout", "score", "gather", "update")
     assert {f"time/{phase}_s" for phase in phases} <= set(row)
     assert row["time/epoch_s"] == pytest.approx(sum(row[f"time/{phase}_s"] for phase in phases))
@@ -155,15 +154,14 @@ def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
     assert trainer.collector.policy.calls == []
 
 
-def test_a_resumed_run_makes_up_for_an_evaluation_that_was_due_and_failed(a_trainer):
-    trainer = a_trainer(num_epochs=2)
-    trainer.state.before, trainer.state.finished = {"eval/brightness": 0.5}, 2
-    trainer.evaluate_before()
-    assert trainer.tracker.recorded(2) >= {"eval/brightness"}
-    calls = len(trainer.collector.policy.calls)
-    trainer._evaluated = None
-    trainer.evaluate_before()
-    assert calls == len(trainer.collector.policy.calls) > 0
+def test_a_resumed_run_makes_up_once_for_an_evaluation_that_was_due_and_failed(a_trainer):
+    first, second = a_trainer(num_epochs=2), a_trainer(num_epochs=2)
+    second.tracker = first.tracker
+    for trainer in (first, second):
+        trainer.state.before, trainer.state.finished = {"eval/brightness": 0.5}, 2
+        trainer.evaluate_before()
+    assert first.tracker.recorded(2) >= {"eval/brightness"}
+    assert first.collector.policy.calls and not second.collector.policy.calls
 
 
 def test_the_checkpoint_of_an_evaluation_made_up_for_gets_its_score(a_trainer, tmp_path):
@@ -176,7 +174,7 @@ def test_the_checkpoint_of_an_evaluation_made_up_for_gets_its_score(a_trainer, t
     assert json.loads(manifest.read_text())["score"] == trainer.evaluate()["eval/brightness"]
 
 
-def test_what_was_drawn_since_the_last_save_is_saved_too(a_trainer, tmp_path):
+def test_a_sampler_position_that_moved_since_the_last_save_is_saved(a_trainer, tmp_path):
     """As when an epoch ends in a shortage: a resumed run should draw other conditions."""
     trainer = a_trainer(num_epochs=2)
     trainer.save()
@@ -190,12 +188,14 @@ def test_what_was_drawn_since_the_last_save_is_saved_too(a_trainer, tmp_path):
     assert len(steps) == 1 and steps[0] > 0
 
 
-def test_an_evaluation_without_the_best_metric_has_no_score(a_trainer):
+@pytest.mark.parametrize(("found", "score"), [({"eval/brightness": 0.5}, None), ({"eval/rot_err_deg": 0.5}, -0.5)])
+def test_a_checkpoint_s_score_is_its_best_metric_if_that_has_a_value(a_trainer, tmp_path, found, score):
     trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/rot_err_deg"))
-    trainer._evaluated = 0, {"eval/brightness": 0.5}
-    assert trainer._score() is None
-    trainer._evaluated = 0, {"eval/rot_err_deg": 0.5}
-    assert trainer._score() == -0.5
+    trainer.evaluator.run = lambda weights: Evaluation(found, {}, [], [])
+    trainer.evaluate()
+    trainer.save()
+    manifest = tmp_path / "checkpoints" / "checkpoint_000000" / "manifest.json"
+    assert json.loads(manifest.read_text())["score"] == score
 
 
 def test_the_time_limit_counts_what_earlier_runs_used(a_trainer):
@@ -224,14 +224,13 @@ def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
     assert inside == ["in", "out", "in", "save", "out"]
 
 
-def test_samples_without_a_reward_are_told_and_counted(a_trainer, capsys, tmp_path):
+def test_samples_without_a_reward_are_printed_and_counted(a_trainer, capsys, tmp_path):
     trainer = a_trainer(num_epochs=1)
-    index = trainer.collector.stream._sampler.plan(0)[0][0][3]
+    index = trainer.state.sampler.plan(0)[0][0][3]
     trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(index, 2)])], {"brightness": 1.0})
     run(trainer)
     assert "reward brightness: 1 samples of rank 0 have no value, first: broken on purpose" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (row,) = [row for row in rows if "reward/mean" in row]
+    (row,) = metrics_of(tmp_path)
     assert row["reward/brightness_valid"] == pytest.approx(7 / 8)
     assert row["dyn/incomplete_groups"] == 1
 
@@ -243,16 +242,11 @@ def test_a_failing_phase_is_named(a_trainer):
         trainer.sample(0)
 
 
-def metrics_of(folder) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "reward/mean" in row]
-
-
 def everything_flat(**changes) -> dict:
     return {"reward": reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
 
 
-def test_a_run_goes_on_after_falling_back_and_draws_fresh_conditions_every_time(a_trainer, tmp_path):
+def test_a_run_continues_after_a_fallback_with_fresh_conditions_every_time(a_trainer, tmp_path):
     trainer = a_trainer(**everything_flat())
     assert run(trainer) == [0, 1, 2]
     rows = metrics_of(tmp_path)
@@ -264,12 +258,6 @@ def test_a_run_goes_on_after_falling_back_and_draws_fresh_conditions_every_time(
     assert trainer.state.shortages == [1, 1, 1]
 
 
-def test_the_rollout_bar_expects_the_samples_of_a_resample(a_trainer):
-    trainer = a_trainer(**everything_flat(num_epochs=1))
-    run(trainer)
-    assert trainer.progress._bars.tasks[trainer.progress._rollouts].total == 16
-
-
 def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_path):
     skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
     run(a_trainer(**everything_flat(num_epochs=1, dynamic_sampling=skipping)))
@@ -277,7 +265,7 @@ def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_pa
     assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
 
 
-def test_an_epoch_with_some_signal_takes_its_step_even_so(a_trainer, tmp_path):
+def test_an_epoch_with_some_signal_still_takes_its_step(a_trainer, tmp_path):
     skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
     trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping)
     gathered = trainer.gather(trainer.sample(0))
@@ -323,9 +311,9 @@ def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path
             return super().__call__(videos, conditions)
 
         def stats(self):
-            told = {"calls": float(self.calls), "failures": 0.0, "p50_s": 0.25, "p95_s": 0.5}
+            stats = {"calls": float(self.calls), "failures": 0.0, "p50_s": 0.25, "p95_s": 0.5}
             self.calls = 0
-            return told
+            return stats
 
     trainer = a_trainer(num_epochs=2)
     trainer.collector.rewards = RewardSet([Asked()], {"brightness": 1.0})
@@ -335,7 +323,7 @@ def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path
     assert [row["server/brightness_calls"] for row in rows] == [2.0, 2.0]
     assert all(row["server/brightness_p95_s"] == 0.5 for row in rows)
     for row in rows:
-        by_camera = [row[f"reward_by_camera/{kind}/brightness"] for kind in ("pan", "zoom") if _has(row, kind)]
+        by_camera = [row[name] for name in (f"reward_by_camera/{k}/brightness" for k in ("pan", "zoom")) if name in row]
         assert min(by_camera) <= row["reward/brightness_mean"] <= max(by_camera)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum(
@@ -345,11 +333,7 @@ def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path
     assert not [name for name in summary["before"] if name.startswith("eval_by_camera")]
 
 
-def _has(row: dict[str, float], kind: str) -> bool:
-    return f"reward_by_camera/{kind}/brightness" in row
-
-
-def test_every_metric_of_the_note_is_recorded(a_trainer, tmp_path):
+def test_every_metric_of_dynamic_sampling_is_recorded(a_trainer, tmp_path):
     run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
     (row,) = metrics_of(tmp_path)
     names = (
@@ -380,9 +364,9 @@ def test_a_failing_resample_is_named(a_trainer):
         trainer.choose(samples, gathered, 0)
 
 
-def test_what_fails_in_a_resample_is_told_too(a_trainer, capsys):
+def test_rewards_that_fail_in_a_resample_are_printed_too(a_trainer, capsys):
     trainer = a_trainer(**everything_flat(num_epochs=1))
-    later = [draw[3] for step in (2, 3) for draw in trainer.collector.stream._sampler.plan(step)[0]]
+    later = [draw[3] for step in (2, 3) for draw in trainer.state.sampler.plan(step)[0]]
     trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(later[0], 2)])], {"brightness": 1.0})
     run(trainer)
     assert "reward brightness: 1 samples of rank 0 have no value" in capsys.readouterr().out
@@ -402,16 +386,14 @@ def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tm
     assert "ended by SIGTERM after epoch 1, saved; go on with --config.resume=auto" in capsys.readouterr().out
 
 
-def _signalled(ranks: Ranks, folder: Path) -> tuple[str, bool]:
-    end = EndRequest()
-    end.signal = "SIGTERM" if ranks.rank == 1 else ""
-    trainer = Trainer.__new__(Trainer)
-    trainer.ranks, trainer.end = ranks, end
-    return trainer._asked_to_end(), trainer.ended_by
+def _signalled(ranks: Ranks, folder: Path) -> tuple[list[int], str]:
+    trainer = make_trainer(folder, ranks)
+    trainer.end.signal = "SIGTERM" if ranks.rank == 1 else ""
+    return list(trainer.epochs()), trainer.ended_by
 
 
 def test_a_signal_to_one_rank_ends_all(tmp_path):
-    assert run_ranks(_signalled, 2, tmp_path) == [(True, "SIGTERM")] * 2
+    assert run_ranks(_signalled, 2, tmp_path) == [([], "SIGTERM")] * 2
 
 
 def test_the_best_checkpoint_is_that_of_the_best_evaluation(a_trainer, tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
     assert metrics["train/loss"] == pytest.approx(total.item(), abs=1e-6)
 
 
-def test_only_the_remembered_steps_are_replayed_at_their_own_sigmas():
+def test_only_the_recorded_steps_are_replayed_at_their_own_sigmas():
     *_, policy = updated()
     assert len(policy.calls) == 3 * 2
     assert sorted({round(sigma, 4) for _, sigma, *_ in policy.calls}) == [0.8571, 0.9375]
@@ -138,7 +138,7 @@ def test_the_kl_is_zero_at_the_start_and_pulls_back_once_the_policy_has_moved():
     assert ((policy.net.outer.bias - moved) < 0).all()
 
 
-def test_a_sample_of_weight_zero_has_no_say():
+def test_a_sample_of_weight_zero_has_no_effect():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
     weights = torch.ones(12)
@@ -171,7 +171,7 @@ def dealt(updating: Updater, rows: int, epoch: int) -> list[list[list[int]]]:
     return [[rows.tolist() for rows in micro_batches] for micro_batches in updating.plan(batch, epoch).steps]
 
 
-def test_several_updates_share_out_the_rows_once_and_alike_everywhere():
+def test_several_updates_deal_every_row_once_and_reproducibly():
     plan = dealt(updater(ToyPolicy(), updates_per_epoch=3, rollout_batch_size=4), 12, epoch=7)
     assert [len(micro_batches) for micro_batches in plan] == [1, 1, 1]
     assert sorted(row for (rows,) in plan for row in rows) == list(range(12))
@@ -206,7 +206,7 @@ def test_the_probe_sees_the_ratio_after_the_update():
     assert 0 < metrics["policy/ratio_after_max_abs_log"] < 1
 
 
-def test_guard_has_the_same_direction_and_exactly_the_ratio_one_at_first():
+def test_guard_starts_with_ratios_of_exactly_one():
     _, metrics, policy = updated(guard=True, old_log_prob="auto")
     assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
     assert sum(not grad for _, _, grad, _ in policy.calls) == 6  # the old means
@@ -267,7 +267,7 @@ def test_steps_that_are_not_finite_are_left_out_until_they_are_too_many_in_a_row
         update(updating, bad, 5, bad_steps=causes)
 
 
-def test_a_gradient_that_is_not_finite_is_left_out_and_forgotten():
+def test_a_gradient_that_is_not_finite_is_dropped():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES[:1])
     updating, causes = updater(policy, max_bad_steps=1), []
@@ -359,7 +359,7 @@ def _broken_rank(ranks: Ranks) -> str:
     return str(caught.value)
 
 
-def test_a_non_finite_log_ratio_on_one_rank_stops_all_alike():
+def test_a_non_finite_log_ratio_on_one_rank_stops_all_with_the_same_error():
     first, second = run_ranks(_broken_rank, 2)
     assert first == second
     assert "rank 1: log-ratio" in first and "rank 0" not in first

@@ -46,11 +46,46 @@ def test_statistics_are_those_of_all_samples_on_all_ranks():
     assert first["train/updates"] == 1.0
 
 
-def test_the_loss_is_the_mean_over_optimizer_steps():
+def test_an_epoch_of_two_steps_with_two_micro_batches_each_has_the_values_computed_by_hand():
+    """Step 2 follows an update, so it does not count for `ratio_first_max_abs_log`."""
     stats = UpdateStats()
-    for loss in (1.0, 3.0):
-        stats.add(terms([1.0, 1.0], loss), torch.full((2,), 0.5), None)
-        stats.stepped(torch.tensor(loss))
+    share = torch.full((2,), 0.25)  # of 4 samples in one pass
+    stats.add(terms([1.0, 1.0], loss=1.0), share, torch.tensor([0.0, -2e-7]))
+    stats.add(terms([1.0, 1.0], loss=3.0), share, torch.tensor([1e-7, 0.0]))
+    stats.stepped(torch.tensor(1.0))
+    stats.add(terms([0.8, 1.0], loss=-2.0), share, None)
+    stats.add(terms([1.25, 1.5], loss=4.0), share, None)
+    stats.stepped(torch.tensor(3.0))
     metrics = gather_stats(stats, Ranks())
-    assert metrics["train/loss"] == 2.0
-    assert (metrics["train/grad_norm"], metrics["train/grad_norm_max"]) == (2.0, 3.0)
+    assert metrics == pytest.approx(
+        {
+            "train/updates": 2.0,
+            "train/skipped_updates": 0.0,
+            "train/bad_steps": 0.0,
+            "policy/ratio_mean": (4 * 1.0 + 0.8 + 1.0 + 1.25 + 1.5) / 8,
+            "policy/ratio_min": 0.8,
+            "policy/ratio_max": 1.5,
+            "policy/ratio_first_max_abs_log": 2e-7,
+            "policy/clip_fraction": 2 / 8,  # above 1.1
+            "policy/approx_kl": (2 * math.log(0.8) ** 2 + math.log(1.5) ** 2) / 2 / 8,  # log 1.25 = -log 0.8
+            "policy/kl": 0.5,
+            "train/loss": ((1.0 + 3.0) / 2 + (-2.0 + 4.0) / 2) / 2,
+            "train/grad_norm": 2.0,
+            "train/grad_norm_max": 3.0,
+        },
+        rel=1e-6,
+        abs=1e-9,
+    )
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace_in_the_statistics_but_its_count():
+    stats, clean = UpdateStats(), UpdateStats()
+    for each in (stats, clean):
+        each.add(terms([1.0, 1.2], loss=1.0), torch.full((2,), 0.5), torch.tensor([0.0, 0.1]))
+        each.stepped(torch.tensor(1.0))
+    mark = stats.mark()
+    stats.add(terms([math.nan, 9.0], loss=math.nan), torch.full((2,), 0.5), None)
+    stats.forget(mark)
+    stats.skip()
+    counts = {"train/bad_steps": 1.0, "train/skipped_updates": 1.0}
+    assert gather_stats(stats, Ranks()) == gather_stats(clean, Ranks()) | counts

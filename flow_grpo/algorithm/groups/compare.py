@@ -58,9 +58,9 @@ class Chosen:
     Attributes:
         gathered: their ids and rewards: whole groups, each sample once.
         placement: per rank, in its order, which row of `gathered` each of its samples is.
-        parts: records that hold this rank's samples; `places` says where each row is in this rank's order. A place past
-            the rank's placement is a stand-in of weight 0, so that every rank replays as many samples.
-        as_rolled_out: nothing was moved or left out.
+        parts: records that hold this rank's samples; `places` is each row's index in this rank's order. A place beyond
+            the rank's placement is padding of weight 0, so that every rank replays equally many samples.
+        as_rolled_out: this is the round as it was sampled, nothing moved or left out.
     """
 
     gathered: Gathered
@@ -70,7 +70,7 @@ class Chosen:
 
 
 def everything(batches: Sequence[ScoredBatch], gathered: Gathered, ranks: Ranks) -> Chosen:
-    """Choose a round as it is."""
+    """Return the choice of a whole round, unchanged."""
     rows = torch.arange(len(gathered)).chunk(ranks.world_size)
     return Chosen(
         gathered=gathered,
@@ -122,7 +122,7 @@ def _reward_columns(batch: ScoredBatch) -> dict[tuple[str, str], Tensor]:
 
 
 def check(gathered: Gathered, sample: SampleConfig, ranks: Ranks) -> None:
-    """Assert that the gathered samples are the round's groups, whole, and that no two copies share their noise.
+    """Assert that the gathered samples are complete groups and that no two copies share their noise.
 
     Raises:
         AssertionError: a count is wrong, or a group has not each of its k copies once.
@@ -180,12 +180,12 @@ def advantages(
         config: weights of the epoch, gates and normalisation.
         k: group size.
         floors: reward name -> range below which a group is flat in it.
-        metric: compare by this reward alone, with weight 1; "" compares by the weighted rewards.
+        metric: use this reward alone, with weight 1; "" uses the weighted rewards.
     """
-    behind = gated(gathered, config, floors)
+    after_gates = gated(gathered, config, floors)
     return combine_rewards(
-        gathered.rewards | {name: found.values for name, found in behind.items()},
-        gathered.valid | {name: found.valid for name, found in behind.items()},
+        gathered.rewards | {name: found.values for name, found in after_gates.items()},
+        gathered.valid | {name: found.valid for name, found in after_gates.items()},
         {metric: 1.0} if metric else config.weights,
         gathered.gids,
         k=k,
@@ -214,7 +214,7 @@ def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> Trai
 
 
 def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, ranks: Ranks) -> None:
-    """Refuse to learn from a step in which too many samples could not be measured (collective call).
+    """Refuse to train on a round in which a reward failed on too many samples (collective call).
 
     Args:
         batches: this rank's samples.

@@ -1,6 +1,6 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476): sample until enough groups carry a signal, all ranks in lock-step.
 
-A group whose rewards are all equal has no advantage and teaches nothing. The pool of an epoch is its first round and up
+A group whose rewards are all equal has zero advantage and no gradient. The pool of an epoch is its first round and up
 to `max_resample_times` more. Every decision about it is a pure function of gathered rewards (`selection.py`), so no
 pattern of rewards can make two ranks disagree, and only samples that change rank are sent (`sample_pool.py`).
 """
@@ -133,7 +133,7 @@ class DynamicSampling:
             batches, gathered = sample_round(number)
             with self.ranks.sync_errors("choosing"):
                 groups.append(self.groups(gathered, number, reward))
-                # Flat and incomplete groups are used of the first round only.
+                # Only the first round's flat and incomplete groups may be needed later.
                 valid = {row for group in groups[-1] if group.kind == "valid" for row in group.rows}
                 pool.add(batches, gathered, valid)
             del batches, gathered  # frees the round's videos before the next one is sampled
@@ -145,7 +145,7 @@ class DynamicSampling:
         return place(rows, per_round=self.target, world_size=self.ranks.world_size)
 
     def _remember(self, decision: Decision, reward: RewardConfig, shortages: list[int]) -> None:
-        """Note whether the pool fell short, and warn when that begins to happen too often."""
+        """Record whether the pool fell short, and warn once when shortages become too frequent."""
         warned = _too_often(shortages)
         shortages.append(int(decision.valid < self.target))
         del shortages[:-WINDOW]

@@ -1,4 +1,4 @@
-"""What is logged of an epoch's rewards and groups: statistics, by kind of camera, and how reward servers fare."""
+"""Metrics of an epoch's rewards and groups: statistics, means per kind of camera, latency of reward servers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def weighted_sum(gathered: Gathered, weights: Mapping[str, float]) -> tuple[Tens
 
 
 def rule_metrics(gathered: Gathered, config: RewardConfig) -> dict[str, float]:
-    """Return the weight of every reward, and for gated ones the share of valid copies that the gate stops."""
+    """Return the weight of every reward, and for gated ones the share of valid copies that fail the gate."""
     metrics = {f"reward/{name}_weight": weight for name, weight in config.weights.items()}
     for name, found in gated(gathered, config, floors={}).items():
         if found.valid.any():

@@ -32,7 +32,7 @@ class SamplePool:
         self._gathered: list[Gathered] = []
 
     def add(self, batches: Sequence[ScoredBatch], gathered: Gathered, wanted: Container[int]) -> None:
-        """Keep those of a round's samples whose pool rows are wanted; a part of a record is copied out of it."""
+        """Keep a round's samples whose pool rows are wanted, copying them out when a record is not kept whole."""
         first = (len(self._gathered) * self._ranks.world_size + self._ranks.rank) * self._local
         self._gathered.append(gathered)
         for batch in batches:
@@ -45,8 +45,8 @@ class SamplePool:
     def take(self, placement: Placement) -> tuple[Chosen, int]:
         """Return the placed samples, each on the rank that trains on it, and the bytes sent by all ranks together.
 
-        Collective call. Where ranks get one sample less than others, a stand-in of weight 0 keeps the number of replays
-        equal.
+        Collective call. A rank that gets one sample less than another adds padding of weight 0, so that all replay
+        equally many.
         """
         gathered = Gathered.concatenate(self._gathered)
         moved_bytes = self._move(placement, gathered)
@@ -68,8 +68,8 @@ class SamplePool:
         ]
         if wrong:
             raise RuntimeError(f"pool rows {wrong} are held as other samples than were gathered")
-        stand_in = own[0] if own else next(iter(self._held.values()))
-        own += [stand_in] * (max(map(len, placement.rows)) - len(own))
+        padding = own[0] if own else next(iter(self._held.values()))
+        own += [padding] * (max(map(len, placement.rows)) - len(own))
         distinct = sorted({row for rows in placement.rows for row in rows})
         number_of = {row: number for number, row in enumerate(distinct)}
         return Chosen(

@@ -38,7 +38,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """When a pool is full, and what follows when it stays short.
+    """When a pool is full, and the policy when it stays short.
 
     Attributes:
         target: samples an epoch trains on, over all ranks; a multiple of k.
@@ -66,7 +66,7 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What follows after a round.
+    """What to do after a round.
 
     Attributes:
         action: "more" samples another round, "use" trains on `groups`, "original" on the first round unchanged.
@@ -82,12 +82,12 @@ class Decision:
 
 
 def groups_of(gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, first_row: int) -> tuple[Group, ...]:
-    """Return the groups of a round by rising gid.
+    """Return the groups of a round, sorted by gid.
 
     Args:
         gids: (N,) int64 group of every sample of the round.
         slots: (N,) int64 copy number.
-        flat: (G,) bool of the groups by rising gid.
+        flat: (G,) bool of the groups sorted by gid.
         incomplete: (G,) bool, likewise.
         first_row: pool row of the round's first sample.
     """
@@ -96,13 +96,14 @@ def groups_of(gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, 
     for row in order:
         members.setdefault(int(gids[row]), []).append(first_row + row)
     kinds = [
-        "incomplete" if lacks else "flat" if even else "valid" for lacks, even in zip(incomplete, flat, strict=True)
+        "incomplete" if is_incomplete else "flat" if is_flat else "valid"
+        for is_incomplete, is_flat in zip(incomplete, flat, strict=True)
     ]
     return tuple(Group(gid, tuple(rows), kind) for (gid, rows), kind in zip(members.items(), kinds, strict=True))
 
 
 def decide(rounds: Sequence[Sequence[Group]], rules: Rules) -> Decision:
-    """Return what follows from the rounds sampled so far; groups are taken in the order (round, gid).
+    """Return what to do after the rounds sampled so far; groups are taken in the order (round, gid).
 
     Raises:
         ShortageError: the last allowed round left the pool short and the policy is "raise".

@@ -11,7 +11,7 @@ import torch
 
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.rollout.batching import full_batches
+from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_structure
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
@@ -31,7 +31,7 @@ class SampleSettings:
         rollout: noise levels, SDE and seed.
         debug: print the group structure.
         offload: move finished samples to CPU memory, for a pool that grows over several rounds.
-        overlap: measure a batch while the next one is sampled.
+        overlap: score a batch while the next one is sampled.
     """
 
     sample: SampleConfig
@@ -50,18 +50,18 @@ class ConditionStream:
 
     Args:
         loader: yields, in step order, lists of (step, Condition); may prefetch.
-        sampler: the loader's batch sampler, which is told the step being taken.
+        sampler: the loader's batch sampler; `take` sets its step.
     """
 
     def __init__(self, loader: Iterable[Sequence[tuple[int, Condition]]], sampler: DistributedKRepeatSampler) -> None:
         self._loader = loader
-        self._sampler = sampler
+        self.sampler = sampler
         self._iterator: Iterator[Sequence[tuple[int, Condition]]] | None = None
 
     @property
     def next_step(self) -> int:
         """The first step not taken yet; rounds continue each other's steps, resampled ones included."""
-        return self._sampler.next_step
+        return self.sampler.next_step
 
     def take(self, step: int) -> tuple[Condition, ...]:
         """Return this rank's conditions of a global step.
@@ -69,13 +69,13 @@ class ConditionStream:
         Raises:
             StaleBatchError: the loader delivered another step's conditions.
         """
-        self._sampler.set_epoch(step)
+        self.sampler.set_epoch(step)
         if self._iterator is None:
             self._iterator = iter(self._loader)
         items = next(self._iterator)
         tags = {tag for tag, _ in items}
         assert len(tags) == 1, f"one batch holds conditions of steps {sorted(tags)}"
-        self._sampler.check(tags.pop())
+        self.sampler.check(tags.pop())
         return tuple(condition for _, condition in items)
 
 
@@ -117,7 +117,7 @@ class Collector:
             epoch: decides the stochastic steps, the same for every round of an epoch.
             clock: counts the seconds of every phase.
             sync_errors: entered for loading, rollout and scoring in turn. With sharded weights a rollout is a
-                collective call, so all ranks must know of a rank whose files are broken before it begins.
+                collective call, so an error while loading must reach all ranks before it begins.
         """
         window = self.settings.window(epoch)
         with sync_errors():
@@ -133,7 +133,7 @@ class Collector:
         return tuple(batches)
 
     def _load(self, clock: Clock) -> list[tuple[list[int], tuple[Condition, ...], Conditioning]]:
-        """Return the next round's batches, of one video size each: places, conditions, encodings."""
+        """Return the next round's batches, each of one video size: places, conditions, conditioning."""
         conditions = self._fetch(clock)
         batches = []
         for places in full_batches([c.size for c in conditions], self.settings.sample.train_batch_size):
@@ -143,7 +143,7 @@ class Collector:
         return batches
 
     def _fetch(self, clock: Clock) -> list[Condition]:
-        """Take the conditions of the next nb steps."""
+        """Take the conditions of the next `num_batches_per_epoch` steps."""
         conditions: list[Condition] = []
         for number in range(self.settings.sample.num_batches_per_epoch):
             with clock.phase("fetch"):
@@ -192,9 +192,7 @@ def merge_sizes(
     rewards: Sequence[dict[str, RewardResult]],
 ) -> list[ScoredBatch]:
     """Return one record per video size, sizes and batches in the order in which they were sampled."""
-    by_size: dict[tuple[int, int, int], list[int]] = {}
-    for number, own in enumerate(conditions):
-        by_size.setdefault(own[0].size, []).append(number)
+    by_size = group_configs_by_structure([own[0].size for own in conditions])
     return [
         ScoredBatch(
             conditions=tuple(condition for number in numbers for condition in conditions[number]),

@@ -63,9 +63,8 @@ def _decode_in_halves(policy: Policy, latents: Tensor) -> Tensor:
 class ScoringQueue:
     """Decodes and measures the batches of one round, in their order.
 
-    With `overlap` a thread measures a batch while the next one is sampled. The numbers are the same: videos are decoded
-    on the device by the sampling thread, and batches are measured one after the other. Without it, nothing happens
-    before `rewards` is called.
+    With `overlap` a thread measures a batch while the next one is sampled. The numbers are identical: the sampling
+    thread decodes on the device, and batches are measured one at a time. Without it, all work is done in `rewards`.
 
     Args:
         policy: decodes.
@@ -109,7 +108,7 @@ class ScoringQueue:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ScoringQueue]:
-        """Accept batches inside the block; an error cancels what is not measured yet."""
+        """Accept batches inside the block; leaving it by an error cancels pending batches."""
         try:
             yield self
         finally:

@@ -1,1 +1,1 @@
-"""Replaying the remembered steps and taking gradient steps."""
+"""Replaying the recorded steps and taking gradient steps."""

@@ -1,9 +1,9 @@
-"""What an update minimises: the seam between gradient steps and a learning objective, and GRPO behind it.
+"""Learning objectives: the interface that the updater calls, and GRPO as its implementation.
 
-The updater owns micro-batches, gradient accumulation, scaling and skipped steps; an objective owns what it compares
-with and the loss of a sample. On-policy contract of GRPO: before the first update the ratio is exactly 1 when a
-micro-batch is a rollout batch, because both make the same calls; at any other micro-batch the old log-probabilities are
-computed again over the very micro-batches that the update uses.
+The updater owns micro-batches, gradient accumulation, scaling and skipped steps; an objective owns the loss per sample
+and the old policy's values. On-policy contract of GRPO: before the first update the ratio is exactly 1. A micro-batch
+that equals a rollout batch repeats the rollout's calls bit for bit; for any other, whose batch size rounds differently,
+the old log-probabilities are recomputed with the micro-batches of the update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Loss(NamedTuple):
 
     Attributes:
         terms: one value per sample.
-        drift: (b,) new minus rollout log-probability, 0 where nothing was updated and the calls are identical.
+        drift: (b,) new minus rollout log-probability; 0 before the first update when the calls are identical.
     """
 
     terms: LossTerms
@@ -36,14 +36,14 @@ class Loss(NamedTuple):
 
 
 class Objective(Protocol):
-    """The loss of a micro-batch, in one or more passes that are each followed by a backward."""
+    """The loss of a micro-batch, in one or more passes, each with its own backward."""
 
     def passes(self, samples: Samples) -> Sequence[int]:
         """Return the passes over a micro-batch, named by the denoising step that each one replays."""
         ...
 
     def remember(self, micro: Samples, *, as_rolled_out: bool) -> Any:
-        """Return what the losses of a micro-batch are compared with, before the epoch's first optimizer step.
+        """Return the old policy's values for a micro-batch; called before the epoch's first optimizer step.
 
         Args:
             micro: b samples.
@@ -56,7 +56,7 @@ class Objective(Protocol):
         ...
 
     def drift(self, micro: Samples, memory: Any) -> Tensor:
-        """Return (b,) how far the weights have moved the first pass from `memory`, in nats per latent element."""
+        """Return (b,) log-ratios of the first pass against `memory`, in nats per latent element."""
         ...
 
 
@@ -97,7 +97,7 @@ class GrpoObjective:
 
     @torch.no_grad()
     def remember(self, micro: Samples, *, as_rolled_out: bool) -> OldPolicy:
-        """Return the old policy by `train.old_log_prob`: the rollout's log-probs, scored again, or detached."""
+        """Return the old policy by `train.old_log_prob`: the rollout's log-probs, recomputed, or detached."""
         mode, recorded = self.train.old_log_prob, micro.trajectory
         if mode == "detach":
             return OldPolicy(None)
@@ -119,7 +119,7 @@ class GrpoObjective:
         new = log_prob(recorded.next_latents(number), current)
         old = new.detach() if memory.log_probs is None else memory.log_probs[:, number]
         step = recorded.steps[number]
-        assert micro.advantages is not None, "samples are compared before they are trained on"
+        assert micro.advantages is not None, "advantages are computed before the update"
         terms = grpo_loss(
             new[:, None],
             old[:, None],

@@ -41,11 +41,11 @@ class UpdateSettings:
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePlan:
-    """Which samples share a call, and which calls an optimizer step.
+    """The micro-batches of an epoch, by optimizer step.
 
     Attributes:
         steps: per optimizer step, the (b,) places of its micro-batches.
-        passes: passes over all micro-batches, for progress.
+        passes: number of passes over all micro-batches, for progress.
         as_rolled_out: every micro-batch is exactly one batch of the rollout.
     """
 
@@ -55,7 +55,7 @@ class UpdatePlan:
 
 
 class Updater:
-    """Moves the trained parameters by one epoch's samples.
+    """Trains on the samples of one epoch.
 
     Args:
         policy: its `module` is wrapped for gradient synchronisation when there are several ranks.
@@ -95,10 +95,10 @@ class Updater:
         self.on_pass = on_pass
 
     def plan(self, batch: TrainingBatch, epoch: int) -> UpdatePlan:
-        """Return how an epoch's samples are dealt to optimizer steps and micro-batches, which hold one video size each.
+        """Return an epoch's micro-batches, of one video size each, dealt to its optimizer steps.
 
         Args:
-            batch: this rank's samples; every rank must hold as many.
+            batch: this rank's samples; every rank must hold equally many.
             epoch: decides the order of the rows.
         """
         sizes = batch.sizes()
@@ -124,7 +124,7 @@ class Updater:
             batch: this rank's samples.
             plan: from `plan`.
             bad_steps: causes of the latest optimizer steps that were skipped in a row; updated in place.
-            probe: also score the first micro-batch again after the last update.
+            probe: also replay the first micro-batch after the last update.
 
         Raises:
             RankError: on every rank, after more than `train.max_bad_steps` such steps in a row.
@@ -155,10 +155,10 @@ class Updater:
         return metrics
 
     def _deal(self, rows: int, epoch: int) -> list[Tensor]:
-        """Return, per optimizer step, the rising places of its samples; identical on every rank.
+        """Return, per optimizer step, the sorted places of its samples; identical on every rank.
 
-        Whole rollout batches are dealt to the optimizer steps where that comes out even, single samples otherwise. When
-        a shortage left fewer samples than optimizer steps, each is a step of its own.
+        Whole rollout batches are dealt when every step gets equally many, single samples otherwise. With fewer samples
+        than optimizer steps, after a shortage, each sample is a step of its own.
         """
         train, unit = self.settings.train, self.settings.rollout_batch_size
         updates = min(train.updates_per_epoch, rows)
@@ -183,7 +183,7 @@ class Updater:
         """Return, per optimizer step, the sum of sample weights over all ranks."""
         weights = torch.zeros(len(batch) + 1)  # the last entry takes the rows whose place is -1
         for part in batch.parts:
-            assert part.weights is not None, "samples are compared before they are trained on"
+            assert part.weights is not None, "weights are computed before the update"
             weights[part.places] = part.weights
         local = torch.stack([weights[torch.cat(step)].cpu().double().sum() for step in plan.steps])
         masses: list[float] = self.ranks.all_gather(local[None]).sum(dim=0).tolist()
@@ -192,7 +192,7 @@ class Updater:
     def _optimizer_step(
         self, batch: TrainingBatch, step: Sequence[Tensor], memory: Sequence[Any], *, scale: float, stats: UpdateStats
     ) -> str:
-        """Take one optimizer step; return why it was not taken, identical on every rank, or ""."""
+        """Take one optimizer step; return "", or why it was skipped, identical on every rank."""
         mark, before_any_update = stats.mark(), not stats.norms
         replayed: list[tuple[int, Tensor]] = []
         for places, known in zip(step, memory, strict=True):
@@ -220,8 +220,8 @@ class Updater:
         return problem
 
     def _skip(self, bad_steps: Sequence[str]) -> None:
-        """Drop the gradients of an optimizer step that is not finite, or stop on every rank when it is one too many."""
-        # DeepSpeed's parts of a gradient cannot be dropped: its next step would contain this one.
+        """Drop the gradients of a step that is not finite; raise after more than `train.max_bad_steps` in a row."""
+        # DeepSpeed's gradient partitions cannot be cleared: its next step would include this one.
         most = 0 if is_partitioned(self.policy.module) else self.settings.train.max_bad_steps
         if len(bad_steps) > most:
             raise RankError(
@@ -233,7 +233,7 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _not_finite(self, replayed: Sequence[tuple[int, Tensor]], ratios: Sequence[Tensor]) -> str:
-        """Return which log-ratios are not finite on which rank, identical on every rank, or ""."""
+        """Return which log-ratios are not finite, by rank, or ""; identical on every rank."""
         found_here = ""
         if not torch.cat(list(ratios)).log().isfinite().all():
             found = [
@@ -248,13 +248,13 @@ class Updater:
 
 @contextlib.contextmanager
 def name_memory_knobs(batch_size: int) -> Iterator[None]:
-    """Inside, an out-of-memory error of the device is raised again with the knobs that need less.
+    """Re-raise an out-of-memory error of the device with the knobs that reduce memory.
 
     Args:
         batch_size: samples of a micro-batch.
 
     Raises:
-        RuntimeError: in place of the device's own.
+        RuntimeError: in place of the device's error.
     """
     try:
         yield
