@@ -223,13 +223,16 @@ DATA = [
         lambda s: [(x / "cameras/presets.json").write_text('{"cam01": 5}') for x in s.scenes()],
         "presets.json ... cam01 ... 5 ... must be ... export",
     ),
-    (knob("data.exclude", "nowhere.json"), "nowhere.json ... no file ... make it with tools/check_sources.py"),
+    (knob("data.exclude", "nowhere.json"), "nowhere.json ... No such file ... make it with tools/check_sources.py"),
     (lambda s: knob("data.exclude", s.file("v.json", "[1]"))(s), "v.json ... holds a list ... must be a JSON object"),
     (
         lambda s: knob("data.exclude", s.file("v.json", '{"a": 1}'))(s),
         "v.json ... no settings and table scene -> camera -> verdict ... make it",
     ),
-    (lambda s: knob("data.exclude", s.file("v.json", "[" * 200_000))(s), "v.json ... is not JSON ... export"),
+    (
+        lambda s: knob("data.exclude", s.file("v.json", "[" * 200_000))(s),
+        "v.json ... is not JSON ... make it with tools/check_sources.py",
+    ),
     (knob("eval.num_conditions", 400), "eval.num_conditions=400 ... 1..10 ... must be"),
     (knob("data.tiny_world", "tiny"), "data.root ... is not the tiny world 'tiny' ... choose another"),
 ]

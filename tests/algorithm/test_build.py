@@ -33,12 +33,12 @@ def test_the_data_has_the_recipe_s_sizes_and_origin(world):
     assert changed.size_of(0) == (5, 16, 16) and changed.reference == "target"
 
 
-def test_servers_and_their_patience_reach_the_rewards(world):
+def test_servers_and_their_timeouts_reach_the_rewards(world):
     address = "--config.reward.remote.judge=http://127.0.0.1:9"
     changes = "--config.reward.weights.remote:judge=1", "--config.reward.remote_timeout=7"
     config = settings(world, address, *changes)
     rewards = {reward.name: reward for reward in build.build_rewards(config, config.reward.weights, Ranks()).rewards}
-    assert rewards["remote:judge"].patience.timeout_s == 7
+    assert rewards["remote:judge"].policy.timeout_s == 7
 
 
 def test_the_sampler_knows_ranks_and_recipe(world):

@@ -7,7 +7,6 @@ are only searched for strings.
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import functools
 import inspect
@@ -231,14 +230,21 @@ class _Source(str):
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature, with the source text of each default in place of its value, which is unknown here."""
-    texts: dict[str, _Source] = {}
-    arguments = copy.deepcopy(arguments)
-    for defaults in (arguments.defaults, arguments.kw_defaults):
-        for place, default in enumerate(defaults):
-            if default is not None:
-                name = f"_{len(texts)}"
-                texts[name] = _Source(ast.unparse(default))
-                defaults[place] = ast.Name(name, ast.Load())
-    made = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
-    return inspect.signature(eval(compile(made, "wheel", "eval"), texts))
+    """Return the signature, with the source text of each default in place of its value; nothing is evaluated."""
+    kinds = inspect.Parameter
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [*arguments.kw_defaults]
+    rows = [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in positional]
+    rows[: len(arguments.posonlyargs)] = [(argument, kinds.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
+    optional: list[ast.expr | None] = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    if arguments.vararg:
+        rows, optional = [*rows, (arguments.vararg, kinds.VAR_POSITIONAL)], [*optional, None]
+    rows += [(argument, kinds.KEYWORD_ONLY) for argument in arguments.kwonlyargs]
+    if arguments.kwarg:
+        rows, defaults = [*rows, (arguments.kwarg, kinds.VAR_KEYWORD)], [*defaults, None]
+    return inspect.Signature(
+        [
+            kinds(argument.arg, kind, default=kinds.empty if default is None else _Source(ast.unparse(default)))
+            for (argument, kind), default in zip(rows, [*optional, *defaults], strict=True)
+        ]
+    )
