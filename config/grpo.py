@@ -19,10 +19,10 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.train_batch_size = 2
     config.sample.k = 4
     config.sample.num_batches_per_epoch = 2
-    # The copies of a group lie on 4 of the 8 devices.
+    # The copies of a group are spread over 4 of the 8 devices.
     config.sample.layout = "spread"
 
-    # 81 frames: 21 latent frames of 60x104, the source's 21 beside them, 65,520 tokens in the transformer.
+    # 81 frames: 21 latent frames of 60x104, another 21 of the source, 65,520 tokens in the transformer.
     config.data.num_frames = 81
     config.data.height = 480
     config.data.width = 832
@@ -48,7 +48,7 @@ def my_recam_8npu() -> ConfigDict:
     config.train.clip_range = 1e-3
     config.train.kl_coef = 0.0
 
-    # Where the camera went, in degrees, metres and pixels; beside it what keeps the content and the picture alive.
+    # Camera accuracy in degrees, metres and pixels, and the rewards that preserve content and picture quality.
     # First find the sources that poses cannot be measured by: tools/check_sources.py, then --config.data.exclude=FILE.
     config.reward.weights = ConfigDict(
         {
@@ -64,10 +64,10 @@ def my_recam_8npu() -> ConfigDict:
 
 
 def my_recam_8npu_dapo() -> ConfigDict:
-    """`my_recam_8npu` that samples on until every group carries a signal: starting values, not validated."""
+    """`my_recam_8npu` that samples until every group carries a signal: starting values, not validated."""
     config = my_recam_8npu()
     config.dynamic_sampling.enabled = True
-    # Whether the camera went where it was told is what a group must differ in; its noise floor says what is flat.
+    # A group must differ in camera accuracy to count; the noise floor of that reward decides which groups are flat.
     config.dynamic_sampling.metric = "view_disp"
     config.dynamic_sampling.max_resample_times = 3
     config.dynamic_sampling.policy = "fallback_original"
@@ -77,7 +77,7 @@ def my_recam_8npu_dapo() -> ConfigDict:
 def my_recam_8npu_fast() -> ConfigDict:
     """`my_recam_8npu` in 10 denoising steps: starting values, not validated."""
     config = my_recam_8npu()
-    # Of 10 calls a sample instead of 16; the stochastic ones in the first half, where the camera's path is settled.
+    # 10 calls per sample instead of 16; the stochastic ones in the first half, which decides the camera path.
     config.sample.num_steps = 10
     config.sample.sde_steps = (1, 2, 3, 4)
     config.sample.sde_window = 2

@@ -85,7 +85,10 @@ class Rows:
         return found
 
     def with_tensors(self: RowsType, tensors: Mapping[str, Tensor], prefix: str = "") -> RowsType:
-        """Return a copy with its tensors replaced by name, as `tensors` names them."""
+        """Return a copy with its tensors taken from `tensors`, a dict as the method of that name returns it.
+
+        `prefix` comes before every name; nested records use it.
+        """
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

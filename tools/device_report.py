@@ -1,14 +1,14 @@
-"""What this machine's device is worth for the real model, on random weights: one command of at most ten minutes.
+"""Measure this machine's device on the real model's sizes with random weights, in at most ten minutes.
 
     python tools/device_report.py                       # real size on an accelerator, the self-test on a CPU
     python tools/device_report.py --parts matmul,update --videos 41x480x832
 
 A rollout step, an update micro-batch with LoRA, decoding and attention, at 81x480x832 and then at 33x240x416: seconds,
-share of the measured matrix rate, peak memory beside the planner's, checkpointing of three kinds, blocks compiled or
-not, the first ratio, and where the time goes. Every part runs in a process of its own, the most important first: one
-that fails, hangs or runs out of memory leaves the others' figures. Needs torch, diffusers, peft, ml_collections,
-safetensors and einops, no weights and no data. The JSON is rewritten after every part; last comes a row for
-docs/devices.md. Exit code: 0 when every part has figures, 1 when one has not, 2 for a request that cannot work.
+share of the measured matmul rate, peak memory measured and planned, three kinds of activation checkpointing, blocks
+compiled or not, the first ratio, and a profile. Every part runs in its own process, the most important first, so that
+one that fails, hangs or runs out of memory does not cost the others' figures. Needs torch, diffusers, peft,
+ml_collections, safetensors and einops, no weights and no data. The JSON is rewritten after every part; the last output
+is a row for docs/devices.md. Exit code: 0 when every part has figures, 1 when one has not, 2 for an unusable request.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ..
 
 
 def write(file: Path, report: Report) -> None:
-    """Replace the file at once, so that a break leaves the old or the new one."""
+    """Replace the file atomically: an interruption leaves the old or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.{os.getpid()}.part")
     beside.write_text(f"{json.dumps(_rounded(report), indent=2)}\n", encoding="utf-8")

@@ -174,9 +174,10 @@ def input_hash(task: Task, settings: dict[str, Any]) -> str:
 def measure(
     tasks: Sequence[Task], keys: Sequence[str], out: Path, workers: int, seconds: float
 ) -> Iterator[tuple[Task, Finished]]:
-    """Yield each video's result as soon as it is ready, and write it to its file.
+    """Yield each video's result as soon as it is ready, and save it below `out`; results saved earlier are read back.
 
-    Each thread owns one process, so that a crash or a timeout loses only the video at hand.
+    `keys` are the tasks' input hashes, `seconds` is the time limit per video. Each of the `workers` threads has its own
+    process, so that a crash or a timeout costs only the current video.
     """
     own = threading.local()
 

@@ -97,7 +97,9 @@ class Pool:
         return torch.stack(shares).sum(0).flatten()
 
     def targets(self, size: int, rank: int, world: int, step: int = 0) -> Iterator[list[int]]:
-        """Yield this rank's targets of every step from `step` on: its share of one weighted draw over all ranks.
+        """Yield for every step from `step` on the indices of this rank's target clips, 0..scenes * 16 - 1.
+
+        All ranks draw one weighted sample of clips, with the same seed, and each takes its part of it.
 
         Args:
             size: targets per step over all ranks.

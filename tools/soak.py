@@ -114,7 +114,7 @@ class Family:
 
 
 def _ask(method: Any, gone: Any, **given: Any) -> Any:
-    """Call a method of a process; `gone` if the process no longer exists."""
+    """Call a method of a process; return `gone` if the process no longer exists."""
     try:
         return method(**given)
     except psutil.NoSuchProcess:
@@ -140,7 +140,7 @@ class Soak:
         return [*launcher, *program, *recipe, *(f"--config.{knob}={value}" for knob, value in knobs.items())]
 
     def start(self, name: str, fault: str) -> Started:
-        """Launch a run, inject the fault, and wait until every process is gone."""
+        """Launch or resume a run, inject the fault, and wait until all its processes have ended."""
         left = self.args.epochs - self.saved(name)
         inside = fault in INSIDE and left > 0  # a run killed after its last epoch has none left to disturb
         plan = {"fault": fault if inside else "none", "epoch": 0, "rank": self.draw.randrange(self.args.ranks)}
@@ -215,7 +215,10 @@ class Soak:
         self.note({"run": "peace", "epoch_s": round(self.epoch_s, 2), "startup_s": round(self.startup_s, 1)})
 
     def trouble(self, number: int) -> dict[str, Any]:
-        """Train once under faults until the run is complete, and return the result."""
+        """Train one run, restarted after every fault until it is complete, and compare its weights with `peace`.
+
+        Returns a record of the starts and faults; the folder of an equal run is deleted.
+        """
         name, starts, same = f"trouble_{number}", [], ""
         while not starts or not starts[-1].done:
             fault = self.draw.choice(self.args.faults)

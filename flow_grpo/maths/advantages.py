@@ -56,7 +56,7 @@ class _Groups:
         return values.new_zeros(len(self.gids)).index_add(0, self.member, values)
 
     def extreme(self, values: Tensor, reduce: str) -> Tensor:
-        """Return (G,) "amax" or "amin" of (N,) values."""
+        """Return (G,) the maximum ("amax") or minimum ("amin") of (N,) values in every group."""
         return values.new_zeros(len(self.gids)).scatter_reduce(0, self.member, values, reduce, include_self=False)
 
 

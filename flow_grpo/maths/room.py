@@ -54,7 +54,7 @@ def random_room(
 ) -> Room:
     """Draw a room: the far wall (x+) is random, the other five faces are the same in every room.
 
-    A model can therefore learn what lies outside the first view, and a comparison with the true view measures camera
+    A model can therefore learn what is outside the first view, and a comparison with the true view measures camera
     motion, not luck in guessing unseen walls. Wavelengths are 2.5 to 10 metres, at least half an image, so that a small
     codec and a small model can represent them.
     """

@@ -92,12 +92,12 @@ def _add_lora(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require a gradient by name, in the network's order."""
+    """Return name -> parameter for those that require a gradient, in the network's order."""
     return {name: parameter for name, parameter in unwrap(module).named_parameters() if parameter.requires_grad}
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a CPU copy of the trained weights by name, for a checkpoint."""
+    """Return name -> CPU copy of the trained weights, for a checkpoint."""
     return {name: parameter.detach().cpu().clone() for name, parameter in trained_parameters(module).items()}
 
 

@@ -1,4 +1,4 @@
-"""Read JSON files written by people or other programs; a bad one is refused by name."""
+"""Read JSON files written by people or other programs; the error for a bad one names the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules between knobs, each refused in one line with the way out; schema.py has the bounds of every single knob."""
+"""Rules between knobs; a violation is one line that names the remedy. schema.py has the bounds of every single knob."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def check(config: Config) -> None:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Refuse group sizes that the ranks cannot hold.
+    """Check that the groups of an epoch fit the number of ranks.
 
     Raises:
         ConfigError: for a batch over all ranks that is not a whole number of groups, or a `contiguous` layout whose
-            groups cannot be dealt evenly to the ranks.
+            groups do not divide evenly among the ranks.
     """
     sample = config.sample
     rows = world_size * sample.train_batch_size

@@ -103,7 +103,7 @@ class Size:
 
 
 SIZES = {
-    # ReCamMaster on Wan2.1-T2V-1.3B, with UMT5-XXL in bf16 beside it.
+    # ReCamMaster on Wan2.1-T2V-1.3B, and UMT5-XXL in bf16.
     "real": Size(
         heads=12,
         head_width=128,

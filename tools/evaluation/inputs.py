@@ -73,7 +73,13 @@ def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task
 
 
 def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal_px: float | None) -> Task:
-    """Return a task whose camera is given by the name of the video's folder or of the video itself."""
+    """Return the task of one video, whose commanded camera is read from a MultiCamVideo file of extrinsics.
+
+    The name of the video's folder (cam_type3) or of the video (cam03.mp4) says which of the file's cameras it is.
+
+    Raises:
+        ValueError: neither name is of this form, too few frames, or an unusable file of cameras.
+    """
     name = file.relative_to(folder).as_posix()
     in_folder = TYPE_FOLDER.fullmatch(file.resolve().parent.name)
     if in_folder is None and CAMERA_FILE.fullmatch(file.stem) is None:

@@ -150,7 +150,7 @@ def film(preset: str, size: tuple[int, int] = SMALL, frames: int = 5, speed: flo
 
 
 def grey(video: Tensor) -> NDArray[np.uint8]:
-    """Return the grey levels (T, h, w) of a grey video."""
+    """Return the uint8 frames (T, h, w) of a video (3, T, h, w) in [0, 1] whose three channels are equal."""
     return (255 * video[0]).round().numpy().astype(np.uint8)
 
 

@@ -1,6 +1,6 @@
 """Anchors: features of a source video with known 3D positions, by which generated frames are located.
 
-Features of source frames are triangulated with the source's known poses. A source that only turns, or stands still, has
+Features of source frames are triangulated with the source's known poses. A source that only rotates, or is static, has
 no parallax; then the synchronised source and target cameras are triangulated at equal times. Such points may lie on
 moving objects: one is used for other frames only if another time shows it at the same place.
 
@@ -94,10 +94,10 @@ class Pictures:
 
 
 def make_source(source: Film, target: Film | None, camera: Floats) -> Source:
-    """Return the checked anchors of a source video.
+    """Return the checked anchors of a source video; if the check fails, `fault` of the result says why.
 
-    Points triangulated from the source alone come first. If they fail the check and there is a synchronised second
-    camera, points of both cameras are added and checked again.
+    Points are triangulated from the source alone first. If they fail the check and there is a synchronised second
+    camera, points triangulated between both cameras are added and all are checked again.
 
     Args:
         source: the source video; poses relative to any camera.

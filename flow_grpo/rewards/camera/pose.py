@@ -225,7 +225,7 @@ class PoseMeasurer:
 
 
 def _errors(source: Source, condition: Condition, frames: Sequence[int], found: Located) -> PoseErrors:
-    """Compare the poses that were found with the command."""
+    """Return the errors of the estimated poses of `frames` against the commanded path."""
     commanded, visible = condition.target_poses[list(frames)], torch.from_numpy(source.visible)
     errors = compare(commanded, torch.from_numpy(found.poses), condition.target_poses, visible, frames)
     return dataclasses.replace(errors, metric=source.metric)

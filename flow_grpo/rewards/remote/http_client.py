@@ -69,7 +69,7 @@ class _Deadline:
         self._timer.cancel()
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Note the socket of a new connection: httpx's "trace" extension."""
+        """Remember a new connection's socket, for the deadline to shut down; httpx's "trace" extension calls this."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
             if self.passed:

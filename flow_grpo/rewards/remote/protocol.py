@@ -28,7 +28,7 @@ from flow_grpo.records import Condition
 PROTOCOL = 1
 FPS = 15.0  # frames per second of MultiCamVideo, for models that judge motion
 MAX_HEAD = 10_000  # bytes of a part's header or of a `.npy` header
-MAX_TEXT = 300  # characters kept of a text from the other side
+MAX_TEXT = 300  # longest text accepted from the peer, in characters; the rest is cut
 PIECE = 2**20  # bytes sent at a time
 
 Pixels: TypeAlias = NDArray[np.uint8]

@@ -231,7 +231,7 @@ class Ranks:
         return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting_for_peers()
 
     def mark_started(self) -> None:
-        """Record in the launcher's store that start-up succeeded; after a restart `restarted` is True."""
+        """Record in the launcher's store that start-up succeeded, so that `restarted` is True after a restart."""
         if self.store is not None and self.is_main:
             mark_started(self.store)
 

@@ -113,7 +113,10 @@ class Monitor:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _fault(self, now: float) -> str | None:
-        """Return the announced errors, "" while a collective may still deliver them, or None if there are none."""
+        """Return the errors that failed ranks announced, or None if no rank failed.
+
+        During a grace period it returns "": the ranks may still exchange the errors themselves through a collective.
+        """
         faults = {peer: text for peer in self._peers if (text := self._read(f"fault/{peer}"))}
         if not faults:
             self._fault_seen = 0.0
