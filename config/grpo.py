@@ -145,7 +145,7 @@ def tiny_recam() -> ConfigDict:
     config.sample.train_batch_size = 16
     config.sample.k = 8
     config.sample.num_batches_per_epoch = 4
-    # How far the camera moves is settled by the early steps.
+    # The early steps decide how far the camera moves.
     config.sample.num_steps = 8
     config.sample.shift = 3.0
     config.sample.sde = "flow"
@@ -153,7 +153,7 @@ def tiny_recam() -> ConfigDict:
     config.sample.sde_steps = (0, 1, 2, 3)
     config.sample.sde_window = 2
 
-    # The first says how far to move, the second keeps the pictures sharp once the first is nearly satisfied.
+    # The first rewards the distance moved, the second keeps pictures sharp once the first is nearly satisfied.
     config.reward.weights = ConfigDict({"target_view": 1.0, "target_psnr": 1.0})
     config.train.batch_size = 16  # as in the rollout, so that the first ratio is exactly 1
     config.train.learning_rate = 5e-4

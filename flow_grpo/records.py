@@ -225,7 +225,7 @@ class RewardResult:
 
     @property
     def faults(self) -> Tensor:
-        """`faulty` as a (B,) bool tensor."""
+        """`faulty` as a (B,) bool tensor; None means no faults."""
         return torch.zeros_like(self.valid) if self.faulty is None else self.faulty
 
 

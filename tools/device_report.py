@@ -64,8 +64,8 @@ CONVENTIONS = {
     "peak_gib": "highest memory of all calls; codec, transformer and as many bytes as the text encoder's among it",
     "planned_gib": "what tools/plan.py says of it, optimizer state included",
 }
-SHORTEST_S = 5.0  # no part is begun with less time left
-FAIR_S = 120.0  # a part may take half of what is left, or this
+SHORTEST_S = 5.0  # no part starts with less time left
+FAIR_S = 120.0  # a part may take half of the time left, or this if it is more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _failure(code: int, errors: str) -> str:
 
 def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ...], options: argparse.Namespace) -> int:
     """Measure one part in this process, and print all its figures after each one that is added."""
-    # Imported here: the process that waits holds no libraries, and kernels alone need no networks.
+    # Imported here: the waiting parent process needs no libraries, and the kernels' parts need no networks.
     from tools.device import kernels
 
     parts = kernels.PARTS

@@ -151,7 +151,7 @@ def generate_videos(args: argparse.Namespace, overrides: Sequence[str]) -> tuple
     config = load_config(args.config, overrides)
     if not args.checkpoint:
         return make_videos(config, args.adapter, args.out, args.focal_px)
-    with tempfile.TemporaryDirectory() as place:  # not in --out, which may yet be refused: it may hold other videos
+    with tempfile.TemporaryDirectory() as place:  # not in --out, which may still be rejected for holding other videos
         export(config, args.checkpoint, Path(place))
         return make_videos(config, Path(place), args.out, args.focal_px)
 

@@ -125,7 +125,7 @@ def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: 
 
 
 def work(tasks: Sequence[Task], ranks: Ranks) -> Tally:
-    """Run this rank's share of the tasks; unreadable files are recorded and skipped."""
+    """Run this rank's share of the tasks; return how many were encoded or already cached, and the unreadable files."""
     tasks = tasks[ranks.rank :: ranks.world_size]
     tally, begun, reported = Tally(), time.perf_counter(), time.perf_counter()
     for number, task in enumerate(tasks, 1):

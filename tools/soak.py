@@ -92,13 +92,13 @@ class Family:
         self.seen: dict[int, psutil.Process] = {launcher.pid: psutil.Process(launcher.pid)}
 
     def look(self) -> None:
-        """Add new descendants."""
+        """Add descendants started since the last call."""
         for process in list(self.seen.values()):
             for child in _ask(process.children, [], recursive=True):
                 self.seen.setdefault(child.pid, child)
 
     def alive(self) -> list[psutil.Process]:
-        """Return the running processes."""
+        """Return the processes seen so far that still run and are no zombies."""
         running = [process for process in self.seen.values() if process.is_running()]
         return [process for process in running if _ask(process.status, psutil.STATUS_ZOMBIE) != psutil.STATUS_ZOMBIE]
 
@@ -217,7 +217,7 @@ class Soak:
     def trouble(self, number: int) -> dict[str, Any]:
         """Train one run, restarted after every fault until it is complete, and compare its weights with `peace`.
 
-        Returns a record of the starts and faults; the folder of an equal run is deleted.
+        Returns a record of the starts and faults; the run's folder is deleted if the weights are equal.
         """
         name, starts, same = f"trouble_{number}", [], ""
         while not starts or not starts[-1].done:

@@ -203,7 +203,7 @@ def rotation_angle(first: Tensor, second: Tensor) -> Tensor:
 
 
 def rotation_angle_deg(first: Tensor, second: Tensor) -> Tensor:
-    """Return `rotation_angle` in degrees."""
+    """Return the angle (...) in degrees between rotations or poses, see `rotation_angle`."""
     return rotation_angle(first, second).rad2deg()
 
 

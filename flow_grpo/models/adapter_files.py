@@ -38,7 +38,7 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
     Args:
         policy: whose module is saved.
         folder: created if missing.
-        ranks: collective call, rank 0 writes; None writes from this process alone.
+        ranks: collective call, rank 0 writes; None writes from this process without a collective.
 
     Raises:
         RuntimeError: on every rank, if rank 0 cannot write.

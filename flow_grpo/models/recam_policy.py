@@ -254,7 +254,7 @@ class RecamPolicy:
         return (self.codec.config["z_dim"], latent_frames, height // self.codec.spatial, width // self.codec.spatial)
 
     def tokens(self, size: tuple[int, int, int]) -> int:
-        """Return the transformer's number of tokens for a target video of (T, h, w)."""
+        """Return the number of transformer tokens of a target video (T, h, w); its source has as many again."""
         return math.prod(side // patch for side, patch in zip(self.latent_size(size)[1:], self._patch, strict=True))
 
     @torch.no_grad()

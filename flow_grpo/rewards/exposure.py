@@ -49,11 +49,11 @@ def looks(video: Tensor) -> Tensor:
 
 
 def grid(pictures: Tensor) -> Tensor:
-    """Return the rms colour of a pattern that repeats every 16 pixels in pictures (T, h, w), less that of any content.
+    """Return the rms amplitude of a pattern with a period of 16 pixels in pictures (T, h, w), corrected for content.
 
-    Averaging a picture's 16-pixel tiles keeps a grid and averages content away; tiles of other sizes, which average the
-    grid away too, measure what is left of the content. Frame by frame, since a camera that moves by 16 pixels a frame
-    would otherwise look like a grid. 0 for pictures of fewer than 4 tiles.
+    Averaging a picture's 16-pixel tiles keeps such a grid and suppresses content; averages of tiles of other sizes,
+    which suppress the grid too, estimate the content's remainder, which is subtracted. Each frame is averaged alone: a
+    camera that moves by 16 pixels a frame would otherwise look like a grid. 0 for pictures of fewer than 4 tiles.
     """
     height, width = pictures.shape[-2:]
     if ((height - 2 * REACH) // PERIOD) * ((width - 2 * REACH) // PERIOD) < 4:

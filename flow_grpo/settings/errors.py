@@ -1,4 +1,4 @@
-"""How a setting that cannot work is refused."""
+"""The error for a setting that cannot work."""
 
 from __future__ import annotations
 

@@ -14,7 +14,10 @@ SIZE_UNIT = 8  # pixels: the finest codec (4x) times patch (2) in use; a coarser
 
 
 def _must(holds: Callable[[Any], object], text: str) -> AfterValidator:
-    """Return a validator of a single value; `text` is "must be ..." and may end in "; REMEDY"."""
+    """Return a pydantic validator that raises ValueError(text) unless `holds(value)`.
+
+    `text` is "must be ..." and may end in "; REMEDY".
+    """
 
     def validate(value: Any) -> Any:
         if not holds(value):

@@ -1,4 +1,4 @@
-"""What the parts of the device report compute and what is planned for them, counted without allocating anything."""
+"""FLOPs and planned peak memory of the device report's parts, counted without allocating anything."""
 
 from __future__ import annotations
 

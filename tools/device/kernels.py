@@ -1,4 +1,4 @@
-"""Sizes, the stopwatch, and the parts that need no network: the matrix rate and attention alone.
+"""Sizes, the stopwatch, and the parts that need no network: the matmul rate and attention.
 
 Every part is a generator of (name, record) for `device_report.py`, which runs it in a process of its own. A record
 holds `seconds` of one call, `flops` of one call where they are known here, and `peak_gib`; or why there is no figure.
@@ -227,7 +227,7 @@ def matmul(setting: Setting) -> Records:
 
 
 def attention(setting: Setting) -> Records:
-    """Yield the times of self-attention alone, forward and forward with backward, by every kernel there is.
+    """Yield the times of self-attention, forward and forward with backward, for every kernel available.
 
     Names: `native` and the like are diffusers', as the transformer calls them; `sdpa_*` force one kernel of torch's
     own function, which a vendor's torch may ignore: equal figures then mean one kernel.

@@ -120,7 +120,7 @@ def _fill(name: str, parameter: nn.Parameter) -> None:
 
 
 def build_networks(size: Size, config: Config, device: torch.device) -> Networks:
-    """Return the networks of a recipe, trained weights and gradient checkpointing as it says."""
+    """Return the networks of a recipe, randomly initialised; adapters and gradient checkpointing follow `config`."""
     dtype = DTYPES[config.model.dtype]
     transformer = build_transformer(transformer_config(size), dtype, device)
     apply_training_mode(transformer, config.model)

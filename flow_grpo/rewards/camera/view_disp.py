@@ -65,7 +65,7 @@ class ViewDisp:
     """
 
     name = "view_disp"
-    floor = 0.2 / CAP_PIXELS  # a fifth of a pixel, caused by JPEG alone
+    floor = 0.2 / CAP_PIXELS  # a fifth of a pixel, which JPEG artefacts can cause
     measures = ("disp_px", "matched_frames")
 
     def __init__(self, pool: CallPool | None = None) -> None:

@@ -205,5 +205,5 @@ def _error_text(body: bytes) -> str:
 
 
 def _seconds(header: str) -> float:
-    """Return the seconds of Retry-After; a date would need clocks that agree, and counts as 0."""
+    """Return the delay in a Retry-After header in seconds, or 0 for a date, which needs synchronised clocks."""
     return float(header) if header.isascii() and header.isdigit() else 0.0

@@ -235,8 +235,8 @@ def rebuild(sample: object, source: Tensor | None, target: Tensor | None, size: 
 
     Args:
         sample: output of `describe`, after JSON.
-        source: (3, T, h, w), or None if it was not sent: the condition then gets a video of no frames, on which every
-            reward that reads it fails.
+        source: (3, T, h, w), or None if it was not sent: the condition then has a video of no frames, and every reward
+            that reads it fails.
         target: (3, T, h, w) or None.
         size: frames, rows and columns of the sample.
 

@@ -59,7 +59,7 @@ class CircuitBreaker:
 
     def record(self, *, failed: bool) -> bool:
         """Record the outcome of a call; return True if it opens the breaker."""
-        # The count survives the cool-down: the first call afterwards decides alone.
+        # The count survives the cool-down: a failure of the first call afterwards starts the next one.
         self._failures = self._failures + 1 if failed else 0
         if self._failures < self._policy.failures:
             return False
@@ -76,7 +76,7 @@ class RemoteReward:
         policy: timeouts and retries.
     """
 
-    floor = 0.0  # its unit is unknown here: `reward.flat_eps` alone decides
+    floor = 0.0  # the server's unit is unknown: only `reward.flat_eps` decides
     measures: tuple[str, ...] = ()
 
     def __init__(self, name: str, url: str, policy: RetryPolicy = RetryPolicy()) -> None:

@@ -199,7 +199,7 @@ class Ranks:
         """Publish an exception raised in the block so that peers blocked in any collective exit; not collective.
 
         Raises:
-            RankError: for an error of this rank alone; other errors are re-raised unchanged.
+            RankError: for an error of only this rank; other errors are re-raised unchanged.
         """
         try:
             yield
@@ -294,8 +294,8 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
 def shut_down(ranks: Ranks) -> None:
     """Wait for all ranks, then destroy the process groups. Collective call.
 
-    Without the barrier, leaving a gloo group may abort the process. Do not call on a rank that failed alone: the others
-    would not come; its exit makes the launcher end them.
+    Without the barrier, leaving a gloo group may abort the process. Do not call it after an error on this rank only:
+    the others would never reach the barrier; exit instead, and the launcher ends them.
     """
     if ranks.control_group is not None:
         with ranks.waiting_for_peers():

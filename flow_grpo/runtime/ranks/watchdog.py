@@ -168,7 +168,7 @@ class Monitor:
 class Heartbeat(Monitor):
     """A monitor with a thread that checks every few seconds and ends the process when something is wrong.
 
-    The store needs a connection of its own: blocking calls on a shared one would delay the checks.
+    The store needs its own connection: blocking calls on a shared one would delay the checks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, *, dead_s: float, silent_s: float) -> None:
@@ -185,7 +185,7 @@ class Heartbeat(Monitor):
         self._stopped.set()
         deadline = time.monotonic() + 3 * self.interval_s
         peers = [f"left/{peer}" for peer in self._peers]
-        # If the store is gone there is nobody left to inform.
+        # Without the store no peer can be informed.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self._rank}", "")
             self.announce(text)
