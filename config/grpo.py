@@ -49,7 +49,7 @@ def my_recam_8npu() -> ConfigDict:
     config.train.kl_coef = 0.0
 
     # Camera accuracy in degrees, metres and pixels, and the rewards that preserve content and picture quality.
-    # First find the sources that poses cannot be measured by: tools/check_sources.py, then --config.data.exclude=FILE.
+    # First find the sources in which poses cannot be measured: tools/check_sources.py, then --config.data.exclude=FILE.
     config.reward.weights = ConfigDict(
         {
             "pose_rot": 1.0,
@@ -91,7 +91,7 @@ def my_recam_1gpu() -> ConfigDict:
     config.sample.train_batch_size = 4
     config.sample.num_batches_per_epoch = 4
     config.sample.layout = "contiguous"
-    # The update holds one sample's activations; old log-probabilities are scored again at that size.
+    # The update holds one sample's activations; old log-probabilities are recomputed at that batch size.
     config.train.batch_size = 1
     return config
 
@@ -103,7 +103,7 @@ def my_recam_full() -> ConfigDict:
     # the frozen 1.14 B in bf16 2.1 GiB: in shards a device of 8 holds 0.9 GiB of them instead of 7.4.
     config.model.trained = "attention"
     config.train.sharding = "fsdp2"
-    # Far more weights move than with adapters: a tenth of their rate.
+    # Far more weights are trained than with adapters, at a tenth of their learning rate.
     config.train.learning_rate = 1e-5
     return config
 
@@ -199,6 +199,6 @@ def my_recam_8npu_dapo_tiny() -> ConfigDict:
     config.dynamic_sampling = full.dynamic_sampling
     config.reward.weights = ConfigDict({"target_view": 1.0})
     config.dynamic_sampling.metric = "target_view"
-    # Half of the groups range over less than 0.05, nine in ten over less than 0.2: about one in four counts here.
+    # The reward's range is below 0.05 in half of the groups and below 0.2 in nine of ten: about one in four counts.
     config.reward.flat_eps = 0.15
     return config

@@ -57,7 +57,7 @@ class Condition:
 
     @property
     def camera(self) -> str:
-        """The kind of camera it asks for: the motion's name when known, else the target camera's."""
+        """Name of the commanded camera motion: the preset when known, else the target camera."""
         return self.preset or self.target_camera
 
     @property

@@ -270,7 +270,7 @@ def _failure(code: int, errors: str) -> str:
 
 
 def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ...], options: argparse.Namespace) -> int:
-    """Measure one part in this process, and print all its figures after each one that is added."""
+    """Measure one part in this process; after every figure, print all its figures so far as one line of JSON."""
     # Imported here: the waiting parent process needs no libraries, and the kernels' parts need no networks.
     from tools.device import kernels
 

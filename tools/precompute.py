@@ -41,7 +41,7 @@ WAIT_S = 7 * 24 * 3600.0  # how long a finished rank waits for the others
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One entry to encode."""
+    """One prompt or source video to encode into the cache."""
 
     name: str  # for messages
     is_there: Callable[[], bool]  # whether an intact entry exists

@@ -44,7 +44,7 @@ from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 DECIMETRES = 10.0  # per metre: scales the labels of the second source
 WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled in metres
 NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065))  # labelled in decimetres: 0.35 to 0.65 again
-# Shares of the targets: rotation only; narrow; wide with labels that narrow clips have, too; wide with smaller labels.
+# Shares of the targets: rotation only; narrow; wide with labels as large as narrow clips'; wide with smaller labels.
 SHARES = {"still": 0.2, "narrow": 0.3, "wide": 0.3, "sure": 0.2}
 SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # in the record
 

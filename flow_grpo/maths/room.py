@@ -161,7 +161,12 @@ def paint_slopes(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor
 
 
 def _texture(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return each point's base (3, B, F, P), amplitude (waves, 3, B, F, P), frequencies and turn (waves, B, F, P)."""
+    """Return the parameters of the texture's cosine waves at each point of the walls.
+
+    Returns:
+        base colour (3, B, F, P), amplitudes (waves, 3, B, F, P), frequencies along u and along v in cycles per metre,
+        and the cosines' arguments in radians, each (waves, B, F, P).
+    """
     # One lookup for all parameters, with rays last, so that later operations run over contiguous memory.
     rows, waves = FACES * room.base.shape[0], room.phase.shape[-1]
     parts = (room.base, room.frequency.mT, room.phase, room.amplitude)

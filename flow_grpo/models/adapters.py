@@ -200,7 +200,7 @@ class Ema:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the parameters have their averaged values."""
+        """Context manager that gives the parameters their averaged values inside."""
         with swap_parameters(self._parameters, self._model.shadow_params):
             yield
 

@@ -1,4 +1,4 @@
-"""What a reward is, which ones there are, and how several are run together.
+"""The interface of rewards, the list of all rewards, and `RewardSet`, which runs several.
 
 A new reward is one file with a class like `Reward`, and one line in `REWARDS`.
 """

@@ -1,4 +1,4 @@
-"""Pictures as well exposed as the source's: a companion reward against glare, wrong colours, grids and flicker.
+"""Exposure compared with the source video: a companion reward against glare, wrong colours, grids and flicker.
 
 Rewards of cameras and features miss these: an over-exposed video keeps its features in place. The source, and the
 ground-truth view if there is one, span a range of right looks. Inside it, or outside by less than a tolerance for

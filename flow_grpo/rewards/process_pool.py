@@ -1,6 +1,6 @@
-"""A process pool whose calls end in a value or in the reason why there is none, by a deadline.
+"""A process pool with deadlines: every call ends in a value or in the reason why there is none.
 
-A call that raises loses its own result only. One that overruns the deadline or kills its process also loses the results
+A call that raises loses only its own result. One that overruns the deadline or kills its process also loses the results
 that were not back yet; the next batch starts new processes.
 """
 

@@ -1,4 +1,4 @@
-"""The generated video shows what the source shows: a companion reward against new content, blur and faded colours.
+"""Content agreement with the source video: a companion reward against new content, blur and faded colours.
 
 Small soft videos have no features to match, so small colour patches are matched instead, regardless of their position:
 each patch of the generated video to the nearest of the source, which finds content that the source lacks, and each

@@ -279,7 +279,7 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]
         yield backend.strip("_"), functools.partial(attention_backend, backend), dispatched
     for kernel in SDPA_KERNELS:
         name = kernel.removesuffix("_attention")
-        # The list grows with torch, and some kernels have come already under diffusers' name.
+        # The list grows with torch; skip kernels already measured under diffusers' name.
         if kernel.upper() in known and f"_native_{name}" not in backends:
             yield f"sdpa_{name}", functools.partial(sdpa_kernel, known[kernel.upper()]), own
 

@@ -1,4 +1,4 @@
-"""What a reward server does between two HTTP messages: requests to conditions, results to replies."""
+"""The scoring behind a reward server: decodes requests to conditions, scores them, encodes the results as replies."""
 
 from __future__ import annotations
 

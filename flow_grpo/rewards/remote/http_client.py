@@ -126,7 +126,7 @@ class Client:
             content = message.pieces()
         deadline = _Deadline(timeout_s)
         timeout = httpx.Timeout(timeout_s + 1, connect=min(CONNECT_S, timeout_s))
-        # Proxies and .netrc of the environment are ignored: the address is the one that the configuration names.
+        # Ignore proxies and .netrc from the environment: connect only to the address in the configuration.
         client = httpx.Client(verify=_certificates(), trust_env=False, timeout=timeout)
         request = client.build_request(
             "GET" if message is None else "POST",

@@ -1,4 +1,4 @@
-"""A reward that another process computes, asked over HTTP.
+"""A reward that another process computes, requested over HTTP.
 
 Learned reward models pin their own versions of torch and transformers, so each runs in a process of its own, such as
 `tools/reward_server.py`. Every failure ends as samples without a value and with a cause, never as a score. A request is

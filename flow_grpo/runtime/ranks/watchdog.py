@@ -193,7 +193,7 @@ class Heartbeat(Monitor):
                 time.sleep(0.1)
 
     def stop(self) -> None:
-        """Stop monitoring; the peers expect no more status from this rank."""
+        """Stop monitoring, and tell the peers to expect no more status from this rank."""
         self._stopped.set()
         self._thread.join()
         self._store.set(f"beat/{self._rank}", _DONE)
