@@ -77,7 +77,7 @@ class SceneReport:
 
 
 def scene_folders(folder: Path) -> Iterator[Path]:
-    """Yield the subfolders with videos or cameras, and those without subfolders."""
+    """Yield, recursively, the folders that hold videos or cameras, and those without subfolders."""
     if any((folder / part).is_dir() for part in ("videos", "cameras")):
         yield folder
         return

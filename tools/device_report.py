@@ -77,7 +77,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the record that says what became of it."""
+        """Name of the record of this job's outcome."""
         return "_".join([self.part, *(str(video) for video in self.videos if self.part != "count")])
 
 
@@ -258,7 +258,7 @@ def _last_answer(output: str) -> dict[str, Any]:
 
 
 def _failure(code: int, errors: str) -> str:
-    """Return why a process ended, or ""; what it said in full goes to this one's errors."""
+    """Return why a process failed in one line, or ""; copy its whole stderr to this process's."""
     if code == 0:
         return ""
     sys.stderr.write(errors)

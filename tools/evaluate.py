@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Raise ValueError for options that contradict each other; `overrides` are unknown words, knobs with --config."""
+    """Raise ValueError for contradicting options, values out of bounds, and overrides without --config."""
     given = [args.videos is not None, args.cameras is not None]
     if args.config and any(given):
         raise ValueError("--config generates the videos itself, must be given without --videos and --cameras")

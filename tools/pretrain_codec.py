@@ -111,7 +111,7 @@ def _open_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor, cons
 
 
 def _close_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor | None) -> None:
-    """Make the output `matrix` @ (positive minus negative channels)."""
+    """Make the convolution output `matrix` @ (p - n) + bias of the channel pairs p, n that `_open_pairs` makes."""
     rows = matrix.shape[1]
     convolution.weight.zero_()
     convolution.weight[:, : 2 * rows, -1, 1, 1] = torch.cat([matrix, -matrix], dim=1)

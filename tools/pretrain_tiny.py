@@ -182,7 +182,7 @@ class Training(Resumable):
         super().__init__(args.work, model=self.model, average=self.average, optimizer=self.optimizer)
 
     def advance(self, pool: Pool, targets: list[int], text: Tensor, network: nn.Module, rank: int) -> Tensor:
-        """Take one step on this rank's targets and return its loss ()."""
+        """Take one optimizer step on the clips `targets`, with noise seeded by step and rank; return the loss ()."""
         args = self.args
         rate = min(1.0, (self.step + 1) / 200) * min(1.0, 1.6 * (1 - self.step / args.steps) + 0.01)
         for group in self.optimizer.param_groups:

@@ -215,7 +215,7 @@ class Soak:
         self.note({"run": "peace", "epoch_s": round(self.epoch_s, 2), "startup_s": round(self.startup_s, 1)})
 
     def trouble(self, number: int) -> dict[str, Any]:
-        """Train one run, restarted after every fault until it is complete, and compare its weights with `peace`.
+        """Train one run, restarted after every fault until it is complete, and compare it with the undisturbed run.
 
         Returns a record of the starts and faults; the run's folder is deleted if the weights are equal.
         """

@@ -132,7 +132,9 @@ class DistributedKRepeatSampler(Sampler[list[SampleKey]]):
         self.next_step = step
 
     def set_epoch(self, epoch: int) -> None:
-        """Seek by the name that training loops know: before `iter()` it moves the iterator, later only `check`.
+        """Alias of `seek`, for training loops that call `set_epoch`; call it before `iter()`.
+
+        An iterator that runs already stays where it is, so that `check` raises at its next batch.
 
         Args:
             epoch: the step, usually `epoch * num_batches_per_epoch + i`.

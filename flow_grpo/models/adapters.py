@@ -133,7 +133,7 @@ def has_lora(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Inside, adapters are disabled and modules trained in full have their original weights.
+    """Context manager that disables adapters and gives modules trained in full their original weights.
 
     diffusers' own `disable_adapters` would keep the trained weights of modules trained in full.
     """
@@ -160,7 +160,7 @@ def merge_adapters(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def swap_parameters(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, parameters and values are swapped; of sharded parameters, each rank's shard.
+    """Context manager that swaps parameters and values; of sharded parameters, each rank's shard.
 
     In place, because FSDP gathers from the memory that the parameters had when they were sharded.
     """

@@ -301,7 +301,7 @@ class RecamPolicy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is that of the policy before training.
+        """Context manager in which `velocity` is that of the policy before training.
 
         Raises:
             ValueError: there are no adapters, and `keep_reference` was not called.

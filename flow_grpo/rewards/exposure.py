@@ -1,8 +1,8 @@
 """Exposure compared with the source video: a companion reward against glare, wrong colours, grids and flicker.
 
 Rewards of cameras and features miss these: an over-exposed video keeps its features in place. The source, and the
-ground-truth view if there is one, span a range of right looks. Inside it, or outside by less than a tolerance for
-another view of the same scene, nothing is lost.
+ground-truth view if there is one, span a range of correct values. There is no penalty inside it, or outside by less
+than a tolerance for another view of the same scene.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def grid(pictures: Tensor) -> Tensor:
 
 
 def _tile_power(detail: Tensor, period: int) -> Tensor:
-    """Return the variance within the mean tile of `period` pixels, averaged over pictures (T, h, w)."""
+    """Average each picture's tiles of `period` x `period` pixels; return the variance of that tile, mean over T."""
     height, width = (length // period * period for length in detail.shape[-2:])
     tiles = reduce(detail[:, :height, :width], "t (i y) (j x) -> t y x", "mean", y=period, x=period)
     return tiles.var(dim=(1, 2), correction=0).mean()

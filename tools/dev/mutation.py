@@ -122,7 +122,7 @@ def changed(source: str, line: int) -> tuple[str, str]:
 
 
 def try_break(tree: Path, file: str, line: int) -> dict[str, Any]:
-    """Break a line, run the tests near it, and mend it."""
+    """Mutate a line, run the tests near it and restore the file; return a record of the mutation and what found it."""
     path = tree / file
     source = path.read_text(encoding="utf-8")
     tests = near(tree, file)

@@ -96,7 +96,7 @@ def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal
 
 
 def _from_poses(file: Path, folder: Path, cameras: Path, content: dict[str, Any], focal_px: float | None) -> Task:
-    """Return a task from the entry for the video's relative path, or for its file name."""
+    """Return the task of one video from its entry in a JSON camera file, under its relative path or its file name."""
     name = file.relative_to(folder).as_posix()
     key = name if name in content else file.name
     if key not in content:

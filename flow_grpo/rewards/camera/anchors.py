@@ -198,7 +198,7 @@ def parallax(xyz: Floats, first: Floats, second: Floats) -> Floats:
 
 
 def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], camera: Floats) -> list[View]:
-    """Return anchors of two synchronised cameras at some times, marked by whether they are static."""
+    """Return anchors triangulated between two synchronised cameras at the frames `rows`, each marked static or not."""
     views, pictures = [], []
     for row in rows:
         pair = [source[row], target[row]]

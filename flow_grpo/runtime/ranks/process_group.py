@@ -164,7 +164,7 @@ class Ranks:
     def _announced(self, error: BaseException | None) -> Iterator[None]:
         """Publish the error during the block: peers blocked in another collective then exit instead of waiting.
 
-        An InputError is not published: peers may finish what they are doing, and the run be saved.
+        An InputError is not published: peers may finish their work and save the run.
         """
         if self.heartbeat is None or error is None or isinstance(error, InputError):
             yield
