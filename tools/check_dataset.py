@@ -139,7 +139,7 @@ def _check_videos(settings: Settings, videos: Sequence[Path], report: SceneRepor
 
 
 def _rate(video: Path) -> float:
-    """Return the frames per second in a file's header, 0 if missing."""
+    """Return the frames per second in a file's header, 0 if it has none; ValueError for a damaged file."""
     try:
         with av.open(str(video)) as container:
             return float(container.streams.video[0].average_rate or 0)

@@ -168,9 +168,9 @@ def collect(report: Report, queue: Sequence[Job], runner: Runner, budget_s: floa
     Args:
         report: from `new_report`.
         queue: from `jobs`.
-        runner: measures one job within so many seconds, and returns its answer, see `run_part`.
-        budget_s: seconds for all; what no time is left for is marked so.
-        save: keeps the report.
+        runner: measures one job within a given number of seconds and returns its answer, see `run_part`.
+        budget_s: seconds for all jobs; those that no time is left for are recorded as skipped.
+        save: writes the report.
     """
     end = time.monotonic() + budget_s
     for job in queue:

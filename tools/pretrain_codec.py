@@ -185,7 +185,7 @@ class Training(Resumable):
 
 
 def parse() -> argparse.Namespace:
-    """Return the command line."""
+    """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")

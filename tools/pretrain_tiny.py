@@ -64,7 +64,7 @@ class Pool:
 
     @classmethod
     def encode(cls, codec: AutoencoderKLWan, split: str, scenes: range) -> Pool:
-        """Render and encode the scenes with these numbers."""
+        """Render and encode the scenes whose numbers are in `scenes`."""
         latents, cameras, captions = [], [], []
         for number in scenes:
             wide, narrow = make_scene(WIDE, split, number), make_scene(NARROW, split, number)
@@ -148,7 +148,7 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
 
 
 def parse() -> argparse.Namespace:
-    """Return the command line."""
+    """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")

@@ -220,7 +220,7 @@ class RecamPolicy:
         ).to(self.device)
 
     def _encode_source(self, condition: Condition) -> Tensor:
-        """Return (C, F, H, W) CPU latents; a video without a `source_id` is identified by a hash of its pixels."""
+        """Return (C, F, H, W) CPU latents of the source video, cached by `source_id` or by a hash of its pixels."""
         video = condition.source_video
         return self.encodings.source(condition.source_id or content_key(video), condition.size, lambda: video)
 

@@ -73,7 +73,7 @@ class CallPool:
     def run(
         self, function: Callable[..., ResultType], arguments: Sequence[tuple[Any, ...]], *, seconds: float, what: str
     ) -> list[Outcome[ResultType]]:
-        """Call `function` with each tuple of arguments.
+        """Call `function` with each tuple of arguments and return the outcomes in the same order.
 
         Args:
             function: defined in a module, so that it can be pickled.

@@ -95,7 +95,7 @@ class _View:
 
 
 def _view(room: Room, frames: Tensor, unproject: Tensor, columns: int) -> _View:
-    """Shrink frames (N, 3, h, w) to at most `columns` columns."""
+    """Shrink frames (N, 3, h, w) to at most `columns` columns and prepare them to be compared with renderings."""
     height, width = frames.shape[-2:]
     small = shrink(frames, columns)
     size = small.shape[-2], small.shape[-1]

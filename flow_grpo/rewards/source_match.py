@@ -46,9 +46,8 @@ class SourceMatch:
 
     The ground-truth view also shows walls that the source never sees and misses some that it does: a video with the
     same distances scores 0, and smaller ones earn nothing. Without a ground-truth view the distances count in full. The
-    value is
-    a colour difference in [-1, 0]. `info`: `new`, the distance of the generated video to the source, and `lost`, the
-    reverse.
+    value is a colour difference in [-1, 0]. `info`: `new`, the distance of the generated video to the source, and
+    `lost`, the reverse.
     """
 
     name = "source_match"

@@ -221,7 +221,7 @@ def _with_lasting(view: View, pictures: Sequence[Picture], camera: Floats) -> Vi
 
 
 def _checked(views: Sequence[View], source: Pictures, target: Pictures | None, camera: Floats) -> Source:
-    """Check anchors by locating the held-out source frames and every frame of the ground-truth view."""
+    """Check anchors by locating held-out source frames and the ground-truth view; return them with `fault`, if any."""
     visible = np.ones(len(source), np.bool_)
     made = Source(tuple(view for view in views if len(view)), camera, visible, "")
     if len(made) < FEWEST_ANCHORS:

@@ -165,7 +165,7 @@ class RemoteReward:
             raise ServiceError(f"not asked: JSON cannot hold a condition: {error}") from None
 
     def _check_health(self) -> protocol.Health:
-        """Return the server's description, asked for once and again after a failure."""
+        """Return the server's description, requested at first use and after failures; check its identity."""
         if self._health is None:
             said = self._client.ask("/health", min(HEALTH_S, self.policy.timeout_s))
             with _protocol_errors():
