@@ -19,10 +19,10 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.train_batch_size = 2
     config.sample.k = 4
     config.sample.num_batches_per_epoch = 2
-    # The copies of a group lie on 4 of the 8 devices.
+    # The copies of a group are spread over 4 of the 8 devices.
     config.sample.layout = "spread"
 
-    # 81 frames: 21 latent frames of 60x104, the source's 21 beside them, 65,520 tokens in the transformer.
+    # 81 frames: 21 latent frames of 60x104, another 21 of the source, 65,520 tokens in the transformer.
     config.data.num_frames = 81
     config.data.height = 480
     config.data.width = 832
@@ -48,8 +48,8 @@ def my_recam_8npu() -> ConfigDict:
     config.train.clip_range = 1e-3
     config.train.kl_coef = 0.0
 
-    # Where the camera went, in degrees, metres and pixels; beside it what keeps the content and the picture alive.
-    # First find the sources that poses cannot be measured by: tools/check_sources.py, then --config.data.exclude=FILE.
+    # Camera accuracy in degrees, metres and pixels, and the rewards that preserve content and picture quality.
+    # First find the sources in which poses cannot be measured: tools/check_sources.py, then --config.data.exclude=FILE.
     config.reward.weights = ConfigDict(
         {
             "pose_rot": 1.0,
@@ -64,10 +64,10 @@ def my_recam_8npu() -> ConfigDict:
 
 
 def my_recam_8npu_dapo() -> ConfigDict:
-    """`my_recam_8npu` that samples on until every group carries a signal: starting values, not validated."""
+    """`my_recam_8npu` that samples until every group carries a signal: starting values, not validated."""
     config = my_recam_8npu()
     config.dynamic_sampling.enabled = True
-    # Whether the camera went where it was told is what a group must differ in; its noise floor says what is flat.
+    # A group must differ in camera accuracy to count; the noise floor of that reward decides which groups are flat.
     config.dynamic_sampling.metric = "view_disp"
     config.dynamic_sampling.max_resample_times = 3
     config.dynamic_sampling.policy = "fallback_original"
@@ -77,7 +77,7 @@ def my_recam_8npu_dapo() -> ConfigDict:
 def my_recam_8npu_fast() -> ConfigDict:
     """`my_recam_8npu` in 10 denoising steps: starting values, not validated."""
     config = my_recam_8npu()
-    # Of 10 calls a sample instead of 16; the stochastic ones in the first half, where the camera's path is settled.
+    # 10 calls per sample instead of 16; the stochastic ones in the first half, which decides the camera path.
     config.sample.num_steps = 10
     config.sample.sde_steps = (1, 2, 3, 4)
     config.sample.sde_window = 2
@@ -91,7 +91,7 @@ def my_recam_1gpu() -> ConfigDict:
     config.sample.train_batch_size = 4
     config.sample.num_batches_per_epoch = 4
     config.sample.layout = "contiguous"
-    # The update holds one sample's activations; old log-probabilities are scored again at that size.
+    # The update holds one sample's activations; old log-probabilities are recomputed at that batch size.
     config.train.batch_size = 1
     return config
 
@@ -103,7 +103,7 @@ def my_recam_full() -> ConfigDict:
     # the frozen 1.14 B in bf16 2.1 GiB: in shards a device of 8 holds 0.9 GiB of them instead of 7.4.
     config.model.trained = "attention"
     config.train.sharding = "fsdp2"
-    # Far more weights move than with adapters: a tenth of their rate.
+    # Far more weights are trained than with adapters, at a tenth of their learning rate.
     config.train.learning_rate = 1e-5
     return config
 
@@ -145,7 +145,7 @@ def tiny_recam() -> ConfigDict:
     config.sample.train_batch_size = 16
     config.sample.k = 8
     config.sample.num_batches_per_epoch = 4
-    # How far the camera moves is settled by the early steps.
+    # The early steps decide how far the camera moves.
     config.sample.num_steps = 8
     config.sample.shift = 3.0
     config.sample.sde = "flow"
@@ -153,7 +153,7 @@ def tiny_recam() -> ConfigDict:
     config.sample.sde_steps = (0, 1, 2, 3)
     config.sample.sde_window = 2
 
-    # The first says how far to move, the second keeps the pictures sharp once the first is nearly satisfied.
+    # The first rewards the distance moved, the second keeps pictures sharp once the first is nearly satisfied.
     config.reward.weights = ConfigDict({"target_view": 1.0, "target_psnr": 1.0})
     config.train.batch_size = 16  # as in the rollout, so that the first ratio is exactly 1
     config.train.learning_rate = 5e-4
@@ -199,6 +199,6 @@ def my_recam_8npu_dapo_tiny() -> ConfigDict:
     config.dynamic_sampling = full.dynamic_sampling
     config.reward.weights = ConfigDict({"target_view": 1.0})
     config.dynamic_sampling.metric = "target_view"
-    # Half of the groups range over less than 0.05, nine in ten over less than 0.2: about one in four counts here.
+    # The reward's range is below 0.05 in half of the groups and below 0.2 in nine of ten: about one in four counts.
     config.reward.flat_eps = 0.15
     return config

@@ -57,7 +57,7 @@ class Condition:
 
     @property
     def camera(self) -> str:
-        """The kind of camera it asks for: the motion's name when known, else the target camera's."""
+        """Name of the commanded camera motion: the preset when known, else the target camera."""
         return self.preset or self.target_camera
 
     @property
@@ -85,7 +85,10 @@ class Rows:
         return found
 
     def with_tensors(self: RowsType, tensors: Mapping[str, Tensor], prefix: str = "") -> RowsType:
-        """Return a copy with its tensors replaced by name, as `tensors` names them."""
+        """Return a copy with its tensors taken from `tensors`, a dict as the method of that name returns it.
+
+        `prefix` comes before every name; nested records use it.
+        """
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -222,7 +225,7 @@ class RewardResult:
 
     @property
     def faults(self) -> Tensor:
-        """`faulty` as a (B,) bool tensor."""
+        """`faulty` as a (B,) bool tensor; None means no faults."""
         return torch.zeros_like(self.valid) if self.faulty is None else self.faulty
 
 

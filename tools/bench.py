@@ -81,7 +81,10 @@ def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str
 
 
 def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
-    """Return median seconds per phase, of the bare calls, and their ratios."""
+    """Return the median seconds of an epoch, of its phases and of the bare transformer calls, and the ratios to these.
+
+    One more epoch runs first as warm-up.
+    """
     phases: list[dict[str, float]] = []
     bare: list[float] = []
     for epoch in range(epochs + 1):

@@ -77,7 +77,7 @@ class SceneReport:
 
 
 def scene_folders(folder: Path) -> Iterator[Path]:
-    """Yield the subfolders with videos or cameras, and those without subfolders."""
+    """Yield, recursively, the folders that hold videos or cameras, and those without subfolders."""
     if any((folder / part).is_dir() for part in ("videos", "cameras")):
         yield folder
         return
@@ -139,7 +139,7 @@ def _check_videos(settings: Settings, videos: Sequence[Path], report: SceneRepor
 
 
 def _rate(video: Path) -> float:
-    """Return the frames per second in a file's header, 0 if missing."""
+    """Return the frames per second in a file's header, 0 if it has none; ValueError for a damaged file."""
     try:
         with av.open(str(video)) as container:
             return float(container.streams.video[0].average_rate or 0)

@@ -1,4 +1,4 @@
-r"""Find the sources by which `pose_rot` and `pose_trans` can measure, before training.
+r"""Find the source videos in which `pose_rot` and `pose_trans` can locate frames, before training.
 
     python tools/check_sources.py --config config/grpo.py:my_recam_8npu --out usable.json
     torchrun ... train_grpo.py --config config/grpo.py:my_recam_8npu --config.data.exclude=usable.json

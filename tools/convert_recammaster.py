@@ -151,7 +151,7 @@ def back(args: argparse.Namespace) -> list[str]:
 
 
 def read_wan(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return the ReCam configuration for this Wan, and whether the folder is in diffusers layout.
+    """Return the ReCam transformer's configuration for the Wan in `folder`, and whether that has diffusers layout.
 
     Raises:
         ValueError: the folder has neither layout, holds another model, or lacks a component.

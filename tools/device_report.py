@@ -1,14 +1,14 @@
-"""What this machine's device is worth for the real model, on random weights: one command of at most ten minutes.
+"""Measure this machine's device on the real model's sizes with random weights, in at most ten minutes.
 
     python tools/device_report.py                       # real size on an accelerator, the self-test on a CPU
     python tools/device_report.py --parts matmul,update --videos 41x480x832
 
 A rollout step, an update micro-batch with LoRA, decoding and attention, at 81x480x832 and then at 33x240x416: seconds,
-share of the measured matrix rate, peak memory beside the planner's, checkpointing of three kinds, blocks compiled or
-not, the first ratio, and where the time goes. Every part runs in a process of its own, the most important first: one
-that fails, hangs or runs out of memory leaves the others' figures. Needs torch, diffusers, peft, ml_collections,
-safetensors and einops, no weights and no data. The JSON is rewritten after every part; last comes a row for
-docs/devices.md. Exit code: 0 when every part has figures, 1 when one has not, 2 for a request that cannot work.
+share of the measured matmul rate, peak memory measured and planned, three kinds of activation checkpointing, blocks
+compiled or not, the first ratio, and a profile. Every part runs in its own process, the most important first, so that
+one that fails, hangs or runs out of memory does not cost the others' figures. Needs torch, diffusers, peft,
+ml_collections, safetensors and einops, no weights and no data. The JSON is rewritten after every part; the last output
+is a row for docs/devices.md. Exit code: 0 when every part has figures, 1 when one has not, 2 for an unusable request.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ CONVENTIONS = {
     "peak_gib": "highest memory of all calls; codec, transformer and as many bytes as the text encoder's among it",
     "planned_gib": "what tools/plan.py says of it, optimizer state included",
 }
-SHORTEST_S = 5.0  # no part is begun with less time left
-FAIR_S = 120.0  # a part may take half of what is left, or this
+SHORTEST_S = 5.0  # no part starts with less time left
+FAIR_S = 120.0  # a part may take half of the time left, or this if it is more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the record that says what became of it."""
+        """Name of the record of this job's outcome."""
         return "_".join([self.part, *(str(video) for video in self.videos if self.part != "count")])
 
 
@@ -168,9 +168,9 @@ def collect(report: Report, queue: Sequence[Job], runner: Runner, budget_s: floa
     Args:
         report: from `new_report`.
         queue: from `jobs`.
-        runner: measures one job within so many seconds, and returns its answer, see `run_part`.
-        budget_s: seconds for all; what no time is left for is marked so.
-        save: keeps the report.
+        runner: measures one job within a given number of seconds and returns its answer, see `run_part`.
+        budget_s: seconds for all jobs; those that no time is left for are recorded as skipped.
+        save: writes the report.
     """
     end = time.monotonic() + budget_s
     for job in queue:
@@ -258,7 +258,7 @@ def _last_answer(output: str) -> dict[str, Any]:
 
 
 def _failure(code: int, errors: str) -> str:
-    """Return why a process ended, or ""; what it said in full goes to this one's errors."""
+    """Return why a process failed in one line, or ""; copy its whole stderr to this process's."""
     if code == 0:
         return ""
     sys.stderr.write(errors)
@@ -270,8 +270,8 @@ def _failure(code: int, errors: str) -> str:
 
 
 def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ...], options: argparse.Namespace) -> int:
-    """Measure one part in this process, and print all its figures after each one that is added."""
-    # Imported here: the process that waits holds no libraries, and kernels alone need no networks.
+    """Measure one part in this process; after every figure, print all its figures so far as one line of JSON."""
+    # Imported here: the waiting parent process needs no libraries, and the kernels' parts need no networks.
     from tools.device import kernels
 
     parts = kernels.PARTS
@@ -295,7 +295,7 @@ def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ..
 
 
 def write(file: Path, report: Report) -> None:
-    """Replace the file at once, so that a break leaves the old or the new one."""
+    """Replace the file atomically: an interruption leaves the old or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.{os.getpid()}.part")
     beside.write_text(f"{json.dumps(_rounded(report), indent=2)}\n", encoding="utf-8")

@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Raise ValueError for options that contradict each other; `overrides` are unknown words, knobs with --config."""
+    """Raise ValueError for contradicting options, values out of bounds, and overrides without --config."""
     given = [args.videos is not None, args.cameras is not None]
     if args.config and any(given):
         raise ValueError("--config generates the videos itself, must be given without --videos and --cameras")
@@ -151,7 +151,7 @@ def generate_videos(args: argparse.Namespace, overrides: Sequence[str]) -> tuple
     config = load_config(args.config, overrides)
     if not args.checkpoint:
         return make_videos(config, args.adapter, args.out, args.focal_px)
-    with tempfile.TemporaryDirectory() as place:  # not in --out, which may yet be refused: it may hold other videos
+    with tempfile.TemporaryDirectory() as place:  # not in --out, which may still be rejected for holding other videos
         export(config, args.checkpoint, Path(place))
         return make_videos(config, Path(place), args.out, args.focal_px)
 
@@ -174,9 +174,10 @@ def input_hash(task: Task, settings: dict[str, Any]) -> str:
 def measure(
     tasks: Sequence[Task], keys: Sequence[str], out: Path, workers: int, seconds: float
 ) -> Iterator[tuple[Task, Finished]]:
-    """Yield each video's result as soon as it is ready, and write it to its file.
+    """Yield each video's result as soon as it is ready, and save it below `out`; results saved earlier are read back.
 
-    Each thread owns one process, so that a crash or a timeout loses only the video at hand.
+    `keys` are the tasks' input hashes, `seconds` is the time limit per video. Each of the `workers` threads has its own
+    process, so that a crash or a timeout costs only the current video.
     """
     own = threading.local()
 

@@ -314,9 +314,9 @@ def _argument(name: str, value: object) -> str:
 
 
 def write(request: Request, condition: Condition, video: Tensor, record: dict[str, Any]) -> None:
-    """Write a video (3, T, h, w), the side-by-side video, and the record, one entry a line."""
+    """Write a video (3, T, h, w), source and video side by side, and the record as JSON, one entry per line."""
     lines = [f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in record.items()]
-    # The record comes first: a video without one would pass for a source in a later call.
+    # The record is written first: a later call would take a video without one for a source.
     request.file(".json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     write_video(request.file(".mp4"), video, fps=VIDEO_FPS)
     write_video(request.file("_beside.mp4"), side_by_side(condition, video), fps=VIDEO_FPS)

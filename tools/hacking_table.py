@@ -60,7 +60,7 @@ class Scores:
         return sum(by[video][reward] < by[EXACT][reward] - limit for by in self.values.values())
 
     def mean(self, video: str, reward: str) -> float:
-        """Return a reward's mean value of a video over commands."""
+        """Return the mean over commands of the value that a reward gives a video."""
         return sum(by[video][reward] for by in self.values.values()) / len(self.values)
 
 

@@ -16,7 +16,7 @@ from tools.common import make_parser
 
 
 def parse() -> argparse.Namespace:
-    """Return the command line."""
+    """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,10 +1,10 @@
-"""Say what a recipe costs on given devices, before anything is bought, loaded or waited for.
+"""Estimate a recipe's memory and time on given devices, without loading a model.
 
     python tools/plan.py --config config/grpo.py:my_recam_8npu --devices 8 --memory 64GiB --tflops 300
 
-A device's speed is what you state with --tflops, its sustained rate at this model, not its data sheet's:
-tools/device_report.py measures it. Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. What each
-line counts stands in flow_grpo/preflight/plan.py.
+--tflops is the device's sustained rate on this model, not the data sheet's; tools/device_report.py measures it.
+Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. flow_grpo/preflight/plan.py says what each line
+counts.
 """
 
 from __future__ import annotations

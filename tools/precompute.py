@@ -41,7 +41,7 @@ WAIT_S = 7 * 24 * 3600.0  # how long a finished rank waits for the others
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One entry to encode."""
+    """One prompt or source video to encode into the cache."""
 
     name: str  # for messages
     is_there: Callable[[], bool]  # whether an intact entry exists
@@ -125,7 +125,7 @@ def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: 
 
 
 def work(tasks: Sequence[Task], ranks: Ranks) -> Tally:
-    """Run this rank's share of the tasks; unreadable files are recorded and skipped."""
+    """Run this rank's share of the tasks; return how many were encoded or already cached, and the unreadable files."""
     tasks = tasks[ranks.rank :: ranks.world_size]
     tally, begun, reported = Tally(), time.perf_counter(), time.perf_counter()
     for number, task in enumerate(tasks, 1):

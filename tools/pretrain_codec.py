@@ -111,7 +111,7 @@ def _open_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor, cons
 
 
 def _close_pairs(convolution: torch.nn.Conv3d, matrix: Tensor, bias: Tensor | None) -> None:
-    """Make the output `matrix` @ (positive minus negative channels)."""
+    """Make the convolution output `matrix` @ (p - n) + bias of the channel pairs p, n that `_open_pairs` makes."""
     rows = matrix.shape[1]
     convolution.weight.zero_()
     convolution.weight[:, : 2 * rows, -1, 1, 1] = torch.cat([matrix, -matrix], dim=1)
@@ -185,7 +185,7 @@ class Training(Resumable):
 
 
 def parse() -> argparse.Namespace:
-    """Return the command line."""
+    """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")

@@ -44,7 +44,7 @@ from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 DECIMETRES = 10.0  # per metre: scales the labels of the second source
 WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled in metres
 NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065))  # labelled in decimetres: 0.35 to 0.65 again
-# Shares of the targets: rotation only; narrow; wide with labels that narrow clips have, too; wide with smaller labels.
+# Shares of the targets: rotation only; narrow; wide with labels as large as narrow clips'; wide with smaller labels.
 SHARES = {"still": 0.2, "narrow": 0.3, "wide": 0.3, "sure": 0.2}
 SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # in the record
 
@@ -64,7 +64,7 @@ class Pool:
 
     @classmethod
     def encode(cls, codec: AutoencoderKLWan, split: str, scenes: range) -> Pool:
-        """Render and encode the scenes with these numbers."""
+        """Render and encode the scenes whose numbers are in `scenes`."""
         latents, cameras, captions = [], [], []
         for number in scenes:
             wide, narrow = make_scene(WIDE, split, number), make_scene(NARROW, split, number)
@@ -97,7 +97,9 @@ class Pool:
         return torch.stack(shares).sum(0).flatten()
 
     def targets(self, size: int, rank: int, world: int, step: int = 0) -> Iterator[list[int]]:
-        """Yield this rank's targets of every step from `step` on: its share of one weighted draw over all ranks.
+        """Yield for every step from `step` on the indices of this rank's target clips, 0..scenes * 16 - 1.
+
+        All ranks draw one weighted sample of clips, with the same seed, and each takes its part of it.
 
         Args:
             size: targets per step over all ranks.
@@ -146,7 +148,7 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
 
 
 def parse() -> argparse.Namespace:
-    """Return the command line."""
+    """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")
@@ -180,7 +182,7 @@ class Training(Resumable):
         super().__init__(args.work, model=self.model, average=self.average, optimizer=self.optimizer)
 
     def advance(self, pool: Pool, targets: list[int], text: Tensor, network: nn.Module, rank: int) -> Tensor:
-        """Take one step on this rank's targets and return its loss ()."""
+        """Take one optimizer step on the clips `targets`, with noise seeded by step and rank; return the loss ()."""
         args = self.args
         rate = min(1.0, (self.step + 1) / 200) * min(1.0, 1.6 * (1 - self.step / args.steps) + 0.01)
         for group in self.optimizer.param_groups:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--reward", required=True, choices=[*REWARDS, *ADAPTERS], help="what to host")

@@ -42,7 +42,7 @@ def kind(text: str) -> tuple[str, list[Path]]:
 
 
 def table(kinds: dict[str, list[Path]], metrics: Sequence[str]) -> list[str]:
-    """Return the lines of the table."""
+    """Return the Markdown lines: per kind and metric the first value, each run's last value, and the mean change."""
     rows = []
     for name, folders in kinds.items():
         for metric in metrics:

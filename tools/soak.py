@@ -92,13 +92,13 @@ class Family:
         self.seen: dict[int, psutil.Process] = {launcher.pid: psutil.Process(launcher.pid)}
 
     def look(self) -> None:
-        """Add new descendants."""
+        """Add descendants started since the last call."""
         for process in list(self.seen.values()):
             for child in _ask(process.children, [], recursive=True):
                 self.seen.setdefault(child.pid, child)
 
     def alive(self) -> list[psutil.Process]:
-        """Return the running processes."""
+        """Return the processes seen so far that still run and are no zombies."""
         running = [process for process in self.seen.values() if process.is_running()]
         return [process for process in running if _ask(process.status, psutil.STATUS_ZOMBIE) != psutil.STATUS_ZOMBIE]
 
@@ -114,7 +114,7 @@ class Family:
 
 
 def _ask(method: Any, gone: Any, **given: Any) -> Any:
-    """Call a method of a process; `gone` if the process no longer exists."""
+    """Call a method of a process; return `gone` if the process no longer exists."""
     try:
         return method(**given)
     except psutil.NoSuchProcess:
@@ -140,7 +140,7 @@ class Soak:
         return [*launcher, *program, *recipe, *(f"--config.{knob}={value}" for knob, value in knobs.items())]
 
     def start(self, name: str, fault: str) -> Started:
-        """Launch a run, inject the fault, and wait until every process is gone."""
+        """Launch or resume a run, inject the fault, and wait until all its processes have ended."""
         left = self.args.epochs - self.saved(name)
         inside = fault in INSIDE and left > 0  # a run killed after its last epoch has none left to disturb
         plan = {"fault": fault if inside else "none", "epoch": 0, "rank": self.draw.randrange(self.args.ranks)}
@@ -215,7 +215,10 @@ class Soak:
         self.note({"run": "peace", "epoch_s": round(self.epoch_s, 2), "startup_s": round(self.startup_s, 1)})
 
     def trouble(self, number: int) -> dict[str, Any]:
-        """Train once under faults until the run is complete, and return the result."""
+        """Train one run, restarted after every fault until it is complete, and compare it with the undisturbed run.
+
+        Returns a record of the starts and faults; the run's folder is deleted if the weights are equal.
+        """
         name, starts, same = f"trouble_{number}", [], ""
         while not starts or not starts[-1].done:
             fault = self.draw.choice(self.args.faults)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 def video_tokens(frames: int, height: int, width: int, *, temporal: int = 4, spatial: int = 16) -> int:
     """Return the number of latent tokens of a video, by default for Wan: a codec of stride (4, 8, 8) and 2x2 patches.
 
-    The first frame is a latent frame of its own; each further one covers `temporal` frames.
+    The first latent frame covers one frame, every further one `temporal` frames.
     """
     return ((frames - 1) // temporal + 1) * (height // spatial) * (width // spatial)
 
@@ -44,9 +44,9 @@ class DynamicBatchSampler(Sampler[list[int]]):
     Call `set_epoch` before `iter(loader)`. Call `ranks.check_equal(sampler.fingerprint(), "batch plan")` once before
     the first step: ranks with different plans then raise instead of hanging later.
 
-    Items of one structure are packed in the order drawn, the batches are sorted by cost, and each W neighbours make a
-    row, so over an epoch a rank waits for the others for about the cost of one batch. The last row is filled up with
-    batches of one repeated item, which must get weight 0:
+    Items of one structure are packed in the order drawn, the batches are sorted by cost, and every W successive batches
+    make a row, one batch per rank, so over an epoch a rank waits for the others for about the cost of one batch. The
+    last row is padded with batches of one repeated item, which must get weight 0:
 
         loss = sampler.batch_weight(number) * losses.sum() * W / sampler.real_items(number)    # DDP divides by W
 
@@ -63,7 +63,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         cost: cost of an index, a whole number >= 1; default `dataset.cost`. Called once per item, like `structure`.
         structure: sortable key of an index that the items of a batch share, such as (frames, height, width); default
             `dataset.size_of` if it exists, else any items can share a batch.
-        oversize: what to do with an item above max_points: "raise"; "single", a batch of its own above the limit; or
+        oversize: what to do with an item above max_points: "raise"; "single", a batch with only this item; or
             "drop", leave it out and count it in `dropped_items`.
 
     Raises:
@@ -97,7 +97,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self._plan(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Plan another epoch from its first row; existing iterators keep the plan they were made from."""
+        """Plan `epoch` unless it is the current one; new iterators start at its first row, existing ones are kept."""
         if epoch != self.epoch:
             self._plan(epoch)
 
@@ -202,7 +202,11 @@ class DynamicBatchSampler(Sampler[list[int]]):
         return batches
 
     def _draws(self, epoch: int) -> list[int]:
-        """Return the indices that an epoch draws over all ranks, in packing order."""
+        """Return the indices that all ranks together draw in an epoch, in the order in which they are packed.
+
+        Raises:
+            ValueError: the sampler drew an index outside the dataset.
+        """
         n, inner = len(self._costs), self._sampler
         if inner is None:
             shuffled = torch.randperm(n, generator=generator(self.seed, "draw", epoch))
@@ -223,7 +227,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
 class DistributedWeightedSampler(Sampler[int]):
     """Draws items with probability proportional to their weights, one list per epoch for all ranks.
 
-    As the `sampler` of a `DynamicBatchSampler` the whole list is planned and sharded there. Used alone, rank r yields
+    As the `sampler` of a `DynamicBatchSampler`, which plans and shards the whole list. Without one, rank r yields
     draws r, r + W, r + 2W, ..., num_samples // W of them; with replacement, ranks may hold the same item.
 
     Args:

@@ -49,11 +49,11 @@ class DistributedKRepeatSampler(Sampler[list[SampleKey]]):
     conditions of one step are distinct, and each condition is drawn once per pass. The draws of a round depend on
     W * B, not on W or the layout.
 
-    Prefetching workers draw ahead of the consumer, so the iterator counts steps by itself, every item carries its step,
+    Prefetching workers draw ahead of the consumer, so the iterator counts its own steps, every item carries its step,
     and `check` compares it with the step being consumed.
 
-    Never pass the loader through `accelerator.prepare`: it would give each rank one in W of batches that are already
-    that rank's own. Nothing fails then except `check`, at the first or second batch.
+    Never pass the loader through `accelerator.prepare`: it would shard again, and each rank would skip
+    all but one in W of its own batches. Only `check` notices, at the first or second batch.
 
     Layouts, all with the same draws per round:
         spread: the copies of a group are on min(k, W) ranks, on k different ones if W >= k. The default.
@@ -132,7 +132,9 @@ class DistributedKRepeatSampler(Sampler[list[SampleKey]]):
         self.next_step = step
 
     def set_epoch(self, epoch: int) -> None:
-        """Seek by the name that training loops know: before `iter()` it moves the iterator, later only `check`.
+        """Alias of `seek`, for training loops that call `set_epoch`; call it before `iter()`.
+
+        An iterator that runs already stays where it is, so that `check` raises at its next batch.
 
         Args:
             epoch: the step, usually `epoch * num_batches_per_epoch + i`.

@@ -131,7 +131,7 @@ def caption(video: Tensor) -> str:
 
 
 def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
-    """Write every split below `root`, atomically; an existing folder is never replaced."""
+    """Render and write every split below `root`, atomically; OSError if `root` is a file or a folder with content."""
     root = Path(root)
     root.parent.mkdir(parents=True, exist_ok=True)
     partial = root.with_name(f"{root.name}.tmp-{os.getpid()}")

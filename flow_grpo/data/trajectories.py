@@ -175,7 +175,10 @@ def fit_path(
 
 
 def _frame_positions(count: int, num_frames: int, fps: float | None, name: str) -> Tensor:
-    """Return the (num_frames,) float64 fractional positions of the video frames in a path of `count` poses."""
+    """Return the (num_frames,) float64 fractional pose index of every video frame in a path of `count` poses.
+
+    Without `fps` the path is stretched over the video. ValueError, with the path's `name`, if the path is too short.
+    """
     frames = torch.arange(num_frames, dtype=torch.float64)
     if fps is None:
         return frames * (count - 1) / max(num_frames - 1, 1)
@@ -323,7 +326,7 @@ def _is_file(trajectory: Trajectory) -> bool:
 
 
 def _label(trajectory: Trajectory) -> str:
-    """Return a trajectory's name: the file's stem, or the preset text without blanks."""
+    """Return a trajectory's name: the file's stem, or the preset text without spaces."""
     return Path(trajectory).stem if _is_file(trajectory) else "".join(str(trajectory).split())
 
 

@@ -56,7 +56,7 @@ class _Groups:
         return values.new_zeros(len(self.gids)).index_add(0, self.member, values)
 
     def extreme(self, values: Tensor, reduce: str) -> Tensor:
-        """Return (G,) "amax" or "amin" of (N,) values."""
+        """Return (G,) the maximum ("amax") or minimum ("amin") of (N,) values in every group."""
         return values.new_zeros(len(self.gids)).scatter_reduce(0, self.member, values, reduce, include_self=False)
 
 
@@ -193,7 +193,9 @@ def _per_group(name: str, values: Tensor, valid: Tensor, groups: _Groups) -> _Re
 
 
 def _std(reward: _Reward, groups: _Groups, live: Tensor, adv_norm: str, ddof: int) -> Tensor:
-    """Return the (N,) std to divide each sample's reward by; `live` (N,) marks samples of groups that count.
+    """Return the (N,) std that divides each sample's centred reward: its group's, the largest group's, or a pooled one.
+
+    `live` (N,) marks the samples of groups that carry a signal; only these enter a maximum or a pooled std.
 
     Two-pass, because the difference of sums of squares cancels, in fp32 down to negative variances.
     """

@@ -70,7 +70,7 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
         loss    = policy + kl_coef * mean over steps of kl_weight * kl
 
     with A = clip(advantage, -adv_clip, adv_clip) shared by all steps of a sample. Non-finite values pass through: the
-    caller must stop on all ranks at once.
+    caller must stop on all ranks together.
 
     Args:
         log_prob: (B, K) from `sde.log_prob` (mean over latent elements, in nats), with gradient.

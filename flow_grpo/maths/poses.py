@@ -203,7 +203,7 @@ def rotation_angle(first: Tensor, second: Tensor) -> Tensor:
 
 
 def rotation_angle_deg(first: Tensor, second: Tensor) -> Tensor:
-    """Return `rotation_angle` in degrees."""
+    """Return the angle (...) in degrees between rotations or poses, see `rotation_angle`."""
     return rotation_angle(first, second).rad2deg()
 
 
@@ -314,7 +314,7 @@ def umeyama(target: Tensor, source: Tensor) -> Similarity:
 
 
 def is_static(points: Tensor) -> Tensor:
-    """Return (...) bool: camera centres (..., F, 3) do not move (rms spread at most 1e-6 of their unit)."""
+    """Return (...) bool: camera centres (..., F, 3) do not move. Their rms spread is at most 1e-6 in their own unit."""
     spread = (points - points.mean(-2, keepdim=True)).square().sum(-1).mean(-1).sqrt()
     return spread <= ZERO_BASELINE
 

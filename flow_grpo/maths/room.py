@@ -54,7 +54,7 @@ def random_room(
 ) -> Room:
     """Draw a room: the far wall (x+) is random, the other five faces are the same in every room.
 
-    A model can therefore learn what lies outside the first view, and a comparison with the true view measures camera
+    A model can therefore learn what is outside the first view, and a comparison with the true view measures camera
     motion, not luck in guessing unseen walls. Wavelengths are 2.5 to 10 metres, at least half an image, so that a small
     codec and a small model can represent them.
     """
@@ -161,7 +161,12 @@ def paint_slopes(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor
 
 
 def _texture(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return each point's base (3, B, F, P), amplitude (waves, 3, B, F, P), frequencies and turn (waves, B, F, P)."""
+    """Return the parameters of the texture's cosine waves at each point of the walls.
+
+    Returns:
+        base colour (3, B, F, P), amplitudes (waves, 3, B, F, P), frequencies along u and along v in cycles per metre,
+        and the cosines' arguments in radians, each (waves, B, F, P).
+    """
     # One lookup for all parameters, with rays last, so that later operations run over contiguous memory.
     rows, waves = FACES * room.base.shape[0], room.phase.shape[-1]
     parts = (room.base, room.frequency.mT, room.phase, room.amplitude)

@@ -19,8 +19,9 @@ The first row is one Euler-Maruyama step of the reverse SDE dx = (v + g^2 / 2 * 
     constant    noise_level                                DanceGRPO (arXiv 2505.07818)
     linear      noise_level * sigma
 
-cps (coefficients-preserving sampling, arXiv 2509.05952) keeps c^2 + std^2 = sigma'^2, the noise level that the model is
-told at the next step; the others leave more noise than that in x', 5 to 50 % more in late steps of a 10-step schedule.
+cps (coefficients-preserving sampling, arXiv 2509.05952) keeps c^2 + std^2 = sigma'^2, the noise level that the model
+gets as its input at the next step; the others leave more noise than that in x', 5 to 50 % more in late steps of a
+10-step schedule.
 
 Collected by x and v: mean = keep * x - kappa * v, with keep = 1 - sigma' + c and
 kappa = sigma * (1 - sigma') - (1 - sigma) * c. Hence d log_prob / d v = -z * gain / D per element, where gain =
@@ -57,7 +58,7 @@ class Coefficients:
 
     @property
     def gain(self) -> Tensor:
-        """Return kappa / std, the scale of d log_prob / d velocity; infinite for a step without noise."""
+        """Return kappa / std, the factor of -z / D in d log_prob / d velocity; infinite for a step without noise."""
         return self.kappa / self.std
 
 

@@ -87,7 +87,7 @@ def _look(room: Room, poses: Tensor, raster: Raster) -> _Walls:
 
 
 def _surface(poses: Tensor, walls: _Walls, axis: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return face, u and v of the walls with normal `axis`, the arguments of `paint`."""
+    """Return face, u and v, as in `Hits`, where the rays meet the walls normal to `axis` at `depth`."""
     hit = poses[..., :3, 3].movedim(-1, 0)[..., None] + depth * walls.direction
     face = 2 * axis + (_pick(walls.direction, axis) > 0).long()
     return face, torch.where(axis == 0, hit[1], hit[0]), torch.where(axis == 2, hit[1], hit[2])

@@ -38,7 +38,7 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
     Args:
         policy: whose module is saved.
         folder: created if missing.
-        ranks: collective call, rank 0 writes; None writes from this process alone.
+        ranks: collective call, rank 0 writes; None writes from this process without a collective.
 
     Raises:
         RuntimeError: on every rank, if rank 0 cannot write.
@@ -62,7 +62,7 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
 
 
 def _gathered(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Gather unsharded tensors in CPU memory of rank 0, and return {} on the other ranks."""
+    """Gather sharded tensors and return them whole, on the CPU, on rank 0; {} on other ranks. Collective call."""
     gathered = {}
     for name, part in parts.items():
         tensor = whole(part)  # collective

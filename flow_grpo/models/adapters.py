@@ -92,12 +92,12 @@ def _add_lora(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require a gradient by name, in the network's order."""
+    """Return name -> parameter for those that require a gradient, in the network's order."""
     return {name: parameter for name, parameter in unwrap(module).named_parameters() if parameter.requires_grad}
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a CPU copy of the trained weights by name, for a checkpoint."""
+    """Return name -> CPU copy of the trained weights, for a checkpoint."""
     return {name: parameter.detach().cpu().clone() for name, parameter in trained_parameters(module).items()}
 
 
@@ -133,7 +133,7 @@ def has_lora(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Inside, adapters are disabled and modules trained in full have their original weights.
+    """Context manager that disables adapters and gives modules trained in full their original weights.
 
     diffusers' own `disable_adapters` would keep the trained weights of modules trained in full.
     """
@@ -160,7 +160,7 @@ def merge_adapters(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def swap_parameters(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, parameters and values are swapped; of sharded parameters, each rank's shard.
+    """Context manager that swaps parameters and values; of sharded parameters, each rank's shard.
 
     In place, because FSDP gathers from the memory that the parameters had when they were sharded.
     """
@@ -200,7 +200,7 @@ class Ema:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the parameters have their averaged values."""
+        """Context manager that gives the parameters their averaged values inside."""
         with swap_parameters(self._parameters, self._model.shadow_params):
             yield
 

@@ -106,7 +106,7 @@ class Codec:
 
     @contextlib.contextmanager
     def _ready(self, half: Half) -> Iterator[AutoencoderKLWan]:
-        """Inside, the half is loaded and on the device."""
+        """Context manager in which the encoder or decoder is loaded and on the device."""
         if half not in self._halves:
             network = self._open_half(half).requires_grad_(False).eval()
             if self._tiling:

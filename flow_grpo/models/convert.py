@@ -53,7 +53,7 @@ BLOCK = (
 )
 CAMERA = tuple((name, name, LINEAR) for name in CAMERA_MODULES)
 
-# Prefixes that trainers and wrappers add to every name; no name of Wan itself starts with one.
+# Prefixes that trainers and wrappers add to every name; no name of Wan starts with one.
 PREFIXES = ("module.", "model.", "diffusion_model.", "pipe.", "dit.", "transformer.", "_orig_mod.")
 
 # A tensor and an axis that show each size of the configuration.
@@ -99,7 +99,8 @@ def plan_renaming(found: Iterable[str], *, back: bool = False) -> Renaming:
     """Match every name of a checkpoint with one of the model.
 
     Args:
-        found: names in the original layout, or in diffusers' if `back`; all may share a prefix made of `PREFIXES`.
+        found: names in the original layout, or in diffusers' if `back`; all may start with the same of `PREFIXES`,
+            one or several.
         back: convert from diffusers' layout to the original one.
 
     Raises:

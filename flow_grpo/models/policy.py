@@ -52,7 +52,7 @@ class Policy(Protocol):
         ...
 
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, `velocity` is that of the policy before training."""
+        """Context manager in which `velocity` is that of the policy before training."""
         ...
 
     def trained_parameters(self) -> list[nn.Parameter]:

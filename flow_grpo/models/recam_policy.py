@@ -220,7 +220,7 @@ class RecamPolicy:
         ).to(self.device)
 
     def _encode_source(self, condition: Condition) -> Tensor:
-        """Return (C, F, H, W) CPU latents; a video without a `source_id` is identified by a hash of its pixels."""
+        """Return (C, F, H, W) CPU latents of the source video, cached by `source_id` or by a hash of its pixels."""
         video = condition.source_video
         return self.encodings.source(condition.source_id or content_key(video), condition.size, lambda: video)
 
@@ -254,7 +254,7 @@ class RecamPolicy:
         return (self.codec.config["z_dim"], latent_frames, height // self.codec.spatial, width // self.codec.spatial)
 
     def tokens(self, size: tuple[int, int, int]) -> int:
-        """Return the transformer's number of tokens for a target video of (T, h, w)."""
+        """Return the number of transformer tokens of a target video (T, h, w); its source has as many again."""
         return math.prod(side // patch for side, patch in zip(self.latent_size(size)[1:], self._patch, strict=True))
 
     @torch.no_grad()
@@ -301,7 +301,7 @@ class RecamPolicy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is that of the policy before training.
+        """Context manager in which `velocity` is that of the policy before training.
 
         Raises:
             ValueError: there are no adapters, and `keep_reference` was not called.

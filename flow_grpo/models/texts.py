@@ -86,7 +86,7 @@ class TextEncoder:
 
 
 def normalize_prompt(prompt: str) -> str:
-    """Replace every run of white space by one blank."""
+    """Replace every run of white space by one space."""
     return " ".join(prompt.split())
 
 

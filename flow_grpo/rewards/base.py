@@ -1,4 +1,4 @@
-"""What a reward is, which ones there are, and how several are run together.
+"""The interface of rewards, the list of all rewards, and `RewardSet`, which runs several.
 
 A new reward is one file with a class like `Reward`, and one line in `REWARDS`.
 """
@@ -116,7 +116,7 @@ class RewardSet:
         return {reward.name: reward.floor for reward in self.rewards}
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return reward name -> statistics of its requests since the last call, for rewards that ask a server."""
+        """Return reward name -> statistics of its requests since the last call, for rewards computed by a server."""
         return {reward.name: reward.stats() for reward in self.rewards if isinstance(reward, Served)}
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
@@ -160,7 +160,11 @@ def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) ->
 
 
 def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
-    """Check the shape of a result, mark values that are not finite as not valid, and set invalid values to NaN."""
+    """Return a result with values that are not finite marked invalid and faulty, and all invalid values NaN.
+
+    Raises:
+        ValueError: wrong shapes, or other `info` than the reward declares.
+    """
     shapes = {tuple(part.shape) for part in (result.values, result.valid, result.faults, *result.info.values())}
     if shapes != {(count,)} or len(result.causes) != count:
         raise ValueError(f"results have shapes {sorted(shapes)} and {len(result.causes)} causes, must be ({count},)")

@@ -1,8 +1,8 @@
-"""Pictures as well exposed as the source's: a companion reward against glare, wrong colours, grids and flicker.
+"""Exposure compared with the source video: a companion reward against glare, wrong colours, grids and flicker.
 
 Rewards of cameras and features miss these: an over-exposed video keeps its features in place. The source, and the
-ground-truth view if there is one, span a range of right looks. Inside it, or outside by less than a tolerance for
-another view of the same scene, nothing is lost.
+ground-truth view if there is one, span a range of correct values. There is no penalty inside it, or outside by less
+than a tolerance for another view of the same scene.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def looks(video: Tensor) -> Tensor:
 
 
 def grid(pictures: Tensor) -> Tensor:
-    """Return the rms colour of a pattern that repeats every 16 pixels in pictures (T, h, w), less that of any content.
+    """Return the rms amplitude of a pattern with a period of 16 pixels in pictures (T, h, w), corrected for content.
 
-    Averaging a picture's 16-pixel tiles keeps a grid and averages content away; tiles of other sizes, which average the
-    grid away too, measure what is left of the content. Frame by frame, since a camera that moves by 16 pixels a frame
-    would otherwise look like a grid. 0 for pictures of fewer than 4 tiles.
+    Averaging a picture's 16-pixel tiles keeps such a grid and suppresses content; averages of tiles of other sizes,
+    which suppress the grid too, estimate the content's remainder, which is subtracted. Each frame is averaged alone: a
+    camera that moves by 16 pixels a frame would otherwise look like a grid. 0 for pictures of fewer than 4 tiles.
     """
     height, width = pictures.shape[-2:]
     if ((height - 2 * REACH) // PERIOD) * ((width - 2 * REACH) // PERIOD) < 4:
@@ -67,7 +67,7 @@ def grid(pictures: Tensor) -> Tensor:
 
 
 def _tile_power(detail: Tensor, period: int) -> Tensor:
-    """Return the variance within the mean tile of `period` pixels, averaged over pictures (T, h, w)."""
+    """Average each picture's tiles of `period` x `period` pixels; return the variance of that tile, mean over T."""
     height, width = (length // period * period for length in detail.shape[-2:])
     tiles = reduce(detail[:, :height, :width], "t (i y) (j x) -> t y x", "mean", y=period, x=period)
     return tiles.var(dim=(1, 2), correction=0).mean()

@@ -1,4 +1,4 @@
-"""As much motion as the reference has: a companion reward that frozen and flickering videos fail."""
+"""Amount of motion compared with the reference: a companion reward against frozen and flickering videos."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A process pool whose calls end in a value or in the reason why there is none, by a deadline.
+"""A process pool with deadlines: every call ends in a value or in the reason why there is none.
 
-A call that raises loses its own result only. One that overruns the deadline or kills its process also loses the results
+A call that raises loses only its own result. One that overruns the deadline or kills its process also loses the results
 that were not back yet; the next batch starts new processes.
 """
 
@@ -73,7 +73,7 @@ class CallPool:
     def run(
         self, function: Callable[..., ResultType], arguments: Sequence[tuple[Any, ...]], *, seconds: float, what: str
     ) -> list[Outcome[ResultType]]:
-        """Call `function` with each tuple of arguments.
+        """Call `function` with each tuple of arguments and return the outcomes in the same order.
 
         Args:
             function: defined in a module, so that it can be pickled.

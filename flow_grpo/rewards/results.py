@@ -1,4 +1,4 @@
-"""Results of rewards: a score for every row, or the cause why a row has none."""
+"""Results of rewards: a score for every row, or the cause of its absence."""
 
 from __future__ import annotations
 

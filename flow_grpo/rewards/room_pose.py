@@ -1,7 +1,7 @@
 """The camera of every frame, found by comparing the frame with renderings of a known room (analysis by synthesis).
 
-The exact reward of the tiny world: the pose of a frame is the one whose rendering looks most like it, whatever was
-commanded. Each frame is tried at many poses, then refined by Levenberg-Marquardt on its colours. Three things make it
+The exact reward of the tiny world: the pose of a frame is the one whose rendering matches it best, independent of the
+command. Each frame is tried at many poses, then refined by Levenberg-Marquardt on its colours. Three things make it
 exact on small, soft pictures:
 
 * walls meet in anti-aliased edges (the distance to the edge says which share of a pixel each wall covers), so the
@@ -95,7 +95,7 @@ class _View:
 
 
 def _view(room: Room, frames: Tensor, unproject: Tensor, columns: int) -> _View:
-    """Shrink frames (N, 3, h, w) to at most `columns` columns."""
+    """Shrink frames (N, 3, h, w) to at most `columns` columns and prepare them to be compared with renderings."""
     height, width = frames.shape[-2:]
     small = shrink(frames, columns)
     size = small.shape[-2], small.shape[-1]
@@ -285,8 +285,8 @@ class RoomPose:
     """Closeness of the camera to its command: an optional reward, and the tiny world's gold metric.
 
     value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
-    camera centres and theta_i the rotation error. A frame of which no pose explains half the variance is lost and gets
-    both caps, so that a picture of nothing never beats a wrong camera. `info`: `rot_err_deg` and `trans_err_m`
+    camera centres and theta_i the rotation error. A frame is lost if no pose explains half its variance; it scores
+    both caps, so that an empty picture never beats a wrong camera. `info`: `rot_err_deg` and `trans_err_m`
     (uncapped means over all frames), `residual`, and `located`, the share of frames that are not lost.
     """
 

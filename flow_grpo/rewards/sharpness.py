@@ -1,4 +1,4 @@
-"""How sharp the pictures are: the simplest quality score, and the easiest to exploit.
+"""Sharpness of the pictures: the simplest quality score, and the easiest to exploit.
 
 Learned quality models fail in the same way, only more slowly: alone they reward pictures that no camera took
 (docs/reward_hacking.md). Give it weight only together with a reward of the camera.

@@ -1,4 +1,4 @@
-"""The generated video shows what the source shows: a companion reward against new content, blur and faded colours.
+"""Content agreement with the source video: a companion reward against new content, blur and faded colours.
 
 Small soft videos have no features to match, so small colour patches are matched instead, regardless of their position:
 each patch of the generated video to the nearest of the source, which finds content that the source lacks, and each
@@ -44,10 +44,10 @@ def differences(video: Tensor, source: Tensor) -> Tensor:
 class SourceMatch:
     """value = -mean over both directions of max(0, distance to the source - the ground-truth view's distance to it).
 
-    The ground-truth view too shows walls that the source never sees and misses some that it does: a video that does as
-    well scores 0, and doing better earns nothing. Without a ground-truth view the distances count in full. The value is
-    a colour difference in [-1, 0]. `info`: `new`, the distance of the generated video to the source, and `lost`, the
-    reverse.
+    The ground-truth view also shows walls that the source never sees and misses some that it does: a video with the
+    same distances scores 0, and smaller ones earn nothing. Without a ground-truth view the distances count in full. The
+    value is a colour difference in [-1, 0]. `info`: `new`, the distance of the generated video to the source, and
+    `lost`, the reverse.
     """
 
     name = "source_match"

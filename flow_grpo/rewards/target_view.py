@@ -152,12 +152,12 @@ class TargetView:
 
     value = -mean_i min(1, d_i / 0.25 + u_i^2) over frames i, with d_i the displacement to the target as a share of
     the picture's width and u_i the unexplained share of the target's colour variance. The square suppresses the small
-    differences in sharpness between good samples, while a picture that shows nothing (u = 1) gets the worst score
+    differences in sharpness between good samples, while an empty picture (u = 1) gets the worst score
     however well it "aligns". `info`: `psnr_db`, `ssim`, `displacement`, `mismatch`, means over frames.
     """
 
     name = "target_view"
-    floor = 0.005  # a displacement of 0.12 % of the width, caused by a codec's noise alone
+    floor = 0.005  # a displacement of 0.12 % of the width, which a codec's noise can cause
     measures = ("psnr_db", "ssim", "displacement", "mismatch")
 
     @torch.no_grad()
@@ -169,8 +169,9 @@ class TargetView:
 class TargetPsnr:
     """Pixel agreement with the ground-truth view: value = PSNR in dB, the mean over frames.
 
-    It does not see how far a wrong picture is off, but what no displacement explains: blur, bent walls. Together with
-    `target_view` it keeps a policy that already moves correctly from trading sharpness for the last tenth of a pixel.
+    PSNR hardly measures how far a wrong camera is off, but penalises what no displacement explains, such as blur and
+    bent walls. Next to `target_view` it stops a policy that already moves correctly from trading sharpness for the last
+    tenth of a pixel.
     """
 
     name = "target_psnr"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_path(file: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `file` to write to; on success it replaces `file`, on an error it is removed.
+    """Yield a temporary path next to `file` to write to; on success it replaces `file`, on an error it is removed.
 
     Missing folders are created. The temporary name is unique: of concurrent writers, on any machine, the last one wins.
     """

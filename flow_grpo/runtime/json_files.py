@@ -1,4 +1,4 @@
-"""Read JSON files written by people or other programs; a bad one is refused by name."""
+"""Read JSON files written by people or other programs; the error for a bad one names the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_json(file: Path, way_out: str) -> Any:
 
 
 def read_json_object(file: Path, way_out: str) -> dict[str, Any]:
-    """Return the content of a JSON file that must hold an object; otherwise like `read_json`."""
+    """Return the content of a JSON file like `read_json`; ValueError also if it is not a JSON object."""
     content = read_json(file, way_out)
     if not isinstance(content, dict):
         raise ValueError(f"file {file} holds a {type(content).__name__}, must be a JSON object; {way_out}")

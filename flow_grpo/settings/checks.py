@@ -1,4 +1,4 @@
-"""Rules between knobs, each refused in one line with the way out; schema.py has the bounds of every single knob."""
+"""Rules between knobs; a violation is one line that names the remedy. schema.py has the bounds of every single knob."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def check(config: Config) -> None:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Refuse group sizes that the ranks cannot hold.
+    """Check that the groups of an epoch fit the number of ranks.
 
     Raises:
         ConfigError: for a batch over all ranks that is not a whole number of groups, or a `contiguous` layout whose
-            groups cannot be dealt evenly to the ranks.
+            groups do not divide evenly among the ranks.
     """
     sample = config.sample
     rows = world_size * sample.train_batch_size
@@ -81,7 +81,7 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_noise(config: Config) -> None:
-    """Every step that may be stochastic must be a Gaussian that the maths accepts at this noise level."""
+    """Raise ConfigError for SDE steps that are no valid Gaussian at this noise level, see `sde.coefficients`."""
     sample = config.sample
     sigmas = flow_sigmas(sample.num_steps, sample.shift)
     for step in sample.sde_steps:
@@ -100,7 +100,7 @@ def _check_noise(config: Config) -> None:
 
 
 def _check_rewards(reward: RewardConfig) -> None:
-    """Schedules and gates must belong to measured rewards, and a gate be decided by another one."""
+    """Raise ConfigError for schedules or gates of rewards that are not measured, and for a gate by its own reward."""
     for name in reward.schedules:
         _check_measured("reward.schedules", name, reward)
     for name, (deciding, _) in reward.gates.items():
@@ -120,7 +120,7 @@ def _check_measured(path: str, name: str, reward: RewardConfig) -> None:
 
 
 def _check_signal(config: Config) -> None:
-    """Some reward must have a weight in every epoch.
+    """Raise ConfigError if there is an epoch in which every reward has weight 0.
 
     The sum of weights is piecewise linear and never negative: where it is 0 inside a piece it is 0 at the piece's ends,
     so it is enough to look at epoch 0 and at the points of the schedules.
@@ -139,7 +139,7 @@ def _check_signal(config: Config) -> None:
 
 
 def _check_gold(config: Config) -> None:
-    """Nothing that is trained on may depend on the gold estimator."""
+    """Raise ConfigError if a trained reward depends on the gold estimator."""
     gold, reward = config.eval.gold, config.reward
     unused = "must be an estimator that no reward uses"
     if any(weight for _, weight in reward.schedules.get(gold, ())):
@@ -190,7 +190,7 @@ def _check_update(config: Config) -> None:
 
 
 def _check_sharding(config: Config) -> None:
-    """Where a pass of the network is a collective call, every rank must make equally many."""
+    """Raise ConfigError where forward passes are collective calls and ranks might make different numbers of them."""
     sharding, dynamic = config.train.sharding, config.dynamic_sampling
     if sharding == "ddp":
         return

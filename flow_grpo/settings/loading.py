@@ -104,7 +104,7 @@ def _recipe_fails(what: str, file: Path, error: Exception) -> ConfigError:
 
 
 def _assignments(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield (path, text) of every override; the text is None for a flag that stands alone."""
+    """Yield (path, text) of every override; the text is None for a flag without a value."""
     position = 0
     while position < len(words):
         path, equals, text = words[position].removeprefix(PREFIX).partition("=")

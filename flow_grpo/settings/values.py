@@ -14,7 +14,10 @@ SIZE_UNIT = 8  # pixels: the finest codec (4x) times patch (2) in use; a coarser
 
 
 def _must(holds: Callable[[Any], object], text: str) -> AfterValidator:
-    """Return a validator of one value on its own; `text` is "must be ..." and may end in "; WAY OUT"."""
+    """Return a pydantic validator that raises ValueError(text) unless `holds(value)`.
+
+    `text` is "must be ..." and may end in "; REMEDY".
+    """
 
     def validate(value: Any) -> Any:
         if not holds(value):
@@ -140,9 +143,9 @@ def notation(kind: Any) -> str:
 
 
 def parse(kind: Any, text: str) -> Any:
-    """Return the value of a type (without validators) that a command-line text stands for.
+    """Parse a command-line text as a value of a type (without validators).
 
-    Lists may stand in brackets and their items in quotes, as Python writes them. A table is "name=value,name=value".
+    Lists may have brackets and their items quotes, as Python writes them. A table is "name=value,name=value".
 
     Raises:
         ValueError: the text is not a value of that type.

@@ -141,7 +141,7 @@ class _Scope:
                 waiting += reversed(list(ast.iter_child_nodes(node)))
 
     def _name(self, node: ast.expr) -> str:
-        """Return the dotted torch or vendor name that an expression evaluates to, or ""."""
+        """Return the dotted name below torch or torch_npu that an expression refers to, resolving imports, or ""."""
         if isinstance(node, ast.Name):
             return node.id if node.id in ("torch", "torch_npu") else self._known.get(node.id, "")
         if isinstance(node, ast.Attribute):

@@ -64,7 +64,7 @@ def planned_batches(frames: list[int], costs: list[int], limit: int, world: int)
 
 
 def naive_batches(costs: list[int], limit: int, world: int) -> list[list[int]]:
-    """Return the batch costs of ranks that each pack their own random share greedily up to the limit."""
+    """Return every rank's batch costs: the baseline that shuffles, splits among ranks and fills batches in order."""
     order = torch.randperm(len(costs), generator=generator(SEED, "naive")).tolist()
     ranks = []
     for rank in range(world):

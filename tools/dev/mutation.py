@@ -5,7 +5,7 @@
 
 A break swaps an operator, shifts a number, or negates a condition on one line of maths, algorithm, data or runtime. The
 tests near a line are those whose file imports its module, then those that import a module which imports it. A break
-counts as found when one of them fails. The JSON is rewritten after every break, and a run goes on where it stopped.
+counts as found when one of them fails. The JSON is rewritten after every break, and a run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def breakable(tree: ast.Module) -> Iterator[Any]:
 
 
 def changed(source: str, line: int) -> tuple[str, str]:
-    """Return the source with the first breakable expression of a line broken, and what was done."""
+    """Return the source with one expression mutated, the first that `breakable` finds on `line`, and "OLD -> NEW"."""
     tree = ast.parse(source)
     node = next(node for node in breakable(tree) if node.lineno == line)
     before = ast.unparse(node)
@@ -122,7 +122,7 @@ def changed(source: str, line: int) -> tuple[str, str]:
 
 
 def try_break(tree: Path, file: str, line: int) -> dict[str, Any]:
-    """Break a line, run the tests near it, and mend it."""
+    """Mutate a line, run the tests near it and restore the file; return a record of the mutation and what found it."""
     path = tree / file
     source = path.read_text(encoding="utf-8")
     tests = near(tree, file)

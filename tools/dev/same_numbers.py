@@ -139,7 +139,7 @@ def differences(there: Path, here: Path) -> list[str]:
 
 
 def metrics(run_folder: Path) -> dict[str, float]:
-    """Return every metric that a run determines, by its row and name."""
+    """Return every deterministic metric of a run (no times or memory), by its row and name."""
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {
         f"row {number}: {name}": value

@@ -1,4 +1,4 @@
-"""What the parts of the device report compute and what is planned for them, counted without allocating anything."""
+"""FLOPs and planned peak memory of the device report's parts, counted without allocating anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flow_grpo.settings.schema import Config
 from tools.device.kernels import Records, Setting, Size, Video
 
 RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
-# What checkpointing keeps of a block -> forwards that an update costs; with attention kept, its second one is spared.
+# What checkpointing keeps of a block -> cost of an update in forwards; with attention kept, it is not recomputed.
 UPDATE_FORWARDS = {"blocks": 4, "keep_attention": 4, "none": 3}
 
 
@@ -50,7 +50,7 @@ def kept_whole_gib(setting: Setting) -> float:
 
 
 def count(setting: Setting) -> Records:
-    """Yield the operations of one call of every other part, and what is planned as its peak; nothing is allocated."""
+    """Yield (part of the report, its FLOPs and the planner's peak memory) for every video; allocates nothing."""
     size, model = setting.size, recipe(setting.size).model
     config, dtype = transformer_config(size), DTYPES[model.dtype]
     for video in setting.videos:
@@ -60,7 +60,7 @@ def count(setting: Setting) -> Records:
         forwards = {name: number * one for name, number in UPDATE_FORWARDS.items()}
         forwards["keep_attention"] -= attention
         whole = decoding_flops(size, video) * setting.rows
-        # What attention returns stays in the precision of autocast: two of a block, and next to nothing beside them.
+        # Each block keeps two attention outputs, in autocast's precision; the rest of what it keeps is negligible.
         extra = 2 * size.blocks * setting.rows * tokens * width * dtype.itemsize / 2**30
         plans = {kept: planned(setting, video, checkpointing=kept) for kept in (True, False)}
         rollout, updated = plans[True].rollout_gib, plans[True].update_gib

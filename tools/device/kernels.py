@@ -1,4 +1,4 @@
-"""Sizes, the stopwatch, and the parts that need no network: the matrix rate and attention alone.
+"""Sizes, the stopwatch, and the parts that need no network: the matmul rate and attention.
 
 Every part is a generator of (name, record) for `device_report.py`, which runs it in a process of its own. A record
 holds `seconds` of one call, `flops` of one call where they are known here, and `peak_gib`; or why there is no figure.
@@ -103,7 +103,7 @@ class Size:
 
 
 SIZES = {
-    # ReCamMaster on Wan2.1-T2V-1.3B, with UMT5-XXL in bf16 beside it.
+    # ReCamMaster on Wan2.1-T2V-1.3B, and UMT5-XXL in bf16.
     "real": Size(
         heads=12,
         head_width=128,
@@ -227,7 +227,7 @@ def matmul(setting: Setting) -> Records:
 
 
 def attention(setting: Setting) -> Records:
-    """Yield the times of self-attention alone, forward and forward with backward, by every kernel there is.
+    """Yield the times of self-attention, forward and forward with backward, for every kernel available.
 
     Names: `native` and the like are diffusers', as the transformer calls them; `sdpa_*` force one kernel of torch's
     own function, which a vendor's torch may ignore: equal figures then mean one kernel.
@@ -279,7 +279,7 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]
         yield backend.strip("_"), functools.partial(attention_backend, backend), dispatched
     for kernel in SDPA_KERNELS:
         name = kernel.removesuffix("_attention")
-        # The list grows with torch, and some kernels have come already under diffusers' name.
+        # The list grows with torch; skip kernels already measured under diffusers' name.
         if kernel.upper() in known and f"_native_{name}" not in backends:
             yield f"sdpa_{name}", functools.partial(sdpa_kernel, known[kernel.upper()]), own
 

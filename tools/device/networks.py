@@ -120,7 +120,7 @@ def _fill(name: str, parameter: nn.Parameter) -> None:
 
 
 def build_networks(size: Size, config: Config, device: torch.device) -> Networks:
-    """Return the networks of a recipe, trained weights and gradient checkpointing as it says."""
+    """Return the networks of a recipe, randomly initialised; adapters and gradient checkpointing follow `config`."""
     dtype = DTYPES[config.model.dtype]
     transformer = build_transformer(transformer_config(size), dtype, device)
     apply_training_mode(transformer, config.model)
@@ -133,7 +133,7 @@ def build_networks(size: Size, config: Config, device: torch.device) -> Networks
 
 
 def build_step(setting: Setting) -> Step:
-    """Return the recipe's first stochastic step on random latents."""
+    """Return the recipe's first stochastic denoising step, on random weights and latents."""
     size, device, rows, video = setting.size, setting.device, setting.rows, setting.video
     torch.manual_seed(0)
     config = recipe(size)
@@ -237,7 +237,7 @@ class Updating:
         self.norm = 0.0
 
     def __call__(self) -> None:
-        """Replay, score, go back and move the weights."""
+        """Replay a recorded step, compute the loss, run the backward pass and the optimizer step."""
         step, train = self._step, self._step.config.train
         new = log_prob(step.latents + 0.1 * step.noise, step.transition())
         terms = grpo_loss(
@@ -265,7 +265,7 @@ def keep_attention(transformer: ReCamTransformer3DModel) -> None:
 
 
 def decode(setting: Setting) -> Records:
-    """Yield decoding in fp32, of whole frames and then in overlapping tiles: less memory, more operations."""
+    """Yield the times of decoding in fp32, first whole frames, then overlapping tiles: less memory, more operations."""
     step = build_step(setting)
     codec, video = step.networks.codec, setting.video
 

@@ -1,4 +1,4 @@
-"""The device report as a person reads it: a table, and a row for docs/devices.md."""
+"""The device report as text: a table, and a row for docs/devices.md."""
 
 from __future__ import annotations
 

@@ -73,7 +73,13 @@ def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task
 
 
 def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal_px: float | None) -> Task:
-    """Return a task whose camera is given by the name of the video's folder or of the video itself."""
+    """Return the task of one video, whose commanded camera is read from a MultiCamVideo file of extrinsics.
+
+    The name of the video's folder (cam_type3) or of the video (cam03.mp4) says which of the file's cameras it is.
+
+    Raises:
+        ValueError: neither name is of this form, too few frames, or an unusable file of cameras.
+    """
     name = file.relative_to(folder).as_posix()
     in_folder = TYPE_FOLDER.fullmatch(file.resolve().parent.name)
     if in_folder is None and CAMERA_FILE.fullmatch(file.stem) is None:
@@ -90,7 +96,7 @@ def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal
 
 
 def _from_poses(file: Path, folder: Path, cameras: Path, content: dict[str, Any], focal_px: float | None) -> Task:
-    """Return a task from the entry for the video's relative path, or for its file name."""
+    """Return the task of one video from its entry in a JSON camera file, under its relative path or its file name."""
     name = file.relative_to(folder).as_posix()
     key = name if name in content else file.name
     if key not in content:

@@ -70,7 +70,7 @@ def _metrics(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _interval(rows: Sequence[Row], read: Callable[[Row], float | None]) -> dict[str, Any]:
-    """Return mean, interval and counts over the rows with a value; an undefined end is None."""
+    """Return mean and bootstrap interval (None where undefined) of the rows with a value, and how many these are."""
     found = [(value, row["source"]) for row in rows if (value := read(row)) is not None]
     interval = mean_interval([value for value, _ in found], [source for _, source in found])
     ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}

@@ -1,7 +1,7 @@
-"""Renders a room with fine texture for feature matching, which maths/room.py's lacks, from known cameras.
+"""Renders a room from known cameras, with fine texture for feature matching (the room of maths/room.py is too smooth).
 
-Eight metres square and four and a half high, with five free-standing panels so that no picture is a single plane. Poses
-are OpenCV camera-to-world in metres, relative to a camera 4.5 m in front of the far wall.
+The room is 8 m square and 4.5 m high, with five free-standing panels so that no picture is a single plane. Poses are
+OpenCV camera-to-world in metres, relative to a camera 4.5 m in front of the far wall.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _textures(seed: int) -> list[NDArray[np.float32]]:
 
 @functools.cache
 def _paints(seed: int) -> NDArray[np.float32]:
-    """Return each wall's colour: (walls, 3) factors with a mean of 1 over channels."""
+    """Return a random tint per wall: (walls, 3) factors on its grey texture, with a mean of 1 over channels."""
     factors = np.random.default_rng(seed + 2).uniform(0.6, 1.4, (len(WALLS), 3))
     paints: NDArray[np.float32] = (factors / factors.mean(1, keepdims=True)).astype(np.float32)
     return paints
@@ -144,13 +144,13 @@ def slowed(preset: str, frames: int, speed: float) -> Tensor:
 
 @functools.cache
 def film(preset: str, size: tuple[int, int] = SMALL, frames: int = 5, speed: float = 1.0) -> Tensor:
-    """Return a preset's video (3, T, h, w) at a fraction of its speed, or the source's for "source"."""
+    """Render the room along a preset, with `speed` scaling the motion; "source" is the source camera. (3, T, h, w)."""
     path = source_path(frames) if preset == "source" else slowed(preset, frames, speed)
     return shoot(path, size, seed=0)
 
 
 def grey(video: Tensor) -> NDArray[np.uint8]:
-    """Return the grey levels (T, h, w) of a grey video."""
+    """Return the uint8 frames (T, h, w) of a video (3, T, h, w) in [0, 1] whose three channels are equal."""
     return (255 * video[0]).round().numpy().astype(np.uint8)
 
 

@@ -67,7 +67,7 @@ def pressed(video: Tensor, quality: int) -> Tensor:
 
 
 def noise(video: Tensor) -> Tensor:
-    """Return uniform noise of the video's shape."""
+    """Return uniform noise in [0, 1) of the video's shape, the same in every call."""
     return torch.rand(video.shape, generator=torch.Generator().manual_seed(0))
 
 

@@ -101,7 +101,7 @@ class Adapter:
 
 
 class VideoAlign(Adapter):
-    """Visual and motion quality (2501.13918), without its text alignment: the source decides what is shown."""
+    """VideoAlign (arXiv 2501.13918): visual and motion quality, not text alignment, as the source sets the content."""
 
     need = Need(
         "inference",

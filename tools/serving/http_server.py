@@ -68,7 +68,7 @@ async def _send_reply(status: int, content: dict[str, Any], retry_after_s: int, 
 
 @contextlib.asynccontextmanager
 async def _turn(lock: asyncio.Lock | asyncio.Semaphore, timeout_s: float) -> AsyncIterator[None]:
-    """Hold a lock or semaphore; 503 if it is not free in time."""
+    """Hold a lock or semaphore inside; RefusedError with status 503 if it is not free in time."""
     try:
         await asyncio.wait_for(lock.acquire(), timeout_s)
     except asyncio.TimeoutError:

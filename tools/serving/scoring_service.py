@@ -1,4 +1,4 @@
-"""What a reward server does between two HTTP messages: requests to conditions, results to replies."""
+"""The scoring behind a reward server: decodes requests to conditions, scores them, encodes the results as replies."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _reply(results: Mapping[str, RewardResult], count: int) -> dict[str, Any]:
 
 
 def _unpack(meta: Mapping[str, Any], arrays: Mapping[str, protocol.Pixels]) -> tuple[Tensor, list[Condition]]:
-    """Return videos (B, 3, T, h, w) and their conditions."""
+    """Return fp32 videos (B, 3, T, h, w) in [0, 1] and conditions; ValueError if parts are missing or left over."""
     samples, pixels = meta.get("samples"), arrays.get("videos")
     if pixels is None or pixels.ndim != 5 or pixels.shape[-1] != 3:
         raise ValueError("part 'videos' is missing or not of shape (B, T, h, w, 3)")

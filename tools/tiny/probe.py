@@ -79,7 +79,11 @@ class Probe:
 
     @torch.no_grad()
     def measure(self, model: nn.Module, text: Tensor, copies: int = 4, steps: int = 12) -> dict[str, float]:
-        """Sample `copies` videos per condition by ODE, and find the scale of the true video closest to each."""
+        """Sample `copies` videos per condition by ODE and compare them with the true video at several motion scales.
+
+        Returns PSNR against the truth, its ceiling (the codec's own) and against the closest scale; and of the closest
+        scales their mean, mean standard deviation within a condition, and the shares above 0.7 and below 0.3.
+        """
         rows = torch.arange(len(self.truth)).repeat_interleave(copies)
         noise = torch.randn(len(rows), *self.source.shape[1:], generator=generator("probe"))
         conditioning = self.source[rows], self.cameras[rows], text[self.captions[rows]]

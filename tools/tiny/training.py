@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def processes(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Seed this process, make args.work and join the other ranks; yields (rank, world size)."""
+    """Seed torch, make the folder args.work and join the gloo process group; yields (rank, world size)."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     args.work.mkdir(parents=True, exist_ok=True)

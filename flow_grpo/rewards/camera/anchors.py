@@ -1,6 +1,6 @@
 """Anchors: features of a source video with known 3D positions, by which generated frames are located.
 
-Features of source frames are triangulated with the source's known poses. A source that only turns, or stands still, has
+Features of source frames are triangulated with the source's known poses. A source that only rotates, or is static, has
 no parallax; then the synchronised source and target cameras are triangulated at equal times. Such points may lie on
 moving objects: one is used for other frames only if another time shows it at the same place.
 
@@ -94,10 +94,10 @@ class Pictures:
 
 
 def make_source(source: Film, target: Film | None, camera: Floats) -> Source:
-    """Return the checked anchors of a source video.
+    """Return the checked anchors of a source video; if the check fails, `fault` of the result says why.
 
-    Points triangulated from the source alone come first. If they fail the check and there is a synchronised second
-    camera, points of both cameras are added and checked again.
+    Points are triangulated from the source alone first. If they fail the check and there is a synchronised second
+    camera, points triangulated between both cameras are added and all are checked again.
 
     Args:
         source: the source video; poses relative to any camera.
@@ -198,7 +198,7 @@ def parallax(xyz: Floats, first: Floats, second: Floats) -> Floats:
 
 
 def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], camera: Floats) -> list[View]:
-    """Return anchors of two synchronised cameras at some times, marked by whether they are static."""
+    """Return anchors triangulated between two synchronised cameras at the frames `rows`, each marked static or not."""
     views, pictures = [], []
     for row in rows:
         pair = [source[row], target[row]]
@@ -221,7 +221,7 @@ def _with_lasting(view: View, pictures: Sequence[Picture], camera: Floats) -> Vi
 
 
 def _checked(views: Sequence[View], source: Pictures, target: Pictures | None, camera: Floats) -> Source:
-    """Check anchors by locating the held-out source frames and every frame of the ground-truth view."""
+    """Check anchors by locating held-out source frames and the ground-truth view; return them with `fault`, if any."""
     visible = np.ones(len(source), np.bool_)
     made = Source(tuple(view for view in views if len(view)), camera, visible, "")
     if len(made) < FEWEST_ANCHORS:

@@ -73,7 +73,7 @@ def match(first: NDArray[np.float32], second: NDArray[np.float32]) -> tuple[NDAr
 
 
 def _nearest(likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each row of cosines (N, M) the column of the nearest, and whether it passes the ratio test."""
+    """Return (N,) the column of the highest cosine in each row of (N, M), and (N,) whether it passes the ratio test."""
     likest, columns = likeness.topk(2, dim=1)
     best, second = likest.unbind(1)
     clear = (1 - best).clamp(min=0) < RATIO**2 * (1 - second)  # squared distance of unit vectors: 2 - 2 cos

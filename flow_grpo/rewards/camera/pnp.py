@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
 
-GATE = 12  # fewest inliers of a pose; with 6 a tiled picture gets one
+GATE = 12  # fewest inliers of a pose; with 6, even a tiled picture yields a pose
 RANSAC_PIXELS = 2.5  # largest reprojection error of an inlier ...
 FINE_PIXELS = 1.5  # ... and in the last refinement
 RANSAC_ITERATIONS = 500

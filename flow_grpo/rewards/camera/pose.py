@@ -7,7 +7,7 @@ right path at the wrong speed is a wrong path. `smooth.py` scores the same measu
     value of pose_trans = -sum_i w_i min(d_i, 2 L) / 2 L,  L = max(longest commanded |t_i|, 0.3 m)
 
 with w_i proportional to 1 + 2 i / (N - 1) over the frames that can be scored (see `Source.visible`). A frame that is
-not located takes the cap, and a video of which less than half is located takes it everywhere. Exceptions, timeouts and
+not located scores the cap, as do all frames of a video with less than half of them located. Exceptions, timeouts and
 sources without usable anchors are not the policy's fault: such rows have no value.
 """
 
@@ -80,7 +80,7 @@ class PoseErrors:
 def compare(
     commanded: Tensor, seen: Tensor, command: Tensor, visible: Tensor, frames: Sequence[int] | None = None
 ) -> PoseErrors:
-    """Return the errors of a path.
+    """Return the errors of an estimated path; where too few frames are located, every frame counts as not located.
 
     Args:
         commanded: (F, 4, 4) float64 commanded poses, in the same reference frame as `seen`.
@@ -225,7 +225,7 @@ class PoseMeasurer:
 
 
 def _errors(source: Source, condition: Condition, frames: Sequence[int], found: Located) -> PoseErrors:
-    """Compare the poses that were found with the command."""
+    """Return the errors of the estimated poses of `frames` against the commanded path."""
     commanded, visible = condition.target_poses[list(frames)], torch.from_numpy(source.visible)
     errors = compare(commanded, torch.from_numpy(found.poses), condition.target_poses, visible, frames)
     return dataclasses.replace(errors, metric=source.metric)

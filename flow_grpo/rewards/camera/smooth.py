@@ -1,8 +1,8 @@
-"""A camera that moves as steadily as its command: a companion of `pose_rot` and `pose_trans` against trembling.
+"""Reward for a camera that moves as steadily as commanded; use it together with `pose_rot` and `pose_trans`.
 
-The pose rewards score every frame independently; a path that trembles by less than their noise still visibly shakes.
-This reward compares the speed of the estimated path from one step to the next. A static video is perfectly steady, so
-it says nothing of where the camera went: never use it without `pose_*`.
+The pose rewards score every frame independently: jitter below their noise floor still shakes visibly. This reward
+compares the speed of the estimated path from one step to the next. It does not measure where the camera went, and a
+static video is perfectly steady: never use it without `pose_*`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def unsteadiness(poses: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
     """Return the changes of rotation and translation from one step to the next: degrees and metres (N - 2,) float64.
 
     With even steps these are the norms of the second differences of the rotation vector and of the centre. Rotations
-    are taken from step to step, so that none comes near half a turn.
+    are taken from step to step, so that all stay far below 180 degrees.
 
     Args:
         poses: (N, 4, 4) float64 in metres; NaN propagates.
@@ -34,14 +34,14 @@ def unsteadiness(poses: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Smooth(PathReward):
-    """Steadiness of the camera's path, compared with the commanded one.
+    """Steadiness of the camera path, compared with the commanded one.
 
-    value = -1/2 mean_i min(a_i / 45 deg, 1) - 1/2 mean_i min(b_i / 2 L, 1) over all joints i of two steps, where a_i
-    (degrees a step) and b_i (metres a step) are the excess of the estimated path over the commanded one in change of
-    rotation and translation, less the 0.1 degrees and 1 cm of noise of the estimate. Caps and L are those of the pose
-    rewards: with smaller ones a correct path that trembles a little would lose to a static one. A step is a twentieth
-    of a video of 21 frames or more. Joints that touch a frame that is not located take the cap, and so does all of a
-    video that is mostly not located.
+    value = -1/2 mean_i min(a_i / 45 deg, 1) - 1/2 mean_i min(b_i / 2 L, 1) over all pairs i of successive steps. a_i
+    (degrees per step) and b_i (metres per step) are how much more the rotation and the translation change from one step
+    to the next than in the commanded path, less the estimator's noise of 0.1 degrees and 1 cm. Caps and L are those of
+    the pose rewards: with smaller ones a correct path with a little jitter would score below a static one. A step is a
+    twentieth of a video of 21 frames or more. Pairs with an unlocated frame score the cap, as do all pairs of a video
+    most of whose frames are unlocated.
 
     `info`: `shake_deg` and `shake_m`, means of a_i and b_i; `valid_frames` and `unregistered` as for `PoseRot`.
     """
@@ -51,7 +51,7 @@ class Smooth(PathReward):
     measures = ("shake_deg", "shake_m", "valid_frames", "unregistered")
 
     def read(self, errors: PoseErrors) -> tuple[float, ...]:
-        """Return the value, and the mean excess in degrees and metres.
+        """Return the reward's value, `shake_deg` and `shake_m`, as in the class's formula.
 
         Raises:
             ValueError: fewer than 3 frames have weight, too few for a change of speed.

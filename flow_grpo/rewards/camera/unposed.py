@@ -24,8 +24,8 @@ def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> So
     Args:
         source: the source video; its poses are not read.
         target: the ground-truth view of the same times, poses in metres relative to the source's first camera, or None.
-        camera: (3, 3) from `pnp.camera_matrix`, of both. The reconstruction takes fx alone, for square pixels and a
-            principal point in the middle; anchors and checks take all of it.
+        camera: (3, 3) from `pnp.camera_matrix`, of both. The reconstruction uses only fx and assumes square pixels
+            and a central principal point; anchors and checks use all of it.
     """
     # Imported in the scoring process that needs it: few runs do, and pycolmap has no wheel for some machines.
     from flow_grpo.rewards.camera import structure_from_motion

@@ -54,7 +54,7 @@ class ViewDisp:
 
     value = -sum_i w_i min(m_i, c) / c over at most 21 frames i, evenly spread, with m_i the median displacement in
     pixels, c = 100 px in a picture 832 wide and in proportion in others, and w_i growing from 1 to 3 as in `pose_rot`.
-    A generated frame with fewer than 12 matches takes the cap. A frame of the true view with fewer than 12 features
+    A generated frame with fewer than 12 matches scores the cap. A frame of the true view with fewer than 12 features
     cannot be matched by any video and has no weight.
 
     `info`: `disp_px`, the mean of min(m_i, c) over the frames with weight, in pixels of a picture 832 wide;
@@ -65,7 +65,7 @@ class ViewDisp:
     """
 
     name = "view_disp"
-    floor = 0.2 / CAP_PIXELS  # a fifth of a pixel, caused by JPEG alone
+    floor = 0.2 / CAP_PIXELS  # a fifth of a pixel, which JPEG artefacts can cause
     measures = ("disp_px", "matched_frames")
 
     def __init__(self, pool: CallPool | None = None) -> None:

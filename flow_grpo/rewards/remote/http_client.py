@@ -69,7 +69,7 @@ class _Deadline:
         self._timer.cancel()
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Note the socket of a new connection: httpx's "trace" extension."""
+        """Remember a new connection's socket, for the deadline to shut down; httpx's "trace" extension calls this."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
             if self.passed:
@@ -126,7 +126,7 @@ class Client:
             content = message.pieces()
         deadline = _Deadline(timeout_s)
         timeout = httpx.Timeout(timeout_s + 1, connect=min(CONNECT_S, timeout_s))
-        # Proxies and .netrc of the environment are ignored: the address is the one that the configuration names.
+        # Ignore proxies and .netrc from the environment: connect only to the address in the configuration.
         client = httpx.Client(verify=_certificates(), trust_env=False, timeout=timeout)
         request = client.build_request(
             "GET" if message is None else "POST",
@@ -205,5 +205,5 @@ def _error_text(body: bytes) -> str:
 
 
 def _seconds(header: str) -> float:
-    """Return the seconds of Retry-After; a date would need clocks that agree, and counts as 0."""
+    """Return the delay in a Retry-After header in seconds, or 0 for a date, which needs synchronised clocks."""
     return float(header) if header.isascii() and header.isdigit() else 0.0

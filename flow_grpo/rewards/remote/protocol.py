@@ -28,7 +28,7 @@ from flow_grpo.records import Condition
 PROTOCOL = 1
 FPS = 15.0  # frames per second of MultiCamVideo, for models that judge motion
 MAX_HEAD = 10_000  # bytes of a part's header or of a `.npy` header
-MAX_TEXT = 300  # characters kept of a text from the other side
+MAX_TEXT = 300  # longest text accepted from the peer, in characters; the rest is cut
 PIECE = 2**20  # bytes sent at a time
 
 Pixels: TypeAlias = NDArray[np.uint8]
@@ -235,8 +235,8 @@ def rebuild(sample: object, source: Tensor | None, target: Tensor | None, size: 
 
     Args:
         sample: output of `describe`, after JSON.
-        source: (3, T, h, w), or None if it was not sent: the condition then gets a video of no frames, on which every
-            reward that reads it fails.
+        source: (3, T, h, w), or None if it was not sent: the condition then has a video of no frames, and every reward
+            that reads it fails.
         target: (3, T, h, w) or None.
         size: frames, rows and columns of the sample.
 

@@ -1,4 +1,4 @@
-"""A reward that another process computes, asked over HTTP.
+"""A reward that another process computes, requested over HTTP.
 
 Learned reward models pin their own versions of torch and transformers, so each runs in a process of its own, such as
 `tools/reward_server.py`. Every failure ends as samples without a value and with a cause, never as a score. A request is
@@ -59,7 +59,7 @@ class CircuitBreaker:
 
     def record(self, *, failed: bool) -> bool:
         """Record the outcome of a call; return True if it opens the breaker."""
-        # The count survives the cool-down: the first call afterwards decides alone.
+        # The count survives the cool-down: a failure of the first call afterwards starts the next one.
         self._failures = self._failures + 1 if failed else 0
         if self._failures < self._policy.failures:
             return False
@@ -76,7 +76,7 @@ class RemoteReward:
         policy: timeouts and retries.
     """
 
-    floor = 0.0  # its unit is unknown here: `reward.flat_eps` alone decides
+    floor = 0.0  # the server's unit is unknown: only `reward.flat_eps` decides
     measures: tuple[str, ...] = ()
 
     def __init__(self, name: str, url: str, policy: RetryPolicy = RetryPolicy()) -> None:
@@ -165,7 +165,7 @@ class RemoteReward:
             raise ServiceError(f"not asked: JSON cannot hold a condition: {error}") from None
 
     def _check_health(self) -> protocol.Health:
-        """Return the server's description, asked for once and again after a failure."""
+        """Return the server's description, requested at first use and after failures; check its identity."""
         if self._health is None:
             said = self._client.ask("/health", min(HEALTH_S, self.policy.timeout_s))
             with _protocol_errors():

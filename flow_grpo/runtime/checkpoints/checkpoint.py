@@ -210,7 +210,7 @@ def _manifest_problem(manifest: dict[str, Any]) -> str:
 
 
 def _files(folder: Path, world_size: int) -> list[Path]:
-    """Return all files of a checkpoint but its manifest."""
+    """Return the paths of all files that a complete checkpoint has, apart from its manifest."""
     stems = ["state", *(f"rank_{rank}" for rank in range(world_size))]
     return [path for stem in stems for path in state_files.paths(folder / stem)]
 
@@ -248,7 +248,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 
 
 def _score(path: Path) -> float | None:
-    """Return the finite score of a published checkpoint, or None."""
+    """Return the score in a checkpoint's manifest, or None if it is missing, unreadable or not finite."""
     try:
         score = json.loads((path / MANIFEST).read_text())["score"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -87,8 +87,8 @@ def latest(folder: Path, *, ranks: Ranks) -> Path | None:
 def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     """Return the checkpoint that a setting names, or None for a fresh start. Collective call.
 
-    "" starts afresh, "auto" takes the latest valid checkpoint in the run's `folder` if there is one, anything else is
-    the path of a checkpoint, of this run or of another.
+    "" is a fresh start, "auto" takes the latest valid checkpoint in the run's `folder` if there is one, anything else
+    is the path of a checkpoint, of this run or of another.
 
     Raises:
         ValueError: the path is no valid checkpoint, or the run has checkpoints that a fresh start or a start from

@@ -164,7 +164,7 @@ class Ranks:
     def _announced(self, error: BaseException | None) -> Iterator[None]:
         """Publish the error during the block: peers blocked in another collective then exit instead of waiting.
 
-        An InputError is not published: peers may finish what they are doing, and the run be saved.
+        An InputError is not published: peers may finish their work and save the run.
         """
         if self.heartbeat is None or error is None or isinstance(error, InputError):
             yield
@@ -199,7 +199,7 @@ class Ranks:
         """Publish an exception raised in the block so that peers blocked in any collective exit; not collective.
 
         Raises:
-            RankError: for an error of this rank alone; other errors are re-raised unchanged.
+            RankError: for an error of only this rank; other errors are re-raised unchanged.
         """
         try:
             yield
@@ -231,7 +231,7 @@ class Ranks:
         return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting_for_peers()
 
     def mark_started(self) -> None:
-        """Record in the launcher's store that start-up succeeded; after a restart `restarted` is True."""
+        """Record in the launcher's store that start-up succeeded, so that `restarted` is True after a restart."""
         if self.store is not None and self.is_main:
             mark_started(self.store)
 
@@ -294,8 +294,8 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
 def shut_down(ranks: Ranks) -> None:
     """Wait for all ranks, then destroy the process groups. Collective call.
 
-    Without the barrier, leaving a gloo group may abort the process. Do not call on a rank that failed alone: the others
-    would not come; its exit makes the launcher end them.
+    Without the barrier, leaving a gloo group may abort the process. Do not call it after an error on this rank only:
+    the others would never reach the barrier; exit instead, and the launcher ends them.
     """
     if ranks.control_group is not None:
         with ranks.waiting_for_peers():

@@ -39,7 +39,7 @@ def join_attempt(store: Store, rank: int, world_size: int, wait_s: float = RENDE
 
 
 def mark_started(store: Store) -> None:
-    """Record that start-up succeeded: if the launcher restarts the ranks, they may resume from the run's own state."""
+    """Record that start-up succeeded; ranks that the launcher restarts later resume the run's own checkpoint."""
     store.set(_STARTED, "")
 
 

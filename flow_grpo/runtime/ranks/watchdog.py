@@ -113,7 +113,10 @@ class Monitor:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _fault(self, now: float) -> str | None:
-        """Return the announced errors, "" while a collective may still deliver them, or None if there are none."""
+        """Return the errors that failed ranks announced, or None if no rank failed.
+
+        During a grace period it returns "": the ranks may still exchange the errors themselves through a collective.
+        """
         faults = {peer: text for peer in self._peers if (text := self._read(f"fault/{peer}"))}
         if not faults:
             self._fault_seen = 0.0
@@ -165,7 +168,7 @@ class Monitor:
 class Heartbeat(Monitor):
     """A monitor with a thread that checks every few seconds and ends the process when something is wrong.
 
-    The store needs a connection of its own: blocking calls on a shared one would delay the checks.
+    The store needs its own connection: blocking calls on a shared one would delay the checks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, *, dead_s: float, silent_s: float) -> None:
@@ -182,7 +185,7 @@ class Heartbeat(Monitor):
         self._stopped.set()
         deadline = time.monotonic() + 3 * self.interval_s
         peers = [f"left/{peer}" for peer in self._peers]
-        # If the store is gone there is nobody left to inform.
+        # Without the store no peer can be informed.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self._rank}", "")
             self.announce(text)
@@ -190,7 +193,7 @@ class Heartbeat(Monitor):
                 time.sleep(0.1)
 
     def stop(self) -> None:
-        """Stop monitoring; the peers expect no more status from this rank."""
+        """Stop monitoring, and tell the peers to expect no more status from this rank."""
         self._stopped.set()
         self._thread.join()
         self._store.set(f"beat/{self._rank}", _DONE)

@@ -77,7 +77,15 @@ class Zero2(nn.Module):
 
 
 def deepspeed_config(bound: float, elements: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; raise ValueError for accelerate settings that a run would not follow."""
+    """Return DeepSpeed's configuration for ZeRO-2, merged with accelerate's where it configures DeepSpeed.
+
+    Args:
+        bound: largest gradient norm, for DeepSpeed to clip at.
+        elements: number of trained parameters; the gradient buckets are no larger.
+
+    Raises:
+        ValueError: accelerate's configuration contradicts the run's, for example in the ZeRO stage or the precision.
+    """
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

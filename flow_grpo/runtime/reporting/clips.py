@@ -1,4 +1,4 @@
-"""Videos and tables of a run: what is shown side by side, how it is captioned, where it is written."""
+"""Videos and tables of a run: layout side by side, captions and file names."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SUMMARY = "summary.json"  # its existence marks a run as complete
 
 
 class Tracker:
-    """Logs a run on rank 0; on the other ranks it only checks names.
+    """Logs a run's metrics and media on rank 0; other ranks only check the metric names.
 
     A step is the number of finished epochs: 0 is before training, the first epoch's metrics have step 1. Resuming at
     step s removes everything logged after s from the files and tensorboard, but not from wandb.
