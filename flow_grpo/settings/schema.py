@@ -76,6 +76,7 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """Which policy, and which of its weights are trained."""
 
+    kind: Text = knob("recam", "policy: a name in POLICIES of flow_grpo/models/registry.py", min_length=1)
     path: Text = knob("models/recammaster-wan2.1-1.3b", "model folder in diffusers layout", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "of frozen weights and autocast; trained weights stay fp32")
     trained: Literal["lora", "camera", "attention", "full"] = knob(
