@@ -182,7 +182,10 @@ class Soak:
         family.launcher.wait()
 
     def strike(self, fault: str, family: Family, name: str) -> bool:
-        """Send the fault's signal; return whether there was a process to send it to."""
+        """Send the fault's signal if its target exists; return whether it was sent.
+
+        `kill_save` waits for a checkpoint being written; faults of ranks and workers wait for all ranks to run.
+        """
         if fault == "kill_save" and not list(self.folder(name).glob("checkpoint_*.tmp-*")):
             return False
         if fault == "launcher":

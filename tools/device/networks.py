@@ -221,10 +221,10 @@ def update(setting: Setting) -> Records:
 
 
 class Updating:
-    """One optimizer step on one micro-batch, called to take it.
+    """A callable that takes one optimizer step on one micro-batch.
 
     Attributes:
-        norm: of the last gradient.
+        norm: gradient norm of the last call, before clipping.
     """
 
     def __init__(self, step: Step) -> None:

@@ -35,7 +35,7 @@ def table(report: Report) -> str:
 
 
 def row(report: Report) -> str:
-    """Return the device's row of the table in docs/devices.md: `ROW_HEAD`."""
+    """Return the device's row of the table in docs/devices.md, whose header is `ROW_HEAD`."""
     parts, (video, *_) = report["parts"], (report.get("videos") or [""])
 
     def seconds(name: str) -> str:

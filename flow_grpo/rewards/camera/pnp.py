@@ -79,7 +79,10 @@ def locate_video(pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequ
 
 
 def locate(features: Features, frame: int, views: Sequence[View], camera: Floats) -> tuple[Floats, int]:
-    """Return the pose (4, 4), NaN with fewer than `GATE` inliers, and the number of inliers."""
+    """Return the camera-to-world pose (4, 4), NaN with fewer than `GATE` inliers, and the number of inliers.
+
+    `frame` is the picture's number in its video: anchors not known to be static are matched only in their own frame.
+    """
     numbers, xyz = _matches(features, frame, views)
     if len(np.unique(numbers)) < GATE:
         return np.full((4, 4), np.nan), 0
@@ -114,7 +117,7 @@ def locate(features: Features, frame: int, views: Sequence[View], camera: Floats
 
 
 def _matches(features: Features, frame: int, views: Sequence[View]) -> tuple[NDArray[np.int64], Floats]:
-    """Return which features match an anchor, and its position (n, 3)."""
+    """Return the indices (n,) of the features that match an anchor, and the anchors' positions (n, 3)."""
     numbers, places = [np.zeros(0, np.int64)], [np.zeros((0, 3))]
     for view in views:
         serving = np.ones(len(view), np.bool_) if view.frame == frame else view.lasting
