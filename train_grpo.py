@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.dry_run:
             show_plan(config, int(os.environ.get("WORLD_SIZE", "1")))
             return 0
-        device, ranks = init_ranks(config, watched=True)
+        device, ranks = set_up_rank(config, watched=True)
     except ValueError as error:
         refuse(error, ranks)
         return 2
@@ -198,7 +198,7 @@ def read_command_line(argv: Sequence[str] | None) -> tuple[Config, str]:
     return config, known.config.rpartition(":")[2]
 
 
-def init_ranks(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, Ranks]:
+def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, Ranks]:
     """Prepare this process's device and join the process group.
 
     Args:

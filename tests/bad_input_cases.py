@@ -106,7 +106,7 @@ def make_valid(folder: Path) -> Path:
     ensure_tiny_world(folder / "world", "unit_test")
     make_tiny_folder(folder / "model")
     config, recipe = train_grpo.read_command_line(Setup(folder).words)
-    trainer = train_grpo.build(config, recipe, *train_grpo.init_ranks(config))
+    trainer = train_grpo.build(config, recipe, *train_grpo.set_up_rank(config))
     trainer.state.save(folder / "saved", keep=1, ranks=trainer.ranks)
     shutil.rmtree(folder / "runs")
     return folder

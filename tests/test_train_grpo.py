@@ -197,7 +197,7 @@ def test_a_run_out_of_minutes_saves_and_writes_its_summary(places, tmp_path):
 def _train(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks whose process group already exists and is kept."""
     with (
-        mock.patch.object(train_grpo, "init_ranks", return_value=(torch.device("cpu"), ranks)),
+        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), ranks)),
         mock.patch.object(process_group, "shut_down"),
         mock.patch.object(plots, "draw_curves"),
     ):

@@ -72,7 +72,7 @@ def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str
             "--config.resume=",
         ]
         config, recipe = train_grpo.read_command_line(["--config", spec, *overrides, *fixed])
-        device, ranks = train_grpo.init_ranks(config)
+        device, ranks = train_grpo.set_up_rank(config)
         trainer = train_grpo.build(config, recipe, device, ranks)
         result = measure(trainer, epochs)
         trainer.tracker.close()

@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with stdout_to_stderr() if known.json else contextlib.nullcontext():
             fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
             config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
-            device, ranks = train_grpo.init_ranks(config, watched=True)
+            device, ranks = train_grpo.set_up_rank(config, watched=True)
             with ranks.broadcast_failure():
                 try:
                     findings = examine(config, recipe, device, ranks)

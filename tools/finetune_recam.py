@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ranks = run = None
     try:
         args, config = read_command_line(words)
-        device, ranks = train_grpo.init_ranks(config)
+        device, ranks = train_grpo.set_up_rank(config)
         run = build(args, config, device, ranks)
         run.train()
         run.finish()

@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "config.model.encodings: got '', must name a folder; pass --config.model.encodings=FOLDER"
             )
-        device, ranks = train_grpo.init_ranks(config, WAIT_S)
+        device, ranks = train_grpo.set_up_rank(config, WAIT_S)
         with train_grpo.raise_on_all_ranks(ranks):
             splits = [dataset(config, split) for split in (config.data.train_split, config.data.eval_split)]
             encodings = open_encodings(config, device)

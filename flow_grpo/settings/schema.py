@@ -266,7 +266,7 @@ class DistributedConfig(Section):
 
 @dataclasses.dataclass(frozen=True)
 class Config(Section):
-    """One run."""
+    """A run as a whole."""
 
     run_name: RunName = knob("", "folder below output_root; '' makes one from recipe and time")
     output_root: Text = knob("outputs", "folder of all runs", min_length=1)

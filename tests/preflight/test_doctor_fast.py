@@ -129,7 +129,7 @@ def test_a_failed_check_stops_the_run_before_its_first_epoch_unless_the_doctor_i
 
 def _train(ranks: Ranks, given: list[str]) -> int:
     with (
-        mock.patch.object(train_grpo, "init_ranks", return_value=(torch.device("cpu"), ranks)),
+        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), ranks)),
         mock.patch.object(process_group, "shut_down"),
         mock.patch.object(plots, "draw_curves"),
     ):

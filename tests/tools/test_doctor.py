@@ -90,7 +90,7 @@ def test_one_adapter_without_gradient_is_found_and_named(places):
 def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Examine on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.object(train_grpo, "init_ranks", return_value=(torch.device("cpu"), ranks)),
+        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), ranks)),
         mock.patch.object(process_group, "shut_down"),
     ):
         return examined(given, getattr(doctor_cases, fault) if fault else contextlib.nullcontext)

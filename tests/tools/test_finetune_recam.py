@@ -187,7 +187,7 @@ def test_a_batch_plan_that_changed_is_not_resumed(places, tmp_path, capsys) -> N
 def _tune(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.object(train_grpo, "init_ranks", return_value=(CPU, ranks)),
+        mock.patch.object(train_grpo, "set_up_rank", return_value=(CPU, ranks)),
         mock.patch.object(process_group, "shut_down"),
     ):
         return finetune_recam.main(given)

@@ -208,7 +208,7 @@ def training_step(folder: Path) -> Record:
     words += [f"--config.{name}={value}" for name, value in {**SMALL, **places}.items()]
     config, recipe = train_grpo.read_command_line(words)
     with recording() as record:
-        device, ranks = train_grpo.init_ranks(config)
+        device, ranks = train_grpo.set_up_rank(config)
         trainer = train_grpo.build(config, recipe, device, ranks)
         with trainer.progress:
             trainer.evaluate_before()
