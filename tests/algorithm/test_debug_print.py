@@ -39,6 +39,10 @@ def test_the_gathered_counts_are_asserted_always(gids, slots, message):
         debug_print.check_gathered(torch.tensor(gids), torch.tensor(slots), 4, 2)
 
 
+def test_the_gathered_samples_are_counted_in_groups():
+    assert [line.rpartition(": ")[2] for line in debug_print.gathered_lines(32, 4)[:3]] == ["32", "4", "8"]
+
+
 def test_the_local_count_is_asserted_always():
     debug_print.check_merged(4, 4)
     with pytest.raises(AssertionError, match="holds 3 samples of the epoch, expected 4"):

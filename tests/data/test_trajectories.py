@@ -243,6 +243,7 @@ def open_folder(folder, **changes) -> UserVideos:
 def test_every_video_goes_along_every_trajectory(folder):
     dataset = open_folder(folder, prompt={"dog.mp4": "a dog", "walk.mp4": "a walk", "cat.mp4": "a cat"})
     conditions = [dataset.condition(index) for index in range(len(dataset))]
+    assert len(open_folder(folder, trajectories=["pan_left"])) == 2
     dog, walk = ((folder / name).as_posix() for name in ("dog.mp4", "walk.mp4"))
     assert [(c.index, c.scene, c.target_camera, c.preset, c.prompt) for c in conditions] == [
         (0, dog, "pan_left", "pan_left", "a dog"),
