@@ -105,8 +105,9 @@ class Unreachable(dist.Store):
 
 
 def test_a_store_that_does_not_answer_ends_the_rank():
-    now, (problem,) = first_problem([Monitor(Unreachable(), 0, 2, dead_s=6, silent_s=60, now=0.0)], until=60)
-    assert now > DEAD_S and "store has not answered" in problem and "connection refused" in problem
+    rank = Monitor(Unreachable(), 0, 2, dead_s=DEAD_S, silent_s=SILENT_S, now=100.0)
+    now, (problem,) = first_problem([rank], start=100.0, until=160)
+    assert now == 100 + DEAD_S + 1 and "store has not answered" in problem and "connection refused" in problem
 
 
 class Ending(Heartbeat):
