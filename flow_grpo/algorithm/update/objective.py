@@ -9,7 +9,7 @@ the old log-probabilities are recomputed with the micro-batches of the update.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,11 +42,11 @@ class Objective(Protocol):
         """Return the passes over a micro-batch, named by the denoising step that each one replays."""
         ...
 
-    def remember(self, micro: Samples, *, as_rolled_out: bool) -> Any:
+    def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> Any:
         """Return the old policy's values for a micro-batch; called before the epoch's first optimizer step.
 
         Args:
-            micro: b samples.
+            take: returns the b samples on the device; calling it moves them there.
             as_rolled_out: every micro-batch of the epoch is exactly one batch of the rollout.
         """
         ...
@@ -96,11 +96,13 @@ class GrpoObjective:
         return samples.trajectory.steps
 
     @torch.no_grad()
-    def remember(self, micro: Samples, *, as_rolled_out: bool) -> OldPolicy:
+    def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> OldPolicy:
         """Return the old policy by `train.old_log_prob`: the rollout's log-probs, recomputed, or detached."""
-        mode, recorded = self.train.old_log_prob, micro.trajectory
+        mode = self.train.old_log_prob
         if mode == "detach":
             return OldPolicy(None)
+        micro = take()
+        recorded = micro.trajectory
         keep = mode == "rollout" or (mode == "auto" and as_rolled_out)
         if keep and not self.train.guard:
             return OldPolicy(recorded.log_probs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -133,7 +134,12 @@ class Updater:
         stats = UpdateStats()
         with name_memory_knobs(self.settings.train.batch_size):
             memories = [
-                [self.objective.remember(self._take(batch, micro), as_rolled_out=plan.as_rolled_out) for micro in step]
+                [
+                    self.objective.remember(
+                        functools.partial(self._take, batch, micro), as_rolled_out=plan.as_rolled_out
+                    )
+                    for micro in step
+                ]
                 for step in plan.steps
             ]
             for step, memory, total in zip(plan.steps, memories, mass, strict=True):
