@@ -15,14 +15,13 @@ end, so --out is complete or absent.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from flow_grpo.models import convert, model_files
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight
+from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
 
@@ -111,12 +111,13 @@ def forward(args: argparse.Namespace) -> list[str]:
     convert.check_shapes(state, model)
     dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
 
-    with staged(args.out) as partial:
+    with atomic_path(args.out) as partial:
         (partial / "transformer").mkdir(parents=True)
         model.save_config(partial / "transformer")
         write_safetensors(partial / "transformer" / model_files.WEIGHTS_FILE, state, dtypes)
         if diffusers_layout:
             add_components(args.wan, partial, link=args.link)
+    fsync(args.out.absolute().parent)
     lines = report(state, dtypes, args.out / "transformer" / model_files.WEIGHTS_FILE)
     lines += [f"dropped the prefix {renaming.prefix!r}"] if renaming.prefix else []
     lines += ["added camera modules without effect: zero cam_encoder, identity projector"] if args.init_camera else []
@@ -145,8 +146,9 @@ def back(args: argparse.Namespace) -> list[str]:
     state = renaming.apply(checkpoint)
     # The original code has one dtype throughout.
     dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)
-    with staged(args.out) as partial:
+    with atomic_path(args.out) as partial:
         write_safetensors(partial, state, dtypes)
+    fsync(args.out.absolute().parent)
     return report(state, dtypes, args.out)
 
 
@@ -183,22 +185,6 @@ def add_components(wan: Path, folder: Path, *, link: bool) -> None:
     index = read_json_object(file, WAY_OUT) if file.is_file() else INDEX
     ours = {"transformer": [ReCamTransformer3DModel.__module__, ReCamTransformer3DModel.__name__]}
     (folder / "model_index.json").write_text(json.dumps(index | ours, indent=2) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """Yield a temporary path for a file or folder; rename it to `out` at the end, or delete it on failure."""
-    out = out.absolute()
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        yield partial
-        os.rename(partial, out)
-        fsync(out.parent)
-    finally:
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink(missing_ok=True)
 
 
 def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +34,7 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.models.fake_policy import WAN_1_3B
 from flow_grpo.models.recam_policy import DTYPES
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
+from flow_grpo.runtime.atomic_file import atomic_path
 
 RECORD = "random_model.json"
 SPECIAL = ("<pad>", "</s>", "<unk>")
@@ -116,9 +115,7 @@ def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} already exists and is not an empty folder; choose another or delete it")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    partial = out.with_name(f"{out.name}.tmp-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with atomic_path(out) as partial:
         parts: dict[str, dict[str, int]] = {}
         for name, part in build_parts(sizes).items():
             part.save_pretrained(str(partial / name))
@@ -134,10 +131,6 @@ def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
             "note": "the text encoder is small whatever --text-dim says; Wan's own takes another 11 GiB",
         }
         (partial / RECORD).write_text(json.dumps(record, indent=1))
-        partial.rename(out)  # works on an empty folder, too
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
     return record
 
 

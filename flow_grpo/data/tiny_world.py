@@ -11,8 +11,6 @@ import csv
 import dataclasses
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -22,6 +20,7 @@ from flow_grpo.data.multicam import SENSOR_MM
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path
 from flow_grpo.maths.room import Room, random_room, render_video, stack_rooms
+from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.json_files import read_json
 from flow_grpo.runtime.video_file import write_video
 
@@ -132,16 +131,12 @@ def caption(video: Tensor) -> str:
 
 def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
     """Render and write every split below `root`, atomically; OSError if `root` is a file or a folder with content."""
-    root = Path(root)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    partial = root.with_name(f"{root.name}.tmp-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    for split, count in spec.scenes.items():
-        for number in range(1, count + 1):
-            folder = partial / split / LENS_FOLDER.format(focal=spec.focal_mm) / f"scene{number}"
-            _write_scene(folder, spec, make_scene(spec, split, number))
-    (partial / "world.json").write_text(json.dumps(dataclasses.asdict(spec), indent=1))
-    partial.rename(root)
+    with atomic_path(Path(root)) as partial:
+        for split, count in spec.scenes.items():
+            for number in range(1, count + 1):
+                folder = partial / split / LENS_FOLDER.format(focal=spec.focal_mm) / f"scene{number}"
+                _write_scene(folder, spec, make_scene(spec, split, number))
+        (partial / "world.json").write_text(json.dumps(dataclasses.asdict(spec), indent=1))
 
 
 def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
+
 from flow_grpo.runtime.atomic_file import atomic_path, write_atomically
 
 
@@ -31,3 +33,18 @@ def test_concurrent_writers_do_not_share_a_temporary_file(tmp_path):
         first.write_text("first")
         second.write_text("second")
     assert file.read_text() == "first"
+
+
+def test_a_folder_appears_whole_or_not_at_all_and_replaces_none_with_content(tmp_path):
+    folder = tmp_path / "model"
+    with contextlib.suppress(OSError), atomic_path(folder) as temporary:
+        temporary.mkdir()
+        (temporary / "half").touch()
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+    with atomic_path(folder) as temporary:
+        temporary.mkdir()
+        (temporary / "whole").touch()
+    with pytest.raises(OSError, match="not empty"), atomic_path(folder) as temporary:
+        temporary.mkdir()
+    assert list(tmp_path.iterdir()) == [folder] and [file.name for file in folder.iterdir()] == ["whole"]

@@ -197,7 +197,7 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, wan, change, wor
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("place", ["add_components", "fsync", "os.rename"])
+@pytest.mark.parametrize("place", ["add_components", "fsync"])
 def test_an_interrupted_write_leaves_nothing_and_keeps_what_it_linked(tmp_path, wan, error, place, monkeypatch, capsys):
     seen = []
 
@@ -212,7 +212,7 @@ def test_an_interrupted_write_leaves_nothing_and_keeps_what_it_linked(tmp_path, 
     else:
         with pytest.raises(type(error)):
             run(tmp_path, checkpoint(), wan, "--link")
-    assert any("partial" in name for name in seen) and "out" not in seen
+    assert any(".tmp-" in name for name in seen) and "out" not in seen
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step.ckpt", "wan"]
     assert (wan / "vae" / "config.json").is_file()
 

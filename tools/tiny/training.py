@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flow_grpo.runtime.atomic_file import atomic_path
+
 
 @contextlib.contextmanager
 def processes(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
@@ -67,6 +69,5 @@ class Resumable:
 
 def save_tensors(file: Path, content: Any) -> None:
     """Write a file with torch.save, atomically."""
-    partial = file.with_suffix(".tmp")
-    torch.save(content, partial)
-    partial.rename(file)
+    with atomic_path(file) as partial:
+        torch.save(content, partial)
