@@ -24,6 +24,7 @@ import torch
 
 from flow_grpo.algorithm import build as parts
 from flow_grpo.algorithm.evaluate import ConditionSource
+from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import RewardFaultError
 from flow_grpo.algorithm.groups.metrics import pooled
@@ -47,7 +48,7 @@ from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
-from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition
+from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition, unwrap
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.checks import check_world
@@ -136,7 +137,7 @@ def doctor_context(trainer: Trainer) -> DoctorContext:
     assert isinstance(updater.objective, GrpoObjective)
 
     def sample_epoch() -> tuple[TrainingBatch, float]:
-        batches = trainer.sample(state.finished)
+        batches = trainer.sample()
         gathered = trainer.gather(batches)
         batch = trainer.compare(compare.everything(batches, gathered, trainer.ranks))
         return batch, trainer.metrics["train/zero_std_ratio"]
@@ -169,9 +170,9 @@ def train(trainer: Trainer) -> None:
 
 def train_epoch(trainer: Trainer, epoch: int) -> None:
     """Train for one epoch; its samples are freed on return, before the next epoch samples."""
-    batches = trainer.sample(epoch)
+    batches = trainer.sample()
     gathered = trainer.gather(batches)
-    chosen = trainer.choose(batches, gathered, epoch)
+    chosen = trainer.choose(batches, gathered)
     training_batch = trainer.compare(chosen)
     trainer.update(training_batch, epoch)
     trainer.finish_epoch(epoch)
@@ -280,7 +281,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         resumed_step = None if path is None else state.finished
         tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=resumed_step)
     progress = Progress(config.num_epochs, ranks, finished=state.finished)
-    collector = parts.build_collector(config, policy, train, state.sampler, rewards, progress, is_main=ranks.is_main)
+    collector = parts.build_collector(config, policy, train, state.sampler, rewards, progress, ranks)
     return Trainer(
         config=config,
         collector=collector,
@@ -293,6 +294,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         device=device,
         run_folder=run_folder,
         lock=lock,
+        forwards=ForwardCount(unwrap(policy.module), recomputes=config.model.gradient_checkpointing),
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, ranks),
         cameras=cameras,
         from_own=from_own,

@@ -33,7 +33,7 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.shift = 5.0
     config.sample.sde = "constant"
     config.sample.noise_level = 0.3
-    config.sample.sde_steps = (1, 2, 3, 4, 5, 6, 7)
+    config.sample.sde_steps = (1, 2, 3, 4, 5, 6)
     config.sample.sde_window = 2
     # ReCamMaster itself samples with 5.0: pass --config.sample.guidance_scale=5.0, at twice the calls.
     config.sample.guidance_scale = 1.0

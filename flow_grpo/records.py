@@ -144,26 +144,26 @@ class Trajectory(Rows):
     """The stochastic steps of a rollout: enough to replay them.
 
     Attributes:
-        states: (B, M, C, F, H, W) fp32: the latents before and after every stochastic step, each stored once
-            (M = K + 1 for a contiguous window).
+        states: (B, K+1, C, F, H, W) fp32: the latents before the first stochastic step and after each of them.
         log_probs: (B, K) fp32 mean log-density per latent element, in nats.
-        state_index: for each of the K stochastic steps, the index of its `latents` in `states`; its `next_latents` are
-            the following entry.
-        steps: the K step numbers in the schedule.
+        steps: (B, K) int64 CPU: the step numbers in the schedule, consecutive; equal within a group.
     """
 
     states: Tensor
     log_probs: Tensor
-    state_index: tuple[int, ...]
-    steps: tuple[int, ...]
+    steps: Tensor
 
     def latents(self, column: int) -> Tensor:
         """Return the (B, C, F, H, W) latents before stochastic step `column`, 0..K-1."""
-        return self.states[:, self.state_index[column]]
+        return self.states[:, column]
 
     def next_latents(self, column: int) -> Tensor:
         """Return the (B, C, F, H, W) latents after stochastic step `column`, 0..K-1."""
-        return self.states[:, self.state_index[column] + 1]
+        return self.states[:, column + 1]
+
+    def to(self, device: torch.device | str) -> Trajectory:
+        """Return a copy whose latents and log-probabilities are on `device`; `steps` stays on the CPU."""
+        return dataclasses.replace(self, states=self.states.to(device), log_probs=self.log_probs.to(device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,8 +267,8 @@ class TrainingBatch:
     as_rolled_out: bool = True
 
     def __post_init__(self) -> None:
-        steps = {(part.trajectory.steps, part.trajectory.state_index) for part in self.parts}
-        assert len(steps) == 1, f"samples of one epoch share their stochastic steps, got {sorted(steps)}"
+        counts = {part.trajectory.steps.shape[1] for part in self.parts}
+        assert len(counts) == 1, f"samples of one epoch have equally many stochastic steps, got {sorted(counts)}"
 
     def __len__(self) -> int:
         return self.length

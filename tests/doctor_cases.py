@@ -37,7 +37,7 @@ SMALL = {
     "sample.train_batch_size": 2,
     "sample.num_batches_per_epoch": 1,
     "sample.num_steps": 6,
-    "sample.sde_steps": "0,1,2",
+    "sample.sde_steps": "0,1,2,3",
     "train.batch_size": 2,
     "reward.weights": "target_view=1",
     "eval.num_conditions": 4,

@@ -53,7 +53,7 @@ def scripted_batch(
         places=torch.arange(len(draws)),
         noise_ids=torch.tensor([[2**40 + 100 * gid + slot, -(100 * gid + slot)] for _, gid, slot, _ in draws]),
         conditioning=Conditioning(marks[:, None].repeat(1, 3, 4), latent[:, 0] + 0.5, latent[:, 0, 0, :, 0, :1] - 0.5),
-        trajectory=Trajectory(latent, marks.repeat(1, 2) / 7, state_index=(0, 1), steps=(1, 2)),
+        trajectory=Trajectory(latent, marks.repeat(1, 2) / 7, steps=torch.tensor([[1, 2]]).repeat(len(draws), 1)),
         final_latents=latent[:, 0] + 0.25,
     )
     rewards = {"scripted": RewardResult(reward, reward.isfinite(), ("",) * len(draws))}
@@ -159,7 +159,7 @@ def check_marks(samples: Samples) -> None:
     marks = (100.0 * samples.keys[:, 0] + samples.keys[:, 1]).float()
     shifts = {"source_latents": 0.5, "target_cameras": -0.5, "final_latents": 0.25}
     for name, tensor in samples.tensors().items():
-        if name in ("keys", "places", "noise_ids"):
+        if name in ("keys", "places", "noise_ids", "trajectory.steps"):
             continue
         wanted = marks / 7 if name.endswith("log_probs") else marks + shifts.get(name.rpartition(".")[2], 0.0)
         assert torch.equal(tensor.flatten(1), wanted[:, None].expand(-1, tensor[0].numel())), name

@@ -72,7 +72,7 @@ def test_samples_match_the_true_view_for_pure_rotations(policy, conditions):
     turning = [c for c in conditions if (c.target_poses[-1, :3, 3].norm() < 1e-6)]
     settings = RolloutSettings(flow_sigmas(8, 3.0), SdeSettings("ode", 0.0), seed=0)
     with torch.no_grad():
-        samples = rollout(policy, turning, policy.encode(turning), (), settings)
+        samples = rollout(policy, turning, policy.encode(turning), [()] * len(turning), settings)
     videos = decode(policy, turning, samples.final_latents)
     targets = torch.stack([condition.target_video for condition in turning])
     assert psnr_db(videos, targets).mean() > 26

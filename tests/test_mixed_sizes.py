@@ -67,7 +67,7 @@ class ConvPolicy(ToyPolicy):
 
 def sample(ranks: Ranks, policy: ConvPolicy, **changes) -> tuple[ScoredBatch, ...]:
     options = {"train_batch_size": 4, "num_batches_per_epoch": 6, "k": 4} | changes
-    return collector(ranks, policy, debug=False, make=sized, **options).collect(0, Clock(torch.device("cpu")))
+    return collector(ranks, policy, debug=False, make=sized, **options).collect(Clock(torch.device("cpu")))
 
 
 def training_batch(ranks: Ranks, batches: Sequence[ScoredBatch], k: int = 4) -> TrainingBatch:
@@ -93,16 +93,31 @@ def test_every_sample_equals_the_one_rolled_out_alone_and_has_its_place():
     assert sorted(place for batch in batches for place in batch.samples.places.tolist()) == list(range(24))
     draws = collector(Ranks(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream.sampler
     wanted = [(gid, slot) for step in range(6) for _, gid, slot, _ in draws.plan(step)[0]]
-    steps = batches[0].samples.trajectory.steps
     for batch in batches:
         for row, (position, made) in enumerate(zip(batch.samples.places.tolist(), batch.conditions, strict=True)):
             assert (made.gid, made.slot) == wanted[position]
-            alone = rollout(policy, [made], policy.encode([made]), steps, RolloutSettings(SIGMAS, SDE, seed=1))
+            steps = batch.samples.trajectory.steps[row].tolist()
+            alone = rollout(policy, [made], policy.encode([made]), [steps], RolloutSettings(SIGMAS, SDE, seed=1))
             assert torch.equal(alone.noise_ids[0], batch.samples.noise_ids[row])
             states = batch.samples.trajectory.states[row]
             torch.testing.assert_close(alone.trajectory.states[0], states, rtol=0, atol=1e-5)
             reward = batch.rewards["brightness"].values[row]
             assert reward.item() == pytest.approx(policy.decode(alone.final_latents).mean().item(), abs=1e-5)
+
+
+def _with_and_without_shared_prefixes(ranks: Ranks) -> bool:
+    shared, plain = (
+        sample(ranks, ConvPolicy(), same_initial_noise=True, share_prefix=share) for share in (True, False)
+    )
+    assert len(shared) == len(plain) > 1
+    return all(
+        torch.allclose(a.samples.final_latents, b.samples.final_latents, rtol=0, atol=1e-5)
+        for a, b in zip(shared, plain, strict=True)
+    )
+
+
+def test_shared_prefixes_of_several_sizes_reach_the_ranks_that_hold_their_copies():
+    assert run_ranks(_with_and_without_shared_prefixes, 2) == [True, True]
 
 
 def test_whole_groups_on_a_rank_have_their_rows_in_order():

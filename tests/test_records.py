@@ -36,15 +36,10 @@ def test_records_are_concatenated_in_order_and_absent_tensors_stay_absent() -> N
 
 
 def test_a_trajectory_finds_both_ends_of_every_recorded_step() -> None:
-    states = torch.arange(5.0).view(1, 5, 1, 1, 1, 1)  # steps 2, 3 and then 6: the states between 4 and 6 are not kept
-    trajectory = Trajectory(
-        states=states,
-        state_index=(0, 1, 3),
-        steps=(2, 3, 6),
-        log_probs=torch.zeros(1, 3),
-    )
-    assert [trajectory.latents(column).item() for column in range(3)] == [0.0, 1.0, 3.0]
-    assert [trajectory.next_latents(column).item() for column in range(3)] == [1.0, 2.0, 4.0]
+    states = torch.arange(4.0).view(1, 4, 1, 1, 1, 1)
+    trajectory = Trajectory(states, torch.zeros(1, 3), torch.tensor([[2, 3, 4]]))
+    assert [trajectory.latents(column).item() for column in range(3)] == [0.0, 1.0, 2.0]
+    assert [trajectory.next_latents(column).item() for column in range(3)] == [1.0, 2.0, 3.0]
 
 
 def trajectory(rows: int, size: int = 3) -> Trajectory:
@@ -52,8 +47,7 @@ def trajectory(rows: int, size: int = 3) -> Trajectory:
     return Trajectory(
         states=number.view(-1, 1, 1, 1, 1, 1).expand(rows, 3, 4, 2, size, size),
         log_probs=number.view(-1, 1).expand(rows, 2),
-        state_index=(0, 1),
-        steps=(1, 2),
+        steps=torch.tensor([[1, 2]]).repeat(rows, 1),
     )
 
 
@@ -88,11 +82,11 @@ def test_every_tensor_has_a_dotted_name_and_can_be_replaced_by_it() -> None:
         "conditioning.target_cameras",
         "trajectory.states",
         "trajectory.log_probs",
+        "trajectory.steps",
     }
     assert set(made.tensors()) == names
     doubled = made.with_tensors({name: tensor * 2 for name, tensor in made.tensors().items()})
     assert torch.equal(doubled.trajectory.states, made.trajectory.states * 2)
-    assert doubled.trajectory.steps == (1, 2)
     table = Table({"a": torch.arange(3), "b": torch.zeros(3)}, "kept")
     assert set(table.tensors()) == {"columns.a", "columns.b"}
     joined = Table.concatenate([table, table.rows(torch.tensor([2]))])
@@ -104,11 +98,9 @@ def test_the_inputs_of_the_network_change_device_and_nothing_else_does() -> None
     made = samples([0, 1])
     assert made.to("cpu").trajectory.states.data_ptr() == made.trajectory.states.data_ptr()
     moved = made.to("meta")
-    assert {t.device.type for t in (*moved.conditioning.tensors().values(), *moved.trajectory.tensors().values())} == {
-        "meta"
-    }
-    assert moved.keys.device.type == "cpu"
-    assert moved.trajectory.steps == (1, 2)
+    latents = (moved.trajectory.states, moved.trajectory.log_probs, moved.final_latents)
+    assert {t.device.type for t in (*moved.conditioning.tensors().values(), *latents)} == {"meta"}
+    assert moved.keys.device.type == moved.trajectory.steps.device.type == "cpu"
 
 
 def test_samples_are_taken_from_several_parts_by_place() -> None:
@@ -127,8 +119,8 @@ def test_a_position_without_a_sample_is_an_error() -> None:
         TrainingBatch((samples([0, 2]),), length=3).sizes()
 
 
-def test_samples_of_one_epoch_must_share_their_stochastic_steps() -> None:
+def test_samples_of_one_epoch_have_equally_many_stochastic_steps() -> None:
     other = samples([1])
-    other = dataclasses.replace(other, trajectory=dataclasses.replace(other.trajectory, steps=(2, 3)))
-    with pytest.raises(AssertionError, match="share their stochastic steps"):
+    other = dataclasses.replace(other, trajectory=dataclasses.replace(other.trajectory, steps=torch.tensor([[2]])))
+    with pytest.raises(AssertionError, match="equally many stochastic steps"):
         TrainingBatch((samples([0]), other), length=2)

@@ -156,7 +156,9 @@ def scored(
     first: int = 0,
 ) -> ScoredBatch:
     """Roll out and score one batch, whose places start at `first`."""
-    samples = rollout(policy, conditions, policy.encode(conditions), window, RolloutSettings(SIGMAS, SDE, seed))
+    samples = rollout(
+        policy, conditions, policy.encode(conditions), [window] * len(conditions), RolloutSettings(SIGMAS, SDE, seed)
+    )
     reward = reward or BrightnessReward()
     videos = policy.decode(samples.final_latents)
     samples = dataclasses.replace(samples, places=samples.places + first)
@@ -251,7 +253,7 @@ def sample_config(**changes: Any) -> SampleConfig:
         "sde": "constant",
         "noise_level": 0.7,
         "max_step_std": None,
-        "sde_steps": (1, 2, 3),
+        "sde_steps": (1, 2, 3, 4),
         "sde_window": 2,
         "guidance_scale": 1.0,
         "negative_prompt": "",
@@ -294,8 +296,7 @@ def collector(
         num_batches_per_epoch=sample.num_batches_per_epoch,
         layout=sample.layout,
     )
-    settings = SampleSettings(sample, RolloutSettings(SIGMAS, SDE, seed=1), debug=debug)
+    rollout = RolloutSettings(SIGMAS, SDE, seed=1, same_initial_noise=sample.same_initial_noise)
+    settings = SampleSettings(sample, rollout, debug=debug)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    return Collector(
-        policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, settings, is_main=ranks.is_main
-    )
+    return Collector(policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, settings, ranks)

@@ -125,7 +125,7 @@ def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
     ]
     replays = [rows for step in trainer.updater.plan(batch, epoch).steps for rows in step]
     rollouts, replays = ([_inputs(trainer, batch, rows) for rows in calls] for calls in (rollouts, replays))
-    columns = range(len(batch.parts[0].trajectory.steps))
+    columns = range(batch.parts[0].trajectory.steps.shape[1])
     device_api.synchronize(trainer.device)
     begun = time.perf_counter()
     for inputs in rollouts:

@@ -280,7 +280,7 @@ def generate(policy: RecamPolicy, condition: Condition, sigmas: Tensor, seed: in
         seed: of the noise.
     """
     conditioning = policy.encode([condition])
-    samples = rollout(policy, [condition], conditioning, (), RolloutSettings(sigmas, SdeSettings("ode", 0.0), seed))
+    samples = rollout(policy, [condition], conditioning, [()], RolloutSettings(sigmas, SdeSettings("ode", 0.0), seed))
     return policy.decode(samples.final_latents)[0].float().cpu()
 
 

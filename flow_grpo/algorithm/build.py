@@ -10,8 +10,9 @@ import torch
 from flow_grpo.algorithm.debug_print import show
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
+from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
@@ -19,7 +20,7 @@ from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.exclude import read_verdicts, settings_of
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
-from flow_grpo.maths.schedule import flow_sigmas, step_weights
+from flow_grpo.maths.schedule import flow_sigmas, step_weights, tail_levels, windows
 from flow_grpo.models.policy import Policy
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -75,11 +76,18 @@ def build_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
 def rollout_settings(config: Config) -> RolloutSettings:
     """Return noise levels, SDE and seed of the training rollouts."""
     sample = config.sample
+    tails = tail_levels(sample.num_steps, sample.shift, sample.tail_steps) if sample.tail_steps else None
+    calls = None
+    if config.train.sharding == "fsdp2":
+        blocks = windows(sample.sde_steps, sample.sde_window)
+        calls = max(block[0] for block in blocks), sample.num_steps - 1 - min(block[-1] for block in blocks)
     return RolloutSettings(
         sigmas=flow_sigmas(sample.num_steps, sample.shift),
         sde=SdeSettings(sample.sde, sample.noise_level, sample.max_step_std),
         seed=config.seed,
         same_initial_noise=sample.same_initial_noise,
+        tails=tails,
+        calls=calls,
     )
 
 
@@ -90,20 +98,23 @@ def build_collector(
     sampler: DistributedKRepeatSampler,
     rewards: RewardSet,
     progress: Progress,
-    *,
-    is_main: bool,
+    ranks: Ranks,
 ) -> Collector:
     """Return the collector of training rollouts."""
     loader = make_loader(train, sampler, config.data.num_workers)
-    settings = SampleSettings(
+    stream = ConditionStream(loader, sampler)
+    return Collector(policy, stream, rewards, sample_settings(config), ranks, on_batch=progress.rollout)
+
+
+def sample_settings(config: Config) -> SampleSettings:
+    """Return how an epoch is sampled."""
+    return SampleSettings(
         sample=config.sample,
         rollout=rollout_settings(config),
         debug=config.debug,
         offload=config.sample.offload or config.dynamic_sampling.enabled,
         overlap=config.reward.overlap,
     )
-    stream = ConditionStream(loader, sampler)
-    return Collector(policy, stream, rewards, settings, is_main=is_main, on_batch=progress.rollout)
 
 
 def build_dynamic_sampling(

@@ -26,15 +26,14 @@ def batch_view(batch: ScoredBatch, sigmas: Tensor, weights: dict[str, float]) ->
         weights: reward name -> weight, for the weighted sum `rewards["avg"]` (B,) over the valid rewards.
     """
     samples, trajectory = batch.samples, batch.samples.trajectory
-    columns = range(len(trajectory.steps))
-    kept = sigmas[list(trajectory.steps)]
+    columns = range(trajectory.steps.shape[1])
     rewards = {name: result.values for name, result in batch.rewards.items()}
     return {
         "prompts": [condition.prompt for condition in batch.conditions],
         "prompt_embeds": samples.conditioning.prompt_embeds,
         "source_latents": samples.conditioning.source_latents,
         "target_cameras": samples.conditioning.target_cameras,
-        "timesteps": (1000 * kept).repeat(len(batch.conditions), 1),
+        "timesteps": 1000 * sigmas[trajectory.steps],
         "latents": torch.stack([trajectory.latents(column) for column in columns], dim=1),
         "next_latents": torch.stack([trajectory.next_latents(column) for column in columns], dim=1),
         "log_probs": trajectory.log_probs,

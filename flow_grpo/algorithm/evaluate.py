@@ -153,7 +153,7 @@ class Evaluator:
             conditioning = self.policy.encode(conditions)
         with self.ranks.sync_errors("evaluation"):
             deterministic = RolloutSettings(self.settings.sigmas, SdeSettings("ode", 0.0), seed=key("eval", "noise"))
-            samples = rollout(self.policy, conditions, conditioning, (), deterministic)
+            samples = rollout(self.policy, conditions, conditioning, [()] * len(conditions), deterministic)
         with self.ranks.sync_errors("evaluation"):
             self._score(positions, conditions, samples.final_latents, rows, clips)
 

@@ -55,6 +55,7 @@ class RunState:
         identity: fingerprints of the model and data that a checkpoint belongs to.
         finished: number of finished epochs.
         train_seconds: seconds spent in epochs.
+        forward_equivalents: work of the finished epochs over all ranks, see `ForwardCount`.
         before: held-out metrics before training, None until measured.
         shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
         bad_steps: causes of the latest optimizer steps that were skipped in a row.
@@ -68,6 +69,7 @@ class RunState:
     identity: dict[str, str]
     finished: int = 0
     train_seconds: float = 0.0
+    forward_equivalents: float = 0.0
     before: dict[str, float] | None = None
     shortages: list[int] = dataclasses.field(default_factory=list)
     bad_steps: list[str] = dataclasses.field(default_factory=list)
@@ -82,6 +84,7 @@ class RunState:
             "sampler": self.sampler.state_dict(),  # the same on every rank
             "finished": self.finished,
             "train_seconds": self.train_seconds,
+            "forward_equivalents": self.forward_equivalents,
             "before": self.before,
             "shortages": self.shortages,
             "bad_steps": self.bad_steps,
@@ -136,7 +139,9 @@ class RunState:
         if found.per_rank is not None:
             device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
-        self.bad_steps = list(state.get("bad_steps", ()))  # not in checkpoints of earlier versions
+        # Not in checkpoints of earlier versions.
+        self.bad_steps = list(state.get("bad_steps", ()))
+        self.forward_equivalents = state.get("forward_equivalents", 0.0)
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:

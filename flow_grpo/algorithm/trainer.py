@@ -17,6 +17,7 @@ import torch
 
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.evaluate import Evaluator
+from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
@@ -58,6 +59,7 @@ class Trainer:
         device: this rank's device.
         run_folder: where the run's files are.
         lock: the run lock of that folder.
+        forwards: counts the network's calls.
         dynamic_sampling: samples further rounds when groups are flat, or None.
         cameras: the kind of camera of every training condition, for statistics; () keeps none.
         from_own: the run resumes from its own checkpoint, so its state is already saved.
@@ -74,6 +76,7 @@ class Trainer:
     device: torch.device
     run_folder: Path
     lock: RunLock
+    forwards: ForwardCount
     dynamic_sampling: DynamicSampling | None = None
     cameras: tuple[str, ...] = ()
     from_own: bool = False
@@ -83,6 +86,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
         self._timed_until = time.perf_counter()
+        self._counted = 0.0
         self._saved = self._position() if self.from_own else None
         self._evaluated: tuple[int, dict[str, float]] | None = None
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
@@ -99,15 +103,15 @@ class Trainer:
             if self._out_of_time() or self._asked_to_end():
                 break
             self.tracker.begin()
-            self.clock, self.metrics = Clock(self.device), {}
+            self.clock, self.metrics, self._counted = Clock(self.device), {}, self.forwards.total
             device_api.reset_peak_memory(self.device)
             yield epoch
             self._count_time()
 
-    def sample(self, epoch: int) -> tuple[ScoredBatch, ...]:
-        """Roll out and score this rank's samples of an epoch."""
+    def sample(self) -> tuple[ScoredBatch, ...]:
+        """Roll out and score this rank's samples of the next epoch."""
         self.progress.start_epoch(rollouts=self.config.sample.expanded_batch_size)
-        return self._collect(epoch, "sampling")
+        return self._collect("sampling")
 
     def gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         """Exchange ids and rewards of all samples and check that they are whole groups."""
@@ -117,14 +121,14 @@ class Trainer:
             self.metrics |= rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
         return gathered
 
-    def choose(self, batches: Sequence[ScoredBatch], gathered: Gathered, epoch: int) -> Chosen:
+    def choose(self, batches: Sequence[ScoredBatch], gathered: Gathered) -> Chosen:
         """Choose the samples to train on: the whole round, or with dynamic sampling the groups that carry a signal."""
         if self.dynamic_sampling is None:
             return compare.everything(batches, gathered, self.ranks)
 
         def sample_round(number: int) -> tuple[Sequence[ScoredBatch], Gathered]:
             self.progress.more_rollouts(self.config.sample.expanded_batch_size)
-            fresh = self._collect(epoch, f"resample #{number}")
+            fresh = self._collect(f"resample #{number}")
             return fresh, self._gather(fresh)
 
         chosen, metrics = self.dynamic_sampling.choose(
@@ -165,10 +169,15 @@ class Trainer:
         step, every = self.state.finished, self.config.log_videos_every
         seconds = sum(self.clock.seconds.values())
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
+        forwards = float(self.ranks.all_gather(torch.tensor([self.forwards.total - self._counted])).sum())
+        self.state.forward_equivalents += forwards
         self.metrics |= self.clock.metrics() | server_metrics(self.collector.rewards.stats(), self.ranks)
         self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}
         self.metrics |= {
             "time/epoch_s": seconds,
+            "system/forward_equivalents": self.state.forward_equivalents,
+            "system/forward_equivalents_per_sample": forwards
+            / (self.config.sample.expanded_batch_size * self.ranks.world_size),
             "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,
             "train/learning_rate": self.config.train.learning_rate,
         }
@@ -257,8 +266,8 @@ class Trainer:
             self._saved = self._position()
             self._timed_until = time.perf_counter()  # writing does not count as training
 
-    def _collect(self, epoch: int, phase: str) -> tuple[ScoredBatch, ...]:
-        return self.collector.collect(epoch, self.clock, lambda: self.ranks.sync_errors(phase))
+    def _collect(self, phase: str) -> tuple[ScoredBatch, ...]:
+        return self.collector.collect(self.clock, lambda: self.ranks.sync_errors(phase))
 
     def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         sample = self.config.sample

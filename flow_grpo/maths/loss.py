@@ -79,7 +79,8 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
         clip_range: the gradient stops outside 1 +- clip_range. Ratios are geometric means over all latent elements,
             therefore close to 1: useful values are 1e-4 to 1e-3, not the 0.2 of language models.
         adv_clip: bound of |advantage|.
-        step_weight: (K,) weight of each step's policy term, normalised to mean 1 (`schedule.step_weights`); None is 1.
+        step_weight: (K,) or (B, K) weight of each step's policy term, normalised to mean 1 over the steps that may be
+            trained (`schedule.step_weights`); None is 1.
         guard: use the GRPO-Guard ratio instead of the plain one.
         kl: (B, K) from `sde.gaussian_kl` against the reference policy, with gradient.
         kl_coef: weight of the KL term.
@@ -89,15 +90,15 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
         ValueError: shapes that would broadcast silently, a bound that is not positive, or kl_coef without kl.
     """
     _check_bounds(clip_range, adv_clip, kl_coef, has_kl=kl is not None)
-    _, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
+    rows, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
     log_ratio = log_prob - old_log_prob.detach()
     if guard is not None:
         log_ratio = _guarded(log_ratio, guard)
     ratio = log_ratio.exp()
     advantage = advantages.detach().to(ratio.dtype).clamp(-adv_clip, adv_clip)[:, None]
     free, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
-    policy = torch.maximum(free, bounded) * _step_row(step_weight, columns, "step_weight", ratio)
-    penalty = torch.zeros_like(policy) if kl is None else kl * _step_row(kl_weight, columns, "kl_weight", kl)
+    policy = torch.maximum(free, bounded) * _step_weight(step_weight, rows, columns, "step_weight", ratio)
+    penalty = torch.zeros_like(policy) if kl is None else kl * _step_weight(kl_weight, rows, columns, "kl_weight", kl)
     per_sample = policy.mean(dim=1) + kl_coef * penalty.mean(dim=1)
     return LossTerms(
         per_sample=per_sample,
@@ -150,9 +151,10 @@ def _check_shapes(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, kl
     return rows, columns
 
 
-def _step_row(weight: Tensor | None, columns: int, name: str, like: Tensor) -> Tensor:
+def _step_weight(weight: Tensor | None, rows: int, columns: int, name: str, like: Tensor) -> Tensor:
     if weight is None:
         return torch.ones((), dtype=like.dtype, device=like.device)
-    if tuple(weight.shape) != (columns,):
-        raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be ({columns},), one per trained step")
+    if tuple(weight.shape) not in ((columns,), (rows, columns)):
+        shapes = f"({columns},) or ({rows}, {columns})"
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shapes}, one per trained step")
     return weight.detach().to(like)

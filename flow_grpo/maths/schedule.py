@@ -46,29 +46,58 @@ def check_sde_steps(sde_steps: Sequence[int], num_steps: int) -> None:
         )
 
 
-def sde_window(sde_steps: Sequence[int], window: int, *, seed: int, round_index: int) -> tuple[int, ...]:
-    """Return the stochastic steps of a round: `window` consecutive entries of `sde_steps`, at a random place.
+def windows(sde_steps: Sequence[int], window: int) -> list[tuple[int, ...]]:
+    """Return the windows a sample's stochastic steps may form: disjoint blocks of `sde_steps`, so each step is in one.
 
-    A function of (seed, round_index) only, so it is identical for all ranks, groups and resumed runs: different windows
-    within a group would bias its rewards. (MixGRPO, arXiv 2507.21802, trains such a window.)
+    Windows that overlap would train the first and the last steps less often than the others. (MixGRPO, arXiv
+    2507.21802, trains a window of the schedule.)
 
     Args:
         sde_steps: steps that may be stochastic, in increasing order.
-        window: number of stochastic steps; 0 takes all.
-        seed: seed of the run.
-        round_index: counts rounds of sampling: one per epoch plus one per resample.
+        window: number of stochastic steps of a sample; 0 takes all.
 
     Raises:
-        ValueError: window is negative or exceeds the number of steps.
+        ValueError: window does not divide the number of steps, or a block has a gap.
     """
     steps = tuple(sde_steps)
-    if not 0 <= window <= len(steps):
-        raise ValueError(f"window is {window}, must be 0 (all) to {len(steps)}, the number of sde_steps")
-    if window == 0:
-        return steps
-    places = len(steps) - window + 1
-    start = int(torch.randint(places, (), generator=generator(seed, "sde window", round_index)))
-    return steps[start : start + window]
+    size = window or len(steps)
+    if not 0 < size <= len(steps) or len(steps) % size:
+        raise ValueError(f"window is {window}, must divide {len(steps)}, the number of sde_steps, or be 0 (all)")
+    blocks = [steps[start : start + size] for start in range(0, len(steps), size)]
+    for block in blocks:
+        if block[-1] - block[0] != size - 1:
+            raise ValueError(f"sde_steps {steps} give a window {block} with a gap, must be consecutive steps")
+    return blocks
+
+
+def window_of(gid: int, blocks: Sequence[tuple[int, ...]], *, seed: int) -> tuple[int, ...]:
+    """Return the stochastic steps of a group, shared by its copies: other steps would bias the comparison.
+
+    Stratified: of every len(blocks) consecutive groups each takes another block, in an order drawn anew. A function of
+    (seed, gid) only, so it does not depend on rank, layout, batch or restart. (One step per group, stratified over
+    groups: Flash-GRPO, arXiv 2605.15980.)
+    """
+    cycle, place = divmod(gid, len(blocks))
+    order = torch.randperm(len(blocks), generator=generator(seed, "sde window", cycle))
+    return blocks[int(order[place])]
+
+
+def tail_levels(num_steps: int, shift: float, tail_steps: int) -> Tensor:
+    """Return (S+1, m+1) fp32 CPU noise levels: row e leads from level e of `flow_sigmas` to 0 in m steps.
+
+    The steps are equally long in time before the shift, like those of the schedule.
+
+    Raises:
+        ValueError: as `flow_sigmas`, or no step.
+    """
+    sigmas = flow_sigmas(num_steps, shift)
+    if tail_steps < 1:
+        raise ValueError(f"tail_steps is {tail_steps}, must be at least 1")
+    left = 1 - torch.arange(num_steps + 1, dtype=torch.float64)[:, None] / num_steps
+    u = left * (1 - torch.arange(tail_steps + 1, dtype=torch.float64) / tail_steps)
+    levels = (shift * u / (1 + (shift - 1) * u)).float()
+    levels[:, 0] = sigmas
+    return levels
 
 
 def step_weights(

@@ -156,8 +156,8 @@ def transition(
     step = coefficients(
         sigma, sigma_next, kind=kind, noise_level=noise_level, sigma_cap=sigma_cap, max_step_std=max_step_std
     )
-    kept = _per_sample(_like(step.keep, latents), latents) * _full_precision(latents)
-    mean = kept - _per_sample(_like(step.kappa, latents), latents) * _full_precision(velocity)
+    kept = per_sample(step.keep, latents) * _full_precision(latents)
+    mean = kept - per_sample(step.kappa, latents) * _full_precision(velocity)
     return Transition(mean, _like(step.std, latents), _like(step.c, latents), _like(step.gain, latents))
 
 
@@ -168,7 +168,7 @@ def sample(step: Transition, noise: Tensor) -> Tensor:
         ValueError: noise and mean differ in shape.
     """
     _check_same_shape(noise, step.mean, "noise", "mean")
-    return step.mean + _per_sample(step.std, step.mean) * noise.to(step.mean.dtype)
+    return step.mean + per_sample(step.std, step.mean) * noise.to(step.mean.dtype)
 
 
 def log_prob(next_latents: Tensor, step: Transition) -> Tensor:
@@ -186,7 +186,7 @@ def log_prob(next_latents: Tensor, step: Transition) -> Tensor:
     if not (step.std > 0).all():
         raise ValueError("std of the step is 0, must be > 0: a step without noise has no density and is never trained")
     drawn = next_latents.detach().to(step.mean.dtype)
-    residual = (drawn - step.mean) / _per_sample(step.std, step.mean)
+    residual = (drawn - step.mean) / per_sample(step.std, step.mean)
     return -0.5 * _element_mean(residual.square()) - step.std.log() - HALF_LOG_2PI
 
 
@@ -206,7 +206,7 @@ def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
         ValueError: shapes that do not fit.
     """
     _check_same_shape(mean, reference_mean, "mean", "reference_mean")
-    difference = (mean - reference_mean.detach()) / _per_sample(std, mean)
+    difference = (mean - reference_mean.detach()) / per_sample(std, mean)
     return 0.5 * _element_mean(difference.square())
 
 
@@ -276,18 +276,23 @@ def _full_precision(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _like(scalar: Tensor, latents: Tensor) -> Tensor:
-    dtype = torch.float64 if latents.dtype == torch.float64 else torch.float32
-    return scalar.to(dtype).to(latents.device)
+def per_sample(scalar: Tensor, latents: Tensor) -> Tensor:
+    """Return () or (B,) scalars in the dtype and on the device of `latents` (B, ...), as () or (B, 1, ..., 1).
 
-
-def _per_sample(scalar: Tensor, latents: Tensor) -> Tensor:
-    """Return () unchanged and (B,) as (B, 1, ..., 1)."""
+    Raises:
+        ValueError: another number of scalars than rows.
+    """
+    scalar = _like(scalar, latents)
     if scalar.ndim == 0:
         return scalar
     if scalar.shape != latents.shape[:1]:
         raise ValueError(f"std or sigma has shape {tuple(scalar.shape)}, must be () or ({latents.shape[0]},)")
     return scalar.view(-1, *[1] * (latents.ndim - 1))
+
+
+def _like(scalar: Tensor, latents: Tensor) -> Tensor:
+    dtype = torch.float64 if latents.dtype == torch.float64 else torch.float32
+    return scalar.to(dtype).to(latents.device)
 
 
 def _element_mean(values: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flow_grpo.algorithm import build, debug_print
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
-from flow_grpo.maths.schedule import sde_window
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -61,7 +60,7 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
     views = debug_print.batch_view(epoch, build.rollout_settings(config).sigmas, config.reward.weights)
     _note(found, "epoch", {name: value for name, value in views.items() if isinstance(value, Tensor)})
     rewards = torch.empty(world_size * config.sample.expanded_batch_size)
-    repeated = debug_print.repeat_over_steps(rewards, len(samples.trajectory.steps))
+    repeated = debug_print.repeat_over_steps(rewards, samples.trajectory.steps.shape[1])
     _note(found, "gather", {"rewards": rewards, "rewards.avg over steps": repeated})
     _update(policy, config, samples, found)
     return found
@@ -69,12 +68,12 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
 
 def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], found: list[TensorInfo]) -> ScoredBatch:
     """Run one batch from conditions to videos; its rewards are placeholders."""
-    sample, rows = config.sample, config.sample.train_batch_size
+    rows = config.sample.train_batch_size
     with policy.fake_mode:
         conditions = tuple(_condition(size, row, config.data.prompt) for row in range(rows))
     conditioning = policy.encode(conditions)
-    window = sde_window(sample.sde_steps, sample.sde_window, seed=config.seed, round_index=0)
-    samples = rollout(policy, conditions, conditioning, window, build.rollout_settings(config))
+    sampling = build.sample_settings(config)
+    samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
     videos = policy.decode(samples.final_latents)
     _note(found, "data", {"source_video": conditions[0].source_video})
     _note(found, "encode", conditioning.tensors())

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
+from flow_grpo.maths.schedule import windows
 from flow_grpo.models.fake_policy import FakePolicy, transformer_config
 from flow_grpo.models.recam_policy import DTYPES
 from flow_grpo.preflight.footprint import Footprint, footprint, peak_bytes
@@ -33,8 +34,10 @@ class Plan:
     Attributes:
         tokens: target and source together, of one sample.
         samples_per_epoch: over all ranks.
-        rollout_calls: of the transformer, one batch each.
+        rollout_calls: of the transformer, at most one batch each.
         update_calls: of the transformer with a backward, one micro-batch each.
+        forward_equivalents_per_sample: transformer work in forwards of one sample: 2 more for a backward, 1 more for
+            recomputing activations, twice as many with guidance; evaluation is left out.
         forward_tflop: 1e12 operations of a forward on one sample.
         decode_tflop: of decoding one sample, in fp32.
         trained_parameters: how many.
@@ -57,6 +60,7 @@ class Plan:
     samples_per_epoch: int
     rollout_calls: int
     update_calls: float
+    forward_equivalents_per_sample: float
     forward_tflop: float
     decode_tflop: float
     trained_parameters: int
@@ -107,13 +111,14 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         for n in rows
     }
     rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
-    calls = sample.num_batches_per_epoch * sample.num_steps
+    calls = sample.num_batches_per_epoch * longest_rollout(config)
     replays = _steps(config) * sample.expanded_batch_size / train.batch_size
     # Forwards without gradients per replay: the reference policy, and recomputed old log-probabilities.
     extra = (train.kl_coef > 0) + _recomputes_old_log_probs(config)
     passes = 3 + model.gradient_checkpointing + extra  # a backward costs two forwards, recomputation one more
+    forward_flops = rollout.forward_flops / sample.train_batch_size
     seconds = (
-        calls * rollout.forward_flops / rate,
+        sample.expanded_batch_size * rollout_steps(config) * forward_flops / rate,
         sample.expanded_batch_size * decode_flops / rate,
         replays * passes * update.forward_flops / rate,
     )
@@ -123,14 +128,18 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         samples_per_epoch=sample.expanded_batch_size * devices,
         rollout_calls=calls,
         update_calls=replays,
-        forward_tflop=rollout.forward_flops / sample.train_batch_size / 1e12,
+        forward_equivalents_per_sample=copies * (rollout_steps(config) + _steps(config) * passes),
+        forward_tflop=forward_flops / 1e12,
         decode_tflop=decode_flops / 1e12,
         trained_parameters=update.trained,
         rollout_s=seconds[0],
         decode_s=seconds[1],
         update_s=seconds[2],
         epoch_s=sum(seconds),
-        exchanged_gib=_exchanged(config, devices, update, calls, replays, extra) / GIB,
+        exchanged_gib=(
+            _exchanged(config, devices, update, calls, replays, extra) + _sent_prefixes(config, devices, latents)
+        )
+        / GIB,
         **{name: value / GIB for name, value in memory.items()},
     )
 
@@ -170,18 +179,36 @@ def _steps(config: Config) -> int:
     return config.sample.sde_window or len(config.sample.sde_steps)
 
 
+def rollout_steps(config: Config) -> float:
+    """Return the denoising steps of a sample, a shared prefix divided by the copies, on average over the windows."""
+    sample = config.sample
+    blocks = windows(sample.sde_steps, sample.sde_window)
+    prefix = sum(block[0] for block in blocks) / len(blocks)
+    tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
+    return prefix / (sample.k if sample.share_prefix else 1) + _steps(config) + tail
+
+
+def longest_rollout(config: Config) -> int:
+    """Return the calls of a batch that holds groups with the first and with the last window."""
+    sample = config.sample
+    blocks = windows(sample.sde_steps, sample.sde_window)
+    return blocks[-1][0] + _steps(config) + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1])
+
+
+def _sent_prefixes(config: Config, devices: int, latents: tuple[int, int, int, int]) -> float:
+    """Return the bytes of shared prefixes that a rank sends in an epoch, on average."""
+    sample = config.sample
+    if not sample.share_prefix or sample.layout == "contiguous":
+        return 0.0
+    others = min(sample.k, devices) - 1
+    return 4.0 * math.prod(latents) * others * sample.expanded_batch_size / sample.k
+
+
 def _recomputes_old_log_probs(config: Config) -> bool:
     """Return whether the update recomputes old log-probabilities, one more call per replay, with one video size."""
     train, sample = config.train, config.sample
     other_batches = train.batch_size != sample.train_batch_size
     return train.guard or train.old_log_prob == "recompute" or (train.old_log_prob == "auto" and other_batches)
-
-
-def _states(config: Config) -> int:
-    """Return how many latents a rollout stores: before and after every stochastic step, each once."""
-    sample = config.sample
-    steps = sample.sde_steps[: sample.sde_window] if sample.sde_window else sample.sde_steps
-    return len({*steps, *(step + 1 for step in steps)})
 
 
 def _exchanged(config: Config, devices: int, update: Footprint, calls: float, replays: float, extra: int) -> float:
@@ -223,7 +250,7 @@ def _memory(
     elements = latents[0] * latents[1] * latents[2] * latents[3]
     prompts = 1 if sample.guidance_scale == 1.0 else 2
     prompt = prompts * model.max_prompt_tokens * transformer_config(model.path)["text_dim"]
-    one = 4 * (elements * (_states(config) + 1) + prompt)  # one more for the source's latents
+    one = 4 * (elements * (_steps(config) + 2) + prompt)  # states before and after the steps; the source's latents
     offloaded = sample.offload or config.dynamic_sampling.enabled
     trajectories = one * sample.expanded_batch_size
     on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)

@@ -8,7 +8,7 @@ import warnings
 from pathlib import PurePath
 
 from flow_grpo.maths.reward_rules import weights_at
-from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.maths.schedule import flow_sigmas, windows
 from flow_grpo.maths.sde import coefficients
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.schema import Config, RewardConfig
@@ -75,9 +75,17 @@ def _check_steps(config: Config) -> None:
     if steps[0] < 0 or steps[-1] > last:
         text = f"must lie in 0..{last} with sample.num_steps={sample.num_steps}: the last step is never stochastic"
         raise refusal("sample.sde_steps", steps, f"{text}; drop the steps outside or raise sample.num_steps")
-    if sample.sde_window > len(steps):
-        text = f"must be at most the {len(steps)} step(s) of sample.sde_steps={steps}; 0 takes all of them"
-        raise refusal("sample.sde_window", sample.sde_window, text)
+    try:
+        windows(steps, sample.sde_window)
+    except ValueError as error:
+        text = f"must cut sample.sde_steps into blocks of consecutive steps: {error}; pass --config.sample.sde_window=1"
+        raise refusal("sample.sde_window", sample.sde_window, text) from None
+    if sample.share_prefix and not sample.same_initial_noise:
+        text = "needs copies that start alike; pass --config.sample.same_initial_noise=true"
+        raise refusal("sample.share_prefix", True, text)
+    if sample.share_prefix and config.train.sharding == "fsdp2":
+        text = "leaves ranks with different numbers of calls, which train.sharding='fsdp2' does not allow"
+        raise refusal("sample.share_prefix", True, f"{text}; pass --config.sample.share_prefix=false")
 
 
 def _check_noise(config: Config) -> None:

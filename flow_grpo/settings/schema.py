@@ -117,9 +117,15 @@ class SampleConfig(Section):
     sde: Literal["flow", "constant", "linear", "cps"] = knob("constant", "noise form of a stochastic step (maths/sde)")
     noise_level: Float = knob(0.3, "strength of that noise, in the unit of sde", gt=0)
     max_step_std: Float | None = knob(None, "upper bound of one step's standard deviation; none for no bound", gt=0)
-    sde_steps: Steps = knob((1, 2, 3, 4, 5, 6, 7), "denoising steps out of 0..S-2 that may be stochastic")
+    sde_steps: Steps = knob((1, 2, 3, 4, 5, 6), "denoising steps out of 0..S-2 that may be stochastic")
     sde_window: Int = knob(
-        2, "consecutive entries of sde_steps that are drawn, made stochastic and trained per epoch; 0 takes all", ge=0
+        2,
+        "stochastic, trained steps of a sample: one of the blocks of so many consecutive steps that sde_steps is cut "
+        "into, drawn per group; 0 takes all",
+        ge=0,
+    )
+    tail_steps: Int = knob(
+        0, "second-order steps from a sample's last stochastic step to clean latents; 0 follows the schedule", ge=0
     )
     guidance_scale: Float = knob(
         1.0, "classifier-free guidance on the prompt, in rollout and update; 1 makes no second call", ge=1
@@ -130,6 +136,9 @@ class SampleConfig(Section):
     )
     offload: Bool = knob(False, "keep the trajectory in CPU memory until the update; dynamic sampling always does")
     same_initial_noise: Bool = knob(False, "the copies of a group share their initial noise; step noise differs")
+    share_prefix: Bool = knob(
+        False, "compute the steps before a group's window once for all copies, which share their initial noise"
+    )
 
     @property
     def expanded_batch_size(self) -> int:

@@ -65,9 +65,7 @@ def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, 
     config = settings(world, *changes)
     data = build.dataset(config, "train")
     sampler = build.build_sampler(config, data, Ranks())
-    collector = build.build_collector(
-        config, None, data, sampler, None, types.SimpleNamespace(rollout=None), is_main=True
-    )
+    collector = build.build_collector(config, None, data, sampler, None, types.SimpleNamespace(rollout=None), Ranks())
     assert collector.settings.offload == offload
 
 

@@ -298,8 +298,8 @@ def test_moved_bytes_are_those_of_the_moved_rows():
     assert max(result["sizes"] for result in mixed) == 3
     results = scenario([14, 4], layout="contiguous")
     # int64: keys 3, place 1, noise 2; fp32: states 3, final latents 1 and source latents 1 of (2, 5, 2, 2), prompts
-    # (3, 4), cameras (5, 1), log-probs 2
-    row = 6 * 8 + 4 * (5 * 40 + 12 + 5 + 2)
+    # (3, 4), cameras (5, 1), log-probs 2; int64: steps 2
+    row = 8 * 8 + 4 * (5 * 40 + 12 + 5 + 2)
     assert results[0]["metrics"]["dyn/moved_samples"] == 8.0
     assert results[0]["metrics"]["dyn/moved_bytes"] == 8 * row
 
@@ -387,7 +387,7 @@ def _train_on_a_pool(ranks: Ranks, policy_name: str) -> tuple[torch.Tensor, dict
     sampling.rewards = RewardSet([ScriptedReward((5, 6, 9))], {"scripted": 1.0})
 
     def draw(number: int) -> tuple[Sequence[ScoredBatch], compare.Gathered]:
-        batches = sampling.collect(0, Clock(torch.device("cpu")))
+        batches = sampling.collect(Clock(torch.device("cpu")))
         return batches, compare.gather(batches, ranks)
 
     choosing = dynamic(ranks, local=2 * batch_size, max_resample_times=2, policy=policy_name)

@@ -58,7 +58,7 @@ def _by_camera(ranks: Ranks) -> dict[str, float]:
     sampling = collector(ranks, ToyPolicy(), debug=False, train_batch_size=16 // ranks.world_size)
     first = sampling.stream.sampler.plan(0)[0][0][3]
     sampling.rewards = RewardSet([BrightnessReward(broken=[(first, 0), (first, 3)])], {"brightness": 1.0})
-    gathered = compare.gather(sampling.collect(0, Clock(torch.device("cpu"))), ranks)
+    gathered = compare.gather(sampling.collect(Clock(torch.device("cpu"))), ranks)
     return camera_metrics(gathered, [KINDS[index % 3] for index in range(24)])
 
 

@@ -7,21 +7,38 @@ import itertools
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, check_noise, rollout
+from flow_grpo.algorithm.rollout.denoise import (
+    RolloutSettings,
+    SdeSettings,
+    check_noise,
+    initial_noise,
+    prefix,
+    rollout,
+    window_rows,
+)
 from flow_grpo.maths.keys import generator
-from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.maths.schedule import flow_sigmas, tail_levels
 from flow_grpo.maths.sde import log_prob, transition
 from flow_grpo.records import Samples, Trajectory
 from tests.toy import SDE, SHAPE, SIGMAS, ToyPolicy, condition, group
+
+
+class StraightPolicy(ToyPolicy):
+    """Every sample moves at one velocity, whatever its latents and noise level."""
+
+    def velocity(self, latents, sigma, conditioning):
+        return torch.full_like(latents, 0.7)
 
 
 def roll(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, **options) -> Trajectory:
     return whole(policy, conditions, window, seed, sde, **options).trajectory
 
 
-def whole(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, *, sigmas=SIGMAS, **options) -> Samples:
+def whole(
+    policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, *, sigmas=SIGMAS, windows=None, **options
+) -> Samples:
     settings = RolloutSettings(sigmas, sde, seed, **options)
-    return rollout(policy, conditions, policy.encode(conditions), window, settings)
+    return rollout(policy, conditions, policy.encode(conditions), windows or [window] * len(conditions), settings)
 
 
 def test_empty_window_is_the_euler_ode_with_the_keyed_initial_noise():
@@ -50,16 +67,62 @@ def test_steps_before_the_window_follow_the_ode():
 def test_states_are_stored_once_and_chain_through_a_contiguous_window():
     got = roll(ToyPolicy(), group(3, 4), window=(1, 2, 3))
     assert got.states.shape == (4, 4, *SHAPE)
-    assert got.state_index == (0, 1, 2)
+    assert got.steps.tolist() == [[1, 2, 3]] * 4
     assert all(torch.equal(got.next_latents(column), got.latents(column + 1)) for column in (0, 1))
 
 
-def test_a_window_with_a_gap_keeps_both_ends_of_every_step():
-    got = roll(ToyPolicy(), group(3, 2), window=(0, 2, 3))
-    assert got.state_index == (0, 2, 3)
-    assert got.steps == (0, 2, 3)
-    assert got.states.shape[1] == 5
-    assert not torch.equal(got.next_latents(0), got.latents(1))
+def test_samples_with_different_windows_in_one_batch_are_those_of_batches_with_one_window():
+    policy = ToyPolicy()
+    conditions = [*group(3, 2), *group(9, 2), *group(5, 1)]
+    mixed = whole(policy, conditions, windows=[(3, 4), (3, 4), (0, 1), (0, 1), (2, 3)])
+    assert sum(rows for rows, *_ in policy.calls) == 5 * (len(SIGMAS) - 1)
+    for rows, window in (((0, 1), (3, 4)), ((2, 3), (0, 1)), ((4,), (2, 3))):
+        alone = whole(policy, [conditions[row] for row in rows], window)
+        torch.testing.assert_close(mixed.final_latents[list(rows)], alone.final_latents, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mixed.trajectory.states[list(rows)], alone.trajectory.states, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            mixed.trajectory.log_probs[list(rows)], alone.trajectory.log_probs, rtol=0, atol=1e-6
+        )
+
+
+def test_a_given_prefix_replaces_the_steps_before_the_window_bit_for_bit():
+    policy, conditions, windows = ToyPolicy(), group(3, 4), [(2, 3)] * 4
+    own = whole(policy, conditions, windows=windows, same_initial_noise=True)
+    settings = RolloutSettings(SIGMAS, SDE, 5, same_initial_noise=True)
+    steps = window_rows(windows, settings)
+    noise = torch.stack([initial_noise(condition, SHAPE, settings) for condition in conditions])
+    first = prefix(policy, noise, policy.encode(conditions), steps, settings)
+    policy.calls.clear()
+    given = rollout(policy, conditions, policy.encode(conditions), windows, settings, first[:1].expand_as(first))
+    assert torch.equal(given.final_latents, own.final_latents)
+    assert torch.equal(given.trajectory.states, own.trajectory.states)
+    assert len(policy.calls) == len(SIGMAS) - 1 - 2
+
+
+def test_a_short_tail_takes_its_number_of_calls_from_every_window():
+    policy = ToyPolicy()
+    tails = tail_levels(6, 3.0, 2)
+    whole(policy, [*group(3, 1), *group(9, 1)], windows=[(3,), (1,)], tails=tails)
+    assert len(policy.calls) == 3 + 1 + 2
+
+
+def test_a_tail_on_the_schedule_s_own_levels_ends_where_the_schedule_does():
+    """With a velocity that does not depend on the noise level or the latents, any step length is exact."""
+    policy = StraightPolicy()
+    short = whole(policy, group(3, 2), (1, 2), tails=tail_levels(6, 3.0, 2))
+    full = whole(policy, group(3, 2), (1, 2))
+    torch.testing.assert_close(short.final_latents, full.final_latents, rtol=0, atol=1e-6)
+
+
+def test_batches_make_equally_many_calls_whatever_their_windows_where_the_network_is_sharded():
+    counts = []
+    for windows in ([(0,), (0,)], [(3,), (1,)]):
+        policy = ToyPolicy()
+        got = whole(policy, [*group(3, 1), *group(9, 1)], windows=windows, calls=(3, 5))
+        plain = whole(ToyPolicy(), [*group(3, 1), *group(9, 1)], windows=windows)
+        torch.testing.assert_close(got.final_latents, plain.final_latents, rtol=0, atol=1e-6)
+        counts.append(len(policy.calls))
+    assert counts == [9, 9]
 
 
 def test_stored_steps_score_to_the_stored_log_probs_and_leave_standard_residuals():
@@ -67,7 +130,7 @@ def test_stored_steps_score_to_the_stored_log_probs_and_leave_standard_residuals
     conditions = [c for gid in range(64) for c in group(gid, 4)]
     got = roll(policy, conditions, window=(1, 2))
     conditioning = policy.encode(conditions)
-    for column, step in enumerate(got.steps):
+    for column, step in enumerate(got.steps[0].tolist()):
         before, after = got.latents(column), got.next_latents(column)
         with torch.no_grad():
             velocity = policy.velocity(before, SIGMAS[step].repeat(256), conditioning)
@@ -116,9 +179,9 @@ def test_one_velocity_call_per_step_at_the_step_s_own_sigma():
     assert [(rows, sigma) for rows, sigma, *_ in policy.calls] == [(4, float(sigma)) for sigma in SIGMAS[:-1]]
 
 
-@pytest.mark.parametrize("window", [(5,), (4, 5), (-1,), (2, 1)])
-def test_the_last_step_and_steps_outside_the_schedule_are_refused(window):
-    with pytest.raises(ValueError, match="sde_steps is"):
+@pytest.mark.parametrize("window", [(5,), (4, 5), (-1,), (2, 1), (1, 3)])
+def test_the_last_step_gaps_and_steps_outside_the_schedule_are_refused(window):
+    with pytest.raises(ValueError, match=r"sde_steps is|gap"):
         roll(ToyPolicy(), group(3, 2), window=window)
 
 

@@ -67,7 +67,7 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
             conditioning=Conditioning(
                 samples.conditioning.prompt_embeds, states[:, 0, :1], samples.conditioning.target_cameras
             ),
-            trajectory=Trajectory(states, samples.trajectory.log_probs, (0,), (1,)),
+            trajectory=Trajectory(states, samples.trajectory.log_probs, samples.trajectory.steps),
         )
         per_round = local * ranks.world_size
         wanted = range(per_round) if number == 0 else range(per_round, per_round + 4)

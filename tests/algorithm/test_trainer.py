@@ -15,6 +15,7 @@ import torch
 
 from flow_grpo.algorithm import trainer as trainer_module
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
+from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.trainer import Trainer
@@ -79,6 +80,7 @@ def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
         device=torch.device("cpu"),
         run_folder=folder,
         lock=RunLock(folder),
+        forwards=ForwardCount(policy.net, recomputes=False),
         dynamic_sampling=config.dynamic_sampling
         and DynamicSampling(
             config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, ranks=ranks, say=progress.say
@@ -133,6 +135,17 @@ def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
     assert any(name.startswith("system/memory_") for name in row)
 
 
+def test_forwards_are_counted_per_sample_and_summed_over_epochs_resumed_runs_included(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=2))
+    each = 6 + 2 * 3  # denoising steps, and a forward and backward for each of the window's
+    counted = [row["system/forward_equivalents_per_sample"] for row in metrics_of(tmp_path)]
+    assert counted == [each, each + 4 / 8]  # a probe of 4 samples, because the evaluation is due
+    longer = a_trainer(num_epochs=3)
+    longer.state.restore(tmp_path / "checkpoints" / "checkpoint_000002", ranks=Ranks())
+    run(longer)
+    assert metrics_of(tmp_path)[-1]["system/forward_equivalents"] == 8 * (3 * each + 4 / 8)
+
+
 def test_the_same_state_is_evaluated_once(a_trainer):
     trainer = a_trainer(num_epochs=2)
     run(trainer)
@@ -182,7 +195,7 @@ def test_a_sampler_position_that_moved_since_the_last_save_is_saved(a_trainer, t
     steps = []
     trainer.state.save = lambda *_, **__: steps.append(trainer.state.sampler.next_step)
     trainer.save()
-    trainer.sample(0)
+    trainer.sample()
     trainer.save()
     trainer.save()
     assert len(steps) == 1 and steps[0] > 0
@@ -239,7 +252,7 @@ def test_a_failing_phase_is_named(a_trainer):
     trainer = a_trainer()
     trainer.collector.stream.take = lambda step: 1 / 0
     with pytest.raises(RuntimeError, match="rank 0 failed in sampling: ZeroDivisionError"):
-        trainer.sample(0)
+        trainer.sample()
 
 
 def everything_flat(**changes) -> dict:
@@ -268,7 +281,7 @@ def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_pa
 def test_an_epoch_with_some_signal_still_takes_its_step(a_trainer, tmp_path):
     skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
     trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping)
-    gathered = trainer.gather(trainer.sample(0))
+    gathered = trainer.gather(trainer.sample())
     groups = [gathered.rewards["brightness"][gathered.gids == gid] for gid in (0, 1)]
     low, high = sorted(float(group.max() - group.min()) for group in groups)
     between = reward_config(flat_eps=(low + high) / 2)
@@ -357,11 +370,11 @@ def test_a_full_first_round_trains_as_without_dynamic_sampling(a_trainer, tmp_pa
 
 def test_a_failing_resample_is_named(a_trainer):
     trainer = a_trainer(**everything_flat())
-    samples = trainer.sample(0)
+    samples = trainer.sample()
     gathered = trainer.gather(samples)
     trainer.collector.stream.take = lambda step: 1 / 0
     with pytest.raises(RuntimeError, match="rank 0 failed in resample #1: ZeroDivisionError"):
-        trainer.choose(samples, gathered, 0)
+        trainer.choose(samples, gathered)
 
 
 def test_rewards_that_fail_in_a_resample_are_printed_too(a_trainer, capsys):

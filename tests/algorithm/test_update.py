@@ -98,9 +98,11 @@ def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
     policy = ToyPolicy()
     total = 0.0
     (batch,) = batch.parts
-    for column, step in enumerate(batch.trajectory.steps):
+    for column in range(2):
         before, after = batch.trajectory.latents(column), batch.trajectory.next_latents(column)
-        drawn_from = step_transition(policy, before, batch.conditioning, sigmas=SIGMAS, step=step, sde=SDE)
+        drawn_from = step_transition(
+            policy, before, batch.conditioning, sigmas=SIGMAS, steps=batch.trajectory.steps[:, column], sde=SDE
+        )
         ratio = (log_prob(after, drawn_from) - batch.trajectory.log_probs[:, column]).exp()
         total = total - (batch.advantages * ratio).mean() / 2
     total.backward()
@@ -243,7 +245,7 @@ def test_a_non_finite_log_ratio_names_rank_step_and_gid_and_leaves_the_weights()
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
     batch.parts[0].trajectory.log_probs[6, 1] = torch.nan
-    with pytest.raises(RuntimeError, match=r"rank 0: log-ratio is not finite in step 2 of gids \[2\]"):
+    with pytest.raises(RuntimeError, match=r"rank 0: log-ratio is not finite in pass 1 of gids \[2\]"):
         updated(policy=policy, batch=batch)
     assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flow_grpo.maths.schedule import check_sde_steps, flow_sigmas, sde_window, step_weights
+from flow_grpo.maths.schedule import check_sde_steps, flow_sigmas, step_weights, tail_levels, window_of, windows
 from flow_grpo.maths.sde import coefficients
 
 
@@ -34,22 +34,37 @@ def test_the_last_step_and_unordered_steps_are_never_stochastic(steps: tuple[int
         check_sde_steps(steps, 10)
 
 
-def test_a_window_is_a_uniform_run_of_neighbouring_entries_and_a_function_of_seed_and_round() -> None:
-    steps = (1, 2, 3, 5, 6, 7)
-    drawn = [sde_window(steps, 2, seed=0, round_index=i) for i in range(2000)]
-    counts = {steps[i : i + 2]: drawn.count(steps[i : i + 2]) for i in range(5)}
-    assert list(counts.values()) == pytest.approx([400] * 5, abs=90)
-    torch.rand(7)
-    assert [sde_window(steps, 2, seed=0, round_index=i) for i in range(50)] == drawn[:50]
-    assert [sde_window(steps, 2, seed=4, round_index=i) for i in range(50)] != drawn[:50]
-    assert sde_window([1, 2, 3], 0, seed=0, round_index=0) == sde_window([1, 2, 3], 3, seed=0, round_index=0)
+def test_windows_are_blocks_that_hold_every_step_once() -> None:
+    assert windows((1, 2, 3, 5, 6, 7), 3) == [(1, 2, 3), (5, 6, 7)]
+    assert windows((1, 3, 5), 1) == [(1,), (3,), (5,)]
+    assert windows((1, 2, 3), 0) == windows((1, 2, 3), 3) == [(1, 2, 3)]
     check_sde_steps(range(9), 10)  # every step but the last
 
 
-@pytest.mark.parametrize("window", [-1, 4])
-def test_a_window_wider_than_its_steps_is_refused(window: int) -> None:
-    with pytest.raises(ValueError, match="window is"):
-        sde_window((1, 2, 3), window, seed=0, round_index=0)
+def test_of_neighbouring_groups_each_takes_another_window_as_a_function_of_seed_and_gid() -> None:
+    blocks = windows((1, 2, 3, 4, 5, 6), 2)
+    drawn = [window_of(gid, blocks, seed=0) for gid in range(300)]
+    assert all(sorted(drawn[first : first + 3]) == blocks for first in range(0, 300, 3))
+    assert len({tuple(drawn[first : first + 3]) for first in range(0, 300, 3)}) == 6  # every order occurs
+    torch.rand(7)
+    assert [window_of(gid, blocks, seed=0) for gid in (17, 4)] == [drawn[17], drawn[4]]
+    assert [window_of(gid, blocks, seed=4) for gid in range(300)] != drawn
+
+
+@pytest.mark.parametrize(("steps", "window"), [((1, 2, 3), -1), ((1, 2, 3), 4), ((1, 2, 3), 2), ((1, 2, 4, 5), 4)])
+def test_windows_that_do_not_fit_their_steps_are_refused(steps: tuple[int, ...], window: int) -> None:
+    with pytest.raises(ValueError, match="window"):
+        windows(steps, window)
+
+
+def test_tails_lead_from_every_level_to_zero_in_steps_of_equal_unshifted_time() -> None:
+    tails, sigmas = tail_levels(8, 3.0, 4), flow_sigmas(8, 3.0)
+    assert tails.shape == (9, 5) and tails.dtype == torch.float32
+    assert torch.equal(tails[:, 0], sigmas) and not tails[:, 4].any() and not tails[8].any()
+    torch.testing.assert_close(tails[0], sigmas[::2], rtol=0, atol=1e-7)
+    torch.testing.assert_close(tails[4], sigmas[4:], rtol=0, atol=1e-7)
+    with pytest.raises(ValueError, match="tail_steps is 0"):
+        tail_levels(8, 3.0, 0)
 
 
 @pytest.mark.parametrize("kind_of_weight", ["none", "inverse_gain", "inverse_delta"])

@@ -24,7 +24,7 @@ def test_the_kolmogorov_smirnov_distance_of_known_values():
 
 
 def test_standard_normal_residuals_pass():
-    assert status(checks.check_residuals({1: normal(4, 1000), 2: normal(3, 7, 99)})) == "ok"
+    assert status(checks.check_residuals(torch.tensor([[1, 2], [2, 3]]), normal(2, 2, 5, 500))) == "ok"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,10 @@ def test_standard_normal_residuals_pass():
     ],
 )
 def test_residuals_of_another_distribution_fail(wrong):
-    assert status(checks.check_residuals({1: normal(5000), 2: wrong(normal(5000))})) == "fail"
+    assert (
+        status(checks.check_residuals(torch.tensor([[1, 2]]), torch.stack([normal(5000), wrong(normal(5000))])[None]))
+        == "fail"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

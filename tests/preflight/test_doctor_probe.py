@@ -42,9 +42,10 @@ def test_it_is_the_batch_that_training_takes_next_sampled_one_step_past_the_stoc
     samples = roll_out_probe(context)
     planned = [draw[1:] for draw in context.sampler.plan(context.sampler.next_step)[0]]
     assert [(gid, slot, index) for gid, slot, index in samples.keys.tolist()] == planned
-    window, sigmas = context.sampling.window(0), context.sampling.rollout.sigmas
-    assert samples.trajectory.steps == window and window[-1] + 2 < 6
-    assert [sigma for *_, sigma in calls] == sigmas[: window[-1] + 2].tolist()
+    sigmas, last = context.sampling.rollout.sigmas, context.sampling.last_step
+    windows = [context.sampling.window_of(gid) for gid in samples.keys[:, 0].tolist()]
+    assert [tuple(steps) for steps in samples.trajectory.steps.tolist()] == windows
+    assert {sigma for *_, sigma in calls} == set(sigmas[: last + 2].tolist()) and last + 2 < 6
 
 
 def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(context):
@@ -53,8 +54,8 @@ def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(context):
     samples = dataclasses.replace(samples, trajectory=later)
     torch.testing.assert_close(replay(objective, samples, 2).log_ratios, torch.ones(2, 2))
     guarded = dataclasses.replace(objective, train=dataclasses.replace(objective.train, guard=True))
-    stds = [float(objective.replay(samples, column).std) for column in range(2)]
-    torch.testing.assert_close(replay(guarded, samples, 2).log_ratios, torch.tensor([stds, stds]))
+    stds = torch.stack([objective.replay(samples, column).std for column in range(2)], dim=1)
+    torch.testing.assert_close(replay(guarded, samples, 2).log_ratios, stds.detach())
 
 
 def test_log_ratios_under_the_guard_are_those_of_the_loss(places, tmp_path):
@@ -65,8 +66,7 @@ def test_log_ratios_under_the_guard_are_those_of_the_loss(places, tmp_path):
         for weight in trained_parameters(context.policy.module).values():
             weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     after = replay(context.objective, samples, 2)
-    pairs = zip(before.residuals.values(), after.residuals.values(), strict=True)
-    bias = torch.stack([(old - new).square().flatten(1).mean(dim=1) / 2 for old, new in pairs], dim=1)
+    bias = (before.residuals - after.residuals).square().flatten(2).mean(dim=2) / 2
     wanted = after.log_ratios + before.units * bias
     torch.testing.assert_close(guard_log_ratios(before, after), wanted, rtol=1e-3, atol=1e-7)
     assert bias.max() > 1e-6
@@ -75,7 +75,7 @@ def test_log_ratios_under_the_guard_are_those_of_the_loss(places, tmp_path):
 def test_a_replay_in_larger_calls_than_the_rollout_s_repeats_samples(context, calls):
     found = replay(context.objective, roll_out_probe(context), 5)
     assert [rows for rows, *_ in calls[-2:]] == [5, 5] and found.log_ratios.shape == (2, 2)
-    assert all(len(values) == 2 for values in found.residuals.values())
+    assert len(found.residuals) == 2
 
 
 class Saved:

@@ -45,17 +45,32 @@ def test_the_plan_of_the_8_npu_recipe_is_the_arithmetic_of_its_numbers(capsys):
     assert (found["tokens"], found["samples_per_epoch"], found["rollout_calls"], found["update_calls"]) == (
         65_520,
         32,
-        32,
+        2 * (4 + 2 + 14),  # of a batch whose groups have the first and the last window
         4,
     )
+    assert found["forward_equivalents_per_sample"] == 16 + 2 * 4
     forward = found["forward_tflop"]
     assert forward == pytest.approx(971, rel=0.01)
-    assert found["rollout_s"] == pytest.approx(32 * 2 * forward / 300, rel=1e-3)  # 32 calls of 2 rows
+    assert found["rollout_s"] == pytest.approx(16 * 4 * forward / 300, rel=1e-3)  # 16 steps of 4 samples
     assert found["update_s"] == pytest.approx(4 * 2 * 4 * forward / 300, rel=1e-3)  # forward, again, and its backward
     latent = 4 * 16 * 21 * 60 * 104
     prompts = 4 * 4 * 512 * 4096
     assert found["trajectories_gib"] == pytest.approx((4 * 4 * latent + prompts) / 2**30, rel=1e-3)
     assert 20 < found["update_gib"] < 60
+
+
+def test_a_shared_prefix_a_single_step_and_a_short_tail_are_counted(capsys):
+    one = ["--config.sample.sde_window=1", "--config.sample.sde_steps=1,3"]
+    words = [*one, "--config.sample.tail_steps=5"]
+    _, short = planned(capsys, *words)
+    assert short["forward_equivalents_per_sample"] == 2 + 1 + 5 + 4  # the window starts at step 1 or 3
+    shared = ["--config.sample.same_initial_noise=true", "--config.sample.share_prefix=true"]
+    _, found = planned(capsys, *words, *shared)
+    assert found["forward_equivalents_per_sample"] == 2 / 4 + 1 + 5 + 4
+    latent = 4 * 16 * 21 * 60 * 104  # of one group a rank, sent to the three ranks with its other copies
+    assert found["exchanged_gib"] - short["exchanged_gib"] == pytest.approx(3 * latent / 2**30, rel=1e-6)
+    _, guided = planned(capsys, *words, "--config.sample.guidance_scale=5")
+    assert guided["forward_equivalents_per_sample"] == 2 * short["forward_equivalents_per_sample"]
 
 
 def test_decoding_counted_by_its_first_frames_is_decoding_counted_whole():
@@ -141,14 +156,14 @@ def test_frozen_parts_are_counted_as_they_are_loaded_not_as_they_are_stored(caps
     assert found[1] - found[0] == pytest.approx(2 * parameters / 2**30, rel=0.01)
 
 
-def test_states_of_steps_apart_and_of_guidance_are_counted(capsys):
+def test_states_of_more_steps_and_of_guidance_are_counted(capsys):
     tiny = {"recipe": "my_recam_8npu_tiny"}
     latent = 4 * 16 * 2 * 8 * 8
     sizes = [
         planned(capsys, *SMALL, *words, **tiny)[1]["trajectories_gib"] * 2**30 / 4
         for words in (
             ["--config.sample.sde_steps=1,2,3", "--config.sample.sde_window=0"],
-            ["--config.sample.sde_steps=1,3,5", "--config.sample.sde_window=0"],
+            ["--config.sample.sde_steps=1,2,3,4,5", "--config.sample.sde_window=0"],
             ["--config.sample.sde_steps=1,2,3", "--config.sample.sde_window=0", "--config.sample.guidance_scale=5"],
         )
     ]

@@ -109,7 +109,7 @@ def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> tuple[Score
         places=torch.arange(local),
         noise_ids=ids,
         conditioning=Conditioning(torch.zeros(local, 1, 1), torch.zeros(local, 1), torch.zeros(local, 1, 12)),
-        trajectory=Trajectory(states, torch.zeros(local, 3), (0, 1, 2), (1, 2, 3)),
+        trajectory=Trajectory(states, torch.zeros(local, 3), torch.tensor([[1, 2, 3]]).repeat(local, 1)),
         final_latents=torch.zeros(local, 1),
     )
     result = RewardResult(rewards, torch.ones(local, dtype=torch.bool), ("",) * local)

@@ -148,10 +148,11 @@ def build_step(setting: Setting) -> Step:
     plan = config.sample
     sigmas = flow_sigmas(plan.num_steps, plan.shift)
     sde = SdeSettings(plan.sde, plan.noise_level, plan.max_step_std)
+    steps = torch.full((rows,), plan.sde_steps[0])
 
     def transition() -> Transition:
         policy = cast(Policy, networks)  # a step asks for nothing but the velocity
-        return step_transition(policy, latents, conditioning, sigmas=sigmas, step=plan.sde_steps[0], sde=sde)
+        return step_transition(policy, latents, conditioning, sigmas=sigmas, steps=steps, sde=sde)
 
     return Step(config, networks, latents, noise, transition)
 

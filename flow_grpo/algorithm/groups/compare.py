@@ -140,7 +140,7 @@ def show_gathered(
 
     The average reward is repeated over the recorded steps for this print only: an advantage has one value per sample.
     """
-    steps = len(batches[0].samples.trajectory.steps)
+    steps = batches[0].samples.trajectory.steps.shape[1]
     average = torch.cat([debug_print.average_reward(batch, weights) for batch in batches])
     everyone = ranks.all_gather(debug_print.repeat_over_steps(average, steps).cpu())
     assert everyone.shape == (len(gathered.gids), steps)

@@ -4,45 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_structure
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import rollout
+from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue
+from flow_grpo.algorithm.rollout.shared_prefix import shared_prefixes
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.maths.schedule import sde_window
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.settings.schema import SampleConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleSettings:
-    """How an epoch is sampled.
-
-    Attributes:
-        sample: sizes, steps and window.
-        rollout: noise levels, SDE and seed.
-        debug: print the group structure.
-        offload: move finished samples to CPU memory, for a pool that grows over several rounds.
-        overlap: score a batch while the next one is sampled.
-    """
-
-    sample: SampleConfig
-    rollout: RolloutSettings
-    debug: bool
-    offload: bool = False
-    overlap: bool = True
-
-    def window(self, epoch: int) -> tuple[int, ...]:
-        """Return the stochastic steps of an epoch, identical on every rank and for every group."""
-        return sde_window(self.sample.sde_steps, self.sample.sde_window, seed=self.rollout.seed, round_index=epoch)
+from flow_grpo.runtime.ranks.process_group import Ranks
 
 
 class ConditionStream:
@@ -87,7 +66,7 @@ class Collector:
         stream: where conditions come from.
         rewards: measure the videos.
         settings: see `SampleSettings`.
-        is_main: whether this rank prints.
+        ranks: who takes part; rank 0 prints.
         on_batch: called with the number of samples after every batch, for progress.
     """
 
@@ -97,40 +76,51 @@ class Collector:
         stream: ConditionStream,
         rewards: RewardSet,
         settings: SampleSettings,
+        ranks: Ranks,
         *,
-        is_main: bool = True,
         on_batch: Callable[[int], None] | None = None,
     ) -> None:
         self.policy = policy
         self.stream = stream
         self.rewards = rewards
         self.settings = settings
-        self._prints = settings.debug and is_main
+        self.ranks = ranks
+        self._prints = settings.debug and ranks.is_main
         self._on_batch = on_batch
 
     def collect(
-        self, epoch: int, clock: Clock, sync_errors: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self, clock: Clock, sync_errors: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     ) -> tuple[ScoredBatch, ...]:
         """Return this rank's scored samples of the next round, one batch per video size.
 
         Args:
-            epoch: decides the stochastic steps, the same for every round of an epoch.
             clock: counts the seconds of every phase.
             sync_errors: entered for loading, rollout and scoring in turn. With sharded weights a rollout is a
                 collective call, so an error while loading must reach all ranks before it begins.
         """
-        window = self.settings.window(epoch)
+        gids = self._planned_gids()
         with sync_errors():
             encoded = self._load(clock)
+        prefixes = None
+        if self.settings.sample.share_prefix:
+            with clock.phase("rollout"):
+                known = [(conditions, conditioning) for _, conditions, conditioning in encoded]
+                prefixes = shared_prefixes(self.policy, known, gids, self.settings, self.ranks, sync_errors)
         with ScoringQueue(self.policy, self.rewards, clock, overlap=self.settings.overlap).open() as queue:
             with sync_errors():
-                sampled = [self._roll_out(*batch, window, clock, queue) for batch in encoded]
+                sampled = [self._roll_out(*batch, prefixes, clock, queue) for batch in encoded]
             with sync_errors():
                 rewards = queue.rewards()
                 batches = merge_sizes([conditions for _, conditions, _ in encoded], sampled, rewards)
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
                 self._check(batches)
         return tuple(batches)
+
+    def _planned_gids(self) -> list[list[int]]:
+        """Return, per rank, the groups of its samples in the next round."""
+        sampler, first = self.stream.sampler, self.stream.next_step
+        plans = [sampler.plan(first + step) for step in range(self.settings.sample.num_batches_per_epoch)]
+        return [[gid for plan in plans for _, gid, *_ in plan[rank]] for rank in range(sampler.num_replicas)]
 
     def _load(self, clock: Clock) -> list[tuple[list[int], tuple[Condition, ...], Conditioning]]:
         """Return the next round's batches, each of one video size: places, conditions, conditioning."""
@@ -157,13 +147,16 @@ class Collector:
         places: list[int],
         conditions: tuple[Condition, ...],
         conditioning: Conditioning,
-        window: tuple[int, ...],
+        prefixes: Mapping[int, Tensor] | None,
         clock: Clock,
         queue: ScoringQueue,
     ) -> Samples:
         """Return one batch's samples at their places in the round, and queue them for scoring."""
         with clock.phase("rollout"):
-            samples = rollout(self.policy, conditions, conditioning, window, self.settings.rollout)
+            device = conditioning.target_cameras.device
+            known = None if prefixes is None else torch.stack([prefixes[c.gid].to(device) for c in conditions])
+            windows = self.settings.windows(conditions)
+            samples = rollout(self.policy, conditions, conditioning, windows, self.settings.rollout, known)
             samples = dataclasses.replace(samples, places=torch.tensor(places))
             final_latents = samples.final_latents
             if self.settings.offload:

@@ -1,7 +1,9 @@
 """The denoising loop: from noise to clean latents, recording the stochastic steps.
 
-One loop serves training and evaluation: a step inside `window` adds noise and is recorded with the log-probability of
-its draw; every other step, and so the whole loop when `window` is empty, follows the ODE.
+A sample has three phases: the prefix follows the ODE to the window, each step of the window adds noise and is recorded
+with the log-probability of its draw, and the tail follows the ODE to clean latents. Groups have windows at different
+places, so a batch may hold samples at different noise levels; all samples of a batch take their stochastic steps in
+the same calls, which are the calls that the update repeats. Evaluation has no window: the prefix is all there is.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.maths.keys import generator
+from flow_grpo.maths.multistep import second_order_step
 from flow_grpo.maths.schedule import check_sde_steps
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
 from flow_grpo.models.policy import Policy
@@ -44,12 +47,18 @@ class RolloutSettings:
         sde: noise of the stochastic steps.
         seed: seed of the run.
         same_initial_noise: the copies of a group share their initial noise.
+        tails: (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from;
+            None follows `sigmas` by first-order steps.
+        calls: calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a
+            sharded network that all ranks must call equally often; None makes as many as are needed.
     """
 
     sigmas: Tensor
     sde: SdeSettings
     seed: int
     same_initial_noise: bool = False
+    tails: Tensor | None = None
+    calls: tuple[int, int] | None = None
 
 
 def step_transition(
@@ -57,11 +66,11 @@ def step_transition(
     latents: Tensor,
     conditioning: Conditioning,
     *,
-    sigmas: Tensor | Sequence[float],
-    step: int,
+    sigmas: Tensor,
+    steps: Tensor,
     sde: SdeSettings | None,
 ) -> Transition:
-    """Return the Gaussian that denoising step `step` draws from; with `sde` None its mean is the ODE step.
+    """Return the Gaussian that each sample's denoising step draws from; with `sde` None its mean is the ODE step.
 
     Rollout and update both call this function, so they cannot disagree about a step.
 
@@ -69,18 +78,16 @@ def step_transition(
         policy: predicts the velocity.
         latents: (B, C, F, H, W) fp32 before the step.
         conditioning: B rows.
-        sigmas: S+1 noise levels on the CPU, from 1 to 0.
-        step: which step, 0..S-1.
+        sigmas: (S+1,) noise levels on the CPU, from 1 to 0.
+        steps: (B,) int64 CPU, each sample's step, 0..S-1.
         sde: noise of the step, or None.
     """
-    sigma, sigma_next = float(sigmas[step]), float(sigmas[step + 1])
-    levels = torch.full((len(latents),), sigma, dtype=torch.float32, device=latents.device)
-    velocity = policy.velocity(latents, levels, conditioning)
+    sigma = sigmas[steps]
     return transition(
-        velocity,
+        policy.velocity(latents, sigma.to(latents), conditioning),
         latents,
         sigma,
-        sigma_next,
+        sigmas[steps + 1],
         kind=sde.kind if sde else "ode",
         noise_level=sde.noise_level if sde else 0.0,
         sigma_cap=float(sigmas[1]),
@@ -93,8 +100,9 @@ def rollout(
     policy: Policy,
     conditions: Sequence[Condition],
     conditioning: Conditioning,
-    window: Sequence[int],
+    windows: Sequence[Sequence[int]],
     settings: RolloutSettings,
+    prefixes: Tensor | None = None,
 ) -> Samples:
     """Denoise one batch; the draws depend on (seed, gid, slot) only, never on rank, layout or batch.
 
@@ -102,50 +110,136 @@ def rollout(
         policy: the model being trained.
         conditions: B conditions of one video size.
         conditioning: their B rows as the transformer takes them.
-        window: steps that are stochastic and recorded, rising, within 0..S-2; empty samples the ODE.
+        windows: per sample its K stochastic steps, consecutive, within 0..S-2; without any the ODE is sampled.
         settings: noise levels, SDE and seed.
+        prefixes: (B, C, F, H, W) latents before each sample's window from `prefix`, where they are known.
 
     Returns:
         B samples, whose places are 0..B-1.
 
     Raises:
-        ValueError: a window step is the last step, lies outside the schedule or comes out of order.
+        ValueError: a window holds the last step, lies outside the schedule, has a gap or another length.
     """
-    steps, sigmas = tuple(window), settings.sigmas
-    if steps:
-        check_sde_steps(steps, len(sigmas) - 1)
+    steps = window_rows(windows, settings)
+    count, columns = steps.shape
     shape = policy.latent_shape(conditions)
     device = conditioning.target_cameras.device
-    initial, step_noise = _draw_noise(conditions, shape, len(steps), settings)
-    latents = initial.to(device)
-    states: list[Tensor] = []
-    state_index: list[int] = []
-    log_probs: list[Tensor] = []
-    for step in range(len(sigmas) - 1):
-        if step not in steps:
-            latents = step_transition(policy, latents, conditioning, sigmas=sigmas, step=step, sde=None).mean
-            continue
-        if step - 1 not in steps:
-            states.append(latents)
-        state_index.append(len(states) - 1)
-        gaussian = step_transition(policy, latents, conditioning, sigmas=sigmas, step=step, sde=settings.sde)
-        latents = sample(gaussian, step_noise[:, len(state_index) - 1].to(device))
+    initial, step_noise = _draw_noise(conditions, shape, columns, settings)
+    if prefixes is None:
+        latents = prefix(policy, initial.to(device), conditioning, steps, settings)
+    else:
+        latents = prefixes.to(device)
+    states, log_probs = [latents], []
+    for column in range(columns):
+        gaussian = step_transition(
+            policy, latents, conditioning, sigmas=settings.sigmas, steps=steps[:, column], sde=settings.sde
+        )
+        latents = sample(gaussian, step_noise[:, column].to(device))
         states.append(latents)
         log_probs.append(log_prob(latents, gaussian))
-    rows = len(conditions)
+    if columns:
+        latents = _tail(policy, latents, conditioning, steps[:, -1] + 1, settings)
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
-        places=torch.arange(rows),
+        places=torch.arange(count),
         noise_ids=torch.tensor([[_hash(a), _hash(b)] for a, b in zip(initial, step_noise, strict=True)]),
         conditioning=conditioning,
         trajectory=Trajectory(
-            states=torch.stack(states, dim=1) if states else latents.new_empty((rows, 0, *shape)),
-            log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_empty((rows, 0)),
-            state_index=tuple(state_index),
+            states=torch.stack(states, dim=1) if columns else latents.new_empty((count, 0, *shape)),
+            log_probs=torch.stack(log_probs, dim=1) if columns else latents.new_empty((count, 0)),
             steps=steps,
         ),
         final_latents=latents,
     )
+
+
+def window_rows(windows: Sequence[Sequence[int]], settings: RolloutSettings) -> Tensor:
+    """Return the windows of B samples as (B, K) int64 CPU.
+
+    Raises:
+        ValueError: a window holds the last step, lies outside the schedule, has a gap or another length.
+    """
+    for window in {tuple(window) for window in windows} - {()}:
+        check_sde_steps(window, len(settings.sigmas) - 1)
+        if window[-1] - window[0] != len(window) - 1:
+            raise ValueError(f"window {window} has a gap, must be consecutive steps")
+    if len({len(window) for window in windows}) > 1:
+        raise ValueError(f"windows of a batch have different lengths: {sorted(set(map(tuple, windows)))}")
+    return torch.tensor([list(window) for window in windows], dtype=torch.int64).view(len(windows), -1)
+
+
+@torch.no_grad()
+def prefix(
+    policy: Policy, latents: Tensor, conditioning: Conditioning, steps: Tensor, settings: RolloutSettings
+) -> Tensor:
+    """Return the (B, C, F, H, W) latents before each sample's window, or clean latents where K = 0.
+
+    Args:
+        policy: predicts the velocity.
+        latents: (B, C, F, H, W) initial noise.
+        conditioning: B rows.
+        steps: (B, K) from `window_rows`.
+        settings: noise levels.
+    """
+    last = len(settings.sigmas) - 1
+    counts = steps[:, 0] if steps.shape[1] else torch.full((len(latents),), last)
+    levels = settings.sigmas.expand(len(latents), -1)
+    return _solve(policy, latents, conditioning, levels, counts, calls=settings.calls and settings.calls[0])
+
+
+def _tail(
+    policy: Policy, latents: Tensor, conditioning: Conditioning, starts: Tensor, settings: RolloutSettings
+) -> Tensor:
+    """Return clean latents of samples at noise levels `sigmas[starts]`, starts (B,)."""
+    if settings.tails is not None:
+        levels = settings.tails[starts]
+        counts = torch.full_like(starts, levels.shape[1] - 1)
+        return _solve(policy, latents, conditioning, levels, counts, second_order=True)
+    last = len(settings.sigmas) - 1
+    levels = settings.sigmas[(starts[:, None] + torch.arange(last + 1)).clamp(max=last)]
+    return _solve(policy, latents, conditioning, levels, last - starts, calls=settings.calls and settings.calls[1])
+
+
+def _solve(
+    policy: Policy,
+    latents: Tensor,
+    conditioning: Conditioning,
+    levels: Tensor,
+    counts: Tensor,
+    *,
+    second_order: bool = False,
+    calls: int | None = None,
+) -> Tensor:
+    """Follow the ODE: each sample takes its own number of steps along its own noise levels.
+
+    Args:
+        policy: predicts the velocity.
+        latents: (B, C, F, H, W).
+        conditioning: B rows.
+        levels: (B, n+1) CPU noise levels.
+        counts: (B,) CPU steps of each sample, at most n.
+        second_order: use the previous step's velocity as well; all samples then take equally many steps.
+        calls: calls to make, at least the largest count; those that no sample needs are made and dropped.
+    """
+    previous: Tensor | None = None
+    for step in range(int(counts.max()) if calls is None else calls):
+        rows = (counts > step).nonzero().flatten()
+        everyone, nobody = len(rows) == len(latents), len(rows) == 0
+        if nobody:
+            rows, step = torch.zeros(1, dtype=torch.int64), 0
+        own = latents if everyone else latents[rows.to(latents.device)]
+        sigma, after = levels[rows, step], levels[rows, step + 1]
+        velocity = policy.velocity(own, sigma.to(own), conditioning if everyone else conditioning.rows(rows))
+        if second_order and previous is not None:
+            moved = second_order_step(own, velocity, previous, levels[:, step - 1], sigma, after)
+        else:
+            moved = transition(velocity, own, sigma, after, kind="ode", noise_level=0.0).mean
+        previous = velocity
+        if everyone:
+            latents = moved
+        elif not nobody:
+            latents = latents.index_copy(0, rows.to(latents.device), moved)
+    return latents
 
 
 def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) -> None:
@@ -175,13 +269,15 @@ def _draw_noise(
     conditions: Sequence[Condition], shape: tuple[int, ...], steps: int, settings: RolloutSettings
 ) -> tuple[Tensor, Tensor]:
     """Return CPU fp32 noise: initial (B, *shape) and one per stochastic step (B, steps, *shape)."""
-    initial, step_noise = [], []
-    for condition in conditions:
-        slot = () if settings.same_initial_noise else (condition.slot,)
-        initial.append(torch.randn(shape, generator=generator(settings.seed, "xT", condition.gid, *slot)))
-        own = generator(settings.seed, "sde", condition.gid, condition.slot)
-        step_noise.append(torch.randn((steps, *shape), generator=own))
-    return torch.stack(initial), torch.stack(step_noise)
+    initial = [initial_noise(condition, shape, settings) for condition in conditions]
+    own = [generator(settings.seed, "sde", condition.gid, condition.slot) for condition in conditions]
+    return torch.stack(initial), torch.stack([torch.randn((steps, *shape), generator=draw) for draw in own])
+
+
+def initial_noise(condition: Condition, shape: tuple[int, ...], settings: RolloutSettings) -> Tensor:
+    """Return the CPU fp32 noise of `shape` that a sample starts from."""
+    slot = () if settings.same_initial_noise else (condition.slot,)
+    return torch.randn(shape, generator=generator(settings.seed, "xT", condition.gid, *slot))
 
 
 def _hash(noise: Tensor) -> int:

@@ -9,7 +9,7 @@ the old log-probabilities are recomputed with the micro-batches of the update.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,8 +38,8 @@ class Loss(NamedTuple):
 class Objective(Protocol):
     """The loss of a micro-batch, in one or more passes, each with its own backward."""
 
-    def passes(self, samples: Samples) -> Sequence[int]:
-        """Return the passes over a micro-batch, named by the denoising step that each one replays."""
+    def passes(self, samples: Samples) -> int:
+        """Return the number of passes over a micro-batch."""
         ...
 
     def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> Any:
@@ -91,9 +91,9 @@ class GrpoObjective:
     step_weight: Tensor | None
     train: TrainConfig
 
-    def passes(self, samples: Samples) -> Sequence[int]:
-        """Return the recorded steps."""
-        return samples.trajectory.steps
+    def passes(self, samples: Samples) -> int:
+        """Return the number of recorded steps."""
+        return samples.trajectory.steps.shape[1]
 
     @torch.no_grad()
     def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> OldPolicy:
@@ -106,7 +106,7 @@ class GrpoObjective:
         keep = mode == "rollout" or (mode == "auto" and as_rolled_out)
         if keep and not self.train.guard:
             return OldPolicy(recorded.log_probs)
-        columns = range(len(recorded.steps))
+        columns = range(self.passes(micro))
         current = [self.replay(micro, column) for column in columns]
         fresh = [log_prob(recorded.next_latents(column), current[column]) for column in columns]
         means = torch.stack([transition.mean for transition in current], dim=1) if self.train.guard else None
@@ -120,7 +120,7 @@ class GrpoObjective:
         current = self.replay(micro, number)
         new = log_prob(recorded.next_latents(number), current)
         old = new.detach() if memory.log_probs is None else memory.log_probs[:, number]
-        step = recorded.steps[number]
+        steps = recorded.steps[:, number]
         assert micro.advantages is not None, "advantages are computed before the update"
         terms = grpo_loss(
             new[:, None],
@@ -128,7 +128,7 @@ class GrpoObjective:
             micro.advantages.to(new),
             clip_range=train.clip_range,
             adv_clip=train.adv_clip,
-            step_weight=None if self.step_weight is None else self.step_weight[step : step + 1],
+            step_weight=None if self.step_weight is None else self.step_weight[steps, None],
             guard=_guard_terms(memory, number, current) if train.guard else None,
             kl=None if reference is None else gaussian_kl(current.mean, reference, current.std)[:, None],
             kl_coef=train.kl_coef,
@@ -150,7 +150,7 @@ class GrpoObjective:
             recorded.latents(column),
             micro.conditioning,
             sigmas=self.sigmas,
-            step=recorded.steps[column],
+            steps=recorded.steps[:, column],
             sde=self.sde,
         )
 
@@ -163,4 +163,4 @@ class GrpoObjective:
 
 def _guard_terms(old: OldPolicy, column: int, current: Transition) -> GuardTerms:
     means = current.mean.detach() if old.means is None else old.means[:, column]
-    return GuardTerms(means=current.mean[:, None], old_means=means[:, None], std=current.std)
+    return GuardTerms(means=current.mean[:, None], old_means=means[:, None], std=current.std[:, None])

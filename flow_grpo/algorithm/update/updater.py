@@ -111,7 +111,7 @@ class Updater:
             ]
             for places in self._deal(len(batch), epoch)
         ]
-        passes = len(self.objective.passes(batch.parts[0])) * sum(map(len, steps))
+        passes = self.objective.passes(batch.parts[0]) * sum(map(len, steps))
         return UpdatePlan(steps, passes, self._same_geometry(batch, steps))
 
     def run(
@@ -204,15 +204,15 @@ class Updater:
         for places, known in zip(step, memory, strict=True):
             micro = self._take(batch, places)
             passes = self.objective.passes(micro)
-            for number, denoising_step in enumerate(passes):
-                last = places is step[-1] and number == len(passes) - 1
+            for number in range(passes):
+                last = places is step[-1] and number == passes - 1
                 with averaging_gradients(self.policy.module, now=last) as backward:
                     loss = self.objective.loss(micro, known, number)
                     assert micro.weights is not None
-                    weight = micro.weights.to(loss.terms.per_sample) * (scale / len(passes))
+                    weight = micro.weights.to(loss.terms.per_sample) * (scale / passes)
                     backward((loss.terms.per_sample * weight).sum())
                 stats.add(loss.terms, weight / self.ranks.world_size, loss.drift if before_any_update else None)
-                replayed.append((denoising_step, micro.keys[:, 0]))
+                replayed.append((number, micro.keys[:, 0]))
                 self.on_pass()
         problem = self._not_finite(replayed, stats.ratios[mark:])
         if not problem:
@@ -243,11 +243,11 @@ class Updater:
         found_here = ""
         if not torch.cat(list(ratios)).log().isfinite().all():
             found = [
-                (step, gids[~ratio.log().isfinite().cpu()])
-                for (step, gids), ratio in zip(replayed, ratios, strict=True)
+                (number, gids[~ratio.log().isfinite().cpu()])
+                for (number, gids), ratio in zip(replayed, ratios, strict=True)
             ]
-            step, bad = next((step, bad) for step, bad in found if len(bad))
-            found_here = f"log-ratio is not finite in step {step} of gids {bad.tolist()}"
+            number, bad = next((number, bad) for number, bad in found if len(bad))
+            found_here = f"log-ratio is not finite in pass {number} of gids {bad.tolist()}"
         texts = self.ranks.gather_text(found_here)
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 

@@ -31,15 +31,16 @@ def kolmogorov_smirnov(values: Tensor) -> float:
     return math.sqrt(count) * float(gap)
 
 
-def check_residuals(residuals: Mapping[int, Tensor]) -> Finding:
+def check_residuals(steps: Tensor, residuals: Tensor) -> Finding:
     """Check that the drawn latents follow the Gaussian under which they are scored.
 
     Args:
-        residuals: step -> (next latents - mean) / std, of any shape.
+        steps: (B, K) int64 CPU denoising steps.
+        residuals: (B, K, ...) (next latents - mean) / std.
     """
     said, wrong = [], False
-    for step, values in residuals.items():
-        flat = values.flatten()
+    for step in steps.unique().tolist():
+        flat = residuals[(steps == step).to(residuals.device)].flatten()
         some = flat[:: max(1, flat.numel() // KS_ELEMENTS)].cpu().double()
         count, mean, std = len(some), float(some.mean()), float(some.std(correction=0))
         distance = kolmogorov_smirnov(some)

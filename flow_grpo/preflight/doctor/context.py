@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from flow_grpo.algorithm.evaluate import ConditionSource
-from flow_grpo.algorithm.rollout.collector import SampleSettings
+from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.run_state import Average
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater

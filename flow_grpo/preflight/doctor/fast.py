@@ -138,7 +138,7 @@ def examine_probe(context: DoctorContext, probe: Samples, batch_sizes: Iterable[
             layer = compare(context, probe)
     log_ratios = torch.cat([replays[full].log_ratios, by_grad_mode])
     return [
-        checks.check_residuals(replays[full].residuals),
+        checks.check_residuals(probe.trajectory.steps, replays[full].residuals),
         checks.check_latents_fp32(probe.trajectory.states),
         checks.check_ratio(log_ratios, train.clip_range, train.old_log_prob, exact=context.bit_exact, layer=layer),
         checks.check_ratio_by_batch_size(gaps, train.clip_range, train.batch_size, train.old_log_prob),

@@ -160,11 +160,7 @@ def guard_log_ratios(before: Replay, after: Replay) -> Tensor:
 
     Computed from the means, because in a difference of log-probabilities the bias that the guard removes may dominate.
     """
-    columns = [
-        unit * (old * (old - new)).flatten(1).mean(dim=1).cpu()
-        for unit, old, new in zip(before.units, before.residuals.values(), after.residuals.values(), strict=True)
-    ]
-    return torch.stack(columns, dim=1)
+    return before.units * (before.residuals * (before.residuals - after.residuals)).flatten(2).mean(dim=2).cpu()
 
 
 def examine_transport(context: DoctorContext, batch: TrainingBatch, probe: Replay, gap: float) -> list[Finding]:

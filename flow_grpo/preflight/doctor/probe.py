@@ -17,7 +17,7 @@ from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.data.k_repeat_sampler import SampleKey
-from flow_grpo.maths.sde import log_prob
+from flow_grpo.maths.sde import log_prob, per_sample
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.records import Condition, Samples
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, unwrap
@@ -34,14 +34,14 @@ class Replay:
 
     Attributes:
         log_ratios: (B, K) log-probabilities minus those of the rollout, times `units`.
-        units: (K,) 1, or under GRPO-Guard the step's std: the unit of `train.clip_range`. The guard's bias, which is 0
-            before the first update, is not subtracted.
-        residuals: step -> (B, C, F, H, W): (next latents - mean) / std.
+        units: (B, K) CPU: 1, or under GRPO-Guard the step's std: the unit of `train.clip_range`. The guard's bias,
+            which is 0 before the first update, is not subtracted.
+        residuals: (B, K, C, F, H, W): (next latents - mean) / std.
     """
 
     log_ratios: Tensor
     units: Tensor
-    residuals: dict[int, Tensor]
+    residuals: Tensor
 
 
 def planned_keys(context: DoctorContext) -> list[SampleKey]:
@@ -66,13 +66,14 @@ def roll_out_probe(context: DoctorContext) -> Samples:
         conditions = planned_conditions(context)
         conditioning = context.policy.encode(conditions)
     with context.ranks.sync_errors("the rollout"):
-        return rollout(context.policy, conditions, conditioning, *truncated_rollout(context))
+        windows = context.sampling.windows(conditions)
+        return rollout(context.policy, conditions, conditioning, windows, truncated_rollout(context))
 
 
-def truncated_rollout(context: DoctorContext) -> tuple[tuple[int, ...], RolloutSettings]:
-    """Return the stochastic steps, and settings whose schedule ends one step after the last of them."""
-    window, settings = context.sampling.window(context.epoch), context.sampling.rollout
-    return window, dataclasses.replace(settings, sigmas=settings.sigmas[: window[-1] + 3])
+def truncated_rollout(context: DoctorContext) -> RolloutSettings:
+    """Return settings whose schedule ends one step after the last stochastic one of any group."""
+    settings = context.sampling.rollout
+    return dataclasses.replace(settings, sigmas=settings.sigmas[: context.sampling.last_step + 3], tails=None)
 
 
 def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: bool | None = None) -> Replay:
@@ -85,28 +86,24 @@ def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: 
         gradients: whether to build the graph, as the update does. By default only in calls of at most as many rows as
             the update's: the device may not have memory for more.
     """
-    ratios, units, residuals = [], [], []
+    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = []
     for positions in (torch.arange(max(rows, len(samples))) % len(samples)).split(rows):
         micro = samples.rows(positions)
-        scored = [_scored(objective, micro, column, gradients) for column in range(len(micro.trajectory.steps))]
-        ratios.append(torch.stack([ratio for ratio, _, _ in scored], dim=1))
-        units.append(torch.tensor([unit for _, unit, _ in scored]))
-        residuals.append([drawn for *_, drawn in scored])
-    by_step = [torch.cat(drawn)[: len(samples)] for drawn in zip(*residuals, strict=True)]
-    steps = samples.trajectory.steps
-    return Replay(torch.cat(ratios)[: len(samples)], units[0], dict(zip(steps, by_step, strict=True)))
+        parts.append([_scored(objective, micro, column, gradients) for column in range(objective.passes(micro))])
+    fields = ([torch.stack([step[field] for step in part], dim=1) for part in parts] for field in range(3))
+    return Replay(*(torch.cat(values)[: len(samples)] for values in fields))
 
 
 def _scored(
     objective: GrpoObjective, micro: Samples, column: int, gradients: bool | None
-) -> tuple[Tensor, float, Tensor]:
-    """Return one step's log-ratios, their unit and its residuals; its graph is freed on return."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one step's (b,) log-ratios, their (b,) units and its residuals; its graph is freed on return."""
     with _grad_mode(objective, len(micro), gradients):
         step = objective.replay(micro, column)
     after = micro.trajectory.next_latents(column)
-    unit = float(step.std) if objective.train.guard else 1.0
+    unit = step.std if objective.train.guard else torch.ones_like(step.std)
     ratio = unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column])
-    return ratio, unit, ((after - step.mean) / step.std).detach()
+    return ratio, unit.cpu(), ((after - step.mean) / per_sample(step.std, after)).detach()
 
 
 @contextlib.contextmanager
@@ -136,12 +133,13 @@ def grad_mode_gap(objective: GrpoObjective, samples: Samples, log_ratios: Tensor
 def layer_differing_from_rollout(context: DoctorContext, probe: Samples) -> str:
     """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
     network, conditions = unwrap(context.policy.module), planned_conditions(context)
-    window, settings = truncated_rollout(context)
+    windows, settings = context.sampling.windows(conditions), truncated_rollout(context)
     with recorded_layers(network) as rollout_calls:
-        rollout(context.policy, conditions, probe.conditioning, window, settings)
+        rollout(context.policy, conditions, probe.conditioning, windows, settings)
     with recorded_layers(network) as replay_calls, _grad_mode(context.objective, len(probe)):
         context.objective.replay(probe, 0)
-    return first_difference(rollout_calls[window[0]], replay_calls[0])
+    prefix_calls = settings.calls[0] if settings.calls else int(probe.trajectory.steps[:, 0].max())
+    return first_difference(rollout_calls[prefix_calls], replay_calls[0])
 
 
 def layer_differing_by_grad_mode(context: DoctorContext, probe: Samples) -> str:

@@ -16,7 +16,7 @@ from flow_grpo.maths.sde import coefficients
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, failed, finding
 
-EPOCHS = 16  # epochs whose stochastic steps are checked
+GROUPS = 64  # groups whose stochastic steps are checked
 MAX_STD = 1.0  # of a step, in units of the latents: more than the noise at sigma = 1 destroys the video
 MAX_EXCESS = 0.25  # noise above the level the network is told; Flow-SDE at 0.7 still works with 0.24
 VANISHING = 1e-4  # factor on the noise level for the ODE limit; the step's mean depends on its square
@@ -55,7 +55,7 @@ class Step:
 def examine_schedule(context: DoctorContext) -> list[Finding]:
     """Return the findings of this module; collective call: every rank must call it."""
     objective, allowed = context.objective, context.config.sample.sde_steps
-    windows = [context.sampling.window(epoch) for epoch in range(context.epoch, context.epoch + EPOCHS)]
+    windows = [context.sampling.window_of(gid) for gid in range(GROUPS)]
     findings = [check_steps(objective.sigmas, allowed, objective.sde, objective.step_weight)]
     if not failed(findings):
         findings.append(check_ode_limit(objective.sigmas, allowed, objective.sde))
@@ -65,9 +65,9 @@ def examine_schedule(context: DoctorContext) -> list[Finding]:
         equal_on_ranks(
             "window_on_ranks",
             str(windows),
-            f"stochastic steps of {EPOCHS} epochs, first {windows[0]},",
+            f"stochastic steps of {GROUPS} groups, first {windows[0]},",
             context.ranks,
-            "draw them from (seed, epoch) only: the copies of a group must share them",
+            "draw them from (seed, gid) only: the copies of a group must share them",
         ),
     ]
 
@@ -125,7 +125,7 @@ def check_ode_limit(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings) -> F
     quiet = dataclasses.replace(sde, noise_level=VANISHING * sde.noise_level)
     worst = 0.0
     for step in steps:
-        drawn = step_transition(policy, latents, policy, sigmas=sigmas, step=step, sde=quiet)
+        drawn = step_transition(policy, latents, policy, sigmas=sigmas, steps=torch.tensor([step]), sde=quiet)
         fall = float(sigmas[step + 1]) - float(sigmas[step])
         worst = max(worst, float((drawn.mean - latents - fall * velocity).abs()))
     said = f"with vanishing noise {len(steps)} steps differ from the ODE's by {worst:.1g}, bound {ODE_TOLERANCE:.0e}"
@@ -134,13 +134,13 @@ def check_ode_limit(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings) -> F
 
 
 def check_window(windows: Sequence[Sequence[int]], allowed: Sequence[int], num_steps: int) -> list[Finding]:
-    """Check the stochastic steps of some epochs: inside the schedule and `sde_steps`, and never the last step."""
+    """Check the stochastic steps of some groups: inside the schedule and `sde_steps`, and never the last step."""
     steps = sorted({step for window in windows for step in window})
     outside = [step for step in steps if not 0 <= step < num_steps or step not in allowed]
     last = num_steps - 1 in steps
     wrong = "" if steps and not outside else f"steps {outside} are not in sample.sde_steps={tuple(allowed)}"
     no_density = f"keep sample.sde_steps within 0..{num_steps - 2}: the last step has no density" if last else ""
     return [
-        finding("window", f"steps {steps} of 0..{num_steps - 1} over {len(windows)} epochs", fail=wrong),
+        finding("window", f"steps {steps} of 0..{num_steps - 1} over {len(windows)} groups", fail=wrong),
         finding("last_step", f"step {num_steps - 1} is {'trained' if last else 'deterministic'}", fail=no_density),
     ]
