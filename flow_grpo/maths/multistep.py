@@ -25,7 +25,7 @@ def second_order_step(
         sigma: (B,) CPU noise level of this step, below `before`.
         after: (B,) CPU noise level to reach, below `sigma`.
     """
-    before, sigma, after = before.double(), sigma.double(), after.double()
+    before, sigma, after = before.cpu().double(), sigma.cpu().double(), after.cpu().double()
     length = after - sigma
     ratio = length / (sigma - before)
     now = per_sample(length * (1 + ratio / 2), latents)

@@ -142,7 +142,8 @@ def test_forwards_are_counted_per_sample_and_summed_over_epochs_resumed_runs_inc
     assert counted == [each, each + 4 / 8]  # a probe of 4 samples, because the evaluation is due
     longer = a_trainer(num_epochs=3)
     longer.state.restore(tmp_path / "checkpoints" / "checkpoint_000002", ranks=Ranks())
-    run(longer)
+    for epoch in longer.epochs():
+        train_epoch(longer, epoch)
     assert metrics_of(tmp_path)[-1]["system/forward_equivalents"] == 8 * (3 * each + 4 / 8)
 
 
