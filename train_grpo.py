@@ -31,7 +31,6 @@ from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import Ema
@@ -134,7 +133,6 @@ def examine(trainer: Trainer) -> None:
 def doctor_context(trainer: Trainer) -> DoctorContext:
     """Return the parts of a run that the doctor examines."""
     collector, updater, state = trainer.collector, trainer.updater, trainer.state
-    assert isinstance(updater.objective, GrpoObjective)
 
     def sample_epoch() -> tuple[TrainingBatch, float]:
         batches = trainer.sample()

@@ -144,6 +144,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path)
 
 
 @pytest.mark.timeout(300)
+def test_learning_on_the_forward_process_from_deterministic_samples_resumes_bit_by_bit(places, tmp_path):
+    given = {"train__objective": "forward", "sample__sde": "ode", "train__updates_per_epoch": 2}
+    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=3, **given)) == 0
+    for epochs in (1, 3):
+        assert train_grpo.main(words(places, tmp_path / "parts", num_epochs=epochs, resume="auto", **given)) == 0
+    assert_equal_state(newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run"))
+    rows = [row for row in metrics_of(tmp_path / "whole" / "run") if "policy/ratio_mean" in row]
+    assert all(row["policy/ratio_first_max_abs_log"] == 0 and row["train/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.timeout(300)
 def test_scoring_concurrently_with_the_rollouts_changes_no_number(places, tmp_path):
     runs = {}
     for overlap in ("true", "false"):

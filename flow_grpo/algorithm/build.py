@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
-from flow_grpo.algorithm.run_state import RunState
-from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.algorithm.run_state import Average, RunState
+from flow_grpo.algorithm.update.matching import MatchingObjective
+from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.exclude import read_verdicts, settings_of
@@ -78,7 +80,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
     sample = config.sample
     tails = tail_levels(sample.num_steps, sample.shift, sample.tail_steps) if sample.tail_steps else None
     calls = None
-    if config.train.sharding == "fsdp2":
+    if config.train.sharding == "fsdp2" and sample.sde != "ode":
         blocks = windows(sample.sde_steps, sample.sde_window)
         calls = max(block[0] for block in blocks), sample.num_steps - 1 - min(block[-1] for block in blocks)
     return RolloutSettings(
@@ -87,6 +89,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
         seed=config.seed,
         same_initial_noise=sample.same_initial_noise,
         tails=tails,
+        record=config.train.objective == "grpo",
         calls=calls,
     )
 
@@ -134,9 +137,12 @@ def build_dynamic_sampling(
     )
 
 
-def build_objective(config: Config, policy: Policy) -> GrpoObjective:
-    """Return the GRPO objective with the recipe's step weights."""
+def build_objective(config: Config, policy: Policy, ema: Average | None = None) -> Objective:
+    """Return the recipe's objective; `ema` is the moving average that `train.trust_coef` pulls to."""
     train, rollout = config.train, rollout_settings(config)
+    if train.objective == "forward":
+        average = contextlib.nullcontext if ema is None else ema.applied
+        return MatchingObjective(policy, config.sample.shift, config.seed, train, average)
     weights = step_weights(
         "inverse_delta" if train.guard else train.step_weight,
         rollout.sigmas,
@@ -152,7 +158,7 @@ def build_updater(config: Config, policy: Policy, state: RunState, progress: Pro
     """Return the updater."""
     return Updater(
         policy,
-        build_objective(config, policy),
+        build_objective(config, policy, state.ema),
         state.optimizer,
         UpdateSettings(config.sample.train_batch_size, config.seed, config.train),
         ranks,

@@ -26,7 +26,6 @@ def batch_view(batch: ScoredBatch, sigmas: Tensor, weights: dict[str, float]) ->
         weights: reward name -> weight, for the weighted sum `rewards["avg"]` (B,) over the valid rewards.
     """
     samples, trajectory = batch.samples, batch.samples.trajectory
-    columns = range(trajectory.steps.shape[1])
     rewards = {name: result.values for name, result in batch.rewards.items()}
     return {
         "prompts": [condition.prompt for condition in batch.conditions],
@@ -34,8 +33,8 @@ def batch_view(batch: ScoredBatch, sigmas: Tensor, weights: dict[str, float]) ->
         "source_latents": samples.conditioning.source_latents,
         "target_cameras": samples.conditioning.target_cameras,
         "timesteps": 1000 * sigmas[trajectory.steps],
-        "latents": torch.stack([trajectory.latents(column) for column in columns], dim=1),
-        "next_latents": torch.stack([trajectory.next_latents(column) for column in columns], dim=1),
+        "latents": trajectory.states[:, :-1],
+        "next_latents": trajectory.states[:, 1:],
         "log_probs": trajectory.log_probs,
         "rewards": {**rewards, "avg": average_reward(batch, weights)},
     }

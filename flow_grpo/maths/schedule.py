@@ -26,8 +26,12 @@ def flow_sigmas(num_steps: int, shift: float) -> Tensor:
         raise ValueError(f"num_steps is {num_steps}, must be at least 1")
     if not 0 < shift < float("inf"):
         raise ValueError(f"shift is {shift}, must be > 0 and finite")
-    u = 1 - torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
-    return (shift * u / (1 + (shift - 1) * u)).float()
+    return shifted(1 - torch.arange(num_steps + 1, dtype=torch.float64) / num_steps, shift).float()
+
+
+def shifted(u: Tensor, shift: float) -> Tensor:
+    """Return the noise levels of times u in [0, 1] before the shift, 1 is noise."""
+    return shift * u / (1 + (shift - 1) * u)
 
 
 def check_sde_steps(sde_steps: Sequence[int], num_steps: int) -> None:
@@ -95,7 +99,7 @@ def tail_levels(num_steps: int, shift: float, tail_steps: int) -> Tensor:
         raise ValueError(f"tail_steps is {tail_steps}, must be at least 1")
     left = 1 - torch.arange(num_steps + 1, dtype=torch.float64)[:, None] / num_steps
     u = left * (1 - torch.arange(tail_steps + 1, dtype=torch.float64) / tail_steps)
-    levels = (shift * u / (1 + (shift - 1) * u)).float()
+    levels = shifted(u, shift).float()
     levels[:, 0] = sigmas
     return levels
 

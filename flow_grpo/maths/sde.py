@@ -187,7 +187,7 @@ def log_prob(next_latents: Tensor, step: Transition) -> Tensor:
         raise ValueError("std of the step is 0, must be > 0: a step without noise has no density and is never trained")
     drawn = next_latents.detach().to(step.mean.dtype)
     residual = (drawn - step.mean) / per_sample(step.std, step.mean)
-    return -0.5 * _element_mean(residual.square()) - step.std.log() - HALF_LOG_2PI
+    return -0.5 * element_mean(residual.square()) - step.std.log() - HALF_LOG_2PI
 
 
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
     """
     _check_same_shape(mean, reference_mean, "mean", "reference_mean")
     difference = (mean - reference_mean.detach()) / per_sample(std, mean)
-    return 0.5 * _element_mean(difference.square())
+    return 0.5 * element_mean(difference.square())
 
 
 def _check_parameters(kind: str, noise_level: float, max_step_std: float | None) -> None:
@@ -295,6 +295,6 @@ def _like(scalar: Tensor, latents: Tensor) -> Tensor:
     return scalar.to(dtype).to(latents.device)
 
 
-def _element_mean(values: Tensor) -> Tensor:
+def element_mean(values: Tensor) -> Tensor:
     """Return the (B,) mean over all but the first dimension."""
     return values.reshape(values.shape[0], -1).mean(dim=1)

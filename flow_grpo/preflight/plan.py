@@ -114,7 +114,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     calls = sample.num_batches_per_epoch * longest_rollout(config)
     replays = _steps(config) * sample.expanded_batch_size / train.batch_size
     # Forwards without gradients per replay: the reference policy, and recomputed old log-probabilities.
-    extra = (train.kl_coef > 0) + _recomputes_old_log_probs(config)
+    extra = (train.kl_coef > 0) + _recomputes_old_log_probs(config) + _follows_average(config)
     passes = 3 + model.gradient_checkpointing + extra  # a backward costs two forwards, recomputation one more
     forward_flops = rollout.forward_flops / sample.train_batch_size
     seconds = (
@@ -176,23 +176,44 @@ def count_decoding(policy: FakePolicy, latents: tuple[int, int, int, int]) -> fl
 
 
 def _steps(config: Config) -> int:
-    return config.sample.sde_window or len(config.sample.sde_steps)
+    """Return the passes of an update over a sample."""
+    return config.train.forward_levels if config.train.objective == "forward" else _window(config)
+
+
+def _window(config: Config) -> int:
+    """Return the stochastic steps of a sample."""
+    sample = config.sample
+    return 0 if sample.sde == "ode" else sample.sde_window or len(sample.sde_steps)
+
+
+def _follows_average(config: Config) -> bool:
+    """Return whether a pass of the update calls the network with averaged weights as well."""
+    return config.train.objective == "forward" and config.train.trust_coef > 0
 
 
 def rollout_steps(config: Config) -> float:
     """Return the denoising steps of a sample, a shared prefix divided by the copies, on average over the windows."""
     sample = config.sample
+    if sample.sde == "ode":
+        return float(sample.num_steps)
     blocks = windows(sample.sde_steps, sample.sde_window)
     prefix = sum(block[0] for block in blocks) / len(blocks)
     tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
-    return prefix / (sample.k if sample.share_prefix else 1) + _steps(config) + tail
+    return prefix / (sample.k if sample.share_prefix else 1) + _window(config) + tail
 
 
 def longest_rollout(config: Config) -> int:
     """Return the calls of a batch that holds groups with the first and with the last window."""
     sample = config.sample
+    if sample.sde == "ode":
+        return sample.num_steps
     blocks = windows(sample.sde_steps, sample.sde_window)
-    return blocks[-1][0] + _steps(config) + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1])
+    return blocks[-1][0] + _window(config) + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1])
+
+
+def _states(config: Config) -> int:
+    """Return how many latents a sample keeps of its stochastic steps."""
+    return _window(config) + 1 if config.train.objective == "grpo" else 0
 
 
 def _sent_prefixes(config: Config, devices: int, latents: tuple[int, int, int, int]) -> float:
@@ -207,6 +228,8 @@ def _sent_prefixes(config: Config, devices: int, latents: tuple[int, int, int, i
 def _recomputes_old_log_probs(config: Config) -> bool:
     """Return whether the update recomputes old log-probabilities, one more call per replay, with one video size."""
     train, sample = config.train, config.sample
+    if train.objective == "forward":
+        return train.old_log_prob == "recompute" or train.updates_per_epoch > 1
     other_batches = train.batch_size != sample.train_batch_size
     return train.guard or train.old_log_prob == "recompute" or (train.old_log_prob == "auto" and other_batches)
 
@@ -250,7 +273,7 @@ def _memory(
     elements = latents[0] * latents[1] * latents[2] * latents[3]
     prompts = 1 if sample.guidance_scale == 1.0 else 2
     prompt = prompts * model.max_prompt_tokens * transformer_config(model.path)["text_dim"]
-    one = 4 * (elements * (_steps(config) + 2) + prompt)  # states before and after the steps; the source's latents
+    one = 4 * (elements * (_states(config) + 2) + prompt)  # with the final and the source's latents
     offloaded = sample.offload or config.dynamic_sampling.enabled
     trajectories = one * sample.expanded_batch_size
     on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)

@@ -27,6 +27,7 @@ def check(config: Config) -> None:
     _check_signal(config)
     _check_gold(config)
     _check_dynamic_sampling(config)
+    _check_objective(config)
     _check_update(config)
     _check_sharding(config)
     _check_counts_and_waits(config)
@@ -75,13 +76,15 @@ def _check_steps(config: Config) -> None:
     if steps[0] < 0 or steps[-1] > last:
         text = f"must lie in 0..{last} with sample.num_steps={sample.num_steps}: the last step is never stochastic"
         raise refusal("sample.sde_steps", steps, f"{text}; drop the steps outside or raise sample.num_steps")
+    if sample.sde == "ode":
+        return
     try:
         windows(steps, sample.sde_window)
     except ValueError as error:
         text = f"must cut sample.sde_steps into blocks of consecutive steps: {error}; pass --config.sample.sde_window=1"
         raise refusal("sample.sde_window", sample.sde_window, text) from None
     if sample.share_prefix and not sample.same_initial_noise:
-        text = "needs copies that start alike; pass --config.sample.same_initial_noise=true"
+        text = "needs copies that share their initial noise; pass --config.sample.same_initial_noise=true"
         raise refusal("sample.share_prefix", True, text)
     if sample.share_prefix and config.train.sharding == "fsdp2":
         text = "leaves ranks with different numbers of calls, which train.sharding='fsdp2' does not allow"
@@ -91,6 +94,8 @@ def _check_steps(config: Config) -> None:
 def _check_noise(config: Config) -> None:
     """Raise ConfigError for SDE steps that are no valid Gaussian at this noise level, see `sde.coefficients`."""
     sample = config.sample
+    if sample.sde == "ode":
+        return
     sigmas = flow_sigmas(sample.num_steps, sample.shift)
     for step in sample.sde_steps:
         try:
@@ -171,6 +176,29 @@ def _check_dynamic_sampling(config: Config) -> None:
             "will accept groups whose advantages are mostly rounding error; raise reward.flat_eps",
             stacklevel=2,
         )
+
+
+def _check_objective(config: Config) -> None:
+    train, sample = config.train, config.sample
+    if train.objective == "grpo":
+        if sample.sde == "ode":
+            text = "leaves train.objective='grpo' no stochastic step to learn from; pass --config.sample.sde=flow"
+            raise refusal("sample.sde", "ode", f"{text} or --config.train.objective=forward")
+        return
+    if sample.sde == "ode" and sample.same_initial_noise:
+        text = "makes the copies of a group equal with sample.sde='ode'; pass --config.sample.same_initial_noise=false"
+        raise refusal("sample.same_initial_noise", True, text)
+    if train.trust_coef > 0 and train.ema_decay == 0:
+        text = "needs averaged weights; pass --config.train.ema_decay=0.9, or --config.train.trust_coef=0"
+        raise refusal("train.trust_coef", train.trust_coef, text)
+    if train.guard or train.step_weight != "none":
+        name = "guard" if train.guard else "step_weight"
+        usual = "false" if train.guard else "none"
+        text = f"belongs to train.objective='grpo'; pass --config.train.{name}={usual}"
+        raise refusal(f"train.{name}", getattr(train, name), text)
+    if train.old_log_prob == "rollout":
+        text = "is not known from the rollout with train.objective='forward'; pass --config.train.old_log_prob=auto"
+        raise refusal("train.old_log_prob", "rollout", text)
 
 
 def _check_update(config: Config) -> None:

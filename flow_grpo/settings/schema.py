@@ -114,7 +114,9 @@ class SampleConfig(Section):
     num_batches_per_epoch: Int = knob(2, "batches per rank and epoch", ge=1)
     num_steps: Int = knob(16, "S, denoising steps of a rollout", ge=2, le=1000)  # the model's time has 1000 ticks
     shift: Float = knob(5.0, "time shift of the noise schedule; ReCamMaster was trained and is sampled with 5", gt=0)
-    sde: Literal["flow", "constant", "linear", "cps"] = knob("constant", "noise form of a stochastic step (maths/sde)")
+    sde: Literal["flow", "constant", "linear", "cps", "ode"] = knob(
+        "constant", "noise form of a stochastic step (maths/sde); ode has none, for train.objective='forward'"
+    )
     noise_level: Float = knob(0.3, "strength of that noise, in the unit of sde", gt=0)
     max_step_std: Float | None = knob(None, "upper bound of one step's standard deviation; none for no bound", gt=0)
     sde_steps: Steps = knob((1, 2, 3, 4, 5, 6), "denoising steps out of 0..S-2 that may be stochastic")
@@ -206,6 +208,16 @@ class DynamicSamplingConfig(Section):
 class TrainConfig(Section):
     """How the policy is updated."""
 
+    objective: Literal["grpo", "forward"] = knob(
+        "grpo", "what an update minimises: clipped ratios of stochastic steps | advantage-weighted flow matching"
+    )
+    forward_levels: Int = knob(2, "noise levels at which objective 'forward' trains a sample", ge=1)
+    forward_range: Float = knob(
+        0.3, "share of the schedule, from noise on, that objective 'forward' draws noise levels from", gt=0, le=1
+    )
+    trust_coef: Float = knob(
+        0.1, "in objective 'forward', weight of the squared distance to the averaged weights' velocity", ge=0
+    )
     batch_size: Int = knob(2, "samples per rank and micro-batch of the update; gradients are accumulated", ge=1)
     sharding: Literal["ddp", "zero2", "fsdp2"] = knob(
         "ddp", "replicated | DeepSpeed ZeRO-2: gradients and moments sharded | FSDP2: weights as well"

@@ -49,6 +49,7 @@ class RolloutSettings:
         same_initial_noise: the copies of a group share their initial noise.
         tails: (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from;
             None follows `sigmas` by first-order steps.
+        record: keep the stochastic steps for the update; without, `Trajectory` is empty.
         calls: calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a
             sharded network that all ranks must call equally often; None makes as many as are needed.
     """
@@ -58,6 +59,7 @@ class RolloutSettings:
     seed: int
     same_initial_noise: bool = False
     tails: Tensor | None = None
+    record: bool = True
     calls: tuple[int, int] | None = None
 
 
@@ -135,8 +137,9 @@ def rollout(
             policy, latents, conditioning, sigmas=settings.sigmas, steps=steps[:, column], sde=settings.sde
         )
         latents = sample(gaussian, step_noise[:, column].to(device))
-        states.append(latents)
-        log_probs.append(log_prob(latents, gaussian))
+        if settings.record:
+            states.append(latents)
+            log_probs.append(log_prob(latents, gaussian))
     if columns:
         latents = _tail(policy, latents, conditioning, steps[:, -1] + 1, settings)
     return Samples(
@@ -145,9 +148,9 @@ def rollout(
         noise_ids=torch.tensor([[_hash(a), _hash(b)] for a, b in zip(initial, step_noise, strict=True)]),
         conditioning=conditioning,
         trajectory=Trajectory(
-            states=torch.stack(states, dim=1) if columns else latents.new_empty((count, 0, *shape)),
-            log_probs=torch.stack(log_probs, dim=1) if columns else latents.new_empty((count, 0)),
-            steps=steps,
+            states=torch.stack(states, dim=1) if log_probs else latents.new_empty((count, 0, *shape)),
+            log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_empty((count, 0)),
+            steps=steps if log_probs else steps[:, :0],
         ),
         final_latents=latents,
     )

@@ -30,7 +30,9 @@ class SampleSettings:
     overlap: bool = True
 
     def window_of(self, gid: int) -> tuple[int, ...]:
-        """Return the stochastic steps of a group, the same on every rank."""
+        """Return the stochastic steps of a group, the same on every rank; none where the ODE is sampled."""
+        if self.rollout.sde.kind == "ode":
+            return ()
         return window_of(gid, windows(self.sample.sde_steps, self.sample.sde_window), seed=self.rollout.seed)
 
     def windows(self, conditions: Sequence[Condition]) -> list[tuple[int, ...]]:

@@ -59,6 +59,10 @@ class Objective(Protocol):
         """Return (b,) log-ratios of the first pass against `memory`, in nats per latent element."""
         ...
 
+    def with_settings(self, train: TrainConfig) -> Objective:
+        """Return the objective with other learning settings."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class OldPolicy:
@@ -141,6 +145,10 @@ class GrpoObjective:
         new = log_prob(micro.trajectory.next_latents(0), self.replay(micro, 0))
         old = micro.trajectory.log_probs if memory.log_probs is None else memory.log_probs
         return new - old[:, 0]
+
+    def with_settings(self, train: TrainConfig) -> GrpoObjective:
+        """Return the objective with other learning settings."""
+        return dataclasses.replace(self, train=train)
 
     def replay(self, micro: Samples, column: int) -> Transition:
         """Return the Gaussian of recorded step `column` with the current weights."""

@@ -11,7 +11,7 @@ import torch
 from flow_grpo.algorithm.evaluate import ConditionSource
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.run_state import Average
-from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.policy import Policy
@@ -35,7 +35,7 @@ class DoctorContext:
         sampler: plans which conditions each rank samples.
         rewards: the reward set of training.
         sampling: noise levels and stochastic steps of the rollout.
-        objective: replays stochastic steps and gives their loss.
+        objective: gives the loss; checks of replayed steps are those of `grpo`.
         updater: takes the gradient steps of that objective.
         ema: moving average of the trained weights, or None.
         epoch: the epoch that training starts with.
@@ -52,11 +52,16 @@ class DoctorContext:
     sampler: DistributedKRepeatSampler
     rewards: RewardSet
     sampling: SampleSettings
-    objective: GrpoObjective
+    objective: Objective
     updater: Updater
     ema: Average | None
     epoch: int
     sample_epoch: Callable[[], tuple[TrainingBatch, float]]
+
+    @property
+    def grpo(self) -> GrpoObjective | None:
+        """The objective where it replays recorded steps, else None."""
+        return self.objective if isinstance(self.objective, GrpoObjective) else None
 
     @property
     def bit_exact(self) -> bool:

@@ -7,14 +7,17 @@ may run on another machine.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.models.adapters import adapted_modules, trained_parameters
 from flow_grpo.preflight.doctor import checks
 from flow_grpo.preflight.doctor.context import DoctorContext
@@ -81,7 +84,12 @@ def examine(context: DoctorContext, batch_sizes: Iterable[int] = ()) -> list[Fin
         return findings
     way_out = "training itself would stop here: fix what the message names"
     with errors_as_finding("rollout", findings, context.ranks, way_out):
-        findings += examine_probe(context, roll_out_probe(context), batch_sizes)
+        probe = roll_out_probe(context)
+        if context.grpo is None:
+            findings += examine_matching(context, probe)
+        else:
+            findings += examine_probe(context, context.grpo, probe, batch_sizes)
+        findings.append(examine_noise(context, probe))
     return merge_over_ranks(findings, context.ranks)
 
 
@@ -116,7 +124,21 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return found.hexdigest()
 
 
-def examine_probe(context: DoctorContext, probe: Samples, batch_sizes: Iterable[int]) -> list[Finding]:
+def examine_matching(context: DoctorContext, probe: Samples) -> list[Finding]:
+    """Check that a loss without recorded steps repeats itself; collective call: every rank must call it."""
+    rows = probe.rows(slice(0, context.config.train.batch_size))
+    micro = dataclasses.replace(rows, advantages=torch.ones(len(rows)), weights=torch.ones(len(rows)))
+    memory: Any = {}
+    with context.ranks.sync_errors("the loss"), torch.no_grad():
+        first, again = (context.objective.loss(micro, memory, 0) for _ in range(2))
+    ratios = torch.stack([first.drift, again.drift], dim=1)
+    clip_range = context.config.train.clip_range
+    return [checks.check_ratio(ratios, clip_range, "recompute", exact=context.bit_exact, layer="")]
+
+
+def examine_probe(
+    context: DoctorContext, objective: GrpoObjective, probe: Samples, batch_sizes: Iterable[int]
+) -> list[Finding]:
     """Check a rolled-out batch against its replays; collective call: every rank must call it.
 
     Raises:
@@ -125,8 +147,8 @@ def examine_probe(context: DoctorContext, probe: Samples, batch_sizes: Iterable[
     train, ranks, full = context.config.train, context.ranks, len(probe)
     rows = sorted({train.batch_size, full, *(n for n in batch_sizes if n <= full)})
     with ranks.sync_errors("the replay"):
-        replays = {n: replay(context.objective, probe, n) for n in rows}
-        by_grad_mode = grad_mode_gap(context.objective, probe, replays[train.batch_size].log_ratios)
+        replays = {n: replay(objective, probe, n) for n in rows}
+        by_grad_mode = grad_mode_gap(objective, probe, replays[train.batch_size].log_ratios)
     gaps = {n: _largest(found.log_ratios) for n, found in replays.items()}
     bound = checks.ratio_bound(train.clip_range, exact=context.bit_exact)
     worst = ranks.all_gather(torch.tensor([[gaps[full], _largest(by_grad_mode)]])).amax(dim=0)
@@ -135,14 +157,13 @@ def examine_probe(context: DoctorContext, probe: Samples, batch_sizes: Iterable[
     if not (worst <= bound).all():
         with ranks.sync_errors("the comparison of layers"):
             compare = layer_differing_by_grad_mode if worst[0] <= bound else layer_differing_from_rollout
-            layer = compare(context, probe)
+            layer = compare(context, objective, probe)
     log_ratios = torch.cat([replays[full].log_ratios, by_grad_mode])
     return [
         checks.check_residuals(probe.trajectory.steps, replays[full].residuals),
         checks.check_latents_fp32(probe.trajectory.states),
         checks.check_ratio(log_ratios, train.clip_range, train.old_log_prob, exact=context.bit_exact, layer=layer),
         checks.check_ratio_by_batch_size(gaps, train.clip_range, train.batch_size, train.old_log_prob),
-        examine_noise(context, probe),
     ]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.sde import gaussian_kl
 from flow_grpo.models.adapters import trained_parameters
@@ -76,20 +77,24 @@ def examine_epoch(context: DoctorContext, updates_per_epoch: int) -> list[Findin
         RuntimeError: on every rank, for anything that ends an epoch.
     """
     updater, train = context.updater, context.config.train
-    probe = roll_out_probe(context)
-    before = replay(context.objective, probe, train.batch_size)
-    kl_before = kl_and_gradient(context, probe)[0]
+    objective = context.grpo
+    if objective is not None:
+        probe = roll_out_probe(context)
+        before = replay(objective, probe, train.batch_size)
+        kl_before = kl_and_gradient(context, objective, probe)[0]
     groups, batch = sample_groups(context)
     findings = [groups]
     with logged_gradients(context) as gradients:
         metrics = [update(updater, batch, 0)]
-        findings.append(examine_clip(context, probe, before, updates_per_epoch))
-        findings.append(examine_kl(context, probe, kl_before))
+        if objective is not None:
+            findings.append(examine_clip(context, objective, probe, before, updates_per_epoch))
+            findings.append(examine_kl(context, objective, probe, kl_before))
         metrics += [update(unclipped(context), batch, number) for number in range(1, UPDATES)]
     if any(row["train/bad_steps"] for row in metrics):
         way_out = "lower train.learning_rate or sample.noise_level, or compute in fp32 (model.dtype)"
         return [*findings, finding("update", "a loss or a gradient was not finite, see above", fail=way_out)]
-    findings += examine_transport(context, batch, before, metrics[0]["policy/ratio_first_max_abs_log"])
+    if objective is not None:
+        findings += examine_transport(context, batch, before, metrics[0]["policy/ratio_first_max_abs_log"])
     findings += examine_gradients(context, gradients)
     norms = [row["train/grad_norm"] for row in metrics]
     way_out = "no gradient reaches the weights: check train.step_weight and model.trained"
@@ -141,16 +146,18 @@ def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, floa
 
 def unclipped(context: DoctorContext) -> Updater:
     """Return an updater with a ratio of 1 everywhere: samples beyond the clip range would have no gradient."""
-    train = dataclasses.replace(context.objective.train, old_log_prob="detach")
+    train = dataclasses.replace(context.config.train, old_log_prob="detach")
     other = copy.copy(context.updater)
-    other.objective = dataclasses.replace(context.objective, train=train)
+    other.objective = context.objective.with_settings(train)
     return other
 
 
-def examine_clip(context: DoctorContext, probe: Samples, before: Replay, updates_per_epoch: int) -> Finding:
+def examine_clip(
+    context: DoctorContext, objective: GrpoObjective, probe: Samples, before: Replay, updates_per_epoch: int
+) -> Finding:
     """Check the clip range after an update; collective call: every rank must call it."""
     train = context.config.train
-    after = replay(context.objective, probe, train.batch_size)
+    after = replay(objective, probe, train.batch_size)
     moved = guard_log_ratios(before, after) if train.guard else after.log_ratios - before.log_ratios
     return checks.check_clip(moved, train.clip_range, updates_per_epoch)
 
@@ -200,22 +207,22 @@ def examine_gradients(context: DoctorContext, gradients: GradientLog) -> list[Fi
     return findings
 
 
-def examine_kl(context: DoctorContext, probe: Samples, before: float) -> Finding:
+def examine_kl(context: DoctorContext, objective: GrpoObjective, probe: Samples, before: float) -> Finding:
     """Check the KL to the reference after an update; collective call: every rank must call it."""
     coefficient = context.config.train.kl_coef
     if coefficient == 0:
         return finding("kl", "train.kl_coef is 0: there is no reference policy")
-    after, gradient = kl_and_gradient(context, probe)
+    after, gradient = kl_and_gradient(context, objective, probe)
     return checks.check_kl(coefficient, before, after, gradient, exact=context.bit_exact)
 
 
-def kl_and_gradient(context: DoctorContext, probe: Samples) -> tuple[float, float]:
+def kl_and_gradient(context: DoctorContext, objective: GrpoObjective, probe: Samples) -> tuple[float, float]:
     """Return the KL of the first stochastic step to the reference, and the norm of its gradient on this rank.
 
     Computed on one micro-batch, since the device may not have memory for more. The norm is infinite under ZeRO-2, whose
     engine owns the gradients; both are 0 without a reference.
     """
-    policy, objective = context.policy, context.objective
+    policy = context.policy
     if context.config.train.kl_coef == 0:
         return 0.0, 0.0
     part = probe.rows(slice(0, context.config.train.batch_size))

@@ -71,8 +71,10 @@ def roll_out_probe(context: DoctorContext) -> Samples:
 
 
 def truncated_rollout(context: DoctorContext) -> RolloutSettings:
-    """Return settings whose schedule ends one step after the last stochastic one of any group."""
+    """Return settings whose schedule ends one step after the last stochastic one of any group, or after two steps."""
     settings = context.sampling.rollout
+    if settings.sde.kind == "ode":
+        return dataclasses.replace(settings, sigmas=settings.sigmas[:3])
     return dataclasses.replace(settings, sigmas=settings.sigmas[: context.sampling.last_step + 3], tails=None)
 
 
@@ -130,25 +132,25 @@ def grad_mode_gap(objective: GrpoObjective, samples: Samples, log_ratios: Tensor
     return log_ratios[:rows] - replay(objective, samples.rows(slice(0, rows)), rows, gradients=False).log_ratios
 
 
-def layer_differing_from_rollout(context: DoctorContext, probe: Samples) -> str:
+def layer_differing_from_rollout(context: DoctorContext, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
     network, conditions = unwrap(context.policy.module), planned_conditions(context)
     windows, settings = context.sampling.windows(conditions), truncated_rollout(context)
     with recorded_layers(network) as rollout_calls:
         rollout(context.policy, conditions, probe.conditioning, windows, settings)
-    with recorded_layers(network) as replay_calls, _grad_mode(context.objective, len(probe)):
-        context.objective.replay(probe, 0)
+    with recorded_layers(network) as replay_calls, _grad_mode(objective, len(probe)):
+        objective.replay(probe, 0)
     prefix_calls = settings.calls[0] if settings.calls else int(probe.trajectory.steps[:, 0].max())
     return first_difference(rollout_calls[prefix_calls], replay_calls[0])
 
 
-def layer_differing_by_grad_mode(context: DoctorContext, probe: Samples) -> str:
+def layer_differing_by_grad_mode(context: DoctorContext, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between a call of the update with gradients and without."""
-    few = probe.rows(slice(0, context.objective.train.batch_size))
+    few = probe.rows(slice(0, objective.train.batch_size))
     with recorded_layers(unwrap(context.policy.module)) as calls:
         for enabled in (False, True):
-            with _grad_mode(context.objective, len(few), enabled):
-                context.objective.replay(few, 0)
+            with _grad_mode(objective, len(few), enabled):
+                objective.replay(few, 0)
     return f"the same call without gradients and with: {first_difference(*calls)}"
 
 

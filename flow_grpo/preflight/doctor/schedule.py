@@ -53,15 +53,19 @@ class Step:
 
 
 def examine_schedule(context: DoctorContext) -> list[Finding]:
-    """Return the findings of this module; collective call: every rank must call it."""
-    objective, allowed = context.objective, context.config.sample.sde_steps
+    """Return the findings of this module, none for the ODE; collective call: every rank must call it."""
+    rollout, allowed = context.sampling.rollout, context.config.sample.sde_steps
+    sigmas, sde = rollout.sigmas, rollout.sde
+    if sde.kind == "ode":
+        return []
     windows = [context.sampling.window_of(gid) for gid in range(GROUPS)]
-    findings = [check_steps(objective.sigmas, allowed, objective.sde, objective.step_weight)]
+    weights = None if context.grpo is None else context.grpo.step_weight
+    findings = [check_steps(sigmas, allowed, sde, weights)]
     if not failed(findings):
-        findings.append(check_ode_limit(objective.sigmas, allowed, objective.sde))
+        findings.append(check_ode_limit(sigmas, allowed, sde))
     return [
         *findings,
-        *check_window(windows, allowed, len(objective.sigmas) - 1),
+        *check_window(windows, allowed, len(sigmas) - 1),
         equal_on_ranks(
             "window_on_ranks",
             str(windows),
