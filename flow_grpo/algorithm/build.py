@@ -21,6 +21,7 @@ from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.models.policy import Policy
+from flow_grpo.records import Guidance
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.console import Progress
@@ -158,6 +159,24 @@ def build_rewards(config: Config, weights: Mapping[str, float], ranks: Ranks) ->
     return rewards
 
 
+def training_guidance(config: Config) -> Guidance:
+    """Return the guidance of the training rollouts."""
+    return Guidance(config.sample.guidance_scale, config.sample.negative_prompt)
+
+
+def eval_guidance(config: Config) -> Guidance:
+    """Return the guidance of the held-out evaluation: its own where the recipe gives one, else that of training."""
+    training, scale, negative_prompt = (
+        training_guidance(config),
+        config.eval.guidance_scale,
+        config.eval.negative_prompt,
+    )
+    return Guidance(
+        training.scale if scale is None else scale,
+        training.negative_prompt if negative_prompt is None else negative_prompt,
+    )
+
+
 def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
     """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
 
@@ -177,6 +196,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
         num_conditions=evaluation.num_conditions,
         batch_size=evaluation.batch_size,
         videos=evaluation.videos,
+        guidance=eval_guidance(config),
     )
     measured = build_rewards(config, {"target_view": 0.0} | config.reward.weights, ranks)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None

@@ -23,7 +23,7 @@ from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, RewardResult
+from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.clips import Clip, make_clip
@@ -54,12 +54,14 @@ class EvalSettings:
         num_conditions: how many held-out conditions, over all ranks.
         batch_size: samples per rank and call at the largest video size; smaller videos fill a call up to that cost.
         videos: how many videos to return.
+        guidance: None for that of training.
     """
 
     sigmas: Tensor
     num_conditions: int
     batch_size: int
     videos: int
+    guidance: Guidance | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Evaluator:
         with self.ranks.sync_errors("evaluation"):
             indices = [self.indices[position] for position in positions]
             conditions = [self.dataset.condition(index, gid=index) for index in indices]
-            conditioning = self.policy.encode(conditions)
+            conditioning = self.policy.encode(conditions, self.settings.guidance)
         with self.ranks.sync_errors("evaluation"):
             deterministic = RolloutSettings(self.settings.sigmas, SdeSettings("ode", 0.0), seed=key("eval", "noise"))
             samples = rollout(self.policy, conditions, conditioning, (), deterministic)

@@ -232,6 +232,10 @@ class EvalConfig(Section):
     num_conditions: Int = knob(10, "over all ranks; MultiCamVideo's own held-out scene has 10", ge=1)
     batch_size: Int = knob(2, "samples per rank and call", ge=1)
     num_steps: Int = knob(50, "denoising steps", ge=1, le=1000)
+    guidance_scale: Float | None = knob(
+        None, "classifier-free guidance of the evaluation; none takes sample.guidance_scale", ge=1
+    )
+    negative_prompt: Text | None = knob(None, "its negative prompt; none takes sample.negative_prompt")
     gold: Literal["", "room_pose"] = knob("", "camera estimator that no reward uses; room_pose: tiny world only")
     videos: Int = knob(4, "videos written per evaluation, at most as many as rank 0 samples", ge=0)
 

@@ -9,6 +9,7 @@ import torch
 
 from flow_grpo.algorithm import build
 from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.records import Guidance
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.loading import load_config
 
@@ -31,6 +32,23 @@ def test_the_data_has_the_recipe_s_sizes_and_origin(world):
     assert plain.size_of(0) == (5, 24, 32) and plain.reference == "source"
     changed = build.dataset(settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target"), "val")
     assert changed.size_of(0) == (5, 16, 16) and changed.reference == "target"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], Guidance(2.0, "dark")),
+        (["--config.eval.guidance_scale=5"], Guidance(5.0, "dark")),
+        (["--config.eval.negative_prompt="], Guidance(2.0, "")),
+        (["--config.eval.guidance_scale=none", "--config.eval.negative_prompt=none"], Guidance(2.0, "dark")),
+    ],
+)
+def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, changes, expected):
+    training = ["--config.sample.guidance_scale=2", "--config.sample.negative_prompt=dark"]
+    config = settings(world, "--config.eval.num_conditions=8", *training, *changes)
+    assert build.training_guidance(config) == Guidance(2.0, "dark")
+    assert build.eval_guidance(config) == expected
+    assert build.build_evaluator(config, None, build.dataset(config, "val"), Ranks()).settings.guidance == expected
 
 
 def test_servers_and_their_timeouts_reach_the_rewards(world):

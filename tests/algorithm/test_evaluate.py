@@ -11,7 +11,7 @@ import torch
 
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
 from flow_grpo.data.video_io import read_video
-from flow_grpo.records import Condition, RewardResult
+from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.clips import log_clips, make_clip, side_by_side
@@ -46,10 +46,12 @@ class Gold:
         return RewardResult(-index, index != 4, ("",) * len(index), {"trans_err_m": index})
 
 
-def evaluator(ranks: Ranks | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3) -> Evaluator:
+def evaluator(
+    ranks: Ranks | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3, **settings
+) -> Evaluator:
     rewards = RewardSet([BrightnessReward(broken=[(5, 0)])], {"brightness": 1.0})
-    settings = EvalSettings(sigmas=SIGMAS, num_conditions=number, batch_size=batch_size, videos=2)
-    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), settings, ranks or Ranks())
+    made = EvalSettings(SIGMAS, number, batch_size, videos=2, **settings)
+    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), made, ranks or Ranks())
 
 
 def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
@@ -57,6 +59,14 @@ def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
     found = evaluator(policy=policy).run()
     assert [rows for rows, *_ in policy.calls] == [3] * 6 + [3] * 6 + [1] * 6
     assert found.metrics == evaluator().run().metrics
+
+
+def test_conditions_are_encoded_with_the_evaluation_s_guidance():
+    policy, seen = ToyPolicy(), []
+    encode = policy.encode
+    policy.encode = lambda conditions, guidance: (seen.append(guidance), encode(conditions))[1]
+    evaluator(policy=policy, guidance=Guidance(5.0, "blurry")).run()
+    assert set(seen) == {Guidance(5.0, "blurry")}
 
 
 def test_conditions_and_noise_depend_on_nothing_but_the_data():

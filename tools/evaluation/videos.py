@@ -100,10 +100,10 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
 
 
 def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
-    model, sample = config.model, config.sample
+    model, guidance = config.model, parts.eval_guidance(config)
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
     loading = {"offload": model.offload, "tiling": model.vae_tiling, "slicing": model.vae_slicing}
-    sampling = {"guidance_scale": sample.guidance_scale, "negative_prompt": sample.negative_prompt}
+    sampling: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
     sampling["max_prompt_tokens"] = model.max_prompt_tokens
     return load_policy(model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)

@@ -15,6 +15,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.build import eval_guidance, training_guidance
 from flow_grpo.models.adapters import adapted_modules, trained_parameters
 from flow_grpo.preflight.doctor import checks
 from flow_grpo.preflight.doctor.context import DoctorContext
@@ -76,6 +77,7 @@ def examine(context: DoctorContext, batch_sizes: Iterable[int] = ()) -> list[Fin
         batch_sizes: further numbers of rows in which to replay the batch.
     """
     found = [*examine_machine(context), *examine_schedule(context), *examine_weights(context)]
+    found.append(checks.check_guidance(training_guidance(context.config), eval_guidance(context.config)))
     findings = merge_over_ranks(found, context.ranks)
     if not can_sample(findings):
         return findings
