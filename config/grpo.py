@@ -29,6 +29,9 @@ def my_recam_8npu() -> ConfigDict:
     # The copies of a group are spread over 4 of the 8 devices.
     config.sample.layout = "spread"
 
+    # Choose knobs with --config.eval.split=tune, which measures these training scenes, and report on data.eval_split.
+    config.data.tune_scenes = 16
+
     # 81 frames: 21 latent frames of 60x104, another 21 of the source, 65,520 tokens in the transformer.
     config.data.num_frames = 81
     config.data.height = 480
@@ -140,6 +143,7 @@ def tiny_recam() -> ConfigDict:
 
     config.data.root = "data/tiny_world"
     config.data.tiny_world = "tiny"
+    config.data.tune_scenes = 8  # of 48: 80 conditions for choosing knobs, --config.eval.split=tune
     config.data.num_frames = 5  # as many latent frames: the tiny codec does not compress time
     config.data.height = 24
     config.data.width = 32

@@ -32,6 +32,7 @@ SMALL = {
     "device": "cpu",
     "trackers": "",
     "data.tiny_world": "unit_test",
+    "data.tune_scenes": 0,
     "data.num_frames": 5,
     "sample.k": 2,
     "sample.train_batch_size": 2,

@@ -40,6 +40,7 @@ SMALL = {
     "log_videos_every": 0,
     "trackers": "",
     "data.tiny_world": "unit_test",
+    "data.tune_scenes": 0,
     "data.num_frames": 5,
     "sample.k": 4,
     "sample.train_batch_size": 4,

@@ -218,7 +218,7 @@ def held_out_indices(total: int, count: int) -> list[int]:
     if not 1 <= count <= total:
         raise ValueError(
             f"eval.num_conditions={count} must be within 1..{total}, the held-out conditions there are: lower it or "
-            "add data to data.eval_split"
+            "add scenes to data.eval_split, with eval.split='tune' raise data.tune_scenes"
         )
     order: list[int] = torch.randperm(total, generator=generator("eval", "conditions", total)).tolist()
     return order[:count]

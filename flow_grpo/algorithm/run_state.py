@@ -56,6 +56,7 @@ class RunState:
         finished: number of finished epochs.
         train_seconds: seconds spent in epochs.
         before: held-out metrics before training, None until measured.
+        split: the `eval.split` they were measured on.
         shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
         bad_steps: causes of the latest optimizer steps that were skipped in a row.
     """
@@ -69,6 +70,7 @@ class RunState:
     finished: int = 0
     train_seconds: float = 0.0
     before: dict[str, float] | None = None
+    split: str = "report"
     shortages: list[int] = dataclasses.field(default_factory=list)
     bad_steps: list[str] = dataclasses.field(default_factory=list)
 
@@ -83,6 +85,7 @@ class RunState:
             "finished": self.finished,
             "train_seconds": self.train_seconds,
             "before": self.before,
+            "split": self.split,
             "shortages": self.shortages,
             "bad_steps": self.bad_steps,
         }
@@ -136,7 +139,8 @@ class RunState:
         if found.per_rank is not None:
             device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
-        self.bad_steps = list(state.get("bad_steps", ()))  # not in checkpoints of earlier versions
+        # Not in checkpoints of earlier versions:
+        self.bad_steps, self.split = list(state.get("bad_steps", ())), state.get("split", "report")
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:

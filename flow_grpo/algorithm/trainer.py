@@ -206,11 +206,16 @@ class Trainer:
         """Evaluate the starting policy; a resumed run has the result in its checkpoint.
 
         Raises:
-            InputError: `checkpoint.best` is no metric that is measured.
+            InputError: `checkpoint.best` is no metric that is measured, or the run was evaluated on another split.
         """
         if self.state.before is None:
-            self.state.before = self.evaluate()
+            self.state.before, self.state.split = self.evaluate(), self.config.eval.split
             self.progress.say(f"before training: {_in_words(self.state.before)}")
+        elif self.state.split != self.config.eval.split:
+            raise InputError(
+                f"config.eval.split: got {self.config.eval.split!r}, must be {self.state.split!r}, on which this run "
+                "was measured before training; go on with that, and report with tools/evaluate.py --checkpoint"
+            )
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
             self._saved = None  # the checkpoint has no score yet
@@ -230,7 +235,14 @@ class Trainer:
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         with self.ranks.sync_errors("summary"):
-            self.tracker.write_summary(self.state.before, after, self.state.train_seconds)
+            self.tracker.write_summary(
+                {
+                    "before": self.state.before,
+                    "after": after,
+                    "split": self.state.split,
+                    "train_seconds": self.state.train_seconds,
+                }
+            )
             self.tracker.close()
         print_before_after(self.state.before, after, self.run_folder, self.ranks)
 

@@ -21,7 +21,7 @@ from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
@@ -119,7 +119,7 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path):
         "checkpoint_000002",
         "checkpoint_000003",
     ]
-    assert set(json.loads((tmp_path / "summary.json").read_text())) == {"before", "after", "train_seconds"}
+    assert set(json.loads((tmp_path / "summary.json").read_text())) == {"before", "after", "split", "train_seconds"}
 
 
 def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
@@ -152,6 +152,21 @@ def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
     trainer.state.before = {"eval/brightness": 0.5}
     trainer.evaluate_before()
     assert trainer.collector.policy.calls == []
+
+
+def test_a_run_measured_on_one_split_does_not_go_on_with_the_other(a_trainer, tmp_path):
+    tuning, reporting = (dataclasses.replace(a_config().eval, split=split) for split in ("tune", "report"))
+    first = a_trainer(num_epochs=1, eval=tuning)
+    run(first)
+    assert json.loads((tmp_path / "summary.json").read_text())["split"] == "tune"
+    for settings, refused in (
+        (tuning, contextlib.nullcontext()),
+        (reporting, pytest.raises(InputError, match="'tune'")),
+    ):
+        other = a_trainer(num_epochs=2, eval=settings)
+        other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], ranks=Ranks())
+        with refused:
+            other.evaluate_before()
 
 
 def test_a_resumed_run_makes_up_once_for_an_evaluation_that_was_due_and_failed(a_trainer):

@@ -43,6 +43,7 @@ def load(settings: str) -> Config:
         ("train.sharding=zero2 data.buckets=5x32x32,5x32x64", ["data.buckets: got", "'zero2'", "=ddp"]),
         (f"train.sharding=fsdp2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "policy=pad"]),
         (f"train.sharding=zero2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "'zero2'", "policy=pad"]),
+        ("eval.split=tune", ["eval.split: got 'tune'", "data.tune_scenes is 0", "data.tune_scenes=16"]),
         ("eval.num_conditions=3", ["eval.videos: got 4", "eval.num_conditions=3"]),
         ("distributed.silent_s=5400", ["distributed.control_s: got 3600", "1.5 x", "control_s=8100"]),
         ("reward.weights=target_view=0", ["reward.weights: got {'target_view': 0.0}", "nothing to learn"]),
@@ -96,6 +97,7 @@ def test_settings_that_cannot_work_together_are_refused_in_one_line(settings: st
         "train.sharding=fsdp2 dynamic_sampling.policy=rebalance",
         "train.guard=true",
         "eval.videos=0 eval.num_conditions=1",
+        "eval.split=tune data.tune_scenes=1 checkpoint.best=eval/target_view",
         "distributed.silent_s=2400",
         "distributed.silent_s=5400 distributed.dead_s=0",
         "reward.weights.room_pose=0",
@@ -147,3 +149,8 @@ def test_contiguous_groups_must_be_dealt_evenly_to_the_ranks() -> None:
     world(8, "--config.sample.layout=contiguous")
     with pytest.raises(ConfigError, match=r"^config\.sample\.layout: got 'contiguous'.* 12 groups .* 8 ranks"):
         world(8, "--config.sample.layout=contiguous", "--config.sample.num_batches_per_epoch=3")
+
+
+def test_choosing_a_checkpoint_on_the_reported_conditions_warns() -> None:
+    with pytest.warns(UserWarning, match=r"checkpoint\.best='eval/target_view' chooses .* on the reported conditions"):
+        load("checkpoint.best=eval/target_view data.tune_scenes=1")

@@ -47,6 +47,7 @@ def words(places: dict[str, str], output: Path, *given: str, **changes: object) 
         "output_root": str(output),
         "device": "cpu",
         "data.tiny_world": "",
+        "data.tune_scenes": 0,
         "data.buckets": BUCKETS,
         "train.learning_rate": 1e-3,
     }

@@ -37,6 +37,7 @@ def words(world: Path, cache: Path, *more: str) -> list[str]:
         *RECIPE,
         f"--config.data.root={world}",
         "--config.data.tiny_world=",
+        "--config.data.tune_scenes=0",
         f"--config.model.encodings={cache}",
         *more,
     ]

@@ -48,7 +48,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
     _claim(config, adapter, out)
     if config.data.tiny_world:
         ensure_tiny_world(config.data.root, config.data.tiny_world)
-    dataset = parts.dataset(config, config.data.eval_split)
+    dataset = parts.held_out_data(config)
     indices = held_out_indices(len(dataset), config.eval.num_conditions)
     names, cameras = {}, {}
     for index in indices:  # do not hold the conditions: one takes almost a GB at full size

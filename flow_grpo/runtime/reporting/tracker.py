@@ -114,10 +114,9 @@ class Tracker:
         if self._is_main:
             (self._folder / SUMMARY).unlink(missing_ok=True)
 
-    def write_summary(self, before: Mapping[str, float], after: Mapping[str, float], train_seconds: float) -> None:
-        """Write `summary.json`: held-out metrics before and after training, and the seconds between."""
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`: what a complete run reports, such as held-out metrics before and after training."""
         if self._is_main:
-            summary = {"before": dict(before), "after": dict(after), "train_seconds": train_seconds}
             write_atomically(self._folder / SUMMARY, json.dumps(summary, indent=1))
 
     def close(self) -> None:
