@@ -94,6 +94,10 @@ class ToyPolicy:
             target_cameras=torch.stack([c.target_poses[::4, :3].flatten(1).float() for c in conditions]),
         )
 
+    def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
+        light = torch.stack([c.target_video[:, ::4].mean(dim=0) for c in conditions])
+        return torch.logit(light).unsqueeze(1).expand(-1, SHAPE[0], -1, -1, -1)
+
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         assert conditions
         return SHAPE

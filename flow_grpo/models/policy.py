@@ -31,6 +31,10 @@ class Policy(Protocol):
         """
         ...
 
+    def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
+        """Return clean latents (B, C, F, H, W) of the true target videos; ValueError where there is none."""
+        ...
+
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of the target latents; ValueError if videos differ in size or do not fit the model."""
         ...
