@@ -146,7 +146,7 @@ def print_before_after(
     console = console or Console()
     table = Table(title="held-out metrics", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("metric", overflow="fold")
-    for column in ("before", "after", "change", "95 % interval", "change %"):
+    for column in ("before", "after", "change", "95 % interval", "%"):
         table.add_column(column, justify="right", no_wrap=True)
     for name in before:
         if name in after:
