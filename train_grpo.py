@@ -355,12 +355,12 @@ def check_places(config: Config, run_folder: Path) -> None:
 
 
 def splits(config: Config) -> tuple[MultiCamDataset, MultiCamDataset]:
-    """Return the training and the held-out data, after reading one condition of each.
+    """Return the training and the held-out data, disjoint in scenes, after reading one condition of each.
 
     Raises:
         ValueError: a split that cannot be used.
     """
-    train, held_out = (parts.dataset(config, split) for split in (config.data.train_split, config.data.eval_split))
+    train, held_out = parts.training_data(config), parts.held_out_data(config)
     for data in (train, held_out):
         data.condition(len(data) - 1)
     return train, held_out

@@ -9,6 +9,13 @@ from ml_collections import ConfigDict
 
 from config.base import get_config
 
+# ReCamMaster samples with it (inference_recammaster.py), and so does Wan itself (wan_shared_cfg.sample_neg_prompt).
+WAN_NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
+    "杂乱的背景，三条腿，背景人很多，倒着走"
+)
+
 
 def my_recam_8npu() -> ConfigDict:
     """ReCamMaster on MultiCamVideo with 8 devices: starting values, not validated on the real model."""
@@ -21,6 +28,9 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.num_batches_per_epoch = 2
     # The copies of a group are spread over 4 of the 8 devices.
     config.sample.layout = "spread"
+
+    # Choose knobs with --config.eval.split=tune, which measures these training scenes, and report on data.eval_split.
+    config.data.tune_scenes = 16
 
     # 81 frames: 21 latent frames of 60x104, another 21 of the source, 65,520 tokens in the transformer.
     config.data.num_frames = 81
@@ -35,8 +45,12 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.noise_level = 0.3
     config.sample.sde_steps = (1, 2, 3, 4, 5, 6)
     config.sample.sde_window = 2
-    # ReCamMaster itself samples with 5.0: pass --config.sample.guidance_scale=5.0, at twice the calls.
+    # Training without guidance makes half the calls: --config.sample.guidance_scale=5.0 trains with it.
     config.sample.guidance_scale = 1.0
+    # Evaluation samples as ReCamMaster's inference_recammaster.py does (cfg_scale 5.0), before training, too: without
+    # guidance the base model would be measured below what it can do.
+    config.eval.guidance_scale = 5.0
+    config.eval.negative_prompt = WAN_NEGATIVE_PROMPT
 
     config.model.dtype = "bf16"
     config.model.trained = "lora"
@@ -129,6 +143,7 @@ def tiny_recam() -> ConfigDict:
 
     config.data.root = "data/tiny_world"
     config.data.tiny_world = "tiny"
+    config.data.tune_scenes = 8  # of 48: 80 conditions for choosing knobs, --config.eval.split=tune
     config.data.num_frames = 5  # as many latent frames: the tiny codec does not compress time
     config.data.height = 24
     config.data.width = 32

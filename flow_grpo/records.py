@@ -68,6 +68,19 @@ class Condition:
 
 
 @dataclasses.dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance on the prompt.
+
+    Attributes:
+        scale: factor on the velocity's difference from that of the negative prompt; 1 makes no second call.
+        negative_prompt: prompt that guidance leads away from, unused at scale 1.
+    """
+
+    scale: float
+    negative_prompt: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Rows:
     """A record whose tensors share their first dimension, one row per sample; other fields belong to all samples."""
 
@@ -128,12 +141,14 @@ class Conditioning(Rows):
         source_latents: (B, C, F, H, W) clean, normalised latents of the source video.
         target_cameras: (B, F, 12) fp32, row-major 3x4 of the relative target poses at every latent frame.
         negative_prompt_embeds: (B, L, D) for guidance, or None at guidance scale 1.
+        guidance_scale: of all rows; it travels with them, so that a replay is guided as the rollout was.
     """
 
     prompt_embeds: Tensor
     source_latents: Tensor
     target_cameras: Tensor
     negative_prompt_embeds: Tensor | None = None
+    guidance_scale: float = 1.0
 
     def __len__(self) -> int:
         return self.target_cameras.shape[0]

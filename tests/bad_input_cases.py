@@ -26,6 +26,7 @@ SMALL = {
     "trackers": "",
     "log_videos_every": 0,
     "data.tiny_world": "",
+    "data.tune_scenes": 0,
     "sample.k": 2,
     "sample.train_batch_size": 2,
     "sample.num_batches_per_epoch": 1,

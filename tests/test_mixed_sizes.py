@@ -16,7 +16,7 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
-from flow_grpo.records import Condition, Conditioning, ScoredBatch, TrainingBatch
+from flow_grpo.records import Condition, Conditioning, Guidance, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, collector, condition, reward_config, update, updater
@@ -45,7 +45,7 @@ class ConvPolicy(ToyPolicy):
         self.module = self.net
         self.calls: list[tuple[int, ...]] = []
 
-    def encode(self, conditions: Sequence[Condition]) -> Conditioning:
+    def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
         source = torch.stack([c.source_video[:2, ::4].float() for c in conditions])
         return dataclasses.replace(super().encode(conditions), source_latents=source)
 

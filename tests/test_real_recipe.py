@@ -163,6 +163,7 @@ def launch(folder: Path, changes: dict[str, str]) -> Run:
         "data.num_frames": str(FRAMES),
         "data.height": str(HEIGHT),
         "data.width": str(WIDTH),
+        "data.tune_scenes": "0",
         "num_epochs": "1",
         "eval.num_steps": str(EVAL_STEPS),
         "debug": "True",

@@ -40,6 +40,7 @@ SMALL = {
     "log_videos_every": 0,
     "trackers": "",
     "data.tiny_world": "unit_test",
+    "data.tune_scenes": 0,
     "data.num_frames": 5,
     "sample.k": 4,
     "sample.train_batch_size": 4,
@@ -101,12 +102,12 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", log_videos_every=2)) == 0
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "train_seconds"}
+    assert set(summary) == {"before", "after", "change", "floor", "split", "train_seconds"}
     for name in ("eval/target_view_psnr_db", "eval/trans_err_m", "eval/rot_err_deg"):
         assert {name} <= set(summary["before"]) & set(summary["after"])
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
     by_camera = {"reward_by_camera", "eval_by_camera"}
-    assert groups == by_camera | {"reward", "policy", "dyn", "eval", "train", "time", "system"}
+    assert groups == by_camera | {"reward", "policy", "dyn", "eval", "eval_floor", "train", "time", "system"}
     cameras = {name.split("/")[1] for row in metrics_of(run) for name in row if name.startswith("reward_by_camera/")}
     assert cameras and cameras <= set(PRESETS)
     names = [path.name for path in sorted((run / "videos").glob("*.mp4"))]

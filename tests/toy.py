@@ -20,7 +20,7 @@ from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, Conditioning, RewardResult, ScoredBatch, TrainingBatch
+from flow_grpo.records import Condition, Conditioning, Guidance, RewardResult, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import RewardConfig, SampleConfig, TrainConfig
@@ -86,13 +86,17 @@ class ToyPolicy:
         self.encoded: list[list[int]] = []
         self._inside_reference = False
 
-    def encode(self, conditions: Sequence[Condition]) -> Conditioning:
+    def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
         self.encoded.append([c.index for c in conditions])
         return Conditioning(
             prompt_embeds=torch.stack([torch.full((3, 4), float(len(c.prompt))) for c in conditions]),
             source_latents=torch.stack([c.source_video[:2, :2].float() for c in conditions]),
             target_cameras=torch.stack([c.target_poses[::4, :3].flatten(1).float() for c in conditions]),
         )
+
+    def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
+        light = torch.stack([c.target_video[:, ::4].mean(dim=0) for c in conditions])
+        return torch.logit(light).unsqueeze(1).expand(-1, SHAPE[0], -1, -1, -1)
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         assert conditions

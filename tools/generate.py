@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from config.base import get_config
+from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
 from flow_grpo.maths.schedule import flow_sigmas
@@ -51,12 +52,6 @@ from tools.common import fail
 
 TOOL = "tools/generate.py"  # marks records of generated videos, which are never taken as sources
 ENDINGS = (".mp4", "_beside.mp4", ".json")
-# The default of ReCamMaster's inference_recammaster.py and of Wan's own examples.
-NEGATIVE_PROMPT = (
-    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
-    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
-    "杂乱的背景，三条腿，背景人很多，倒着走"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +108,7 @@ def options() -> Parser:
     add("--camera", nargs="+", action="extend", required=True, help="presets such as arc_left:0.5, or path.json")
     add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")
     add("--prompt", default=defaults.data.prompt, help="what the source shows, in a sentence or two")
-    add("--negative-prompt", default=NEGATIVE_PROMPT, help="unused without guidance")
+    add("--negative-prompt", default=WAN_NEGATIVE_PROMPT, help="unused without guidance")
     add("--max-prompt-tokens", type=int, default=defaults.model.max_prompt_tokens, help="as in training")
     add("--out", type=Path, help="output folder; default: next to each source")
     add("--overwrite", action="store_true", help="replace existing outputs")

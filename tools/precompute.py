@@ -22,7 +22,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
-from flow_grpo.algorithm.build import dataset
+from flow_grpo.algorithm.build import dataset, eval_guidance, training_guidance
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 from flow_grpo.data.dataset import ConditionDataset
@@ -112,10 +112,10 @@ def _video_task(data: ConditionDataset, index: int, encodings: Encodings) -> Tas
 
 
 def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: Encodings) -> Iterator[Task]:
-    """Yield one task per distinct prompt, including the negative one if guidance uses it."""
+    """Yield one task per distinct prompt, including the negative ones that guidance uses."""
     prompts = [data.prompt_of(index) for data in splits for index in range(len(data))]
-    if config.sample.guidance_scale != 1.0:
-        prompts.append(config.sample.negative_prompt)
+    guidances = training_guidance(config), eval_guidance(config)
+    prompts += [guidance.negative_prompt for guidance in guidances if guidance.scale != 1.0]
     for prompt in dict.fromkeys(prompts):
         yield Task(
             f"prompt {prompt[:60]!r}",

@@ -50,6 +50,7 @@ KNOBS = {
     "trackers": "",
     "num_threads": 1,
     "data.tiny_world": "unit_test",
+    "data.tune_scenes": 0,
     "data.num_workers": 1,
     "sample.k": 4,
     "sample.train_batch_size": 4,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,9 +21,10 @@ from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.exclude import read_verdicts, settings_of
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.multicam import MultiCamDataset, Scene, set_aside
 from flow_grpo.maths.schedule import flow_sigmas, step_weights, tail_levels, windows
 from flow_grpo.models.policy import Policy
+from flow_grpo.records import Guidance
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.console import Progress
@@ -31,8 +32,11 @@ from flow_grpo.settings.schema import Config
 from flow_grpo.settings.values import parse_bucket
 
 
-def dataset(config: Config, split: str) -> MultiCamDataset:
-    """Return a split of the configured data; of the training split without the items that `data.exclude` names."""
+def dataset(config: Config, split: str, choose: Callable[[list[Scene]], list[Scene]] = list) -> MultiCamDataset:
+    """Return a split of the configured data, by default all its scenes.
+
+    Of the training split, the items that `data.exclude` names are left out.
+    """
     data = config.data
     excludes = data.exclude and split == data.train_split
     return MultiCamDataset(
@@ -42,8 +46,23 @@ def dataset(config: Config, split: str) -> MultiCamDataset:
         prompt=data.prompt,
         reference=data.reference,
         buckets=[parse_bucket(text) for text in data.buckets],
+        choose=choose,
         exclude=read_verdicts(Path(data.exclude), settings_of(data)) if excludes else None,
     )
+
+
+def training_data(config: Config) -> MultiCamDataset:
+    """Return the conditions to train on: the training split without the scenes that `data.tune_scenes` sets aside."""
+    data = config.data
+    return dataset(config, data.train_split, lambda scenes: set_aside(scenes, data.tune_scenes)[0])
+
+
+def held_out_data(config: Config) -> MultiCamDataset:
+    """Return the conditions that `eval.split` evaluates on: of `data.eval_split`, or of the scenes set aside."""
+    data = config.data
+    if config.eval.split == "report":
+        return dataset(config, data.eval_split)
+    return dataset(config, data.train_split, lambda scenes: set_aside(scenes, data.tune_scenes)[1])
 
 
 def build_sampler(config: Config, train: MultiCamDataset, ranks: Ranks) -> DistributedKRepeatSampler:
@@ -175,6 +194,24 @@ def build_rewards(config: Config, weights: Mapping[str, float], ranks: Ranks) ->
     return rewards
 
 
+def training_guidance(config: Config) -> Guidance:
+    """Return the guidance of the training rollouts."""
+    return Guidance(config.sample.guidance_scale, config.sample.negative_prompt)
+
+
+def eval_guidance(config: Config) -> Guidance:
+    """Return the guidance of the held-out evaluation: its own where the recipe gives one, else that of training."""
+    training, scale, negative_prompt = (
+        training_guidance(config),
+        config.eval.guidance_scale,
+        config.eval.negative_prompt,
+    )
+    return Guidance(
+        training.scale if scale is None else scale,
+        training.negative_prompt if negative_prompt is None else negative_prompt,
+    )
+
+
 def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
     """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
 
@@ -185,8 +222,8 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
     needed = SCENE_FILES.get(evaluation.gold)
     if needed and not any((scene.folder / needed).is_file() for scene in held_out.scenes):
         raise ValueError(
-            f"eval.gold is {evaluation.gold!r}, which needs the tiny world: no scene of split "
-            f"{config.data.eval_split!r} in {config.data.root} has a {needed}; pass --config.eval.gold= and judge "
+            f"eval.gold is {evaluation.gold!r}, which needs the tiny world: no held-out scene in {config.data.root} "
+            f"has a {needed}; pass --config.eval.gold= and judge "
             "checkpoints with tools/evaluate.py --checkpoint"
         )
     settings = EvalSettings(
@@ -194,6 +231,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
         num_conditions=evaluation.num_conditions,
         batch_size=evaluation.batch_size,
         videos=evaluation.videos,
+        guidance=eval_guidance(config),
     )
     measured = build_rewards(config, {"target_view": 0.0} | config.reward.weights, ranks)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None

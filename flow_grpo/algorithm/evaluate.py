@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.changes import ConditionRow
 from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, RewardResult
+from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.clips import Clip, make_clip
@@ -54,12 +55,14 @@ class EvalSettings:
         num_conditions: how many held-out conditions, over all ranks.
         batch_size: samples per rank and call at the largest video size; smaller videos fill a call up to that cost.
         videos: how many videos to return.
+        guidance: None for that of training.
     """
 
     sigmas: Tensor
     num_conditions: int
     batch_size: int
     videos: int
+    guidance: Guidance | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +73,14 @@ class Evaluation:
         metrics: `eval/` name -> mean over the conditions that have a value, and their share as `<name>_valid` where it
             is below 1.
         by_camera: `eval_by_camera/` kind of camera / name -> the same per kind of camera.
+        rows: one per condition, in a fixed order.
         presets: one row per camera preset: "preset", "count" and the same means.
         clips: the first videos, on rank 0; empty elsewhere.
     """
 
     metrics: dict[str, float]
     by_camera: dict[str, float]
+    rows: list[ConditionRow]
     presets: list[dict[str, Any]]
     clips: list[Clip]
 
@@ -121,12 +126,36 @@ class Evaluator:
         Raises:
             RuntimeError: on every rank, if any failed.
         """
-        rows: list[dict[str, Any]] = []
+        rows: dict[int, ConditionRow] = {}
         clips: list[Clip] = []
         with weights or contextlib.nullcontext():
             for positions in self._own_batches():
                 self._measure(positions, rows, clips)
         return self._summary(rows, clips)
+
+    def floor(self) -> dict[str, float]:
+        """Return `eval_floor/` name -> what the gold estimator finds on perfect videos (collective call).
+
+        Those are the codec's reconstructions of the true target videos: the estimator's own error, with the codec's.
+        Empty without a gold estimator or true videos.
+
+        Raises:
+            RuntimeError: on every rank, if any failed.
+        """
+        if self.gold is None:
+            return {}
+        rows: dict[int, ConditionRow] = {}
+        for positions in self._own_batches():
+            with self.ranks.sync_errors("measuring the floor"):
+                found = {position: self.dataset.condition(self.indices[position]) for position in positions}
+                found = {position: one for position, one in found.items() if one.target_video is not None}
+                conditions = list(found.values())
+                if conditions:
+                    videos = decode(self.policy, conditions, self.policy.encode_targets(conditions))
+                    columns = _columns(self.gold.name, self.gold(videos, conditions), prefix="")
+                    rows |= _rows(list(found), conditions, columns)
+        values = [row["values"] for row in self._gather(rows)]
+        return {f"eval_floor/{name}": value for name, value in (_means(values) | _validity(values)).items()}
 
     def _own_batches(self) -> list[list[int]]:
         """Return this rank's batches of positions in `indices`, one video size each, equally many on every rank."""
@@ -145,12 +174,12 @@ class Evaluator:
             )
         )
 
-    def _measure(self, positions: Sequence[int], rows: list[dict[str, Any]], clips: list[Clip]) -> None:
+    def _measure(self, positions: Sequence[int], rows: dict[int, ConditionRow], clips: list[Clip]) -> None:
         """Sample and score one batch; errors are synchronised around the rollout, a collective call under FSDP2."""
         with self.ranks.sync_errors("evaluation"):
             indices = [self.indices[position] for position in positions]
             conditions = [self.dataset.condition(index, gid=index) for index in indices]
-            conditioning = self.policy.encode(conditions)
+            conditioning = self.policy.encode(conditions, self.settings.guidance)
         with self.ranks.sync_errors("evaluation"):
             deterministic = RolloutSettings(self.settings.sigmas, SdeSettings("ode", 0.0), seed=key("eval", "noise"))
             samples = rollout(self.policy, conditions, conditioning, [()] * len(conditions), deterministic)
@@ -162,7 +191,7 @@ class Evaluator:
         positions: Sequence[int],
         conditions: Sequence[Condition],
         latents: Tensor,
-        rows: list[dict[str, Any]],
+        rows: dict[int, ConditionRow],
         clips: list[Clip],
     ) -> None:
         videos = decode(self.policy, conditions, latents)
@@ -172,19 +201,16 @@ class Evaluator:
             columns |= _columns(name, result, prefix=f"{name}_")
         if self.gold is not None:
             columns |= _columns(self.gold.name, self.gold(videos, conditions), prefix="")
-        for row, (position, condition) in enumerate(zip(positions, conditions, strict=True)):
-            values = {name: float(column[row]) for name, column in columns.items()}
-            rows.append(
-                {"position": position, "camera": condition.camera, "preset": condition.preset or "", "values": values}
-            )
-            if self.ranks.is_main and len(clips) < self.settings.videos:
-                clips.append(make_clip(condition, videos[row], {name: values[name] for name in rewards}))
+        made = _rows(positions, conditions, columns)
+        rows |= made
+        if self.ranks.is_main:
+            for row, position in enumerate(positions[: self.settings.videos - len(clips)]):
+                scores = {name: made[position]["values"][name] for name in rewards}
+                clips.append(make_clip(conditions[row], videos[row], scores))
 
-    def _summary(self, rows: list[dict[str, Any]], clips: list[Clip]) -> Evaluation:
-        """Gather all ranks' rows, order them by position and average; identical on every rank."""
-        texts = self.ranks.gather_text(json.dumps(rows))
-        by_position = {row["position"]: row for text in texts for row in json.loads(text)}
-        ordered = [by_position[position] for position in range(len(self.indices))]
+    def _summary(self, rows: dict[int, ConditionRow], clips: list[Clip]) -> Evaluation:
+        """Gather all ranks' rows and average; identical on every rank."""
+        ordered = self._gather(rows)
         values = [row["values"] for row in ordered]
         metrics = _means(values) | _validity(values)
         by_preset: dict[str, list[dict[str, float]]] = {}
@@ -193,8 +219,31 @@ class Evaluator:
         presets: list[dict[str, Any]] = [
             {"preset": preset, "count": len(own)} | _means(own) for preset, own in sorted(by_preset.items()) if preset
         ]
-        by_camera = _by_camera([row["camera"] for row in ordered], values)
-        return Evaluation({f"eval/{name}": value for name, value in metrics.items()}, by_camera, presets, clips)
+        by_camera = _by_camera([row["preset"] or row["camera"] for row in ordered], values)
+        return Evaluation(
+            {f"eval/{name}": value for name, value in metrics.items()}, by_camera, ordered, presets, clips
+        )
+
+    def _gather(self, rows: dict[int, ConditionRow]) -> list[ConditionRow]:
+        """Return the rows of all ranks, by position in `indices`."""
+        texts = self.ranks.gather_text(json.dumps(list(rows.items())))
+        by_position: dict[int, ConditionRow] = dict(item for text in texts for item in json.loads(text))
+        return [by_position[position] for position in sorted(by_position)]
+
+
+def _rows(
+    positions: Sequence[int], conditions: Sequence[Condition], columns: dict[str, Tensor]
+) -> dict[int, ConditionRow]:
+    """Return position -> row of B conditions; columns are (B,)."""
+    return {
+        position: {
+            "scene": condition.scene,
+            "camera": condition.target_camera,
+            "preset": condition.preset or "",
+            "values": {name: float(column[row]) for name, column in columns.items()},
+        }
+        for row, (position, condition) in enumerate(zip(positions, conditions, strict=True))
+    }
 
 
 def _by_camera(cameras: Sequence[str], values: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -216,7 +265,7 @@ def held_out_indices(total: int, count: int) -> list[int]:
     if not 1 <= count <= total:
         raise ValueError(
             f"eval.num_conditions={count} must be within 1..{total}, the held-out conditions there are: lower it or "
-            "add data to data.eval_split"
+            "add scenes to data.eval_split, with eval.split='tune' raise data.tune_scenes"
         )
     order: list[int] = torch.randperm(total, generator=generator("eval", "conditions", total)).tolist()
     return order[:count]
@@ -238,11 +287,12 @@ def _columns(name: str, result: RewardResult, prefix: str) -> dict[str, Tensor]:
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of every column over the rows that have a value; a column without any is left out."""
-    finite = {name: [row[name] for row in rows if math.isfinite(row[name])] for name in rows[0]}
+    finite = {name: [row[name] for row in rows if math.isfinite(row[name])] for name in (rows[0] if rows else ())}
     return {name: math.fsum(values) / len(values) for name, values in finite.items() if values}
 
 
 def _validity(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the share of rows that have a value, for every column where some have none."""
-    shares = {name: sum(math.isfinite(row[name]) for row in rows) / len(rows) for name in rows[0]}
+    names = rows[0] if rows else ()
+    shares = {name: sum(math.isfinite(row[name]) for row in rows) / len(rows) for name in names}
     return {f"{name}_valid": share for name, share in shares.items() if share < 1}

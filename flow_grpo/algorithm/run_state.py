@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from flow_grpo.algorithm.changes import ConditionRow
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
@@ -57,6 +58,9 @@ class RunState:
         train_seconds: seconds spent in epochs.
         forward_equivalents: work of the finished epochs over all ranks, see `ForwardCount`.
         before: held-out metrics before training, None until measured.
+        before_rows: the same condition by condition; None until measured, or from an earlier version's checkpoint.
+        floor: `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
+        split: the `eval.split` they were measured on.
         shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
         bad_steps: causes of the latest optimizer steps that were skipped in a row.
     """
@@ -71,6 +75,9 @@ class RunState:
     train_seconds: float = 0.0
     forward_equivalents: float = 0.0
     before: dict[str, float] | None = None
+    before_rows: list[ConditionRow] | None = None
+    floor: dict[str, float] = dataclasses.field(default_factory=dict)
+    split: str = "report"
     shortages: list[int] = dataclasses.field(default_factory=list)
     bad_steps: list[str] = dataclasses.field(default_factory=list)
 
@@ -86,6 +93,9 @@ class RunState:
             "train_seconds": self.train_seconds,
             "forward_equivalents": self.forward_equivalents,
             "before": self.before,
+            "before_rows": self.before_rows,
+            "floor": self.floor,
+            "split": self.split,
             "shortages": self.shortages,
             "bad_steps": self.bad_steps,
         }
@@ -139,8 +149,9 @@ class RunState:
         if found.per_rank is not None:
             device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
-        # Not in checkpoints of earlier versions.
-        self.bad_steps = list(state.get("bad_steps", ()))
+        # Not in checkpoints of earlier versions:
+        self.bad_steps, self.split = list(state.get("bad_steps", ())), state.get("split", "report")
+        self.before_rows, self.floor = state.get("before_rows"), state.get("floor", {})
         self.forward_equivalents = state.get("forward_equivalents", 0.0)
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 

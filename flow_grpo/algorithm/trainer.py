@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from flow_grpo.algorithm.changes import as_metrics, paired_changes, with_intervals
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.evaluate import Evaluator
+from flow_grpo.algorithm.evaluate import Evaluation, Evaluator
 from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
@@ -31,6 +32,7 @@ from flow_grpo.algorithm.groups.metrics import (
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.runtime import device as device_api
@@ -88,7 +90,7 @@ class Trainer:
         self._timed_until = time.perf_counter()
         self._counted = 0.0
         self._saved = self._position() if self.from_own else None
-        self._evaluated: tuple[int, dict[str, float]] | None = None
+        self._evaluated: tuple[int, Evaluation] | None = None
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
 
     @property
@@ -189,7 +191,7 @@ class Trainer:
 
     def evaluate_if_due(self) -> None:
         """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console."""
-        held_out = self.evaluate() if self._evaluation_is_due(self.state.finished) else {}
+        held_out = self.evaluate().metrics if self._evaluation_is_due(self.state.finished) else {}
         self.progress.finish_epoch(self.metrics | held_out)
 
     def save_if_due(self) -> None:
@@ -197,7 +199,7 @@ class Trainer:
         if self.state.finished % self.config.checkpoint.every == 0:
             self.save()
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Evaluation:
         """Measure the held-out conditions with the current weights, once per epoch, and record the result."""
         step = self.state.finished
         if self._evaluated is None or self._evaluated[0] != step:
@@ -205,21 +207,32 @@ class Trainer:
             evaluation = self.evaluator.run(self._weights())
             with self.ranks.sync_errors("logging"):
                 seconds = {"time/evaluation_s": time.perf_counter() - begun}
-                self.tracker.log(evaluation.metrics | evaluation.by_camera | seconds, step)
+                changes = as_metrics(self._changes(evaluation), list(evaluation.metrics))
+                self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | seconds, step)
                 log_rows(self.tracker, "eval/presets", evaluation.presets, step)
                 log_clips(self.tracker, self.run_folder / "videos", "eval", evaluation.clips, step)
-            self._evaluated = step, evaluation.metrics
+            self._evaluated = step, evaluation
         return self._evaluated[1]
 
     def evaluate_before(self) -> None:
         """Evaluate the starting policy; a resumed run has the result in its checkpoint.
 
         Raises:
-            InputError: `checkpoint.best` is no metric that is measured.
+            InputError: `checkpoint.best` is no metric that is measured, or the run was evaluated on another split.
         """
         if self.state.before is None:
-            self.state.before = self.evaluate()
+            first = self.evaluate()
+            self.state.before, self.state.before_rows = first.metrics, first.rows
+            self.state.floor, self.state.split = self.evaluator.floor(), self.config.eval.split
+            if self.state.floor:
+                with self.ranks.sync_errors("logging"):
+                    self.tracker.log(self.state.floor, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
+        elif self.state.split != self.config.eval.split:
+            raise InputError(
+                f"config.eval.split: got {self.config.eval.split!r}, must be {self.state.split!r}, on which this run "
+                "was measured before training; go on with that, and report with tools/evaluate.py --checkpoint"
+            )
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
             self._saved = None  # the checkpoint has no score yet
@@ -238,10 +251,19 @@ class Trainer:
         after = self.evaluate()
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
+        before, floor, changes = self.state.before, self.state.floor, self._changes(after)
         with self.ranks.sync_errors("summary"):
-            self.tracker.write_summary(self.state.before, after, self.state.train_seconds)
+            self.tracker.write_summary(
+                {
+                    "before": before,
+                    "after": with_intervals(after.metrics, changes),
+                    **({"floor": floor} if floor else {}),
+                    "split": self.state.split,
+                    "train_seconds": self.state.train_seconds,
+                }
+            )
             self.tracker.close()
-        print_before_after(self.state.before, after, self.run_folder, self.ranks)
+        print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
 
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""
@@ -289,6 +311,10 @@ class Trainer:
             if causes:
                 self.progress.say(f"reward {name}: {len(causes)} samples of rank 0 have no value, first: {causes[0]}")
 
+    def _changes(self, evaluation: Evaluation) -> dict[str, Interval]:
+        """Return the changes since the evaluation before training; none where its rows are not known."""
+        return paired_changes(self.state.before_rows or (), evaluation.rows)
+
     def _count_time(self) -> None:
         now = time.perf_counter()
         self.state.train_seconds += now - self._timed_until
@@ -302,7 +328,7 @@ class Trainer:
         best = self.config.checkpoint.best
         if not best or self._evaluated is None or self._evaluated[0] != self.state.finished:
             return None
-        value = self._evaluated[1].get(best.removeprefix("-"))  # no condition may have had a value
+        value = self._evaluated[1].metrics.get(best.removeprefix("-"))  # no condition may have had a value
         return -value if value is not None and best.startswith("-") else value
 
     def _evaluation_is_due(self, step: int) -> bool:

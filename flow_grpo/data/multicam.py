@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -77,6 +77,7 @@ class MultiCamDataset(ConditionDataset):
         prompt: str,
         reference: str = "source",
         buckets: Sequence[Size] = (),
+        choose: Callable[[list[Scene]], list[Scene]] = list,
         exclude: Verdicts | None = None,
     ) -> None:
         """List the scenes of `<root>/<split>`; videos and camera files are read on demand.
@@ -88,6 +89,7 @@ class MultiCamDataset(ConditionDataset):
             prompt: caption of scenes without metadata.csv.
             reference: camera whose first frame is the origin of all poses: "source" (training) or "target" (presets).
             buckets: sizes to use instead of `size`; each scene takes the `nearest_bucket` of its first video.
+            choose: returns those of the split's scenes to list; by default all.
             exclude: items whose verdict is not "" are left out.
 
         Raises:
@@ -99,7 +101,7 @@ class MultiCamDataset(ConditionDataset):
         if min(size) < 1:
             raise ValueError(f"dataset got (frames, height, width) = {size}; must be at least 1")
         self.root, self.prompt, self.reference = Path(root), prompt, reference
-        self.scenes = find_scenes(self.root, split)
+        self.scenes = choose(find_scenes(self.root, split))
         everything = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
         self._items = [(s, camera) for s, camera in everything if not (exclude or {}).get(s.name, {}).get(camera)]
         if not self._items:
@@ -239,6 +241,21 @@ def find_scenes(root: Path, split: str) -> list[Scene]:
             "is the archive unpacked?"
         )
     return scenes
+
+
+def set_aside(scenes: Sequence[Scene], count: int) -> tuple[list[Scene], list[Scene]]:
+    """Return (the others, `count` scenes), each in the given order, chosen by a hash of their names.
+
+    Raises:
+        ValueError: no scene would be left.
+    """
+    if count >= len(scenes):
+        raise ValueError(
+            f"data.tune_scenes is {count}, must be below the {len(scenes)} training scenes there are; lower it, 0 sets "
+            "none aside"
+        )
+    chosen = {scene.name for scene in sorted(scenes, key=lambda scene: key("tune scenes", scene.name))[:count]}
+    return [s for s in scenes if s.name not in chosen], [s for s in scenes if s.name in chosen]
 
 
 def _scene_folders(folder: Path) -> Iterator[Path]:

@@ -22,7 +22,7 @@ from flow_grpo.models.codec import Codec, read_config
 from flow_grpo.models.recam_policy import DTYPES, Networks, RecamPolicy
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.texts import TextEncoder
-from flow_grpo.records import Condition, Conditioning
+from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.settings.schema import Config, ModelConfig
 
 # transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
@@ -98,10 +98,10 @@ class FakePolicy(RecamPolicy):
                 device=device,
             )
 
-    def encode(self, conditions: Sequence[Condition]) -> Conditioning:
+    def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
         """Return fake conditioning of the right shapes."""
         with self.fake_mode:
-            return super().encode(conditions)
+            return super().encode(conditions, guidance)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return a fake velocity (B, C, F, H, W)."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from flow_grpo.records import Condition, Conditioning
+from flow_grpo.records import Condition, Conditioning, Guidance
 
 
 class Policy(Protocol):
@@ -24,8 +24,15 @@ class Policy(Protocol):
 
     module: nn.Module
 
-    def encode(self, conditions: Sequence[Condition]) -> Conditioning:
-        """Return one row per condition, in order; frozen encoders run once for each distinct video and prompt."""
+    def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
+        """Return one row per condition, in order; frozen encoders run once for each distinct video and prompt.
+
+        `velocity` guides the rows by `guidance`, by default the training's.
+        """
+        ...
+
+    def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
+        """Return clean latents (B, C, F, H, W) of the true target videos; ValueError where there is none."""
         ...
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:

@@ -22,7 +22,7 @@ from flow_grpo.models.codec import Codec
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 from flow_grpo.models.texts import TextEncoder
-from flow_grpo.records import Condition, Conditioning
+from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.runtime.tensor_store import TensorStore, content_key
@@ -126,8 +126,8 @@ class RecamPolicy:
 
     Args:
         networks: the model's networks, the training mode already applied to the transformer.
-        guidance_scale: classifier-free guidance; 1 disables it, any other value runs one forward of 2B rows.
-        negative_prompt: prompt of the unconditional rows, which keep camera and source video.
+        guidance_scale: of rows encoded without a guidance of their own; any value but 1 runs one forward of 2B rows.
+        negative_prompt: likewise; the unconditional rows keep camera and source video.
         max_prompt_tokens: L; prompts are truncated and padded to it.
         dtype: the transformer's autocast dtype; latents and velocities are always fp32.
         device: where everything runs.
@@ -152,8 +152,7 @@ class RecamPolicy:
         self.encodings = Encodings(
             networks.codec, networks.texts, store or TensorStore(), max_prompt_tokens=max_prompt_tokens
         )
-        self.guidance_scale = guidance_scale
-        self.negative_prompt = negative_prompt
+        self.guidance = Guidance(guidance_scale, negative_prompt)
         self.dtype = dtype
         self.device = device
         self._patch: tuple[int, int, int] = networks.transformer.config["patch_size"]
@@ -196,27 +195,30 @@ class RecamPolicy:
             self._reference = [local(parameter).to(device, copy=True) for parameter in self.trained_parameters()]
 
     @torch.no_grad()
-    def encode(self, conditions: Sequence[Condition]) -> Conditioning:
+    def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
         """Return one row per condition, in order; each distinct source video and prompt is encoded once.
 
-        Every video and prompt is encoded alone, so its numbers do not depend on the batch.
+        Every video and prompt is encoded alone, so its numbers do not depend on the batch. `guidance` is by default the
+        policy's own.
 
         Raises:
             ValueError: the videos do not fit the model or differ in size, see `latent_shape`.
         """
         self.latent_shape(conditions)
+        guidance = guidance or self.guidance
         prompts = {text: self.encodings.prompt(text) for text in dict.fromkeys(c.prompt for c in conditions)}
         distinct = {_source_key(condition): condition for condition in conditions}
         sources = {key: self._encode_source(condition) for key, condition in distinct.items()}
         cameras = [camera_tokens(condition.target_poses, self.codec.temporal) for condition in conditions]
         negative = None
-        if self.guidance_scale != 1.0:
-            negative = self.encodings.prompt(self.negative_prompt).repeat(len(conditions), 1, 1)
+        if guidance.scale != 1.0:
+            negative = self.encodings.prompt(guidance.negative_prompt).repeat(len(conditions), 1, 1)
         return Conditioning(
             prompt_embeds=torch.stack([prompts[condition.prompt] for condition in conditions]),
             source_latents=torch.stack([sources[_source_key(condition)] for condition in conditions]),
             target_cameras=torch.stack(cameras),
             negative_prompt_embeds=negative,
+            guidance_scale=guidance.scale,
         ).to(self.device)
 
     def _encode_source(self, condition: Condition) -> Tensor:
@@ -276,7 +278,7 @@ class RecamPolicy:
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return the fp32 velocity (B, C, F, H, W), guidance included, of latents at noise levels sigma (B,)."""
-        if self.guidance_scale == 1.0:
+        if conditioning.guidance_scale == 1.0:
             return self._forward(latents, sigma, conditioning, conditioning.prompt_embeds)
         negative = conditioning.negative_prompt_embeds
         assert negative is not None, "conditioning was encoded without guidance"
@@ -284,7 +286,7 @@ class RecamPolicy:
         prompts = torch.cat([conditioning.prompt_embeds, negative])
         both = self._forward(torch.cat([latents, latents]), torch.cat([sigma, sigma]), doubled, prompts)
         conditional, unconditional = both.chunk(2)
-        return unconditional + self.guidance_scale * (conditional - unconditional)
+        return unconditional + conditioning.guidance_scale * (conditional - unconditional)
 
     def _forward(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, prompts: Tensor) -> Tensor:
         # Only a forward with a backward pass needs the wrapper, which synchronises gradients.

@@ -31,6 +31,7 @@ def check(config: Config) -> None:
     _check_update(config)
     _check_sharding(config)
     _check_counts_and_waits(config)
+    _warn_of_selection(config)
 
 
 def check_world(config: Config, world_size: int) -> None:
@@ -62,6 +63,9 @@ def _check_data_and_model(config: Config) -> None:
         text = f"must differ from data.train_split={str(train)!r} and neither may contain the other, or the held-out "
         text += "scenes would be trained on; pass --config.data.eval_split=val"
         raise refusal("data.eval_split", str(held_out), text)
+    if config.eval.split == "tune" and not config.data.tune_scenes:
+        text = "needs training scenes that are set aside, and data.tune_scenes is 0; pass --config.data.tune_scenes=16"
+        raise refusal("eval.split", "tune", text)
     if config.model.trained == "lora" and not config.model.lora_targets:
         text = "must match the modules to adapt while model.trained is 'lora'; or pass --config.model.trained=camera"
         raise refusal("model.lora_targets", "", text)
@@ -247,3 +251,13 @@ def _check_counts_and_waits(config: Config) -> None:
         text = "must be at least 1.5 x distributed.silent_s, or waiting ranks time out before the hanging one is named"
         way_out = f"pass --config.distributed.control_s={1.5 * waits.silent_s:g}"
         raise refusal("distributed.control_s", waits.control_s, f"{text}; {way_out}")
+
+
+def _warn_of_selection(config: Config) -> None:
+    best = config.checkpoint.best
+    if best and config.eval.split == "report":
+        warnings.warn(
+            f"config.checkpoint.best={best!r} chooses a checkpoint on the reported conditions (eval.split='report'): "
+            "its held-out metrics are too good; choose with data.tune_scenes and eval.split='tune', report afterwards",
+            stacklevel=2,
+        )

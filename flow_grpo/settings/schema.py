@@ -56,6 +56,12 @@ class DataConfig(Section):
     tiny_world: Text = knob("", "name of a synthetic world to render into root where that is missing; '' never")
     train_split: Split = knob("train", "folder below root with the training scenes", min_length=1)
     eval_split: Split = knob("val", "folder below root with the held-out scenes", min_length=1)
+    tune_scenes: Int = knob(
+        0,
+        "scenes of train_split that are never trained on, chosen by a hash of their names: eval.split='tune' measures "
+        "them, so that knobs are not chosen on the scenes that are reported",
+        ge=0,
+    )
     num_frames: Frames = knob(81, "frames of a video, 4n+1", ge=5)
     height: Int = knob(480, "height in pixels after resizing and centre cropping", ge=8, multiple_of=SIZE_UNIT)
     width: Int = knob(832, "width in pixels after resizing and centre cropping", ge=8, multiple_of=SIZE_UNIT)
@@ -249,10 +255,17 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Held-out evaluation: fixed conditions and noise, deterministic sampling."""
 
+    split: Literal["report", "tune"] = knob(
+        "report", "which conditions: of data.eval_split | of the data.tune_scenes, while knobs are being chosen"
+    )
     every: Int = knob(20, "epochs between evaluations; 0 only before and after training", ge=0)
     num_conditions: Int = knob(10, "over all ranks; MultiCamVideo's own held-out scene has 10", ge=1)
     batch_size: Int = knob(2, "samples per rank and call", ge=1)
     num_steps: Int = knob(50, "denoising steps", ge=1, le=1000)
+    guidance_scale: Float | None = knob(
+        None, "classifier-free guidance of the evaluation; none takes sample.guidance_scale", ge=1
+    )
+    negative_prompt: Text | None = knob(None, "its negative prompt; none takes sample.negative_prompt")
     gold: Literal["", "room_pose"] = knob("", "camera estimator that no reward uses; room_pose: tiny world only")
     videos: Int = knob(4, "videos written per evaluation, at most as many as rank 0 samples", ge=0)
 

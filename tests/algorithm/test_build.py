@@ -9,6 +9,7 @@ import torch
 
 from flow_grpo.algorithm import build
 from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.records import Guidance
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.loading import load_config
 
@@ -23,7 +24,7 @@ def world(tmp_path_factory) -> str:
 
 
 def settings(world: str, *changes: str):
-    return load_config(TINY, [f"--config.data.root={world}", *changes])
+    return load_config(TINY, [f"--config.data.root={world}", "--config.data.tune_scenes=0", *changes])
 
 
 def test_the_data_has_the_recipe_s_sizes_and_origin(world):
@@ -31,6 +32,44 @@ def test_the_data_has_the_recipe_s_sizes_and_origin(world):
     assert plain.size_of(0) == (5, 24, 32) and plain.reference == "source"
     changed = build.dataset(settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target"), "val")
     assert changed.size_of(0) == (5, 16, 16) and changed.reference == "target"
+
+
+def names(data) -> set[tuple[str, str]]:
+    return {data.name_of(index) for index in range(len(data))}
+
+
+def test_scenes_set_aside_for_tuning_are_never_trained_on_and_measured_only_when_asked_for(world):
+    whole = names(build.training_data(settings(world)))
+    report, tune = (
+        settings(world, "--config.data.tune_scenes=1", f"--config.eval.split={s}") for s in ("report", "tune")
+    )
+    assert names(build.training_data(report)) == names(build.training_data(tune)) < whole
+    assert names(build.held_out_data(tune)) == whole - names(build.training_data(tune))
+    assert names(build.held_out_data(report)) == names(build.dataset(report, "val"))
+    with pytest.raises(ValueError, match=r"data\.tune_scenes is 2, must be below the 2 training scenes"):
+        build.training_data(settings(world, "--config.data.tune_scenes=2"))
+
+
+def test_a_checkpoint_of_a_run_with_other_scenes_set_aside_is_of_other_data(world):
+    trained = [build.training_data(settings(world, f"--config.data.tune_scenes={n}")).fingerprint() for n in (0, 1)]
+    assert trained[0] == build.dataset(settings(world), "train").fingerprint() != trained[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], Guidance(2.0, "dark")),
+        (["--config.eval.guidance_scale=5"], Guidance(5.0, "dark")),
+        (["--config.eval.negative_prompt="], Guidance(2.0, "")),
+        (["--config.eval.guidance_scale=none", "--config.eval.negative_prompt=none"], Guidance(2.0, "dark")),
+    ],
+)
+def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, changes, expected):
+    training = ["--config.sample.guidance_scale=2", "--config.sample.negative_prompt=dark"]
+    config = settings(world, "--config.eval.num_conditions=8", *training, *changes)
+    assert build.training_guidance(config) == Guidance(2.0, "dark")
+    assert build.eval_guidance(config) == expected
+    assert build.build_evaluator(config, None, build.dataset(config, "val"), Ranks()).settings.guidance == expected
 
 
 def test_servers_and_their_timeouts_reach_the_rewards(world):
@@ -97,7 +136,9 @@ def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world,
     held_out = build.dataset(config, "val")
     assert build.build_evaluator(config, None, held_out, Ranks()).gold.name == "room_pose"
     monkeypatch.setattr(build, "SCENE_FILES", {"room_pose": "nothing.json"})
-    with pytest.raises(ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no scene of split"):
+    with pytest.raises(
+        ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no held-out scene in"
+    ):
         build.build_evaluator(config, None, held_out, Ranks())
     without = settings(world, "--config.eval.num_conditions=8", "--config.eval.gold=")
     assert build.build_evaluator(without, None, held_out, Ranks()).gold is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import types
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
 from flow_grpo.data.video_io import read_video
-from flow_grpo.records import Condition, RewardResult
+from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.clips import log_clips, make_clip, side_by_side
@@ -46,10 +47,12 @@ class Gold:
         return RewardResult(-index, index != 4, ("",) * len(index), {"trans_err_m": index})
 
 
-def evaluator(ranks: Ranks | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3) -> Evaluator:
+def evaluator(
+    ranks: Ranks | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3, **settings
+) -> Evaluator:
     rewards = RewardSet([BrightnessReward(broken=[(5, 0)])], {"brightness": 1.0})
-    settings = EvalSettings(sigmas=SIGMAS, num_conditions=number, batch_size=batch_size, videos=2)
-    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), settings, ranks or Ranks())
+    made = EvalSettings(SIGMAS, number, batch_size, videos=2, **settings)
+    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), made, ranks or Ranks())
 
 
 def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
@@ -57,6 +60,14 @@ def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
     found = evaluator(policy=policy).run()
     assert [rows for rows, *_ in policy.calls] == [3] * 6 + [3] * 6 + [1] * 6
     assert found.metrics == evaluator().run().metrics
+
+
+def test_conditions_are_encoded_with_the_evaluation_s_guidance():
+    policy, seen = ToyPolicy(), []
+    encode = policy.encode
+    policy.encode = lambda conditions, guidance: (seen.append(guidance), encode(conditions))[1]
+    evaluator(policy=policy, guidance=Guidance(5.0, "blurry")).run()
+    assert set(seen) == {Guidance(5.0, "blurry")}
 
 
 def test_conditions_and_noise_depend_on_nothing_but_the_data():
@@ -104,9 +115,63 @@ def test_kinds_of_camera_have_their_own_means_and_shares():
     assert "eval_by_camera/pan_right/brightness_valid" not in found
 
 
+def test_every_condition_has_a_row_with_all_that_was_measured_on_it():
+    found = evaluator(number=12).run()
+    scenes = {row["scene"]: row for row in found.rows}
+    assert len(scenes) == 12 and {row["camera"] for row in found.rows} == {"cam02"}
+    first, fifth = scenes["val/f17_aperture10/scene0"], scenes["val/f17_aperture10/scene5"]
+    assert (first["preset"], fifth["preset"]) == ("pan_right", "")
+    assert first["values"].keys() == {"brightness", "brightness_percent", "gold", "trans_err_m"}
+    assert fifth["values"]["trans_err_m"] == 5.0 and math.isnan(fifth["values"]["brightness"])
+    assert found.metrics["eval/gold"] == pytest.approx(-(sum(range(12)) - 4) / 11)
+
+
+class Seen(Gold):
+    """As `Gold`, with the videos it is shown."""
+
+    def __init__(self) -> None:
+        self.videos: dict[int, torch.Tensor] = {}
+
+    def __call__(self, videos, conditions):
+        self.videos |= {c.index: video for c, video in zip(conditions, videos, strict=True)}
+        return super().__call__(videos, conditions)
+
+
+def test_the_floor_is_the_gold_estimator_on_what_the_codec_keeps_of_the_true_videos():
+    made = evaluator(number=12)
+    made.gold = Seen()
+    assert made.floor() == {
+        "eval_floor/gold": pytest.approx(-(sum(range(12)) - 4) / 11),
+        "eval_floor/gold_valid": pytest.approx(11 / 12),
+        "eval_floor/trans_err_m": pytest.approx((sum(range(12)) - 4) / 11),
+        "eval_floor/trans_err_m_valid": pytest.approx(11 / 12),
+    }
+    assert sorted(made.gold.videos) == list(range(12))
+    for index, video in made.gold.videos.items():
+        torch.testing.assert_close(video[:, 0], condition(index).target_video[:, 0].mean(0).expand(3, -1, -1))
+    assert made.policy.calls == []
+
+
+def test_there_is_no_floor_without_true_videos_or_without_a_gold_estimator():
+    made = evaluator(number=12)
+    whole = made.dataset.condition
+    made.dataset.condition = lambda index: dataclasses.replace(whole(index), target_video=None)
+    assert made.floor() == {}
+    made.dataset.condition, made.gold = whole, None
+    assert made.floor() == {}
+
+
+def test_conditions_without_a_true_video_are_left_out_of_the_floor():
+    made = evaluator(number=12)
+    whole = made.dataset.condition
+    made.dataset.condition = lambda i: whole(i) if i in (1, 7) else dataclasses.replace(whole(i), target_video=None)
+    assert made.floor()["eval_floor/trans_err_m"] == pytest.approx(4.0)
+
+
 def _evaluate(ranks: Ranks) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
-    found = evaluator(ranks).run()
-    return (found.metrics, found.by_camera), found.presets, len(found.clips)
+    made = evaluator(ranks)
+    found = made.run()
+    return (found.metrics | made.floor(), found.by_camera), found.presets, len(found.clips)
 
 
 @pytest.mark.parametrize("world_size", [2, 8])

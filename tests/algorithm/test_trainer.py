@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
@@ -121,7 +123,63 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path):
         "checkpoint_000002",
         "checkpoint_000003",
     ]
-    assert set(json.loads((tmp_path / "summary.json").read_text())) == {"before", "after", "train_seconds"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) == {"before", "after", "split", "train_seconds"}
+    change = summary["after"]["eval/brightness"] - summary["before"]["eval/brightness"]
+    low, high = summary["after"]["eval/brightness_ci95"]
+    assert low < change < high
+    last = [row for row in rows if "eval_change/brightness" in row]
+    assert [row["step"] for row in last] == [2, 3]
+    ends = [last[-1][f"eval_change/brightness{end}"] for end in ("", "_low", "_high")]
+    assert ends == [pytest.approx(change), low, high]
+
+
+def test_a_resumed_run_gives_the_same_intervals_and_an_older_checkpoint_none(a_trainer, tmp_path, monkeypatch):
+    run(a_trainer())
+    whole = json.loads((tmp_path / "summary.json").read_text())
+    for older in (False, True):
+        other = a_trainer(num_epochs=3)
+        path = checkpoint.published(tmp_path / "checkpoints")[-1]
+        if older:
+            found = checkpoint.load(path, identity={}, ranks=Ranks())
+            for name in ("before_rows", "floor", "split"):  # not in checkpoints of earlier versions
+                found.state.pop(name)
+            monkeypatch.setattr(checkpoint, "load", lambda *_, f=found, **__: f)
+        other.state.restore(path, ranks=Ranks())
+        shutil.rmtree(tmp_path / "adapter")
+        run(other)
+        again = json.loads((tmp_path / "summary.json").read_text())
+        names = [name for name in whole["after"] if not (older and name.endswith("_ci95"))]
+        assert again["after"] == {name: pytest.approx(whole["after"][name], abs=1e-12) for name in names}
+
+
+class Judge:
+    """The distance of the first frame's brightness from the true one's; counts its calls."""
+
+    name, floor, measures, calls = "judge", 0.0, ("off",), 0
+
+    def __call__(self, videos, conditions):
+        self.calls += 1
+        off = torch.stack(
+            [(v[:, 0].mean() - c.target_video[:, 0].mean()).abs() for v, c in zip(videos, conditions, strict=True)]
+        )
+        return RewardResult(-off, torch.ones(len(off), dtype=torch.bool), ("",) * len(off), {"off": off})
+
+
+def test_the_judge_s_floor_is_measured_once_and_reported(a_trainer, tmp_path, capsys):
+    trainer = a_trainer(num_epochs=1)
+    trainer.evaluator.gold = judge = Judge()
+    run(trainer)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval_floor/off" in row] == [0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary["floor"]) == {"eval_floor/judge", "eval_floor/off"}
+    assert summary["floor"]["eval_floor/off"] < 0.5 * summary["before"]["eval/off"]
+    assert "floor" in capsys.readouterr().out
+    assert judge.calls == 3  # before, after, and the floor
+    other = a_trainer(num_epochs=1)
+    other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], ranks=Ranks())
+    assert other.state.floor == summary["floor"]
 
 
 def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
@@ -168,6 +226,21 @@ def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
     assert trainer.collector.policy.calls == []
 
 
+def test_a_run_measured_on_one_split_does_not_go_on_with_the_other(a_trainer, tmp_path):
+    tuning, reporting = (dataclasses.replace(a_config().eval, split=split) for split in ("tune", "report"))
+    first = a_trainer(num_epochs=1, eval=tuning)
+    run(first)
+    assert json.loads((tmp_path / "summary.json").read_text())["split"] == "tune"
+    for settings, refused in (
+        (tuning, contextlib.nullcontext()),
+        (reporting, pytest.raises(InputError, match="'tune'")),
+    ):
+        other = a_trainer(num_epochs=2, eval=settings)
+        other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], ranks=Ranks())
+        with refused:
+            other.evaluate_before()
+
+
 def test_a_resumed_run_makes_up_once_for_an_evaluation_that_was_due_and_failed(a_trainer):
     first, second = a_trainer(num_epochs=2), a_trainer(num_epochs=2)
     second.tracker = first.tracker
@@ -185,7 +258,7 @@ def test_the_checkpoint_of_an_evaluation_made_up_for_gets_its_score(a_trainer, t
     manifest = tmp_path / "checkpoints" / "checkpoint_000002" / "manifest.json"
     assert json.loads(manifest.read_text())["score"] is None
     trainer.evaluate_before()
-    assert json.loads(manifest.read_text())["score"] == trainer.evaluate()["eval/brightness"]
+    assert json.loads(manifest.read_text())["score"] == trainer.evaluate().metrics["eval/brightness"]
 
 
 def test_a_sampler_position_that_moved_since_the_last_save_is_saved(a_trainer, tmp_path):
@@ -205,7 +278,7 @@ def test_a_sampler_position_that_moved_since_the_last_save_is_saved(a_trainer, t
 @pytest.mark.parametrize(("found", "score"), [({"eval/brightness": 0.5}, None), ({"eval/rot_err_deg": 0.5}, -0.5)])
 def test_a_checkpoint_s_score_is_its_best_metric_if_that_has_a_value(a_trainer, tmp_path, found, score):
     trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/rot_err_deg"))
-    trainer.evaluator.run = lambda weights: Evaluation(found, {}, [], [])
+    trainer.evaluator.run = lambda weights: Evaluation(found, {}, [], [], [])
     trainer.evaluate()
     trainer.save()
     manifest = tmp_path / "checkpoints" / "checkpoint_000000" / "manifest.json"

@@ -32,6 +32,7 @@ KNOBS = {
     "log_videos_every": 0,
     "trackers": "",
     "data.tiny_world": "unit_test",
+    "data.tune_scenes": 0,
     "data.num_frames": 5,
     "data.num_workers": 0,
     "sample.k": 4,

@@ -16,7 +16,7 @@ from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from flow_grpo.models.adapters import apply_training_mode
 from flow_grpo.models.recam_policy import RecamPolicy, apply_compute_settings, load_networks
-from flow_grpo.records import Condition
+from flow_grpo.records import Condition, Guidance
 from flow_grpo.runtime.tensor_store import TensorStore
 from tests.models.test_adapters import LORA
 from tests.tiny_models import (
@@ -166,14 +166,27 @@ def test_guidance_scale_one_is_one_forward_without_a_negative_prompt():
 @torch.no_grad()
 def test_guidance_moves_away_from_the_negative_prompt():
     conditions = [condition(0), condition(1, prompt="zoom in")]
-    plain, guided = policy(), policy(guidance_scale=3.0, negative_prompt="slowly")
-    encoded = guided.encode(conditions)
-    latents, sigma = noisy(plain, conditions)
-    towards = plain.velocity(latents, sigma, encoded)
-    away = plain.velocity(latents, sigma, dataclasses.replace(encoded, prompt_embeds=encoded.negative_prompt_embeds))
+    made = policy(guidance_scale=3.0, negative_prompt="slowly")
+    encoded = made.encode(conditions)
+    latents, sigma = noisy(made, conditions)
+    plain = dataclasses.replace(encoded, guidance_scale=1.0)
+    towards = made.velocity(latents, sigma, plain)
+    away = made.velocity(latents, sigma, dataclasses.replace(plain, prompt_embeds=encoded.negative_prompt_embeds))
     expected = away + 3.0 * (towards - away)
-    torch.testing.assert_close(guided.velocity(latents, sigma, encoded), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(made.velocity(latents, sigma, encoded), expected, rtol=1e-4, atol=1e-5)
     assert (expected - towards).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scale", "prompt"), [(3.0, "slowly"), (1.0, "")])
+def test_rows_encoded_with_a_guidance_of_their_own_are_those_of_a_policy_with_that_guidance(scale, prompt):
+    conditions = [condition(0), condition(1, prompt="zoom in")]
+    training, evaluating = policy(guidance_scale=2.0), policy(guidance_scale=scale, negative_prompt=prompt)
+    given, expected = training.encode(conditions, Guidance(scale, prompt)), evaluating.encode(conditions)
+    arguments = noisy(training, conditions)
+    assert torch.equal(training.velocity(*arguments, given), evaluating.velocity(*arguments, expected))
+    own = training.velocity(*arguments, training.encode(conditions))
+    assert not torch.equal(training.velocity(*arguments, given), own)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

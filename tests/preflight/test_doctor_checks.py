@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flow_grpo.preflight.doctor import checks
+from flow_grpo.records import Guidance
 from tests.doctor_cases import status
 
 # --- residuals
@@ -180,3 +181,20 @@ def test_the_clip_range_must_fit_a_mean_log_probability(spread, clip_range, upda
 )
 def test_the_kl_starts_at_zero_rises_and_has_a_gradient(before, after, gradient, exact, wanted):
     assert status(checks.check_kl(0.1, before, after, gradient, exact=exact)) == wanted
+
+
+# --- guidance
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "expected"),
+    [
+        (Guidance(1.0, ""), Guidance(1.0, "blurry"), "ok"),  # without guidance nothing leads away from the prompt
+        (Guidance(5.0, "blurry"), Guidance(5.0, "blurry"), "ok"),
+        (Guidance(5.0, ""), Guidance(5.0, "blurry"), "warn"),
+        (Guidance(1.0, ""), Guidance(5.0, ""), "warn"),
+        (Guidance(5.0, ""), Guidance(1.0, ""), "warn"),
+    ],
+)
+def test_an_evaluation_guided_otherwise_than_training_warns(training, evaluation, expected):
+    assert status(checks.check_guidance(training, evaluation)) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from pathlib import Path
 from unittest import mock
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
+from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.console import Progress, print_before_after
 
@@ -56,7 +58,7 @@ def test_a_terminal_shows_the_bars_of_the_epoch() -> None:
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     others = Ranks(rank=1, world_size=2)
     run(Progress(3, others), 1)
-    print_before_after({"eval/a": 1.0}, {"eval/a": 2.0}, Path("x"), others)
+    print_before_after({"eval/a": 1.0}, {"eval/a": 2.0}, {}, Path("x"), others)
     assert capsys.readouterr() == ("", "")
 
 
@@ -64,12 +66,20 @@ def test_the_final_table_shows_both_values_their_change_and_the_folder() -> None
     out = io.StringIO()
     before = {"eval/trans_err_m": 0.5, "eval/psnr": 18.0, "eval/zero": 0.0, "eval/only_before": 1.0}
     after = {"eval/trans_err_m": 0.4, "eval/psnr": 18.9, "eval/zero": 0.1}
+    changes = {
+        "eval/trans_err_m": Interval(-0.1, -0.1234567, -0.08, 64, 16),
+        "eval/psnr": Interval(0.9, math.nan, math.nan, 10, 1),  # of one scene there is no interval
+    }
     folder = Path("outputs") / ("long_name_" * 12)
-    print_before_after(before, after, folder, Ranks(), Console(file=out, width=80))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
+    floor = {"eval_floor/trans_err_m": 0.042, "eval_floor/psnr": 30.0}
+    print_before_after(before, after, changes, folder, Ranks(), floor=floor, console=Console(file=out, width=80))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    rows = [line.replace(", ", ",").split() for line in lines if line.startswith(("eval/", "floor"))]
     assert rows == [
-        ["eval/trans_err_m", "0.5000", "0.4000", "-0.1000", "-20.0"],
+        ["eval/trans_err_m", "0.5000", "0.4000", "-0.1000", "[-0.1235,-0.0800]", "-20.0"],
+        ["floor", "0.0420"],
         ["eval/psnr", "18.0000", "18.9000", "+0.9000", "+5.0"],
-        ["eval/zero", "0.0000", "0.1000", "+0.1000", ""],
+        ["floor", "30.0000"],
+        ["eval/zero", "0.0000", "0.1000", "+0.1000"],
     ]
     assert out.getvalue().splitlines()[-1] == f"run folder: {folder}"

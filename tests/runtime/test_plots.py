@@ -57,6 +57,18 @@ def test_the_band_is_the_within_group_standard_deviation(tmp_path: Path) -> None
     assert not single.collections
 
 
+def test_the_band_of_a_held_out_metric_is_the_interval_of_its_change(tmp_path: Path) -> None:
+    data = rows(3)
+    change = {
+        "eval_change/trans_err_m": -0.25,
+        "eval_change/trans_err_m_low": -0.3,
+        "eval_change/trans_err_m_high": -0.1,
+    }
+    data[3] |= change
+    band = drawn_axes(tmp_path / "curves.png", data)[-1].collections[0].get_paths()[0].vertices
+    assert sorted({(float(x), round(float(y), 6)) for x, y in band}) == [(0.0, 0.5), (3.0, 0.2), (3.0, 0.4)]
+
+
 def test_a_running_mean_of_the_reward_is_drawn_from_twenty_points(tmp_path: Path) -> None:
     assert len(drawn_axes(tmp_path / "curves.png", rows(19))[0].lines) == 1
     combined, constant, _ = drawn_axes(tmp_path / "curves.png", rows(30))

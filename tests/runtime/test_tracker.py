@@ -77,7 +77,7 @@ def test_ranks_other_than_zero_write_nothing(tmp_path: Path) -> None:
     tracker.log({"eval/x": 1.0}, 1)
     tracker.log_video("eval/v", tmp_path / "missing.mp4", "", 1)
     tracker.log_table("eval/t", ["a"], [[1]], 1)
-    tracker.write_summary({}, {}, 1.0)
+    tracker.write_summary({})
     tracker.close()
     assert not folder.exists()
 
@@ -90,16 +90,16 @@ def test_an_unknown_or_missing_tracker_is_refused_by_name(tmp_path: Path, monkey
         Tracker(tmp_path, CONFIG, ("wandb",), ALONE)
 
 
-def test_the_summary_holds_before_after_and_seconds(tmp_path: Path) -> None:
-    Tracker(tmp_path, CONFIG, (), ALONE).write_summary({"eval/a": 1.0}, {"eval/a": 0.5}, 12.5)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == {"before": {"eval/a": 1.0}, "after": {"eval/a": 0.5}, "train_seconds": 12.5}
+def test_the_summary_is_what_it_was_given(tmp_path: Path) -> None:
+    given = {"before": {"eval/a": 1.0}, "split": "tune", "train_seconds": 12.5}
+    Tracker(tmp_path, CONFIG, (), ALONE).write_summary(given)
+    assert json.loads((tmp_path / "summary.json").read_text()) == given
 
 
 def test_the_summary_is_deleted_when_the_run_is_extended(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, CONFIG, (), ALONE)
     tracker.begin()
-    tracker.write_summary({"eval/a": 1.0}, {"eval/a": 0.5}, 12.5)
+    tracker.write_summary({"train_seconds": 12.5})
     tracker.begin()
     assert not (tmp_path / "summary.json").exists()
 

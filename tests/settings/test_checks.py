@@ -40,9 +40,15 @@ def load(settings: str) -> Config:
         ("sample.sde=ode", ["sample.sde: got 'ode'", "objective=forward"]),
         ("train.objective=forward sample.sde=ode sample.same_initial_noise=true", ["same_initial_noise: got True"]),
         ("train.objective=forward train.ema_decay=0", ["train.trust_coef: got 0.1", "ema_decay=0.9"]),
-        ("train.objective=forward train.guard=true", ["train.guard: got True", "guard=false"]),
-        ("train.objective=forward train.step_weight=inverse_gain", ["train.step_weight: got", "step_weight=none"]),
-        ("train.objective=forward train.old_log_prob=rollout", ["old_log_prob: got 'rollout'", "=auto"]),
+        ("train.objective=forward train.guard=true train.trust_coef=0", ["train.guard: got True", "guard=false"]),
+        (
+            "train.objective=forward train.step_weight=inverse_gain train.trust_coef=0",
+            ["train.step_weight: got", "step_weight=none"],
+        ),
+        (
+            "train.objective=forward train.old_log_prob=rollout train.trust_coef=0",
+            ["old_log_prob: got 'rollout'", "=auto"],
+        ),
         ("sample.sde=cps sample.noise_level=1.2", ["sample.noise_level: got 1.2", "at most 1", "'cps'"]),
         ("sample.noise_level=3", ["sample.noise_level: got 3.0", "at step 0", "drop that step"]),
         ("train.updates_per_epoch=3", ["train.updates_per_epoch: got 3", "must divide the 64 samples", "=1"]),
@@ -55,6 +61,7 @@ def load(settings: str) -> Config:
         ("train.sharding=zero2 data.buckets=5x32x32,5x32x64", ["data.buckets: got", "'zero2'", "=ddp"]),
         (f"train.sharding=fsdp2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "policy=pad"]),
         (f"train.sharding=zero2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "'zero2'", "policy=pad"]),
+        ("eval.split=tune", ["eval.split: got 'tune'", "data.tune_scenes is 0", "data.tune_scenes=16"]),
         ("eval.num_conditions=3", ["eval.videos: got 4", "eval.num_conditions=3"]),
         ("distributed.silent_s=5400", ["distributed.control_s: got 3600", "1.5 x", "control_s=8100"]),
         ("reward.weights=target_view=0", ["reward.weights: got {'target_view': 0.0}", "nothing to learn"]),
@@ -97,8 +104,8 @@ def test_settings_that_cannot_work_together_are_refused_in_one_line(settings: st
         "num_epochs=0",
         "sample.sde_steps=6 sample.sde_window=1",
         "sample.sde_window=4",
-        "train.objective=forward",
-        "train.objective=forward sample.sde=ode sample.sde_steps=1,3",
+        "train.objective=forward train.ema_decay=0.5",
+        "train.objective=forward train.trust_coef=0 sample.sde=ode sample.sde_steps=1,3",
         "sample.sde_steps=1,3,5 sample.sde_window=1",
         "sample.same_initial_noise=true sample.share_prefix=true",
         "sample.sde=cps sample.noise_level=1",
@@ -112,6 +119,7 @@ def test_settings_that_cannot_work_together_are_refused_in_one_line(settings: st
         "train.sharding=fsdp2 dynamic_sampling.policy=rebalance",
         "train.guard=true",
         "eval.videos=0 eval.num_conditions=1",
+        "eval.split=tune data.tune_scenes=1 checkpoint.best=eval/target_view",
         "distributed.silent_s=2400",
         "distributed.silent_s=5400 distributed.dead_s=0",
         "reward.weights.room_pose=0",
@@ -163,3 +171,8 @@ def test_contiguous_groups_must_be_dealt_evenly_to_the_ranks() -> None:
     world(8, "--config.sample.layout=contiguous")
     with pytest.raises(ConfigError, match=r"^config\.sample\.layout: got 'contiguous'.* 12 groups .* 8 ranks"):
         world(8, "--config.sample.layout=contiguous", "--config.sample.num_batches_per_epoch=3")
+
+
+def test_choosing_a_checkpoint_on_the_reported_conditions_warns() -> None:
+    with pytest.warns(UserWarning, match=r"checkpoint\.best='eval/target_view' chooses .* on the reported conditions"):
+        load("checkpoint.best=eval/target_view data.tune_scenes=1")

@@ -20,6 +20,7 @@ def test_the_benchmark_prints_one_object_with_both_ratios(world, tmp_path, capsy
         "model.path": make_tiny_folder(tmp_path / "model"),
         "data.root": world,
         "data.tiny_world": "unit_test",
+        "data.tune_scenes": 0,
         "device": "cpu",
         "sample.train_batch_size": 4,
         "sample.k": 4,

@@ -75,6 +75,15 @@ def test_an_adapter_changes_the_videos(world, tmp_path):
     assert evaluate.main(words(world, tmp_path / "trained")) == 2
 
 
+def test_videos_are_sampled_with_the_evaluation_s_guidance(world, tmp_path, monkeypatch):
+    asked, load = {}, videos.load_policy
+    monkeypatch.setattr(
+        videos, "load_policy", lambda *given, **sampling: (asked.update(sampling), load(*given, **sampling))[1]
+    )
+    assert evaluate.main(words(world, tmp_path, eval__guidance_scale=3, eval__negative_prompt="dark")) == 0
+    assert (asked["guidance_scale"], asked["negative_prompt"]) == (3.0, "dark")
+
+
 def test_a_second_call_generates_only_missing_videos(world, tmp_path, monkeypatch):
     evaluate.main(words(world, tmp_path))
     films = sorted((tmp_path / videos.VIDEOS).iterdir())

@@ -24,7 +24,13 @@ def run(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("export")
     ensure_tiny_world(folder / "world", "unit_test")
     knobs = {"output_root": folder, "run_name": "run", "model.path": make_tiny_folder(folder / "model")}
-    knobs |= {"data.root": folder / "world", "data.tiny_world": "unit_test", "device": "cpu", "trackers": ""}
+    knobs |= {
+        "data.root": folder / "world",
+        "data.tiny_world": "unit_test",
+        "data.tune_scenes": 0,
+        "device": "cpu",
+        "trackers": "",
+    }
     knobs |= {"num_epochs": 2, "checkpoint.every": 1, "log_videos_every": 0, "sample.num_steps": 3, "eval.every": 0}
     knobs |= {"sample.sde_steps": "0,1", "sample.k": 4, "sample.train_batch_size": 4, "sample.num_batches_per_epoch": 1}
     knobs |= {"train.batch_size": 4, "train.ema_decay": 0.5, "reward.weights": "motion_mag=1"}

@@ -47,6 +47,7 @@ def words(places: dict[str, str], output: Path, *given: str, **changes: object) 
         "output_root": str(output),
         "device": "cpu",
         "data.tiny_world": "",
+        "data.tune_scenes": 0,
         "data.buckets": BUCKETS,
         "train.learning_rate": 1e-3,
     }
@@ -88,7 +89,7 @@ def test_every_rank_has_the_same_number_of_batches(places, tmp_path, more, rows)
 
 
 def test_guidance_of_the_recipe_is_not_trained_through(places, tmp_path) -> None:
-    assert made(words(places, tmp_path, sample__guidance_scale=5.0)).policy.guidance_scale == 1.0
+    assert made(words(places, tmp_path, sample__guidance_scale=5.0)).policy.guidance.scale == 1.0
 
 
 def test_an_items_loss_does_not_depend_on_its_batch_but_on_seed_and_epoch(places, tmp_path) -> None:

@@ -37,6 +37,7 @@ def words(world: Path, cache: Path, *more: str) -> list[str]:
         *RECIPE,
         f"--config.data.root={world}",
         "--config.data.tiny_world=",
+        "--config.data.tune_scenes=0",
         f"--config.model.encodings={cache}",
         *more,
     ]
@@ -135,3 +136,18 @@ def test_a_broken_video_is_listed_and_the_rest_is_encoded(world, tmp_path, capsy
 def test_a_missing_folder_option_is_refused(capsys):
     assert precompute.main([*RECIPE, "--config.model.encodings="]) == 2
     assert "pass --config.model.encodings=FOLDER" in capsys.readouterr().err
+
+
+def test_negative_prompts_that_training_or_evaluation_uses_are_encoded(world, tmp_path):
+    def negative(*more: str) -> list[str]:
+        arguments = words(world, tmp_path, "--config.sample.negative_prompt=dark", *more)
+        config = load_config(arguments[1], arguments[2:])
+        encodings = precompute.open_encodings(config, torch.device("cpu"))
+        return [task.name for task in precompute.prompt_tasks(config, [], encodings)]
+
+    guided = "--config.eval.guidance_scale=5"
+    assert negative() == []
+    assert negative(guided) == ["prompt 'dark'"]
+    assert negative(guided, "--config.eval.negative_prompt=blurry") == ["prompt 'blurry'"]
+    trained = "--config.sample.guidance_scale=2"
+    assert negative(trained, "--config.eval.negative_prompt=blurry") == ["prompt 'dark'", "prompt 'blurry'"]

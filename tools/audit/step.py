@@ -41,6 +41,7 @@ SMALL = {
     "log_videos_every": 0,
     "trackers": "",
     "data.tiny_world": "unit_test",
+    "data.tune_scenes": 0,
     "sample.k": 2,
     "sample.train_batch_size": 2,
     "sample.num_batches_per_epoch": 1,

@@ -48,7 +48,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
     _claim(config, adapter, out)
     if config.data.tiny_world:
         ensure_tiny_world(config.data.root, config.data.tiny_world)
-    dataset = parts.dataset(config, config.data.eval_split)
+    dataset = parts.held_out_data(config)
     indices = held_out_indices(len(dataset), config.eval.num_conditions)
     names, cameras = {}, {}
     for index in indices:  # do not hold the conditions: one takes almost a GB at full size
@@ -100,10 +100,10 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
 
 
 def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
-    model, sample = config.model, config.sample
+    model, guidance = config.model, parts.eval_guidance(config)
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
     loading = {"offload": model.offload, "tiling": model.vae_tiling, "slicing": model.vae_slicing}
-    sampling = {"guidance_scale": sample.guidance_scale, "negative_prompt": sample.negative_prompt}
+    sampling: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
     sampling["max_prompt_tokens"] = model.max_prompt_tokens
     return load_policy(model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.preflight.doctor.findings import Finding, finding
+from flow_grpo.records import Guidance
 
 STANDARD_ERRORS = 5.0  # a false alarm with probability 6e-7
 KS_BOUND = 2.745  # the same probability under Kolmogorov's law, 2 exp(-2 x^2) (Smirnov 1948)
@@ -182,6 +183,20 @@ def check_adapters(mode: str, adapted: int, trained: int) -> Finding:
     nothing = trained == 0 or (mode == "lora" and adapted == 0)
     way_out = "set model.lora_targets to names of the network's own Linear layers, such as blocks.0.attn1.to_q"
     return finding("adapters", said, fail=way_out if nothing else "")
+
+
+def check_guidance(training: Guidance, evaluation: Guidance) -> Finding:
+    """Check that training and the held-out evaluation sample with the same guidance."""
+    scales = training.scale, evaluation.scale
+    same = scales[0] == scales[1] and (scales[0] == 1 or training.negative_prompt == evaluation.negative_prompt)
+    said = f"training samples with guidance {scales[0]:g}, evaluation with {scales[1]:g}"
+    if not same and scales[0] == scales[1]:
+        said += " and another negative prompt"
+    way_out = (
+        "a rising reward/ may be guidance that the weights recover: look at the change of eval/, measured with the "
+    )
+    way_out += "same guidance before and after, and at the evaluation's videos"
+    return finding("guidance", said, warn="" if same else way_out)
 
 
 def check_gradient_coverage(mode: str, norms: Sequence[Mapping[str, float]]) -> Finding:

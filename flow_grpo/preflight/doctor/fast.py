@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.build import eval_guidance, training_guidance
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.models.adapters import adapted_modules, trained_parameters
 from flow_grpo.preflight.doctor import checks
@@ -79,6 +80,7 @@ def examine(context: DoctorContext, batch_sizes: Iterable[int] = ()) -> list[Fin
         batch_sizes: further numbers of rows in which to replay the batch.
     """
     found = [*examine_machine(context), *examine_schedule(context), *examine_weights(context)]
+    found.append(checks.check_guidance(training_guidance(context.config), eval_guidance(context.config)))
     findings = merge_over_ranks(found, context.ranks)
     if not can_sample(findings):
         return findings

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.runtime.ranks.process_group import Ranks
 
 HEADLINE = (
@@ -120,22 +123,40 @@ class Progress:
 def print_before_after(
     before: Mapping[str, float],
     after: Mapping[str, float],
+    changes: Mapping[str, Interval],
     run_folder: Path,
     ranks: Ranks,
+    *,
+    floor: Mapping[str, float] | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print held-out metrics before and after training side by side, and the run's folder; on rank 0 only."""
+    """Print held-out metrics before and after training side by side, and the run's folder; on rank 0 only.
+
+    Args:
+        before: metric -> value.
+        after: likewise.
+        changes: metric -> paired change, for those that have one.
+        run_folder: printed below.
+        ranks: of the run.
+        floor: `eval_floor/` name -> what the judge finds on perfect videos, a row below the metric `eval/` name.
+        console: where to print, by default standard output.
+    """
     if not ranks.is_main:
         return
     console = console or Console()
-    table = Table(title="held-out metrics")
-    table.add_column("metric")
-    for column in ("before", "after", "change", "change %"):
-        table.add_column(column, justify="right")
+    table = Table(title="held-out metrics", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    table.add_column("metric", overflow="fold")
+    for column in ("before", "after", "change", "95 % interval", "%"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name in before:
         if name in after:
-            change = after[name] - before[name]
+            found = changes.get(name)
+            change = after[name] - before[name] if found is None else found.mean
+            interval = "" if found is None or math.isnan(found.low) else f"[{found.low:+.4f}, {found.high:+.4f}]"
             percent = f"{100 * change / abs(before[name]):+.1f}" if before[name] else ""
-            table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}", f"{change:+.4f}", percent)
+            table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}", f"{change:+.4f}", interval, percent)
+            best = (floor or {}).get(name.replace("eval/", "eval_floor/"))
+            if best is not None:
+                table.add_row("  floor", "", f"{best:.4f}")
     console.print(table)
     console.print(f"run folder: {run_folder}", soft_wrap=True, markup=False, highlight=False)

@@ -67,6 +67,17 @@ def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
 
 def _draw_held_out(axes: Any, rows: Rows, name: str) -> None:
     steps, values = _points(rows, name)
+    change = name.replace("eval/", "eval_change/")
+    middle, low, high = (
+        np.array([rows[step].get(f"{change}{end}", math.nan) for step in steps]) for end in ("", "_low", "_high")
+    )
+    if np.isfinite(middle).any():
+        if math.isnan(middle[0]):  # the evaluation before training, where the change is 0
+            middle[0] = low[0] = high[0] = 0.0
+        start = values - middle
+        label = "95 % interval of the change"
+        axes.fill_between(steps, start + low, start + high, color=_EVAL, alpha=0.15, lw=0, label=label)
+        axes.legend(fontsize=7, frameon=False, loc="best")
     axes.plot(steps, values, color=_EVAL, lw=1.6, marker="o", ms=4)
     axes.set_title(f"{name}: {values[0]:.4g} → {values[-1]:.4g}", fontsize=10)
 

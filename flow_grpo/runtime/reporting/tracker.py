@@ -1,6 +1,6 @@
 """Logging of a run: metrics to files always; metrics, videos, images and tables to the configured trackers.
 
-Metrics are named `group/name`; trackers show groups as sections. Evaluation groups (`eval`, `eval_by_camera`) have the
+Metrics are named `group/name`; trackers show groups as sections. Evaluation groups (`eval` and `eval_...`) have the
 step axis `eval/epoch`, all others `train/epoch`.
 """
 
@@ -26,7 +26,10 @@ from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
 
-GROUPS = ("reward", "policy", "dyn", "eval", "train", "time", "system", "reward_by_camera", "eval_by_camera", "server")
+GROUPS = (
+    *("reward", "policy", "dyn", "eval", "train", "time", "system", "server"),
+    *("reward_by_camera", "eval_by_camera", "eval_change", "eval_floor"),
+)
 CURVES = "curves.png"
 SUMMARY = "summary.json"  # its existence marks a run as complete
 
@@ -114,10 +117,9 @@ class Tracker:
         if self._is_main:
             (self._folder / SUMMARY).unlink(missing_ok=True)
 
-    def write_summary(self, before: Mapping[str, float], after: Mapping[str, float], train_seconds: float) -> None:
-        """Write `summary.json`: held-out metrics before and after training, and the seconds between."""
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`: what a complete run reports, such as held-out metrics before and after training."""
         if self._is_main:
-            summary = {"before": dict(before), "after": dict(after), "train_seconds": train_seconds}
             write_atomically(self._folder / SUMMARY, json.dumps(summary, indent=1))
 
     def close(self) -> None:

@@ -1,0 +1,73 @@
+"""The change of every held-out metric since training began: paired by condition, with its interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from flow_grpo.maths.bootstrap import Interval, mean_interval
+
+
+class ConditionRow(TypedDict):
+    """What an evaluation measured on one condition.
+
+    Attributes:
+        scene: scene folder relative to the data set's root.
+        camera: name of the target camera; with the scene it names the condition.
+        preset: of the camera's motion, "" where there is none.
+        values: metric -> value, NaN where it could not be measured.
+    """
+
+    scene: str
+    camera: str
+    preset: str
+    values: dict[str, float]
+
+
+def paired_changes(before: Sequence[ConditionRow], after: Sequence[ConditionRow]) -> dict[str, Interval]:
+    """Return `eval/` name -> mean of after - before over the conditions with a value both times.
+
+    The interval is a bootstrap over scenes, whose conditions share a source and are correlated; its ends are NaN with a
+    single scene. `eval/<name>_valid` are the changes of the shares of conditions with a value.
+    """
+    first = {(row["scene"], row["camera"]): _with_validity(row["values"]) for row in before}
+    pairs = [
+        (row["scene"], first[row["scene"], row["camera"]], _with_validity(row["values"]))
+        for row in after
+        if (row["scene"], row["camera"]) in first
+    ]
+    found: dict[str, Interval] = {}
+    for name in pairs[0][1].keys() & pairs[0][2].keys() if pairs else ():
+        differences = [(scene, new[name] - old[name]) for scene, old, new in pairs]
+        finite = [(scene, difference) for scene, difference in differences if math.isfinite(difference)]
+        if finite:
+            found[f"eval/{name}"] = mean_interval([value for _, value in finite], [scene for scene, _ in finite])
+    return found
+
+
+def as_metrics(changes: Mapping[str, Interval], names: Sequence[str]) -> dict[str, float]:
+    """Return `eval_change/` name, name_low and name_high of those of the `eval/` names that have an interval."""
+    metrics: dict[str, float] = {}
+    for name in names:
+        change = changes.get(name)
+        if change is not None and math.isfinite(change.low):
+            short = name.removeprefix("eval/")
+            ends = {"": change.mean, "_low": change.low, "_high": change.high}
+            metrics |= {f"eval_change/{short}{end}": value for end, value in ends.items()}
+    return metrics
+
+
+def with_intervals(metrics: Mapping[str, float], changes: Mapping[str, Interval]) -> dict[str, float | list[float]]:
+    """Return every metric followed by `<name>_ci95`, the [low, high] of its paired change, where that is known."""
+    found: dict[str, float | list[float]] = {}
+    for name, value in metrics.items():
+        found[name] = value
+        change = changes.get(name)
+        if change is not None and math.isfinite(change.low):
+            found[f"{name}_ci95"] = [change.low, change.high]
+    return found
+
+
+def _with_validity(values: Mapping[str, float]) -> dict[str, float]:
+    return {**values, **{f"{name}_valid": float(math.isfinite(value)) for name, value in values.items()}}
