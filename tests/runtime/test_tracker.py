@@ -186,8 +186,7 @@ def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any) -
     assert axes == {
         "train/epoch": None,
         "eval/epoch": None,
-        "eval/*": "eval/epoch",
-        "eval_by_camera/*": "eval/epoch",
+        **{f"{group}/*": "eval/epoch" for group in ("eval", "eval_by_camera", "eval_change", "eval_floor")},
         **{f"{group}/*": "train/epoch" for group in epoch_groups},
     }
     tracker.log({"reward/mean": 0.5}, 3)
