@@ -31,6 +31,7 @@ from flow_grpo.algorithm.groups.metrics import (
 )
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.algorithm.signal import measure_spread, spread_metrics
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.models.adapter_files import save_adapter
@@ -205,10 +206,11 @@ class Trainer:
         if self._evaluated is None or self._evaluated[0] != step:
             begun = time.perf_counter()
             evaluation = self.evaluator.run(self._weights())
+            signal = self._signal()
             with self.ranks.sync_errors("logging"):
                 seconds = {"time/evaluation_s": time.perf_counter() - begun}
                 changes = as_metrics(self._changes(evaluation), list(evaluation.metrics))
-                self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | seconds, step)
+                self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
                 log_rows(self.tracker, "eval/presets", evaluation.presets, step)
                 log_clips(self.tracker, self.run_folder / "videos", "eval", evaluation.clips, step)
             self._evaluated = step, evaluation
@@ -333,6 +335,16 @@ class Trainer:
 
     def _evaluation_is_due(self, step: int) -> bool:
         return self.config.eval.every > 0 and step % self.config.eval.every == 0
+
+    def _signal(self) -> dict[str, float]:
+        """Return how much of the rewards' spread the update can credit, measured on held-out conditions."""
+        groups, shared = self.config.eval.signal_groups, self.config.sample.same_initial_noise
+        if not groups or self.config.train.objective != "grpo":
+            return {}
+        policy, dataset, sampling = self.updater.policy, self.evaluator.dataset, self.collector.settings
+        rewards = self.collector.rewards
+        spreads = measure_spread(policy, dataset, rewards, sampling, self.ranks, groups=groups, own=not shared)
+        return spread_metrics(spreads, self.reward.weights, shared=shared)
 
     def _has_evaluated(self) -> bool:
         """Return whether held-out metrics of the current state are on record."""

@@ -57,7 +57,7 @@ def a_config(**changes) -> Config:
         "sample": sample_config(train_batch_size=4),
         "reward": reward_config(),
         "train": train_config(),
-        "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1),
+        "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1, signal_groups=0),
         "checkpoint": CheckpointConfig(every=2, keep=5, best=""),
     }
     return Config(**(values | changes))
@@ -487,7 +487,7 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(a_trainer, tmp_path,
     values = iter([0.0, 3.0, 5.0, 4.0])
     trainer = a_trainer(
         checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/brightness"),
-        eval=EvalConfig(every=1, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=0),
+        eval=EvalConfig(every=1, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=0, signal_groups=0),
     )
     measure = trainer.evaluator.run
 

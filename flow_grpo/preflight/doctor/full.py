@@ -25,6 +25,7 @@ from flow_grpo.preflight.doctor.fast import NOT_AVERAGED, can_sample, digest, eq
 from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, errors_as_finding, finding, merge_over_ranks
 from flow_grpo.preflight.doctor.probe import Replay, replay, roll_out_probe
 from flow_grpo.preflight.doctor.rewards import examine_rewards
+from flow_grpo.preflight.doctor.signal import examine_signal
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, is_sharded, local
 
@@ -63,6 +64,9 @@ def examine_fully(
     findings += examine(context, BATCH_SIZES)
     with errors_as_finding("rewards", findings, ranks, "see the message; rewards are measured as in training"):
         findings += examine_rewards(context)
+    if can_sample(findings):
+        with errors_as_finding("signal", findings, ranks, "see the message; groups are sampled as in training"):
+            findings.append(examine_signal(context))
     if can_sample(findings):
         way_out = "training itself would stop here: fix what the message names"
         with restored_afterwards(context), errors_as_finding("epoch", findings, ranks, way_out):
@@ -160,6 +164,22 @@ def examine_clip(
     after = replay(objective, probe, train.batch_size)
     moved = guard_log_ratios(before, after) if train.guard else after.log_ratios - before.log_ratios
     return checks.check_clip(moved, train.clip_range, updates_per_epoch)
+
+
+def log_ratio_of_one_update(context: DoctorContext) -> float:
+    """Return the rms log-ratio of a batch after one update with signs as advantages; weights are restored.
+
+    Collective call: every rank must call it.
+    """
+    objective, train = context.grpo, context.config.train
+    assert objective is not None, "only recorded steps have a log-ratio"
+    with restored_afterwards(context):
+        probe = roll_out_probe(context)
+        before = replay(objective, probe, train.batch_size)
+        batch, _ = context.sample_epoch()
+        update(context.updater, with_signs(batch, context.ranks.rank), 0)
+        moved = replay(objective, probe, train.batch_size).log_ratios - before.log_ratios
+    return float(context.ranks.all_gather(moved.square().mean().cpu()[None]).mean().sqrt())
 
 
 def guard_log_ratios(before: Replay, after: Replay) -> Tensor:

@@ -1,0 +1,106 @@
+"""How much signal does a recipe have? Measured before days are spent on it.
+
+    python tools/measure_signal.py --config config/grpo.py:tiny_recam --groups 8
+    torchrun --standalone --nproc_per_node=8 tools/measure_signal.py --config config/grpo.py:my_recam_8npu --groups 2
+
+For every reward: its spread inside groups with each copy's own initial noise and with shared initial noise, the credit
+share (how much of the variance recorded noise caused), and the spread over the reward's noise floor. For every
+stochastic step its noise and gain; and the root mean square of the log-ratio that one update at the recipe's rate
+makes, in units of train.clip_range. Nothing is kept. With --json the last line of stdout is one JSON object.
+Exit code: 0, or 2 for a setting that cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+
+import train_grpo
+from flow_grpo.algorithm.signal import measure_spread
+from flow_grpo.preflight.doctor.context import DoctorContext
+from flow_grpo.preflight.doctor.full import log_ratio_of_one_update
+from flow_grpo.preflight.doctor.schedule import step_table
+from flow_grpo.runtime.ranks import process_group
+from tools.common import make_parser, markdown_table
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print on rank 0, and return the exit code."""
+    parser = make_parser(__doc__, recipe=True)
+    parser.add_argument("--groups", type=int, default=4, help="groups sampled on every rank, for each kind of noise")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    asked, overrides = parser.parse_known_args(words)
+    ranks = None
+    try:
+        fixed = ["--config.run_name=signal", "--config.trackers=()", "--config.resume="]
+        config, recipe = train_grpo.read_command_line(["--config", asked.config, *overrides, *fixed])
+        device, ranks = train_grpo.set_up_rank(config, watched=True)
+        with ranks.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
+            trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), recipe, device, ranks)
+            found = measure(train_grpo.doctor_context(trainer), asked.groups)
+            trainer.tracker.close()
+    except ValueError as error:
+        train_grpo.refuse(error, ranks)
+        return 2
+    if ranks.is_main:
+        show(found, asked)
+    process_group.shut_down(ranks)
+    return 0
+
+
+def measure(context: DoctorContext, groups: int) -> dict[str, Any]:
+    """Return rewards, steps and the log-ratio of one update; collective call: every rank must call it."""
+    spreads = measure_spread(
+        context.policy, context.data, context.rewards, context.sampling, context.ranks, groups=groups
+    )
+    rewards = {
+        name: dataclasses.asdict(spread) | {"credit_share": spread.credit_share} for name, spread in spreads.items()
+    }
+    found: dict[str, Any] = {"rewards": rewards, "steps": [], "log_ratio_over_clip_range": None}
+    if context.grpo is not None:
+        rollout, steps = context.sampling.rollout, context.config.sample.sde_steps
+        table = step_table(rollout.sigmas, steps, rollout.sde, context.grpo.step_weight)
+        found["steps"] = [dataclasses.asdict(step) for step in table]
+        found["log_ratio_over_clip_range"] = log_ratio_of_one_update(context) / context.config.train.clip_range
+    return found
+
+
+def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
+    """Print tables, or one JSON object."""
+    if asked.json:
+        print(json.dumps(found), flush=True)
+        return
+    head = ["reward", "own noise", "shared noise", "floor", "credit share", "shared / floor"]
+    rows = [
+        [
+            name,
+            *(f"{row[kind]:.4g}" for kind in ("own", "shared", "floor")),
+            f"{row['credit_share']:.1%}",
+            f"{row['shared'] / row['floor']:.1f}" if row["floor"] else "-",
+        ]
+        for name, row in found["rewards"].items()
+    ]
+    print("\n".join(markdown_table(head, rows)))
+    if found["steps"]:
+        head = ["step", "sigma", "std", "gain", "weight"]
+        rows = [
+            [str(row["step"])] + [f"{row[name]:.3f}" for name in ("sigma", "std", "gain", "weight")]
+            for row in found["steps"]
+        ]
+        print("\n" + "\n".join(markdown_table(head, rows)))
+        moved = found["log_ratio_over_clip_range"]
+        print(f"\none update moves the log-ratio by {moved:.2g} x train.clip_range (root mean square)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
