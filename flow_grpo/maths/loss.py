@@ -38,7 +38,7 @@ class LossTerms:
     Attributes:
         per_sample: (B,) policy + kl_coef * kl.
         policy: (B,) clipped surrogate, step weights included, mean over the K steps.
-        kl: (B,) KL to the reference policy in nats per latent element, KL weights included, mean over the K steps.
+        kl: (B,) KL to the reference policy in nats per latent element, mean over the K steps.
         ratio: (B, K) probability ratio, the geometric mean over a sample's latent elements.
         clipped: (B, K) bool, where clipping has set the policy gradient to zero.
     """
@@ -61,13 +61,12 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
     guard: GuardTerms | None = None,
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
-    kl_weight: Tensor | None = None,
 ) -> LossTerms:
     """Return the GRPO loss of B samples at K trained steps (PPO's clipped surrogate, arXiv 1707.06347, eq. 7, negated).
 
         ratio   = exp(log_prob - old_log_prob)
         policy  = mean over steps of step_weight * max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range))
-        loss    = policy + kl_coef * mean over steps of kl_weight * kl
+        loss    = policy + kl_coef * mean over steps of kl
 
     with A = clip(advantage, -adv_clip, adv_clip) shared by all steps of a sample. Non-finite values pass through: the
     caller must stop on all ranks together.
@@ -82,8 +81,7 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
         step_weight: (K,) weight of each step's policy term, normalised to mean 1 (`schedule.step_weights`); None is 1.
         guard: use the GRPO-Guard ratio instead of the plain one.
         kl: (B, K) from `sde.gaussian_kl` against the reference policy, with gradient.
-        kl_coef: weight of the KL term.
-        kl_weight: (K,) weight of each step's KL; None is 1, independently of `step_weight`.
+        kl_coef: weight of the KL term, on which step weights do not act.
 
     Raises:
         ValueError: shapes that would broadcast silently, a bound that is not positive, or kl_coef without kl.
@@ -96,8 +94,8 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
     ratio = log_ratio.exp()
     advantage = advantages.detach().to(ratio.dtype).clamp(-adv_clip, adv_clip)[:, None]
     free, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
-    policy = torch.maximum(free, bounded) * _step_row(step_weight, columns, "step_weight", ratio)
-    penalty = torch.zeros_like(policy) if kl is None else kl * _step_row(kl_weight, columns, "kl_weight", kl)
+    policy = torch.maximum(free, bounded) * _step_row(step_weight, columns, ratio)
+    penalty = torch.zeros_like(policy) if kl is None else kl
     per_sample = policy.mean(dim=1) + kl_coef * penalty.mean(dim=1)
     return LossTerms(
         per_sample=per_sample,
@@ -150,9 +148,9 @@ def _check_shapes(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, kl
     return rows, columns
 
 
-def _step_row(weight: Tensor | None, columns: int, name: str, like: Tensor) -> Tensor:
+def _step_row(weight: Tensor | None, columns: int, like: Tensor) -> Tensor:
     if weight is None:
         return torch.ones((), dtype=like.dtype, device=like.device)
     if tuple(weight.shape) != (columns,):
-        raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be ({columns},), one per trained step")
+        raise ValueError(f"step_weight has shape {tuple(weight.shape)}, must be ({columns},), one per trained step")
     return weight.detach().to(like)
