@@ -39,6 +39,7 @@ class LossTerms:
         per_sample: (B,) policy + kl_coef * kl.
         policy: (B,) clipped surrogate, step weights included, mean over the K steps.
         kl: (B,) KL to the reference policy in nats per latent element, mean over the K steps.
+        log_ratio: (B, K) `log_prob - old_log_prob`, in nats per latent element, also where a guard makes the ratio.
         ratio: (B, K) probability ratio, the geometric mean over a sample's latent elements.
         clipped: (B, K) bool, where clipping has set the policy gradient to zero.
     """
@@ -46,6 +47,7 @@ class LossTerms:
     per_sample: Tensor
     policy: Tensor
     kl: Tensor
+    log_ratio: Tensor
     ratio: Tensor
     clipped: Tensor
 
@@ -89,9 +91,7 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
     _check_bounds(clip_range, adv_clip, kl_coef, has_kl=kl is not None)
     _, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
     log_ratio = log_prob - old_log_prob.detach()
-    if guard is not None:
-        log_ratio = _guarded(log_ratio, guard)
-    ratio = log_ratio.exp()
+    ratio = (log_ratio if guard is None else _guarded(log_ratio, guard)).exp()
     advantage = advantages.detach().to(ratio.dtype).clamp(-adv_clip, adv_clip)[:, None]
     free, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
     policy = torch.maximum(free, bounded) * _step_row(step_weight, columns, ratio)
@@ -101,6 +101,7 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
         per_sample=per_sample,
         policy=policy.detach().mean(dim=1),
         kl=penalty.detach().mean(dim=1),
+        log_ratio=log_ratio.detach(),
         ratio=ratio.detach(),
         clipped=(bounded > free).detach(),
     )

@@ -14,6 +14,7 @@ class UpdateStats:
 
     def __init__(self) -> None:
         self.ratios: list[Tensor] = []
+        self.log_ratios: list[Tensor] = []
         self.clipped: list[Tensor] = []
         self.kls: list[Tensor] = []
         self.losses: list[Tensor] = []
@@ -30,6 +31,7 @@ class UpdateStats:
             drift: (b,) new minus rollout log-probability before the first update, else None.
         """
         self.ratios.append(terms.ratio.detach().flatten())
+        self.log_ratios.append(terms.log_ratio.detach().flatten())
         self.clipped.append(terms.clipped.detach().flatten().float())
         self.kls.append(terms.kl.detach().flatten())
         self.losses.append((terms.per_sample.detach() * share).sum())
@@ -47,7 +49,7 @@ class UpdateStats:
     def forget(self, mark: int) -> None:
         """Count an optimizer step that is not finite, and drop its statistics."""
         self.bad += 1
-        for terms in (self.ratios, self.clipped, self.kls, self.losses, self.drifts):
+        for terms in (self.ratios, self.log_ratios, self.clipped, self.kls, self.losses, self.drifts):
             del terms[mark:]
 
     def skip(self) -> None:
@@ -58,9 +60,11 @@ class UpdateStats:
 def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
     """Return the `policy/` and `train/` metrics over all ranks (collective call).
 
-    Ratios are per latent element (geometric mean over the elements of a sample); `approx_kl` is half the mean squared
-    log-ratio in nats per element; `ratio_first_max_abs_log` is the largest distance between the rollout's
-    log-probability and the update's own before the first update, 0 when both share their geometry.
+    Ratios are per latent element (geometric mean over the elements of a sample). `approx_kl` estimates the KL of the
+    old policy to the new one as the mean of log p_old - log p_new over what the old one drew (Schulman, "Approximating
+    KL Divergence", k1), in nats per latent element; 0 with one update, before which the ratio is taken.
+    `ratio_first_max_abs_log` is the largest distance between the rollout's log-probability and the update's own before
+    the first update, 0 when both share their geometry.
     """
     metrics = {
         "train/updates": float(len(stats.norms)),
@@ -73,7 +77,7 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
     local = {
         "count": float(len(ratio)),
         "ratio": ratio.sum().item(),
-        "approx_kl": (ratio.log().square() / 2).sum().item(),
+        "approx_kl": torch.cat(stats.log_ratios).cpu().double().neg().sum().item(),
         "clipped": torch.cat(stats.clipped).sum().item(),
         "kl": torch.cat(stats.kls).mean().item() * len(ratio),
         "loss": torch.stack(stats.losses).sum().item(),
