@@ -210,7 +210,7 @@ class Updater:
                     loss = self.objective.loss(micro, known, number)
                     assert micro.weights is not None
                     weight = micro.weights.to(loss.terms.per_sample) * (scale / len(passes))
-                    backward((loss.terms.per_sample * weight).sum())
+                    backward((loss.terms.per_sample * weight).sum() * loss.scale)
                 stats.add(loss.terms, weight / self.ranks.world_size, loss.drift if before_any_update else None)
                 replayed.append((denoising_step, micro.keys[:, 0]))
                 self.on_pass()
