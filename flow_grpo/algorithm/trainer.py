@@ -136,8 +136,13 @@ class Trainer:
     def compare(self, chosen: Chosen) -> TrainingBatch:
         """Turn rewards into advantages within groups and take this rank's own rows."""
         with self.ranks.sync_errors("comparing"):
-            floors = self.collector.rewards.floors
-            compared = compare.advantages(chosen.gathered, self.reward, k=self.config.sample.k, floors=floors)
+            compared = compare.advantages(
+                chosen.gathered,
+                self.reward,
+                k=self.config.sample.k,
+                floors=self.collector.rewards.floors,
+                adv_clip=self.config.train.adv_clip,
+            )
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
             if self.dynamic_sampling is None:  # else logged for the first round by dynamic sampling

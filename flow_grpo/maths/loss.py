@@ -52,13 +52,12 @@ class LossTerms:
     clipped: Tensor
 
 
-def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
+def grpo_loss(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantages: Tensor,
     *,
     clip_range: float,
-    adv_clip: float,
     step_weight: Tensor | None = None,
     guard: GuardTerms | None = None,
     kl: Tensor | None = None,
@@ -70,8 +69,8 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
         policy  = mean over steps of step_weight * max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range))
         loss    = policy + kl_coef * mean over steps of kl
 
-    with A = clip(advantage, -adv_clip, adv_clip) shared by all steps of a sample. Non-finite values pass through: the
-    caller must stop on all ranks together.
+    with the advantage A shared by all steps of a sample. Non-finite values pass through: the caller must stop on all
+    ranks together.
 
     Args:
         log_prob: (B, K) from `sde.log_prob` (mean over latent elements, in nats), with gradient.
@@ -79,7 +78,6 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
         advantages: (B,), from `advantages.combine_rewards`.
         clip_range: the gradient stops outside 1 +- clip_range. Ratios are geometric means over all latent elements,
             therefore close to 1: useful values are 1e-4 to 1e-3, not the 0.2 of language models.
-        adv_clip: bound of |advantage|.
         step_weight: (K,) weight of each step's policy term, normalised to mean 1 (`schedule.step_weights`); None is 1.
         guard: use the GRPO-Guard ratio instead of the plain one.
         kl: (B, K) from `sde.gaussian_kl` against the reference policy, with gradient.
@@ -88,11 +86,11 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
     Raises:
         ValueError: shapes that would broadcast silently, a bound that is not positive, or kl_coef without kl.
     """
-    _check_bounds(clip_range, adv_clip, kl_coef, has_kl=kl is not None)
+    _check_bounds(clip_range, kl_coef, has_kl=kl is not None)
     _, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
     log_ratio = log_prob - old_log_prob.detach()
     ratio = (log_ratio if guard is None else _guarded(log_ratio, guard)).exp()
-    advantage = advantages.detach().to(ratio.dtype).clamp(-adv_clip, adv_clip)[:, None]
+    advantage = advantages.detach().to(ratio.dtype)[:, None]
     free, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
     policy = torch.maximum(free, bounded) * _step_row(step_weight, columns, ratio)
     penalty = torch.zeros_like(policy) if kl is None else kl
@@ -124,11 +122,9 @@ def _guarded(log_ratio: Tensor, guard: GuardTerms) -> Tensor:
     return std * (log_ratio + bias.view_as(log_ratio))
 
 
-def _check_bounds(clip_range: float, adv_clip: float, kl_coef: float, *, has_kl: bool) -> None:
+def _check_bounds(clip_range: float, kl_coef: float, *, has_kl: bool) -> None:
     if not 0 < clip_range < 1:
         raise ValueError(f"clip_range is {clip_range}, must be > 0 and < 1")
-    if not adv_clip > 0:
-        raise ValueError(f"adv_clip is {adv_clip}, must be > 0")
     if not kl_coef >= 0:
         raise ValueError(f"kl_coef is {kl_coef}, must be >= 0")
     if kl_coef > 0 and not has_kl:

@@ -214,7 +214,7 @@ class TrainConfig(Section):
     clip_range: Float = knob(
         1e-3, "clip range of the ratio around 1; the ratio is a mean over latent elements, hence small", gt=0, lt=1
     )
-    adv_clip: Float = knob(5.0, "largest absolute advantage", gt=0)
+    adv_clip: Float = knob(5.0, "largest absolute advantage; a group beyond it is scaled down as a whole", gt=0)
     kl_coef: Float = knob(0.0, "weight of the KL to the initial policy; 0 makes no reference call", ge=0)
     step_weight: Literal["none", "inverse_gain"] = knob("none", "weight of a step's loss: 1 | std / kappa (maths/sde)")
     guard: Bool = knob(False, "GRPO-Guard: ratio without bias, steps weighted by 1 / their length in sigma")

@@ -133,6 +133,12 @@ def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
     assert any(name.startswith("system/memory_") for name in row)
 
 
+def test_advantages_stay_within_the_recipe_s_bound(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, train=train_config(adv_clip=0.25)))
+    (row,) = metrics_of(tmp_path)
+    assert 0 < row["reward/advantage_abs"] <= 0.25
+
+
 def test_the_same_state_is_evaluated_once(a_trainer):
     trainer = a_trainer(num_epochs=2)
     run(trainer)

@@ -136,7 +136,6 @@ class GrpoObjective:
             old[:, None],
             micro.advantages.to(new),
             clip_range=train.clip_range,
-            adv_clip=train.adv_clip,
             step_weight=None if self.step_weight is None else self.step_weight[step : step + 1],
             guard=_guard_terms(memory, number, current) if train.guard else None,
             kl=None if reference is None else gaussian_kl(current.mean, reference, current.std)[:, None],
