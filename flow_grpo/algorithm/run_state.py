@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
@@ -57,7 +58,7 @@ class RunState:
         train_seconds: seconds spent in epochs.
         before: held-out metrics before training, None until measured.
         shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
-        bad_steps: causes of the latest optimizer steps that were skipped in a row.
+        history: of the optimizer steps.
     """
 
     module: nn.Module
@@ -70,7 +71,7 @@ class RunState:
     train_seconds: float = 0.0
     before: dict[str, float] | None = None
     shortages: list[int] = dataclasses.field(default_factory=list)
-    bad_steps: list[str] = dataclasses.field(default_factory=list)
+    history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
 
     def save(self, folder: Path, *, keep: int, ranks: Ranks, score: float | None = None) -> Path:
         """Publish a checkpoint of the finished epochs (collective call). `score` as for `checkpoint.save`.
@@ -84,7 +85,8 @@ class RunState:
             "train_seconds": self.train_seconds,
             "before": self.before,
             "shortages": self.shortages,
-            "bad_steps": self.bad_steps,
+            "bad_steps": self.history.bad_steps,
+            "grad_norms": self.history.norms,
         }
         per_rank: dict[str, Any] = {"random": device_api.rng_state(self.device)}
         learned = {
@@ -136,7 +138,10 @@ class RunState:
         if found.per_rank is not None:
             device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
-        self.bad_steps = list(state.get("bad_steps", ()))  # not in checkpoints of earlier versions
+        # Checkpoints of earlier versions do not have these.
+        self.history = UpdateHistory(
+            norms=list(state.get("grad_norms", ())), bad_steps=list(state.get("bad_steps", ()))
+        )
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:

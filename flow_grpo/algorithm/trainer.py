@@ -158,7 +158,7 @@ class Trainer:
         self.progress.start_update(plan.passes)
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
         with self.clock.phase("update"):
-            self.metrics |= self.updater.run(batch, plan, self.state.bad_steps, probe=probe)
+            self.metrics |= self.updater.run(batch, plan, self.state.history, probe=probe)
 
     def finish_epoch(self, epoch: int) -> None:
         """Mark an epoch as finished: checkpoints saved from here on contain its update."""

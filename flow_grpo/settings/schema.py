@@ -207,7 +207,10 @@ class TrainConfig(Section):
     adam_beta2: Float = knob(0.999, "of AdamW", ge=0, lt=1)
     adam_eps: Float = knob(1e-8, "of AdamW", gt=0)
     weight_decay: Float = knob(1e-4, "of AdamW", ge=0)
-    max_grad_norm: Float = knob(1.0, "the gradient is clipped to this norm over all trained weights", gt=0)
+    max_grad_norm: Float = knob(10.0, "the gradient is clipped to this norm over all trained weights", gt=0)
+    max_grad_ratio: Float = knob(
+        5.0, "and to this multiple of the median norm of the latest 20 optimizer steps, from the sixth on; 0 off", ge=0
+    )
     max_bad_steps: Int = knob(
         2, "consecutive optimizer steps skipped for a NaN or infinity before the run stops; zero2 stops at once", ge=0
     )

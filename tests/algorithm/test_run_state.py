@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.run_state import RunState, fingerprint
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
+
+LATER = {"bad_steps", "grad_norms"}  # not in checkpoints of the first version
 
 
 def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4) -> tuple[RunState, ToyPolicy]:
@@ -26,9 +29,10 @@ def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4) -> tuple[RunState, ToyPol
 
 
 def step(state: RunState, policy: ToyPolicy, epoch: int) -> None:
-    updating = updater(policy)
+    # Four optimizer steps on one sample each, clipped to half the median norm from the sixth on.
+    updating = updater(policy, updates_per_epoch=4, max_grad_ratio=0.5)
     updating.optimizer, updating.after_step = state.optimizer, state.ema.update if state.ema else lambda: None
-    update(updating, training_batch(policy, [group(epoch, 4)]), epoch)
+    update(updating, training_batch(policy, [group(epoch, 4)]), epoch, history=state.history)
     state.sampler.set_epoch(epoch + 1)
     state.finished = epoch + 1
 
@@ -39,13 +43,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path):
         step(whole, policy, epoch)
         if epoch == 2:
             whole.before, whole.train_seconds = {"eval/x": 1.5}, 7.0
-            whole.bad_steps[:] = ["a gradient is not finite"]
+            whole.history.bad_steps[:] = ["a gradient is not finite"]
             path = whole.save(tmp_path, keep=2, ranks=Ranks())
+            assert len(whole.history.norms) == 8
     resumed, other = a_run(tmp_path)
     resumed.restore(path, ranks=Ranks())
     assert (resumed.finished, resumed.before, resumed.train_seconds) == (3, {"eval/x": 1.5}, 7.0)
     assert resumed.sampler.state_dict()["next_step"] == 3
-    assert resumed.bad_steps == ["a gradient is not finite"]  # the next one is the second in a row
+    assert resumed.history.bad_steps == ["a gradient is not finite"]  # the next one is the second in a row
     step(resumed, other, 3)
     assert torch.equal(weights_of(other), weights_of(policy))
     with resumed.ema.applied(), whole.ema.applied():
@@ -61,20 +66,20 @@ def test_the_random_state_comes_back(tmp_path):
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_a_checkpoint_of_an_earlier_version_without_bad_steps_is_restored(tmp_path, monkeypatch):
+def test_a_checkpoint_of_an_earlier_version_without_a_history_is_restored(tmp_path, monkeypatch):
     state, policy = a_run(tmp_path)
     step(state, policy, 1)
     save = checkpoint.save
 
     def saved_before(*args, state, **given):
-        return save(*args, state={name: value for name, value in state.items() if name != "bad_steps"}, **given)
+        return save(*args, state={name: value for name, value in state.items() if name not in LATER}, **given)
 
     monkeypatch.setattr(checkpoint, "save", saved_before)
     path = state.save(tmp_path, keep=1, ranks=Ranks())
     other, restored = a_run(tmp_path)
-    other.bad_steps = ["of another run"]
+    other.history.bad_steps = ["of another run"]
     other.restore(path, ranks=Ranks())
-    assert other.bad_steps == [] and other.finished == 2
+    assert other.history == UpdateHistory() and other.finished == 2
     assert torch.equal(weights_of(restored), weights_of(policy))
 
 

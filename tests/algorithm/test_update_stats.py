@@ -30,7 +30,7 @@ def _two_unlike_ranks(ranks: Ranks) -> dict[str, float]:
     stats = UpdateStats()
     ratios = [[1.0, 1.2], [0.9]][ranks.rank]
     stats.add(terms(ratios, loss=2.0), torch.full((len(ratios),), 1 / 3), torch.full((len(ratios),), -0.1 * ranks.rank))
-    stats.stepped(torch.tensor(4.0))
+    stats.stepped(torch.tensor(4.0), 10.0)
     return gather_stats(stats, ranks)
 
 
@@ -54,10 +54,10 @@ def test_an_epoch_of_two_steps_with_two_micro_batches_each_has_the_values_comput
     share = torch.full((2,), 0.25)  # of 4 samples in one pass
     stats.add(terms([1.0, 1.0], loss=1.0), share, torch.tensor([0.0, -2e-7]))
     stats.add(terms([1.0, 1.0], loss=3.0), share, torch.tensor([1e-7, 0.0]))
-    stats.stepped(torch.tensor(1.0))
+    stats.stepped(torch.tensor(1.0), 10.0)
     stats.add(terms([0.8, 1.0], loss=-2.0), share, None)
     stats.add(terms([1.25, 1.5], loss=4.0), share, None)
-    stats.stepped(torch.tensor(3.0))
+    stats.stepped(torch.tensor(3.0), 2.0)
     metrics = gather_stats(stats, Ranks())
     assert metrics == pytest.approx(
         {
@@ -74,6 +74,7 @@ def test_an_epoch_of_two_steps_with_two_micro_batches_each_has_the_values_comput
             "train/loss": ((1.0 + 3.0) / 2 + (-2.0 + 4.0) / 2) / 2,
             "train/grad_norm": 2.0,
             "train/grad_norm_max": 3.0,
+            "train/grad_clipped": 0.5,
         },
         rel=1e-6,
         abs=1e-9,
@@ -88,7 +89,7 @@ def test_approx_kl_is_the_kl_per_latent_element_whatever_the_ratio(guarded):
     guard = GuardTerms(new.mean[:, None], old.mean[:, None], std) if guarded else None
     stats = UpdateStats()
     stats.add(grpo_loss(after, before, torch.ones(8), guard=guard, clip_range=0.1), torch.ones(8) / 8, None)
-    stats.stepped(torch.tensor(1.0))
+    stats.stepped(torch.tensor(1.0), 10.0)
     exact = gaussian_kl(new.mean, old.mean, std).mean().item()
     assert exact == pytest.approx(0.02)
     assert gather_stats(stats, Ranks())["policy/approx_kl"] == pytest.approx(exact, rel=0.05)
@@ -98,7 +99,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_the_statistics_but_its_cou
     stats, clean = UpdateStats(), UpdateStats()
     for each in (stats, clean):
         each.add(terms([1.0, 1.2], loss=1.0), torch.full((2,), 0.5), torch.tensor([0.0, 0.1]))
-        each.stepped(torch.tensor(1.0))
+        each.stepped(torch.tensor(1.0), 10.0)
     mark = stats.mark()
     stats.add(terms([math.nan, 9.0], loss=math.nan), torch.full((2,), 0.5), None)
     stats.forget(mark)

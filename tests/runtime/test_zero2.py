@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime.ranks import zero2
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -133,19 +134,24 @@ def update_in_parts(ranks: Ranks, changes: dict[str, Any]) -> tuple[torch.Tensor
     updating.optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-3)
     policy.module = partition(policy.module, updating.optimizer, updating.settings.train, CPU, ranks)
     batch = TrainingBatch((dataclasses.replace(own, places=torch.arange(share)),), share)
-    metrics = update(updating, batch)
+    metrics = update(updating, batch, history=UpdateHistory(norms=[1e-3] * 5))
     return weights_of(policy), metrics
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.5, "batch_size": 3}], ids=["plain", "kl, micro-batch 3"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"kl_coef": 0.5, "batch_size": 3}, {"max_grad_ratio": 0.5, "updates_per_epoch": 4, "batch_size": 1}],
+    ids=["plain", "kl, micro-batch 3", "clipped to the median"],
+)
 def test_the_updater_takes_the_update_of_one_rank(changes):
     wanted, alone = update_in_parts(Ranks(), changes)
     (first, metrics), (second, _) = on_two_ranks(update_in_parts, changes)
     assert torch.equal(first, second)
     assert (wanted - weights_of(ToyPolicy())).abs().max() > 5e-4
     torch.testing.assert_close(first, wanted, rtol=0, atol=1e-6)
-    assert metrics["train/grad_norm"] == pytest.approx(alone["train/grad_norm"], rel=1e-4)
+    for name in ("train/grad_norm", "train/grad_clipped"):
+        assert metrics[name] == pytest.approx(alone[name], rel=1e-4)
 
 
 def refuse_on_one_rank(ranks: Ranks, value: float) -> tuple[bool, bool]:

@@ -20,7 +20,7 @@ class UpdateStats:
         self.losses: list[Tensor] = []
         self.drifts: list[Tensor] = []
         self.norms: list[Tensor] = []
-        self.skipped = self.bad = 0
+        self.skipped = self.bad = self.bounded = 0
 
     def add(self, terms: LossTerms, share: Tensor, drift: Tensor | None) -> None:
         """Collect the terms of b samples in one pass.
@@ -38,9 +38,10 @@ class UpdateStats:
         if drift is not None:
             self.drifts.append(drift.abs())
 
-    def stepped(self, norm: Tensor) -> None:
-        """Count an optimizer step with its gradient norm before clipping."""
+    def stepped(self, norm: Tensor, bound: float) -> None:
+        """Count an optimizer step with its gradient norm before clipping, and the norm it was clipped to."""
         self.norms.append(norm.detach())
+        self.bounded += int(norm > bound)
 
     def mark(self) -> int:
         """Return the position at which the next optimizer step begins, for `forget`."""
@@ -100,4 +101,5 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "train/loss": total["loss"] / len(stats.norms),
         "train/grad_norm": norms.mean().item(),
         "train/grad_norm_max": norms.max().item(),
+        "train/grad_clipped": stats.bounded / len(norms),
     }

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.sde import gaussian_kl
 from flow_grpo.models.adapters import trained_parameters
@@ -136,7 +137,7 @@ def logged_gradients(context: DoctorContext) -> Iterator[GradientLog]:
 
 def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, float]:
     """Take the optimizer steps of an epoch and return their metrics; collective call: every rank must call it."""
-    return updater.run(batch, updater.plan(batch, epoch), [])
+    return updater.run(batch, updater.plan(batch, epoch), UpdateHistory())
 
 
 def unclipped(context: DoctorContext) -> Updater:

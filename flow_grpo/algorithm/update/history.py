@@ -1,0 +1,38 @@
+"""What an optimizer step knows of the steps before it: part of the run's state."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+LATEST, KNOWN = 20, 5  # norms that are remembered, and that must be known before one bounds the next
+
+
+@dataclasses.dataclass
+class UpdateHistory:
+    """The optimizer steps of a run so far, the same on every rank.
+
+    Attributes:
+        norms: of the gradient before clipping, in the latest 20 steps that had one.
+        bad_steps: causes of the latest steps that were skipped in a row.
+    """
+
+    norms: list[float] = dataclasses.field(default_factory=list)
+    bad_steps: list[str] = dataclasses.field(default_factory=list)
+
+    def bound(self, most: float, ratio: float) -> float:
+        """Return the norm to clip the next gradient to.
+
+        Args:
+            most: largest norm in any case.
+            ratio: largest multiple of the median of `norms`, once there are 5 of them; 0 for any.
+        """
+        if not ratio or len(self.norms) < KNOWN:
+            return most
+        return min(most, ratio * statistics.median(self.norms))
+
+    def stepped(self, norm: float) -> None:
+        """Remember a step and the norm of its gradient before clipping."""
+        if norm > 0:  # a median of 0 would stop the learning
+            self.norms = [*self.norms, norm][-LATEST:]
+        self.bad_steps.clear()
