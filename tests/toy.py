@@ -184,6 +184,8 @@ def train_config(**changes: Any) -> TrainConfig:
         "sharding": "ddp",
         "updates_per_epoch": 1,
         "learning_rate": 1e-2,
+        "camera_learning_rate": 0.0,
+        "warmup_steps": 0,
         "adam_beta1": 0.9,
         "adam_beta2": 0.99,
         "adam_eps": 1e-8,

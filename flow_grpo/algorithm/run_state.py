@@ -16,6 +16,7 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -87,11 +88,12 @@ class RunState:
             "shortages": self.shortages,
             "bad_steps": self.history.bad_steps,
             "grad_norms": self.history.norms,
+            "steps_taken": self.history.taken,
         }
         per_rank: dict[str, Any] = {"random": device_api.rng_state(self.device)}
         learned = {
             "trained": dict(trained_parameters(self.module)),
-            "moments": self.optimizer.state_dict()["state"],
+            "moments": moments_by_place(self.optimizer, self._stepped()),
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
         if is_partitioned(self.module):
@@ -132,17 +134,24 @@ class RunState:
         moments = self._own_moments(learned.get("moments"), found, ranks)
         self.sampler.load_state_dict(state["sampler"])
         load_trained_state(self.module, learned["trained"])
-        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        load_moments(self.optimizer, self._stepped(), moments)
         if self.ema is not None:
             self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
             device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
-        # Checkpoints of earlier versions do not have these.
-        self.history = UpdateHistory(
-            norms=list(state.get("grad_norms", ())), bad_steps=list(state.get("bad_steps", ()))
+        self.history = UpdateHistory(  # of which earlier versions saved no or the last part
+            taken=state.get("steps_taken", 0),
+            norms=list(state.get("grad_norms", ())),
+            bad_steps=list(state.get("bad_steps", ())),
         )
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
+
+    def _stepped(self) -> list[Tensor]:
+        """Return what the optimizer steps, in the network's order: trained weights, or ZeRO-2's flat shards of them."""
+        if is_partitioned(self.module):
+            return [shard for group in self.optimizer.param_groups for shard in group["params"]]
+        return list(trained_parameters(self.module).values())
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:
         """Return this rank's optimizer moments: under ZeRO-2 its own part, which cannot be read with another layout."""

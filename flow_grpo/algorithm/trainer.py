@@ -175,8 +175,8 @@ class Trainer:
         self.metrics |= {
             "time/epoch_s": seconds,
             "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,
-            "train/learning_rate": self.config.train.learning_rate,
         }
+        self.metrics |= self.updater.learning_rates()
         with self.ranks.sync_errors("logging"):
             self.tracker.log(self.metrics, step)
             if every and step % every == 0 and self.ranks.is_main:

@@ -202,7 +202,11 @@ class TrainConfig(Section):
         "ddp", "replicated | DeepSpeed ZeRO-2: gradients and moments sharded | FSDP2: weights as well"
     )
     updates_per_epoch: Int = knob(1, "optimizer steps per epoch", ge=1)
-    learning_rate: Float = knob(1e-4, "of AdamW, constant", gt=0)
+    learning_rate: Float = knob(1e-4, "of AdamW, constant after the warm-up", gt=0)
+    camera_learning_rate: Float = knob(
+        0.0, "of the weights that read the camera (ReCam: cam_encoder, projector); 0 as learning_rate", ge=0
+    )
+    warmup_steps: Int = knob(0, "optimizer steps over which the learning rates rise linearly; 0 none", ge=0)
     adam_beta1: Float = knob(0.9, "of AdamW", ge=0, lt=1)
     adam_beta2: Float = knob(0.999, "of AdamW", ge=0, lt=1)
     adam_eps: Float = knob(1e-8, "of AdamW", gt=0)

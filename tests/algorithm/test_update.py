@@ -251,6 +251,26 @@ def test_a_gradient_far_above_the_median_of_the_latest_norms_is_clipped_to_a_mul
     assert metrics["train/grad_norm"] > 1e-2  # before clipping
 
 
+def test_the_learning_rate_rises_linearly_over_the_first_steps_and_then_stays():
+    full, rates, moves = updated()[0] - weights_of(ToyPolicy()), [], []
+    for taken in (0, 1, 3, 4, 100):
+        policy = ToyPolicy()
+        updating = updater(policy, warmup_steps=4)
+        update(updating, training_batch(policy, BATCHES), history=UpdateHistory(taken=taken))
+        rates.append(updating.learning_rates()["train/learning_rate"])
+        moves.append(float((weights_of(policy) - weights_of(ToyPolicy())).norm() / full.norm()))
+    assert rates == pytest.approx([0.0025, 0.005, 0.01, 0.01, 0.01])
+    assert moves == pytest.approx([0.25, 0.5, 1.0, 1.0, 1.0], rel=1e-3)
+
+
+def test_a_step_that_is_left_out_does_not_count_for_the_warm_up():
+    policy, history = ToyPolicy(), UpdateHistory()
+    batch = training_batch(policy, BATCHES[:2])
+    batch.parts[0].trajectory.log_probs[1, 0] = torch.nan
+    update(updater(policy, updates_per_epoch=2, max_bad_steps=1), batch, history=history)
+    assert history.taken == 1
+
+
 def test_a_non_finite_log_ratio_names_rank_step_and_gid_and_leaves_the_weights():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)

@@ -159,6 +159,11 @@ class Updater:
                 metrics["policy/ratio_after_max_abs_log"] = float(self.ranks.all_gather(drift[None]).max())
         return metrics
 
+    def learning_rates(self) -> dict[str, float]:
+        """Return the `train/` metrics of the learning rates, as the latest optimizer step used them."""
+        rates = {group.get("metric", "learning_rate"): group["lr"] for group in self.optimizer.param_groups}
+        return {f"train/{name}": rate for name, rate in rates.items()}
+
     def _deal(self, rows: int, epoch: int) -> list[Tensor]:
         """Return, per optimizer step, the sorted places of its samples; identical on every rank.
 
@@ -224,6 +229,7 @@ class Updater:
         if not problem:
             train = self.settings.train
             bound = history.bound(train.max_grad_norm, train.max_grad_ratio)
+            set_learning_rates(self.optimizer, history.warm_up(train.warmup_steps))
             norm = take_step(self.policy.module, self.optimizer, bound)
             if torch.isfinite(norm):
                 stats.stepped(norm, bound)
@@ -259,6 +265,12 @@ class Updater:
             found_here = f"log-ratio is not finite in step {step} of gids {bad.tolist()}"
         texts = self.ranks.gather_text(found_here)
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set the learning rate of every parameter group to `factor` times the one it was made with."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 
 
 @contextlib.contextmanager

@@ -137,7 +137,8 @@ def logged_gradients(context: DoctorContext) -> Iterator[GradientLog]:
 
 def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, float]:
     """Take the optimizer steps of an epoch and return their metrics; collective call: every rank must call it."""
-    return updater.run(batch, updater.plan(batch, epoch), UpdateHistory())
+    after_warm_up = UpdateHistory(taken=updater.settings.train.warmup_steps)
+    return updater.run(batch, updater.plan(batch, epoch), after_warm_up)
 
 
 def unclipped(context: DoctorContext) -> Updater:
