@@ -39,10 +39,12 @@ class GradientLog:
     Attributes:
         norms: per step, weight -> norm of its gradient.
         digests: per step, a hash of all gradients.
+        counts: per step, how many elements are not 0, and how many of these are below 10 x adam_eps.
     """
 
     norms: list[dict[str, float]] = dataclasses.field(default_factory=list)
     digests: list[str] = dataclasses.field(default_factory=list)
+    counts: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
 def examine_fully(
@@ -122,11 +124,15 @@ def with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
 def logged_gradients(context: DoctorContext) -> Iterator[GradientLog]:
     """Inside, the gradients of every optimizer step are logged just before the step."""
     log, named = GradientLog(), trained_parameters(context.policy.module)
+    small = checks.EPS_FACTOR * context.config.train.adam_eps
 
     def note(*_: object) -> None:
         own = {name: p.grad for name, p in named.items() if p.grad is not None}
         log.norms.append({name: float(local(own[name]).norm()) if name in own else 0.0 for name in named})
         log.digests.append(digest(own.values()))
+        sizes = [local(gradient).abs() for gradient in own.values()]
+        present = sum(int((size > 0).sum()) for size in sizes)
+        log.counts.append((present, sum(int(((size > 0) & (size < small)).sum()) for size in sizes)))
 
     handle = context.updater.optimizer.register_step_pre_hook(note)
     try:
@@ -203,6 +209,8 @@ def examine_gradients(context: DoctorContext, gradients: GradientLog) -> list[Fi
             for number, own in enumerate(gradients.norms)
         ]
         findings.append(checks.check_gradient_coverage(context.config.model.trained, norms))
+        present, below = ranks.all_gather(torch.tensor([gradients.counts[-1]])).sum(dim=0).tolist()
+        findings.append(checks.check_gradient_size(below, present, context.config.train.adam_eps))
     return findings
 
 
