@@ -123,7 +123,7 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
 @pytest.mark.timeout(300)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path):
     rules = {"reward__schedules": "motion_mag=0:1,2:0.5", "reward__gates": "target_view=motion_mag:-0.5"}
-    given = rules | {"train__updates_per_epoch": 2}
+    given = rules | {"train__updates_per_epoch": 2, "train__guard": True, "train__warmup_steps": 4}
     assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=3, **given)) == 0
     for epochs in (1, 3):
         resumed = words(places, tmp_path / "parts", num_epochs=epochs, resume="auto", data__num_workers=0, **given)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flow_grpo.algorithm.groups.compare import everything, gather, own_rows
 from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge_sizes
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
@@ -189,11 +190,14 @@ def train_config(**changes: Any) -> TrainConfig:
         "sharding": "ddp",
         "updates_per_epoch": 1,
         "learning_rate": 1e-2,
+        "camera_learning_rate": 0.0,
+        "warmup_steps": 0,
         "adam_beta1": 0.9,
         "adam_beta2": 0.99,
         "adam_eps": 1e-8,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
+        "max_grad_ratio": 0.0,
         "max_bad_steps": 0,
         "clip_range": 0.1,
         "adv_clip": 5.0,
@@ -234,10 +238,15 @@ def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, ranks: Ranks | No
 
 
 def update(
-    moving: Updater, batch: TrainingBatch, epoch: int = 0, *, bad_steps: list[str] | None = None, probe: bool = False
+    moving: Updater,
+    batch: TrainingBatch,
+    epoch: int = 0,
+    *,
+    history: UpdateHistory | None = None,
+    probe: bool = False,
 ) -> dict[str, float]:
     """Plan and take the optimizer steps of an epoch."""
-    return moving.run(batch, moving.plan(batch, epoch), [] if bad_steps is None else bad_steps, probe=probe)
+    return moving.run(batch, moving.plan(batch, epoch), history or UpdateHistory(), probe=probe)
 
 
 def weights_of(policy: ToyPolicy) -> Tensor:

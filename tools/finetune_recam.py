@@ -36,6 +36,8 @@ from torch.utils.data import Dataset
 import train_grpo
 from flow_grpo.algorithm.build import build_optimizer
 from flow_grpo.algorithm.run_state import common_identity
+from flow_grpo.algorithm.update.history import UpdateHistory
+from flow_grpo.algorithm.update.updater import set_learning_rates
 from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.data.multicam import MultiCamDataset
@@ -46,6 +48,7 @@ from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime.checkpoints import checkpoint, resume
+from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
@@ -226,8 +229,7 @@ class FineTuning:
             plan.load_state_dict(found.state["plan"])
             self.step, self.consumed = found.step, found.state["plan"]["consumed"]
             adapters.load_trained_state(self.policy.module, found.state["trained"])
-            groups = self.optimizer.state_dict()["param_groups"]
-            self.optimizer.load_state_dict({"state": found.state["moments"], "param_groups": groups})
+            load_moments(self.optimizer, self.policy.trained_parameters(), found.state["moments"])
         resume.commit(self.config.resume, path, folder, ranks=self.ranks)
         self._sums, self._norm, self._begun = torch.zeros(2, dtype=torch.float64), 0.0, 0.0  # since the last report
         self._files: MetricFiles | None = None
@@ -260,6 +262,7 @@ class FineTuning:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.config.train.max_grad_norm)
         if not norm.isfinite():  # the same on every rank: gradients are averaged already
             raise RuntimeError(f"gradient norm is {norm:g} in step {self.step + 1}: weights were left as they are")
+        set_learning_rates(self.optimizer, UpdateHistory(taken=self.step).warm_up(self.config.train.warmup_steps))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.consumed, self._norm = self.step + 1, self.consumed + 1, float(norm)
@@ -279,7 +282,8 @@ class FineTuning:
 
     def save(self) -> None:
         """Write a checkpoint."""
-        state = {"trained": adapters.trained_state(self.policy.module), "moments": self.optimizer.state_dict()["state"]}
+        moments = moments_by_place(self.optimizer, self.policy.trained_parameters())
+        state = {"trained": adapters.trained_state(self.policy.module), "moments": moments}
         state["plan"] = self.batches.plan.state_dict(self.consumed)
         folder, keep, ranks = self.folder / "checkpoints", self.config.checkpoint.keep, self.ranks
         checkpoint.save(folder, self.step, state=state, per_rank={}, identity=self.identity, ranks=ranks, keep=keep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ from flow_grpo.records import Guidance
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.console import Progress
-from flow_grpo.settings.schema import Config
+from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.schema import Config, TrainConfig
 from flow_grpo.settings.values import parse_bucket
 
 
@@ -82,16 +84,38 @@ def build_sampler(config: Config, train: MultiCamDataset, ranks: Ranks) -> Distr
 
 
 def build_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
-    """Return AdamW over the trained weights."""
+    """Return AdamW over the trained weights; those that read the camera are a group if they have a rate of their own.
+
+    Raises:
+        ValueError: `train.camera_learning_rate` is set, but no trained weight reads the camera.
+    """
     train = config.train
     return torch.optim.AdamW(
-        policy.trained_parameters(),
+        _parameter_groups(train, policy),
         lr=train.learning_rate,
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_eps,
         weight_decay=train.weight_decay,
         foreach=True,
     )
+
+
+def _parameter_groups(train: TrainConfig, policy: Policy) -> list[dict[str, Any]]:
+    parameters = policy.trained_parameters()
+    if not train.camera_learning_rate:
+        return [{"params": parameters}]
+    camera = policy.camera_parameters()
+    if not camera:
+        raise refusal(
+            "train.camera_learning_rate",
+            train.camera_learning_rate,
+            "must be 0 where no trained weight reads the camera; or train some, see model.trained and "
+            "model.lora_full_modules",
+        )
+    own = set(map(id, camera))
+    others = [parameter for parameter in parameters if id(parameter) not in own]
+    groups: list[dict[str, Any]] = [{"params": others}] if others else []
+    return [*groups, {"params": camera, "lr": train.camera_learning_rate, "metric": "camera_learning_rate"}]
 
 
 def rollout_settings(config: Config) -> RolloutSettings:

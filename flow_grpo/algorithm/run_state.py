@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.changes import ConditionRow
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -62,7 +64,7 @@ class RunState:
         floor: `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
         split: the `eval.split` they were measured on.
         shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
-        bad_steps: causes of the latest optimizer steps that were skipped in a row.
+        history: of the optimizer steps.
     """
 
     module: nn.Module
@@ -79,7 +81,7 @@ class RunState:
     floor: dict[str, float] = dataclasses.field(default_factory=dict)
     split: str = "report"
     shortages: list[int] = dataclasses.field(default_factory=list)
-    bad_steps: list[str] = dataclasses.field(default_factory=list)
+    history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
 
     def save(self, folder: Path, *, keep: int, ranks: Ranks, score: float | None = None) -> Path:
         """Publish a checkpoint of the finished epochs (collective call). `score` as for `checkpoint.save`.
@@ -97,12 +99,14 @@ class RunState:
             "floor": self.floor,
             "split": self.split,
             "shortages": self.shortages,
-            "bad_steps": self.bad_steps,
+            "bad_steps": self.history.bad_steps,
+            "grad_norms": self.history.norms,
+            "steps_taken": self.history.taken,
         }
         per_rank: dict[str, Any] = {"random": device_api.rng_state(self.device)}
         learned = {
             "trained": dict(trained_parameters(self.module)),
-            "moments": self.optimizer.state_dict()["state"],
+            "moments": moments_by_place(self.optimizer, self._stepped()),
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
         if is_partitioned(self.module):
@@ -143,17 +147,27 @@ class RunState:
         moments = self._own_moments(learned.get("moments"), found, ranks)
         self.sampler.load_state_dict(state["sampler"])
         load_trained_state(self.module, learned["trained"])
-        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        load_moments(self.optimizer, self._stepped(), moments)
         if self.ema is not None:
             self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
             device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
-        # Not in checkpoints of earlier versions:
-        self.bad_steps, self.split = list(state.get("bad_steps", ())), state.get("split", "report")
-        self.before_rows, self.floor = state.get("before_rows"), state.get("floor", {})
-        self.forward_equivalents = state.get("forward_equivalents", 0.0)
+        # Not, or not all, in checkpoints of earlier versions:
+        self.split, self.before_rows = state.get("split", "report"), state.get("before_rows")
+        self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
+        self.history = UpdateHistory(
+            taken=state.get("steps_taken", 0),
+            norms=list(state.get("grad_norms", ())),
+            bad_steps=list(state.get("bad_steps", ())),
+        )
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
+
+    def _stepped(self) -> list[Tensor]:
+        """Return what the optimizer steps, in the network's order: trained weights, or ZeRO-2's flat shards of them."""
+        if is_partitioned(self.module):
+            return [shard for group in self.optimizer.param_groups for shard in group["params"]]
+        return list(trained_parameters(self.module).values())
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:
         """Return this rank's optimizer moments: under ZeRO-2 its own part, which cannot be read with another layout."""

@@ -143,8 +143,13 @@ class Trainer:
     def compare(self, chosen: Chosen) -> TrainingBatch:
         """Turn rewards into advantages within groups and take this rank's own rows."""
         with self.ranks.sync_errors("comparing"):
-            floors = self.collector.rewards.floors
-            compared = compare.advantages(chosen.gathered, self.reward, k=self.config.sample.k, floors=floors)
+            compared = compare.advantages(
+                chosen.gathered,
+                self.reward,
+                k=self.config.sample.k,
+                floors=self.collector.rewards.floors,
+                adv_clip=self.config.train.adv_clip,
+            )
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
             if self.dynamic_sampling is None:  # else logged for the first round by dynamic sampling
@@ -160,7 +165,7 @@ class Trainer:
         self.progress.start_update(plan.passes)
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
         with self.clock.phase("update"):
-            self.metrics |= self.updater.run(batch, plan, self.state.bad_steps, probe=probe)
+            self.metrics |= self.updater.run(batch, plan, self.state.history, probe=probe)
 
     def finish_epoch(self, epoch: int) -> None:
         """Mark an epoch as finished: checkpoints saved from here on contain its update."""
@@ -182,8 +187,8 @@ class Trainer:
             "system/forward_equivalents_per_sample": forwards
             / (self.config.sample.expanded_batch_size * self.ranks.world_size),
             "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,
-            "train/learning_rate": self.config.train.learning_rate,
         }
+        self.metrics |= self.updater.learning_rates()
         with self.ranks.sync_errors("logging"):
             self.tracker.log(self.metrics, step)
             if every and step % every == 0 and self.ranks.is_main:

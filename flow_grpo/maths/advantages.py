@@ -16,6 +16,7 @@ Two kinds of group need care:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
@@ -91,11 +92,15 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
     adv_eps: float = 1e-4,
     adv_ddof: int = 0,
     flat_eps: float = 1e-4,
+    adv_clip: float = math.inf,
 ) -> CombinedAdvantages:
     """Return the advantages of one or several rewards, each normalised within its group, then summed with weights.
 
         one reward        A = weight * (r - mean) / (std + adv_eps)
         several rewards   A = sum over rewards of weight * (r - mean) / max(std, floor)
+
+    A group whose largest |A| exceeds `adv_clip` is scaled down to it as a whole. Bounding single values would leave a
+    mean other than 0, which raises or lowers the probability of all of the group's samples.
 
     The floor keeps a reward that hardly differs within a group from being scaled up to full size. Normalising before
     summing makes the weights independent of the rewards' units. An invalid value is left out of its own reward only.
@@ -114,12 +119,13 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
         adv_eps: added to the std of a single reward; much smaller than the reward's noise it amplifies that noise.
         adv_ddof: 0 or 1, the std divides by count - adv_ddof.
         flat_eps: smallest floor of every reward.
+        adv_clip: largest |A|.
 
     Raises:
         ValueError: a group without exactly k samples (naming its gid), ids that are not integers, shapes that disagree,
             a parameter out of bounds, a weighted reward without values, or no reward of non-zero weight.
     """
-    _check_parameters(k, adv_norm, adv_eps, adv_ddof, flat_eps)
+    _check_parameters(k, adv_norm, adv_eps, adv_ddof, flat_eps, adv_clip)
     groups = _group(group_ids, k)
     active = _active(rewards, valid, weights)
     seen = {name: _per_group(name, rewards[name], valid[name], groups) for name in active}
@@ -134,10 +140,10 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
         divisor = std + adv_eps if len(active) == 1 else std.clamp(min=floor[name])
         divisor = torch.ones_like(std) if adv_norm == "none" else divisor
         advantages += weights[name] * _divide(seen[name].centred, divisor)
-    silent = ~live | level[groups.member]
-    return CombinedAdvantages(
-        advantages.masked_fill(silent, 0.0), live.double(), level & ~incomplete, incomplete, groups.gids
-    )
+    advantages = advantages.masked_fill(~live | level[groups.member], 0.0)
+    largest = groups.extreme(advantages.abs(), "amax")
+    advantages *= torch.where(largest > adv_clip, adv_clip / largest, 1.0)[groups.member]
+    return CombinedAdvantages(advantages, live.double(), level & ~incomplete, incomplete, groups.gids)
 
 
 def _lacking(seen: Mapping[str, _Reward], groups: _Groups) -> Tensor:
@@ -215,7 +221,7 @@ def _divide(centred: Tensor, divisor: Tensor) -> Tensor:
     return torch.where(centred == 0, 0.0, centred / divisor)
 
 
-def _check_parameters(k: int, adv_norm: str, adv_eps: float, adv_ddof: int, flat_eps: float) -> None:
+def _check_parameters(k: int, adv_norm: str, adv_eps: float, adv_ddof: int, flat_eps: float, adv_clip: float) -> None:
     if k < 2:
         raise ValueError(f"k is {k}, must be at least 2: an advantage compares copies of one condition")
     if adv_norm not in ADV_NORMS:
@@ -224,3 +230,5 @@ def _check_parameters(k: int, adv_norm: str, adv_eps: float, adv_ddof: int, flat
         raise ValueError(f"adv_ddof is {adv_ddof}, must be 0 or 1")
     if not (adv_eps >= 0 and flat_eps >= 0):
         raise ValueError(f"adv_eps is {adv_eps} and flat_eps {flat_eps}, both must be >= 0")
+    if not adv_clip > 0:
+        raise ValueError(f"adv_clip is {adv_clip}, must be > 0")

@@ -38,7 +38,8 @@ class LossTerms:
     Attributes:
         per_sample: (B,) policy + kl_coef * kl.
         policy: (B,) clipped surrogate, step weights included, mean over the K steps.
-        kl: (B,) KL to the reference policy in nats per latent element, KL weights included, mean over the K steps.
+        kl: (B,) KL to the reference policy in nats per latent element, mean over the K steps.
+        log_ratio: (B, K) `log_prob - old_log_prob`, in nats per latent element, also where a guard makes the ratio.
         ratio: (B, K) probability ratio, the geometric mean over a sample's latent elements.
         clipped: (B, K) bool, where clipping has set the policy gradient to zero.
     """
@@ -46,31 +47,30 @@ class LossTerms:
     per_sample: Tensor
     policy: Tensor
     kl: Tensor
+    log_ratio: Tensor
     ratio: Tensor
     clipped: Tensor
 
 
-def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
+def grpo_loss(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantages: Tensor,
     *,
     clip_range: float,
-    adv_clip: float,
     step_weight: Tensor | None = None,
     guard: GuardTerms | None = None,
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
-    kl_weight: Tensor | None = None,
 ) -> LossTerms:
     """Return the GRPO loss of B samples at K trained steps (PPO's clipped surrogate, arXiv 1707.06347, eq. 7, negated).
 
         ratio   = exp(log_prob - old_log_prob)
         policy  = mean over steps of step_weight * max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range))
-        loss    = policy + kl_coef * mean over steps of kl_weight * kl
+        loss    = policy + kl_coef * mean over steps of kl
 
-    with A = clip(advantage, -adv_clip, adv_clip) shared by all steps of a sample. Non-finite values pass through: the
-    caller must stop on all ranks together.
+    with the advantage A shared by all steps of a sample. Non-finite values pass through: the caller must stop on all
+    ranks together.
 
     Args:
         log_prob: (B, K) from `sde.log_prob` (mean over latent elements, in nats), with gradient.
@@ -78,32 +78,29 @@ def grpo_loss(  # noqa: PLR0913 - a flat call that reads like the formula
         advantages: (B,), from `advantages.combine_rewards`.
         clip_range: the gradient stops outside 1 +- clip_range. Ratios are geometric means over all latent elements,
             therefore close to 1: useful values are 1e-4 to 1e-3, not the 0.2 of language models.
-        adv_clip: bound of |advantage|.
         step_weight: (K,) or (B, K) weight of each step's policy term, normalised to mean 1 over the steps that may be
             trained (`schedule.step_weights`); None is 1.
         guard: use the GRPO-Guard ratio instead of the plain one.
         kl: (B, K) from `sde.gaussian_kl` against the reference policy, with gradient.
-        kl_coef: weight of the KL term.
-        kl_weight: (K,) weight of each step's KL; None is 1, independently of `step_weight`.
+        kl_coef: weight of the KL term, on which step weights do not act.
 
     Raises:
         ValueError: shapes that would broadcast silently, a bound that is not positive, or kl_coef without kl.
     """
-    _check_bounds(clip_range, adv_clip, kl_coef, has_kl=kl is not None)
+    _check_bounds(clip_range, kl_coef, has_kl=kl is not None)
     rows, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
     log_ratio = log_prob - old_log_prob.detach()
-    if guard is not None:
-        log_ratio = _guarded(log_ratio, guard)
-    ratio = log_ratio.exp()
-    advantage = advantages.detach().to(ratio.dtype).clamp(-adv_clip, adv_clip)[:, None]
+    ratio = (log_ratio if guard is None else _guarded(log_ratio, guard)).exp()
+    advantage = advantages.detach().to(ratio.dtype)[:, None]
     free, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
-    policy = torch.maximum(free, bounded) * _step_weight(step_weight, rows, columns, "step_weight", ratio)
-    penalty = torch.zeros_like(policy) if kl is None else kl * _step_weight(kl_weight, rows, columns, "kl_weight", kl)
+    policy = torch.maximum(free, bounded) * _step_weight(step_weight, rows, columns, ratio)
+    penalty = torch.zeros_like(policy) if kl is None else kl
     per_sample = policy.mean(dim=1) + kl_coef * penalty.mean(dim=1)
     return LossTerms(
         per_sample=per_sample,
         policy=policy.detach().mean(dim=1),
         kl=penalty.detach().mean(dim=1),
+        log_ratio=log_ratio.detach(),
         ratio=ratio.detach(),
         clipped=(bounded > free).detach(),
     )
@@ -126,11 +123,9 @@ def _guarded(log_ratio: Tensor, guard: GuardTerms) -> Tensor:
     return std * (log_ratio + bias.view_as(log_ratio))
 
 
-def _check_bounds(clip_range: float, adv_clip: float, kl_coef: float, *, has_kl: bool) -> None:
+def _check_bounds(clip_range: float, kl_coef: float, *, has_kl: bool) -> None:
     if not 0 < clip_range < 1:
         raise ValueError(f"clip_range is {clip_range}, must be > 0 and < 1")
-    if not adv_clip > 0:
-        raise ValueError(f"adv_clip is {adv_clip}, must be > 0")
     if not kl_coef >= 0:
         raise ValueError(f"kl_coef is {kl_coef}, must be >= 0")
     if kl_coef > 0 and not has_kl:
@@ -151,10 +146,10 @@ def _check_shapes(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, kl
     return rows, columns
 
 
-def _step_weight(weight: Tensor | None, rows: int, columns: int, name: str, like: Tensor) -> Tensor:
+def _step_weight(weight: Tensor | None, rows: int, columns: int, like: Tensor) -> Tensor:
     if weight is None:
         return torch.ones((), dtype=like.dtype, device=like.device)
     if tuple(weight.shape) not in ((columns,), (rows, columns)):
         shapes = f"({columns},) or ({rows}, {columns})"
-        raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shapes}, one per trained step")
+        raise ValueError(f"step_weight has shape {tuple(weight.shape)}, must be {shapes}, one per trained step")
     return weight.detach().to(like)

@@ -65,3 +65,7 @@ class Policy(Protocol):
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters to optimize, in a fixed order."""
         ...
+
+    def camera_parameters(self) -> list[nn.Parameter]:
+        """Return those of them that read the camera path, in the same order; they may have their own learning rate."""
+        ...

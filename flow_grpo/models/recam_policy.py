@@ -20,7 +20,7 @@ from flow_grpo.maths.poses import camera_tokens
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.encodings import Encodings
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight, load_recam_transformer
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api
@@ -320,6 +320,10 @@ class RecamPolicy:
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters to optimize, in the network's order."""
         return list(trained_parameters(self.module).values())
+
+    def camera_parameters(self) -> list[nn.Parameter]:
+        """Return those of them that belong to the camera modules, which base Wan does not have."""
+        return [weight for name, weight in trained_parameters(self.module).items() if is_camera_weight(name)]
 
 
 def _source_key(condition: Condition) -> str | int:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flow_grpo.algorithm import build, debug_print
 from flow_grpo.algorithm.rollout.denoise import rollout
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch
@@ -112,7 +113,7 @@ def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[Te
     micro_batch = batch.take(plan.steps[0][0], policy.device)
     _note(found, "micro-batch", micro_batch.trajectory.tensors())
     with _ScalarsAreOne():  # type: ignore[no-untyped-call]
-        updater.run(batch, plan, [])
+        updater.run(batch, plan, UpdateHistory())
 
 
 def _check_gradients(policy: FakePolicy) -> None:

@@ -224,6 +224,14 @@ def _check_update(config: Config) -> None:
         # Measured: log-ratios of 5e-4 before any update, where clip_range is 1e-3.
         text = "must be 'detach' while model.compile is true in bf16: compiled blocks round differently in an update"
         raise refusal("train.old_log_prob", train.old_log_prob, f"{text}; pass --config.train.old_log_prob=detach")
+    if train.updates_per_epoch > 1 and not train.guard:
+        other = " --config.train.step_weight=none" if train.step_weight != "none" else ""
+        warnings.warn(
+            f"config.train.updates_per_epoch={train.updates_per_epoch} without train.guard: from the second update on "
+            "log-ratios are below 0 on average, so that train.clip_range clips on one side only; pass "
+            f"--config.train.guard=true{other}",
+            stacklevel=2,
+        )
     if train.guard and train.step_weight != "none":
         text = f"weighs the steps itself, so train.step_weight={train.step_weight!r} must be 'none'"
         raise refusal("train.guard", True, f"{text}; pass --config.train.step_weight=none")

@@ -229,19 +229,26 @@ class TrainConfig(Section):
         "ddp", "replicated | DeepSpeed ZeRO-2: gradients and moments sharded | FSDP2: weights as well"
     )
     updates_per_epoch: Int = knob(1, "optimizer steps per epoch", ge=1)
-    learning_rate: Float = knob(1e-4, "of AdamW, constant", gt=0)
+    learning_rate: Float = knob(1e-4, "of AdamW, constant after the warm-up", gt=0)
+    camera_learning_rate: Float = knob(
+        0.0, "of the weights that read the camera (ReCam: cam_encoder, projector); 0 as learning_rate", ge=0
+    )
+    warmup_steps: Int = knob(0, "optimizer steps over which the learning rates rise linearly; 0 none", ge=0)
     adam_beta1: Float = knob(0.9, "of AdamW", ge=0, lt=1)
     adam_beta2: Float = knob(0.999, "of AdamW", ge=0, lt=1)
     adam_eps: Float = knob(1e-8, "of AdamW", gt=0)
     weight_decay: Float = knob(1e-4, "of AdamW", ge=0)
-    max_grad_norm: Float = knob(1.0, "the gradient is clipped to this norm over all trained weights", gt=0)
+    max_grad_norm: Float = knob(10.0, "the gradient is clipped to this norm over all trained weights", gt=0)
+    max_grad_ratio: Float = knob(
+        5.0, "and to this multiple of the median norm of the latest 20 optimizer steps, from the sixth on; 0 off", ge=0
+    )
     max_bad_steps: Int = knob(
         2, "consecutive optimizer steps skipped for a NaN or infinity before the run stops; zero2 stops at once", ge=0
     )
     clip_range: Float = knob(
         1e-3, "clip range of the ratio around 1; the ratio is a mean over latent elements, hence small", gt=0, lt=1
     )
-    adv_clip: Float = knob(5.0, "largest absolute advantage", gt=0)
+    adv_clip: Float = knob(5.0, "largest absolute advantage; a group beyond it is scaled down as a whole", gt=0)
     kl_coef: Float = knob(0.0, "weight of the KL to the initial policy; 0 makes no reference call", ge=0)
     step_weight: Literal["none", "inverse_gain"] = knob("none", "weight of a step's loss: 1 | std / kappa (maths/sde)")
     guard: Bool = knob(False, "GRPO-Guard: ratio without bias, steps weighted by 1 / their length in sigma")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flow_grpo.algorithm import build
+from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.records import Guidance
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -94,6 +95,22 @@ def test_the_optimizer_has_the_recipe_s_numbers():
     policy = types.SimpleNamespace(trained_parameters=lambda: [parameter])
     (group,) = build.build_optimizer(config, policy).param_groups
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.25, 0.5, (0.9, 0.999))
+
+
+def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in (1, 2, 3)]
+    policy = types.SimpleNamespace(trained_parameters=lambda: weights, camera_parameters=lambda: weights[1:2])
+    config = load_config(TINY, ["--config.train.learning_rate=0.25", "--config.train.camera_learning_rate=0.5"])
+    optimizer = build.build_optimizer(config, policy)
+    assert [(group["lr"], [len(p) for p in group["params"]]) for group in optimizer.param_groups] == [
+        (0.25, [1, 3]),
+        (0.5, [2]),
+    ]
+    updater = Updater(policy, None, optimizer, build.UpdateSettings(1, 0, config.train), Ranks())
+    assert updater.learning_rates() == {"train/learning_rate": 0.25, "train/camera_learning_rate": 0.5}
+    policy.camera_parameters = list
+    with pytest.raises(ValueError, match=r"train.camera_learning_rate: got 0.5, must be 0 where no trained weight"):
+        build.build_optimizer(config, policy)
 
 
 @pytest.mark.parametrize(

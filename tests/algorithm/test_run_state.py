@@ -6,18 +6,23 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.run_state import RunState, fingerprint
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
 
+LATER = {"bad_steps", "grad_norms", "steps_taken"}  # not in checkpoints of the first version
 
-def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4) -> tuple[RunState, ToyPolicy]:
+
+def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4, camera_lr=0.0) -> tuple[RunState, ToyPolicy]:
     policy = ToyPolicy(seed)
+    first, *others = policy.trained_parameters()
+    camera = {"params": [first], "lr": camera_lr}
     return RunState(
         module=policy.net,
-        optimizer=torch.optim.AdamW(policy.trained_parameters(), lr=lr),
+        optimizer=torch.optim.AdamW([{"params": others}, camera] if camera_lr else [first, *others], lr=lr),
         sampler=DistributedKRepeatSampler(24, 4, k, 1, 0, seed=1),
         ema=Ema(policy.trained_parameters(), 0.5) if ema else None,
         device=torch.device("cpu"),
@@ -26,26 +31,30 @@ def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4) -> tuple[RunState, ToyPol
 
 
 def step(state: RunState, policy: ToyPolicy, epoch: int) -> None:
-    updating = updater(policy)
+    # Four optimizer steps on one sample each: the sixth and later are clipped to half the median norm, and the learning
+    # rate rises until the tenth.
+    updating = updater(policy, updates_per_epoch=4, max_grad_ratio=0.5, warmup_steps=10)
     updating.optimizer, updating.after_step = state.optimizer, state.ema.update if state.ema else lambda: None
-    update(updating, training_batch(policy, [group(epoch, 4)]), epoch)
+    update(updating, training_batch(policy, [group(epoch, 4)]), epoch, history=state.history)
     state.sampler.set_epoch(epoch + 1)
     state.finished = epoch + 1
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path):
-    whole, policy = a_run(tmp_path)
+@pytest.mark.parametrize("camera_lr", [0.0, 3e-3])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path, camera_lr):
+    whole, policy = a_run(tmp_path, camera_lr=camera_lr)
     for epoch in (1, 2, 3):
         step(whole, policy, epoch)
         if epoch == 2:
             whole.before, whole.train_seconds = {"eval/x": 1.5}, 7.0
-            whole.bad_steps[:] = ["a gradient is not finite"]
+            whole.history.bad_steps[:] = ["a gradient is not finite"]
             path = whole.save(tmp_path, keep=2, ranks=Ranks())
-    resumed, other = a_run(tmp_path)
+            assert len(whole.history.norms) == 8
+    resumed, other = a_run(tmp_path, camera_lr=camera_lr)
     resumed.restore(path, ranks=Ranks())
     assert (resumed.finished, resumed.before, resumed.train_seconds) == (3, {"eval/x": 1.5}, 7.0)
     assert resumed.sampler.state_dict()["next_step"] == 3
-    assert resumed.bad_steps == ["a gradient is not finite"]  # the next one is the second in a row
+    assert resumed.history.bad_steps == ["a gradient is not finite"]  # the next one is the second in a row
     step(resumed, other, 3)
     assert torch.equal(weights_of(other), weights_of(policy))
     with resumed.ema.applied(), whole.ema.applied():
@@ -61,20 +70,20 @@ def test_the_random_state_comes_back(tmp_path):
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_a_checkpoint_of_an_earlier_version_without_bad_steps_is_restored(tmp_path, monkeypatch):
+def test_a_checkpoint_of_an_earlier_version_without_a_history_is_restored(tmp_path, monkeypatch):
     state, policy = a_run(tmp_path)
     step(state, policy, 1)
     save = checkpoint.save
 
     def saved_before(*args, state, **given):
-        return save(*args, state={name: value for name, value in state.items() if name != "bad_steps"}, **given)
+        return save(*args, state={name: value for name, value in state.items() if name not in LATER}, **given)
 
     monkeypatch.setattr(checkpoint, "save", saved_before)
     path = state.save(tmp_path, keep=1, ranks=Ranks())
     other, restored = a_run(tmp_path)
-    other.bad_steps = ["of another run"]
+    other.history.bad_steps = ["of another run"]
     other.restore(path, ranks=Ranks())
-    assert other.bad_steps == [] and other.finished == 2
+    assert other.history == UpdateHistory() and other.finished == 2
     assert torch.equal(weights_of(restored), weights_of(policy))
 
 
@@ -86,6 +95,17 @@ def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path)
     other.restore(path, ranks=Ranks())
     assert other.optimizer.param_groups[0]["lr"] == 3e-4
     assert len(other.optimizer.state) == 4
+
+
+def test_a_run_goes_on_when_a_group_of_weights_gets_its_own_learning_rate(tmp_path):
+    state, policy = a_run(tmp_path)
+    step(state, policy, 1)
+    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    other, restored = a_run(tmp_path, camera_lr=1e-2)  # in another order, at the same rate
+    other.restore(path, ranks=Ranks())
+    for run, own in ((state, policy), (other, restored)):
+        step(run, own, 2)
+    torch.testing.assert_close(weights_of(restored), weights_of(policy), rtol=0, atol=1e-7)
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):

@@ -205,6 +205,12 @@ def test_forwards_are_counted_per_sample_and_summed_over_epochs_resumed_runs_inc
     assert metrics_of(tmp_path)[-1]["system/forward_equivalents"] == 8 * (3 * each + 4 / 8)
 
 
+def test_advantages_stay_within_the_recipe_s_bound(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, train=train_config(adv_clip=0.25)))
+    (row,) = metrics_of(tmp_path)
+    assert 0 < row["reward/advantage_abs"] <= 0.25
+
+
 def test_the_same_state_is_evaluated_once(a_trainer):
     trainer = a_trainer(num_epochs=2)
     run(trainer)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.algorithm.rollout.denoise import step_transition
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import Updater, name_memory_knobs
 from flow_grpo.maths.sde import log_prob
 from flow_grpo.records import TrainingBatch
@@ -105,7 +106,7 @@ def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
         )
         ratio = (log_prob(after, drawn_from) - batch.trajectory.log_probs[:, column]).exp()
         total = total - (batch.advantages * ratio).mean() / 2
-    total.backward()
+    (total * math.sqrt(16)).backward()  # of the latents of a sample
     wanted = torch.cat([(p - 1e-2 * p.grad).detach().flatten() for p in policy.net.parameters()])
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-7)
     assert metrics["train/loss"] == pytest.approx(total.item(), abs=1e-6)
@@ -241,6 +242,37 @@ def test_gradients_are_clipped_to_the_norm():
     assert (free - start).norm() > 10 * (bound - start).norm()
 
 
+def test_a_gradient_far_above_the_median_of_the_latest_norms_is_clipped_to_a_multiple_of_it():
+    policy, history = ToyPolicy(), UpdateHistory(norms=[1e-3] * 5)
+    metrics = update(
+        updater(policy, max_grad_ratio=2.0, max_grad_norm=1e9), training_batch(policy, BATCHES), history=history
+    )
+    assert (weights_of(policy) - weights_of(ToyPolicy())).norm().item() == pytest.approx(1e-2 * 2e-3, rel=1e-2)
+    assert metrics["train/grad_clipped"] == 1.0
+    assert history.norms == [*[1e-3] * 5, pytest.approx(metrics["train/grad_norm"])]
+    assert metrics["train/grad_norm"] > 1e-2  # before clipping
+
+
+def test_the_learning_rate_rises_linearly_over_the_first_steps_and_then_stays():
+    full, rates, moves = updated()[0] - weights_of(ToyPolicy()), [], []
+    for taken in (0, 1, 3, 4, 100):
+        policy = ToyPolicy()
+        updating = updater(policy, warmup_steps=4)
+        update(updating, training_batch(policy, BATCHES), history=UpdateHistory(taken=taken))
+        rates.append(updating.learning_rates()["train/learning_rate"])
+        moves.append(float((weights_of(policy) - weights_of(ToyPolicy())).norm() / full.norm()))
+    assert rates == pytest.approx([0.0025, 0.005, 0.01, 0.01, 0.01])
+    assert moves == pytest.approx([0.25, 0.5, 1.0, 1.0, 1.0], rel=1e-3)
+
+
+def test_a_step_that_is_left_out_does_not_count_for_the_warm_up():
+    policy, history = ToyPolicy(), UpdateHistory()
+    batch = training_batch(policy, BATCHES[:2])
+    batch.parts[0].trajectory.log_probs[1, 0] = torch.nan
+    update(updater(policy, updates_per_epoch=2, max_bad_steps=1), batch, history=history)
+    assert history.taken == 1
+
+
 def test_a_non_finite_log_ratio_names_rank_step_and_gid_and_leaves_the_weights():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
@@ -254,28 +286,28 @@ def test_steps_that_are_not_finite_are_left_out_until_they_are_too_many_in_a_row
     policy = ToyPolicy()
     good, bad = (training_batch(policy, BATCHES[:1]) for _ in range(2))
     bad.parts[0].trajectory.log_probs[1, 0] = torch.nan
-    updating, causes = updater(policy, max_bad_steps=2), []
+    updating, history = updater(policy, max_bad_steps=2), UpdateHistory()
     for epoch in (0, 1):
-        metrics = update(updating, bad, epoch, bad_steps=causes, probe=True)
+        metrics = update(updating, bad, epoch, history=history, probe=True)
         assert (metrics["train/bad_steps"], metrics["train/updates"]) == (1, 0)
         assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
-    metrics = update(updating, good, 2, bad_steps=causes)
-    assert metrics["train/bad_steps"] == 0 and not causes  # counted anew
+    metrics = update(updating, good, 2, history=history)
+    assert metrics["train/bad_steps"] == 0 and not history.bad_steps  # counted anew
     assert all(math.isfinite(value) for value in metrics.values())
     assert torch.equal(weights_of(policy), updated(batch=training_batch(ToyPolicy(), BATCHES[:1]), epoch=2)[0])
     for epoch in (3, 4):
-        update(updating, bad, epoch, bad_steps=causes)
+        update(updating, bad, epoch, history=history)
     with pytest.raises(RuntimeError, match=r"3 optimizer step\(s\) in a row are not finite, train.max_bad_steps is 2"):
-        update(updating, bad, 5, bad_steps=causes)
+        update(updating, bad, 5, history=history)
 
 
 def test_a_gradient_that_is_not_finite_is_dropped():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES[:1])
-    updating, causes = updater(policy, max_bad_steps=1), []
+    updating, history = updater(policy, max_bad_steps=1), UpdateHistory()
     hook = policy.trained_parameters()[0].register_hook(lambda gradient: gradient * torch.inf)
-    metrics = update(updating, batch, bad_steps=causes)
-    assert metrics["train/bad_steps"] == 1 and "gradient's norm is" in causes[0]
+    metrics = update(updating, batch, history=history)
+    assert metrics["train/bad_steps"] == 1 and "gradient's norm is" in history.bad_steps[0]
     assert torch.equal(weights_of(policy), weights_of(ToyPolicy()))
     hook.remove()
     update(updating, batch)

@@ -135,6 +135,7 @@ def test_flat_groups_and_groups_without_values_get_zeros_whatever_the_normaliser
         ({"adv_ddof": 2}, "adv_ddof is 2"),
         ({"adv_eps": -1.0}, "adv_eps is -1.0"),
         ({"flat_eps": math.nan}, "flat_eps nan"),
+        ({"adv_clip": 0.0}, "adv_clip is 0.0"),
         ({"rewards": torch.zeros(2, 1)}, "must be \\(2,\\) like group_ids"),
         ({"valid": torch.ones(3, dtype=torch.bool)}, "must be \\(2,\\) like group_ids"),
         ({"ids": torch.zeros(2)}, r"group_ids is torch.float32 .* must be integers"),
@@ -267,6 +268,18 @@ def test_a_reward_that_a_group_lacks_adds_nothing_there_and_the_others_teach() -
     assert both.advantages.tolist() == pytest.approx([-1.0, 1.0, -2.0, 2.0])
     assert both.advantages[:2].tolist() == pytest.approx(alone.advantages[:2].tolist())
     assert both.incomplete.tolist() == [True, False] and both.weights.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("norm", ADV_NORMS)
+def test_a_group_beyond_the_clip_is_scaled_as_a_whole_and_keeps_its_mean_of_zero(norm: str) -> None:
+    rewards = {name: [9.0, 0.0, 0.0, 0.0, 0.1, 0.2, 0.3, 0.2] for name in "abcd"}
+    weights, gids = dict.fromkeys(rewards, 1.0), [0] * 4 + [1] * 4
+    free = combine(rewards, weights, gids, 4, adv_norm=norm).advantages
+    bound = combine(rewards, weights, gids, 4, adv_norm=norm, adv_clip=5.0).advantages
+    assert free[0] > 5.0
+    assert bound[:4].tolist() == pytest.approx([5.0, -5 / 3, -5 / 3, -5 / 3])
+    torch.testing.assert_close(bound[4:], free[4:] * min(1.0, 5.0 / free[4:].abs().max().item()))
+    assert bound.view(2, 4).sum(dim=1).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
 def test_weights_without_values_and_weights_of_nothing_are_refused() -> None:

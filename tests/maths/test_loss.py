@@ -12,7 +12,7 @@ from flow_grpo.maths.loss import GuardTerms, grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob, sample, transition
 
-CLIP = {"clip_range": 1e-3, "adv_clip": 5.0}
+CLIP = {"clip_range": 1e-3}
 
 
 def one_step(velocity: float, *, requires_grad: bool = False) -> tuple[Transition, Tensor]:
@@ -92,11 +92,6 @@ def test_guard_gradient_is_the_old_residual_on_every_step_and_after_every_move(s
     assert torch.allclose(mean.grad / terms.ratio, z / 6, rtol=1e-9, atol=1e-12)
 
 
-def test_advantages_are_clipped() -> None:
-    terms = grpo_loss(torch.zeros(3, 1), torch.zeros(3, 1), torch.tensor([7.0, -7.0, 2.0]), **CLIP)
-    assert terms.per_sample.tolist() == [-5.0, 5.0, -2.0]
-
-
 def test_step_weights_multiply_the_policy_and_never_the_kl() -> None:
     kl = torch.tensor([[0.1, 0.3]])
     weight = torch.tensor([0.5, 1.5])
@@ -105,9 +100,6 @@ def test_step_weights_multiply_the_policy_and_never_the_kl() -> None:
     assert plain.policy.item() == pytest.approx(-1.0)
     assert plain.kl.item() == pytest.approx(0.2)
     assert plain.per_sample.item() == pytest.approx(-1.0 + 2.0 * 0.2)
-    own = grpo_loss(zeros, zeros, advantages, kl=kl, kl_coef=2.0, kl_weight=weight.square(), **CLIP)
-    assert own.kl.item() == pytest.approx((0.25 * 0.1 + 2.25 * 0.3) / 2)
-    assert own.per_sample.item() == pytest.approx(-1.0 + 2.0 * (0.25 * 0.1 + 2.25 * 0.3) / 2)
     uneven = grpo_loss(zeros, zeros, advantages, step_weight=torch.tensor([0.0, 1.0]), **CLIP)
     assert uneven.policy.item() == pytest.approx(-0.5)
 
@@ -178,12 +170,10 @@ def test_values_that_are_not_finite_reach_the_caller() -> None:
         ({"log_prob": torch.zeros(4)}, r"log_prob has shape \(4,\), must be \(B, K\)"),
         ({"kl": torch.zeros(4)}, r"kl has shape \(4,\), must be \(4, 1\)"),
         ({"step_weight": torch.ones(4)}, r"step_weight has shape \(4,\), must be \(1,\)"),
-        ({"kl": torch.zeros(4, 1), "kl_weight": torch.ones(2)}, r"kl_weight has shape \(2,\)"),
         ({"kl_coef": 0.1}, "kl_coef is 0.1 but kl is None"),
         ({"kl_coef": -0.1}, "kl_coef is -0.1"),
         ({"clip_range": 0.0}, "clip_range is 0.0"),
         ({"clip_range": 1.0}, "clip_range is 1.0"),
-        ({"adv_clip": 0.0}, "adv_clip is 0.0"),
         ({"guard": GuardTerms(torch.zeros(4, 3), torch.zeros(4, 3), torch.ones(()))}, r"guard.means has shape"),
         ({"guard": GuardTerms(torch.zeros(4, 1, 3), torch.zeros(4, 1, 3), torch.ones(4))}, r"guard.std has shape"),
         ({"guard": GuardTerms(torch.zeros(4, 1, 3), torch.zeros(4, 1, 1), torch.ones(1))}, "reference_mean"),

@@ -243,6 +243,19 @@ def test_the_reference_stays_the_policy_before_training(mode):
     assert all(parameter.requires_grad for parameter in made.trained_parameters())
 
 
+@pytest.mark.parametrize(
+    ("mode", "modules"),
+    [("lora", {"cam_encoder"}), ("camera", {"cam_encoder"}), ("attention", {"cam_encoder", "projector"})],
+)
+def test_the_weights_that_read_the_camera_are_those_of_its_modules(mode, modules):
+    made = policy(mode=mode)
+    names = {id(weight): name for name, weight in made.module.named_parameters()}
+    camera = [names[id(weight)] for weight in made.camera_parameters()]
+    assert {part for name in camera for part in name.split(".")} & {"cam_encoder", "projector", "attn1"} == modules
+    trained = [names[id(weight)] for weight in made.trained_parameters()]
+    assert camera == [name for name in trained if modules & set(name.split("."))]
+
+
 def test_a_reference_needs_keep_reference_except_with_lora():
     with pytest.raises(ValueError, match="keep_reference"), policy(mode="camera").reference():
         pass

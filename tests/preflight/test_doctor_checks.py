@@ -133,6 +133,17 @@ def test_a_factor_of_an_adapter_may_lack_a_gradient_in_the_first_update_only():
     assert status(checks.check_gradient_coverage("full", [{"a": 0.0}, {"a": 0.0}])) == "fail"
 
 
+@pytest.mark.parametrize(("below", "wanted"), [(0, "ok"), (50, "ok"), (51, "warn"), (1000, "warn")])
+def test_more_than_a_twentieth_of_the_gradients_near_adam_s_eps_warns(below, wanted):
+    found = checks.check_gradient_size(below, 1000, 1e-8)
+    assert status(found) == wanted
+    assert wanted == "ok" or "train.adam_eps=1e-12" in found.way_out
+
+
+def test_no_gradient_at_all_is_not_a_matter_of_eps():
+    assert status(checks.check_gradient_size(0, 0, 1e-8)) == "ok"
+
+
 # --- from the rollout to the update
 
 

@@ -163,6 +163,12 @@ def test_a_reward_that_cannot_be_measured_is_a_failed_check_with_its_cause(conte
     assert found["epoch"].startswith("fail") and "reward.most_faults" in found["epoch"]
 
 
+def test_gradients_that_adam_s_eps_would_swallow_warn(context):
+    for eps, wanted in ((1e-12, "ok"), (10.0, "warn: 100.0%")):
+        config = dataclasses.replace(context.config, train=dataclasses.replace(context.config.train, adam_eps=eps))
+        assert by_name(dataclasses.replace(context, config=config))["gradient_size"].startswith(wanted)
+
+
 def test_conditions_without_a_true_view_cannot_show_the_order_of_rewards(context):
     condition = context.data.condition
     with mock.patch.object(

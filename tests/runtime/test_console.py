@@ -15,7 +15,18 @@ from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.console import Progress, print_before_after
 
-METRICS = {"reward/mean": 0.12345, "reward/group_std": 0.04, "train/unlisted": 1.0}
+METRICS = {
+    "reward/mean": 18.5,  # of metres and decibels
+    "reward/target_view_weight": 1.0,
+    "reward/target_view_mean": -0.12345,
+    "reward/target_view_group_std": 0.0412,
+    "reward/target_psnr_weight": 0.5,
+    "reward/target_psnr_mean": 18.6789,
+    "reward/watched_weight": 0.0,
+    "reward/watched_mean": 3.0,
+    "train/grad_norm": 0.04,
+    "train/unlisted": 1.0,
+}
 
 
 def run(progress: Progress, epochs: int) -> None:
@@ -33,7 +44,8 @@ def test_without_a_terminal_there_is_one_plain_line_per_epoch() -> None:
     run(Progress(12, Ranks(), finished=8, console=Console(file=out, width=40)), 2)
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
-    assert re.fullmatch(r"epoch  9/12  reward/mean 0.1235   reward/group_std 0.04     \d+\.\d s  ETA [\d:]+", lines[0])
+    rewards = r"target_view -0\.1235 \+- 0\.041  target_psnr 18\.68"
+    assert re.fullmatch(rf"epoch  9/12  {rewards}  train/grad_norm 0\.04     \d+\.\d s  ETA [\d:]+", lines[0])
     assert lines[1].startswith("epoch 10/12  ")
 
 

@@ -198,5 +198,5 @@ def test_a_checkpoint_of_the_first_version_is_restored(tmp_path: Path) -> None:
     moments = state.optimizer.state[module.bias]
     assert moments["step"] == 1 and moments["exp_avg"].item() == pytest.approx(0.1)
     assert (state.finished, state.train_seconds, state.before) == (3, 1.5, {"eval/x": 0.25})
-    assert (state.shortages, state.bad_steps) == ([1], ["loss is nan"])
+    assert (state.shortages, state.history.bad_steps) == ([1], ["loss is nan"])
     assert torch.rand(1).item() == pytest.approx(0.5349, abs=1e-4)  # the saved random state was seeded with 7

@@ -148,6 +148,25 @@ def test_the_updater_takes_the_update_of_one_rank(changes):
     assert metrics["train/grad_norm"] == pytest.approx(alone["train/grad_norm"], rel=1e-4)
 
 
+def moment_after_a_step(ranks: Ranks, bound: float) -> tuple[float, float]:
+    policy = made("camera")
+    optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2)
+    policy.module = partition(policy.module, optimizer, train_config(sharding="zero2"), CPU, ranks)
+    encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
+    with averaging_gradients(policy.module, now=True) as backward:
+        backward(policy.velocity(*arguments, encoded).sum())
+    norm = take_step(policy.module, optimizer, bound)
+    held = sum(state["exp_avg"].square().sum() for state in optimizer.state.values())
+    return norm.item(), ranks.all_gather(held[None]).sum().sqrt().item()
+
+
+@needs_deepspeed
+def test_every_step_is_clipped_to_its_own_bound():
+    for norm, moment in on_two_ranks(moment_after_a_step, 1e-3):  # the engine was made for 1.0
+        assert norm > 1.0
+        assert moment == pytest.approx((1 - 0.9) * 1e-3, rel=1e-2)
+
+
 def refuse_on_one_rank(ranks: Ranks, value: float) -> tuple[bool, bool]:
     policy = made("camera")
     optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2)

@@ -110,7 +110,7 @@ def test_settings_that_cannot_work_together_are_refused_in_one_line(settings: st
         "sample.same_initial_noise=true sample.share_prefix=true",
         "sample.sde=cps sample.noise_level=1",
         "sample.noise_level=3 sample.max_step_std=0.45",
-        "train.updates_per_epoch=4",
+        "train.updates_per_epoch=4 train.guard=true",
         "train.batch_size=64",
         "train.batch_size=3",
         "train.old_log_prob=detach",
@@ -136,6 +136,18 @@ def test_settings_that_cannot_work_together_are_refused_in_one_line(settings: st
 )
 def test_settings_at_the_edge_of_what_works_are_taken(settings: str) -> None:
     assert load(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [
+        ("", r"pass --config\.train\.guard=true$"),
+        ("train.step_weight=inverse_gain", r"pass --config\.train\.guard=true --config\.train\.step_weight=none$"),
+    ],
+)
+def test_several_updates_without_the_guard_are_warned_of(given: str, way_out: str) -> None:
+    with pytest.warns(UserWarning, match=rf"train\.updates_per_epoch=4 without train\.guard: .*{way_out}"):
+        load(f"train.updates_per_epoch=4 {given}")
 
 
 def test_groups_that_would_be_valid_by_rounding_alone_are_warned_of() -> None:

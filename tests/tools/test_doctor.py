@@ -47,13 +47,13 @@ def test_a_sound_recipe_passes_every_check(places):
     schedule = {"steps", "ode_limit", "window", "window_on_ranks", "last_step"}
     batch = {"adapters", "weights", "residuals", "latents_fp32", "ratio", "ratio_by_batch_size", "noise"}
     epoch = {"rewards", "reward_order", "groups", "clip", "kl", "ratio_in_update", "update"}
-    after = {"gradient_coverage", "gradient_sync", "weights_after_update"}
+    after = {"gradient_coverage", "gradient_size", "gradient_sync", "weights_after_update"}
     assert set(findings) == machine | schedule | batch | epoch | after
     assert findings["ratio"]["measured"].endswith(" 0, bound 0")
 
 
 def test_the_clip_range_is_checked_for_the_recipe_s_number_of_updates(places):
-    changes = {"train__clip_range": 9e-3, "sample__num_batches_per_epoch": 2}
+    changes = {"train__clip_range": 9e-3, "train__guard": True, "sample__num_batches_per_epoch": 2}
     for updates, wanted in ((1, "ok"), (2, "warn")):
         _, findings = examined(words(places, train__updates_per_epoch=updates, **changes))
         assert findings["clip"]["status"] == wanted, findings["clip"]
@@ -156,5 +156,7 @@ def test_an_epoch_is_shortened_as_far_as_its_groups_and_micro_batches_allow():
     assert batches(2, "--config.train.batch_size=40") == 3
     small = ("--config.sample.train_batch_size=4", "--config.train.batch_size=4", "--config.sample.layout=contiguous")
     assert batches(2, *small) == 2
-    updates = doctor.shortened(load_config("config/grpo.py:tiny_recam", ("--config.train.updates_per_epoch=4",)), 2)
+    updates = doctor.shortened(
+        load_config("config/grpo.py:tiny_recam", ("--config.train.updates_per_epoch=4", "--config.train.guard=true")), 2
+    )
     assert updates.train.updates_per_epoch == 1

@@ -246,7 +246,6 @@ class Updating:
             new[:, None].detach(),
             self._advantages,
             clip_range=train.clip_range,
-            adv_clip=train.adv_clip,
         )
         terms.per_sample.mean().backward()
         self.norm = float(torch.nn.utils.clip_grad_norm_(self._trained, train.max_grad_norm))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -171,7 +172,13 @@ def gated(gathered: Gathered, config: RewardConfig, floors: Mapping[str, float])
 
 
 def advantages(
-    gathered: Gathered, config: RewardConfig, *, k: int, floors: Mapping[str, float], metric: str = ""
+    gathered: Gathered,
+    config: RewardConfig,
+    *,
+    k: int,
+    floors: Mapping[str, float],
+    metric: str = "",
+    adv_clip: float = math.inf,
 ) -> CombinedAdvantages:
     """Return the advantages of N samples and which of their groups are flat or incomplete.
 
@@ -181,6 +188,7 @@ def advantages(
         k: group size.
         floors: reward name -> range below which a group is flat in it.
         metric: use this reward alone, with weight 1; "" uses the weighted rewards.
+        adv_clip: largest absolute advantage, to which a group is scaled as a whole.
     """
     after_gates = gated(gathered, config, floors)
     return combine_rewards(
@@ -194,6 +202,7 @@ def advantages(
         adv_eps=config.adv_eps,
         adv_ddof=config.adv_ddof,
         flat_eps=config.flat_eps,
+        adv_clip=adv_clip,
     )
 
 

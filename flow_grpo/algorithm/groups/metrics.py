@@ -77,7 +77,7 @@ def reward_metrics(gathered: Gathered, weights: Mapping[str, float]) -> dict[str
 
     Per reward: mean and std over valid samples, share of valid samples, and over groups the mean std and the 10th, 50th
     and 90th percentile of the range, which `reward.flat_eps` is compared with; `reward/mean` and the like are of the
-    weighted sum, over samples in which every weighted reward is valid.
+    weighted sum, over samples in which every weighted reward is valid; of several rewards it adds unlike units.
     """
     metrics: dict[str, float] = {}
     for name, values in gathered.rewards.items():

@@ -83,7 +83,6 @@ class MatchingObjective:
             -old[:, None],
             micro.advantages.to(error),
             clip_range=train.clip_range,
-            adv_clip=train.adv_clip,
             kl=None if start is None else element_mean((velocity - start).square())[:, None],
             kl_coef=train.kl_coef,
         )

@@ -9,6 +9,7 @@ the old log-probabilities are recomputed with the micro-batches of the update.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -29,10 +30,12 @@ class Loss(NamedTuple):
     Attributes:
         terms: one value per sample.
         drift: (b,) new minus rollout log-probability; 0 before the first update when the calls are identical.
+        scale: the gradient taken is that of `scale * terms.per_sample`; metrics report the terms without it.
     """
 
     terms: LossTerms
     drift: Tensor
+    scale: float = 1.0
 
 
 class Objective(Protocol):
@@ -117,7 +120,13 @@ class GrpoObjective:
         return OldPolicy(recorded.log_probs if keep else torch.stack(fresh, dim=1), means)
 
     def loss(self, micro: Samples, memory: OldPolicy, number: int) -> Loss:
-        """Return the loss of recorded step `number`."""
+        """Return the loss of recorded step `number`, scaled by sqrt(D) for D latent elements a sample.
+
+        Log-probabilities are means over elements, so their gradient is the sum of D independent terms
+        z * gain * d velocity / d weights, with z ~ N(0, 1), divided by D: it falls as 1 / sqrt(D), for the latents of a
+        real video (2.1 M elements) towards Adam's eps. Times sqrt(D), the update does not depend on the video's size.
+        The factor acts on policy and KL term alike: ratio, clip_range and kl_coef keep their meaning per element.
+        """
         train, recorded = self.train, micro.trajectory
         # The reference first: it may swap weights in place, which would break a graph that is already built.
         reference = self.reference_mean(micro, number) if train.kl_coef > 0 else None
@@ -131,13 +140,13 @@ class GrpoObjective:
             old[:, None],
             micro.advantages.to(new),
             clip_range=train.clip_range,
-            adv_clip=train.adv_clip,
             step_weight=None if self.step_weight is None else self.step_weight[steps, None],
             guard=_guard_terms(memory, number, current) if train.guard else None,
             kl=None if reference is None else gaussian_kl(current.mean, reference, current.std)[:, None],
             kl_coef=train.kl_coef,
         )
-        return Loss(terms, new.detach() - recorded.log_probs[:, number])
+        elements = current.mean[0].numel()
+        return Loss(terms, new.detach() - recorded.log_probs[:, number], scale=math.sqrt(elements))
 
     @torch.no_grad()
     def drift(self, micro: Samples, memory: OldPolicy) -> Tensor:

@@ -14,12 +14,13 @@ class UpdateStats:
 
     def __init__(self) -> None:
         self.ratios: list[Tensor] = []
+        self.log_ratios: list[Tensor] = []
         self.clipped: list[Tensor] = []
         self.kls: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.drifts: list[Tensor] = []
         self.norms: list[Tensor] = []
-        self.skipped = self.bad = 0
+        self.skipped = self.bad = self.bounded = 0
 
     def add(self, terms: LossTerms, share: Tensor, drift: Tensor | None) -> None:
         """Collect the terms of b samples in one pass.
@@ -30,15 +31,17 @@ class UpdateStats:
             drift: (b,) new minus rollout log-probability before the first update, else None.
         """
         self.ratios.append(terms.ratio.detach().flatten())
+        self.log_ratios.append(terms.log_ratio.detach().flatten())
         self.clipped.append(terms.clipped.detach().flatten().float())
         self.kls.append(terms.kl.detach().flatten())
         self.losses.append((terms.per_sample.detach() * share).sum())
         if drift is not None:
             self.drifts.append(drift.abs())
 
-    def stepped(self, norm: Tensor) -> None:
-        """Count an optimizer step with its gradient norm before clipping."""
+    def stepped(self, norm: Tensor, bound: float) -> None:
+        """Count an optimizer step with its gradient norm before clipping, and the norm it was clipped to."""
         self.norms.append(norm.detach())
+        self.bounded += int(norm > bound)
 
     def mark(self) -> int:
         """Return the position at which the next optimizer step begins, for `forget`."""
@@ -47,7 +50,7 @@ class UpdateStats:
     def forget(self, mark: int) -> None:
         """Count an optimizer step that is not finite, and drop its statistics."""
         self.bad += 1
-        for terms in (self.ratios, self.clipped, self.kls, self.losses, self.drifts):
+        for terms in (self.ratios, self.log_ratios, self.clipped, self.kls, self.losses, self.drifts):
             del terms[mark:]
 
     def skip(self) -> None:
@@ -58,9 +61,11 @@ class UpdateStats:
 def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
     """Return the `policy/` and `train/` metrics over all ranks (collective call).
 
-    Ratios are per latent element (geometric mean over the elements of a sample); `approx_kl` is half the mean squared
-    log-ratio in nats per element; `ratio_first_max_abs_log` is the largest distance between the rollout's
-    log-probability and the update's own before the first update, 0 when both share their geometry.
+    Ratios are per latent element (geometric mean over the elements of a sample). `approx_kl` estimates the KL of the
+    old policy to the new one as the mean of log p_old - log p_new over what the old one drew (Schulman, "Approximating
+    KL Divergence", k1), in nats per latent element; 0 with one update, before which the ratio is taken.
+    `ratio_first_max_abs_log` is the largest distance between the rollout's log-probability and the update's own before
+    the first update, 0 when both share their geometry.
     """
     metrics = {
         "train/updates": float(len(stats.norms)),
@@ -73,7 +78,7 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
     local = {
         "count": float(len(ratio)),
         "ratio": ratio.sum().item(),
-        "approx_kl": (ratio.log().square() / 2).sum().item(),
+        "approx_kl": torch.cat(stats.log_ratios).cpu().double().neg().sum().item(),
         "clipped": torch.cat(stats.clipped).sum().item(),
         "kl": torch.cat(stats.kls).mean().item() * len(ratio),
         "loss": torch.stack(stats.losses).sum().item(),
@@ -96,4 +101,5 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "train/loss": total["loss"] / len(stats.norms),
         "train/grad_norm": norms.mean().item(),
         "train/grad_norm_max": norms.max().item(),
+        "train/grad_clipped": stats.bounded / len(norms),
     }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import Objective
 from flow_grpo.algorithm.update.statistics import UpdateStats, gather_stats
 from flow_grpo.maths.keys import generator
@@ -115,7 +116,7 @@ class Updater:
         return UpdatePlan(steps, passes, self._same_geometry(batch, steps))
 
     def run(
-        self, batch: TrainingBatch, plan: UpdatePlan, bad_steps: list[str], *, probe: bool = False
+        self, batch: TrainingBatch, plan: UpdatePlan, history: UpdateHistory, *, probe: bool = False
     ) -> dict[str, float]:
         """Take the epoch's optimizer steps and return `policy/` and `train/` metrics over all ranks.
 
@@ -124,7 +125,7 @@ class Updater:
         Args:
             batch: this rank's samples.
             plan: from `plan`.
-            bad_steps: causes of the latest optimizer steps that were skipped in a row; updated in place.
+            history: of the run's optimizer steps; updated in place.
             probe: also replay the first micro-batch after the last update.
 
         Raises:
@@ -147,18 +148,21 @@ class Updater:
                     stats.skip()
                     continue
                 scale = self.ranks.world_size / total
-                problem = self._optimizer_step(batch, step, memory, scale=scale, stats=stats)
+                problem = self._optimizer_step(batch, step, memory, history, scale=scale, stats=stats)
                 if problem:
-                    bad_steps.append(problem)
-                    self._skip(bad_steps)
-                else:
-                    bad_steps.clear()
+                    history.bad_steps.append(problem)
+                    self._skip(history.bad_steps)
             metrics = gather_stats(stats, self.ranks)
             if probe:
                 drift = self.objective.drift(self._take(batch, plan.steps[0][0]), memories[0][0]).abs().max().cpu()
                 # Still exactly 0 after an update: nothing was learned.
                 metrics["policy/ratio_after_max_abs_log"] = float(self.ranks.all_gather(drift[None]).max())
         return metrics
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the `train/` metrics of the learning rates, as the latest optimizer step used them."""
+        rates = {group.get("metric", "learning_rate"): group["lr"] for group in self.optimizer.param_groups}
+        return {f"train/{name}": rate for name, rate in rates.items()}
 
     def _deal(self, rows: int, epoch: int) -> list[Tensor]:
         """Return, per optimizer step, the sorted places of its samples; identical on every rank.
@@ -196,7 +200,14 @@ class Updater:
         return masses
 
     def _optimizer_step(
-        self, batch: TrainingBatch, step: Sequence[Tensor], memory: Sequence[Any], *, scale: float, stats: UpdateStats
+        self,
+        batch: TrainingBatch,
+        step: Sequence[Tensor],
+        memory: Sequence[Any],
+        history: UpdateHistory,
+        *,
+        scale: float,
+        stats: UpdateStats,
     ) -> str:
         """Take one optimizer step; return "", or why it was skipped, identical on every rank."""
         mark, before_any_update = stats.mark(), not stats.norms
@@ -210,15 +221,19 @@ class Updater:
                     loss = self.objective.loss(micro, known, number)
                     assert micro.weights is not None
                     weight = micro.weights.to(loss.terms.per_sample) * (scale / passes)
-                    backward((loss.terms.per_sample * weight).sum())
+                    backward((loss.terms.per_sample * weight).sum() * loss.scale)
                 stats.add(loss.terms, weight / self.ranks.world_size, loss.drift if before_any_update else None)
                 replayed.append((number, micro.keys[:, 0]))
                 self.on_pass()
         problem = self._not_finite(replayed, stats.ratios[mark:])
         if not problem:
-            norm = take_step(self.policy.module, self.optimizer, self.settings.train.max_grad_norm)
+            train = self.settings.train
+            bound = history.bound(train.max_grad_norm, train.max_grad_ratio)
+            set_learning_rates(self.optimizer, history.warm_up(train.warmup_steps))
+            norm = take_step(self.policy.module, self.optimizer, bound)
             if torch.isfinite(norm):
-                stats.stepped(norm)
+                stats.stepped(norm, bound)
+                history.stepped(norm.item())
                 self.after_step()
                 return ""
             problem = f"the gradient's norm is {norm.item()}"
@@ -250,6 +265,12 @@ class Updater:
             found_here = f"log-ratio is not finite in pass {number} of gids {bad.tolist()}"
         texts = self.ranks.gather_text(found_here)
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set the learning rate of every parameter group to `factor` times the one it was made with."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 
 
 @contextlib.contextmanager

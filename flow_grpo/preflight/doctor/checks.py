@@ -20,6 +20,7 @@ KS_ELEMENTS = 1_000_000  # at most: sorting more finds nothing more
 PROBE_FACTOR = 10.0  # how much larger the maximum over an epoch may be than over one batch
 SHARE_OF_CLIP = 0.1  # of clip_range that a mismatch may use up
 CLIP_USUAL = (1e-6, 1e-2)  # clip ranges of mean log-probabilities are 1e-5 to 1e-3, GRPO-Guard's 2e-6: a decade around
+EPS_FACTOR, SHARE_NEAR_EPS = 10.0, 0.05  # at 10 x adam_eps the eps makes Adam's step 9 % shorter
 BF16_KL = 1e-5  # rounding: 2^-9 of the velocity, at gains up to 1.5 a KL of 4e-6
 
 
@@ -213,6 +214,20 @@ def check_gradient_coverage(mode: str, norms: Sequence[Mapping[str, float]]) -> 
     way_out = "remove from model.lora_targets what the velocity does not depend on" if without else ""
     hard = mode == "lora" or len(without) == len(norms[0])
     return finding("gradient_coverage", said, fail=way_out if hard else "", warn=way_out)
+
+
+def check_gradient_size(below: int, present: int, adam_eps: float) -> Finding:
+    """Check that gradients are large beside Adam's eps, which shortens the step of those that are not.
+
+    Args:
+        below: elements of the trained weights' gradient that are not 0 and smaller than 10 x adam_eps.
+        present: elements that are not 0.
+        adam_eps: of the optimizer.
+    """
+    share = below / max(1, present)
+    said = f"{share:.1%} of the {present:,} gradients are below {EPS_FACTOR:g} x train.adam_eps={adam_eps:g}"
+    way_out = f"Adam hardly moves these weights: pass --config.train.adam_eps={adam_eps * 1e-4:g}"
+    return finding("gradient_size", said, warn=way_out if share > SHARE_NEAR_EPS else "")
 
 
 def check_clip(log_ratios: Tensor, clip_range: float, updates: int) -> Finding:

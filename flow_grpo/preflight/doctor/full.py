@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.sde import gaussian_kl
@@ -40,10 +41,12 @@ class GradientLog:
     Attributes:
         norms: per step, weight -> norm of its gradient.
         digests: per step, a hash of all gradients.
+        counts: per step, how many elements are not 0, and how many of these are below 10 x adam_eps.
     """
 
     norms: list[dict[str, float]] = dataclasses.field(default_factory=list)
     digests: list[str] = dataclasses.field(default_factory=list)
+    counts: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
 def examine_fully(
@@ -130,11 +133,15 @@ def with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
 def logged_gradients(context: DoctorContext) -> Iterator[GradientLog]:
     """Inside, the gradients of every optimizer step are logged just before the step."""
     log, named = GradientLog(), trained_parameters(context.policy.module)
+    small = checks.EPS_FACTOR * context.config.train.adam_eps
 
     def note(*_: object) -> None:
         own = {name: p.grad for name, p in named.items() if p.grad is not None}
         log.norms.append({name: float(local(own[name]).norm()) if name in own else 0.0 for name in named})
         log.digests.append(digest(own.values()))
+        sizes = [local(gradient).abs() for gradient in own.values()]
+        present = sum(int((size > 0).sum()) for size in sizes)
+        log.counts.append((present, sum(int(((size > 0) & (size < small)).sum()) for size in sizes)))
 
     handle = context.updater.optimizer.register_step_pre_hook(note)
     try:
@@ -145,7 +152,8 @@ def logged_gradients(context: DoctorContext) -> Iterator[GradientLog]:
 
 def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, float]:
     """Take the optimizer steps of an epoch and return their metrics; collective call: every rank must call it."""
-    return updater.run(batch, updater.plan(batch, epoch), [])
+    after_warm_up = UpdateHistory(taken=updater.settings.train.warmup_steps)
+    return updater.run(batch, updater.plan(batch, epoch), after_warm_up)
 
 
 def unclipped(context: DoctorContext) -> Updater:
@@ -224,6 +232,8 @@ def examine_gradients(context: DoctorContext, gradients: GradientLog) -> list[Fi
             for number, own in enumerate(gradients.norms)
         ]
         findings.append(checks.check_gradient_coverage(context.config.model.trained, norms))
+        present, below = ranks.all_gather(torch.tensor([gradients.counts[-1]])).sum(dim=0).tolist()
+        findings.append(checks.check_gradient_size(below, present, context.config.train.adam_eps))
     return findings
 
 

@@ -66,7 +66,7 @@ class Zero2(nn.Module):
 
         If the gradient is not finite on any rank, return NaN and leave the weights unchanged. Collective call.
         """
-        assert bound == self.engine.gradient_clipping(), "the engine was made for another bound"
+        self.engine.optimizer.clip_grad = bound  # what its step reads; the configuration's is the first value
         # DeepSpeed updates a copy of this rank's shard, which misses changes made to the weights from outside.
         self.engine.optimizer.refresh_fp32_params()
         # DeepSpeed 0.16 and 0.17 check this in fp16 only and step regardless otherwise (their pull request 8035).

@@ -19,8 +19,6 @@ from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.runtime.ranks.process_group import Ranks
 
 HEADLINE = (
-    "reward/mean",
-    "reward/group_std",
     "policy/approx_kl",
     "policy/clip_fraction",
     "train/grad_norm",
@@ -100,12 +98,13 @@ class Progress:
         self._bars.advance(self._updates, count)
 
     def finish_epoch(self, metrics: Mapping[str, float], headline: Sequence[str] = HEADLINE) -> None:
-        """Print the epoch's line: the available headline metrics, its duration and the time left."""
+        """Print the epoch's line: rewards, the available headline metrics, its duration and the time left."""
         self._finished += 1
         left = self._seconds_left()
         self._bars.update(self._epochs, completed=self._finished, note=f"ETA {left}")
         width = len(str(self._num_epochs))
         parts = [f"epoch {self._finished:>{width}}/{self._num_epochs}"]
+        parts += _rewards(metrics)
         parts += [f"{name} {metrics[name]:<7.4g}" for name in headline if name in metrics]
         parts += [f"{time.monotonic() - self._epoch_begin:.1f} s", f"ETA {left}"]
         self.say("  ".join(parts))
@@ -118,6 +117,19 @@ class Progress:
         done = self._finished - self._finished_before
         per_epoch = (time.monotonic() - self._begin) / done
         return datetime.timedelta(seconds=round(per_epoch * (self._num_epochs - self._finished)))
+
+
+def _rewards(metrics: Mapping[str, float]) -> list[str]:
+    """Return name and mean of every reward with a weight, and its std within groups; their sum would mix units."""
+    parts = []
+    for key, weight in metrics.items():
+        name = key.removeprefix("reward/").removesuffix("_weight")
+        if key == f"reward/{name}_weight" and weight and f"reward/{name}_mean" in metrics:
+            spread = metrics.get(f"reward/{name}_group_std")
+            parts.append(
+                f"{name} {metrics[f'reward/{name}_mean']:.4g}" + ("" if spread is None else f" +- {spread:.2g}")
+            )
+    return parts
 
 
 def print_before_after(
