@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
-from flow_grpo.rewards.room_pose import ROOM_FILE
+from flow_grpo.rewards.room_fit import ROOM_FILE
 from flow_grpo.settings.errors import refusal
 
 logger = logging.getLogger(__name__)
