@@ -15,6 +15,7 @@ from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.poses import preset_path, rotation_matrix
 from flow_grpo.maths.room import Room, random_room, render_video, stack_rooms
 from flow_grpo.records import Condition
+from flow_grpo.rewards.room_fit import Viewpoints, make_viewpoints
 
 HEIGHT, WIDTH = 24, 32
 FOCAL = 17 / 23.76 * WIDTH
@@ -66,6 +67,11 @@ def film(presets: Sequence[str], *, speed: float = 1.0, rooms: int = 1, frames: 
     absolute = (reference[:, None] @ path).float()
     videos = render_video(stacked, absolute, INTRINSICS, HEIGHT, WIDTH, supersample)
     return Film(stacked, reference, torch.stack(commanded), path, videos)
+
+
+def viewpoints(film: Film) -> Viewpoints:
+    """Return where the videos were filmed."""
+    return make_viewpoints(film.rooms, film.references, INTRINSICS)
 
 
 def like_a_codec(videos: Tensor, *, sigma: float = 0.8, noise: float = 0.015, seed: int = 0) -> Tensor:

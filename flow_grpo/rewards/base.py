@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
-from flow_grpo.rewards.room_pose import ROOM_FILE
+from flow_grpo.rewards.room_fit import ROOM_FILE
 from flow_grpo.settings.errors import refusal
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,11 @@ REWARDS: Mapping[str, str] = {
     "smooth": "camera.smooth:Smooth",
     "exposure": "exposure:Exposure",
     "room_pose": "room_pose:RoomPose",
+    "room_rot": "room_path:RoomRot",
+    "room_trans": "room_path:RoomTrans",
 }
 # File in a scene's folder that a reward reads in addition to the videos; such a class is built with the data folder.
-SCENE_FILES: Mapping[str, str] = {"room_pose": ROOM_FILE}
+SCENE_FILES: Mapping[str, str] = dict.fromkeys(("room_pose", "room_rot", "room_trans"), ROOM_FILE)
 
 
 def check_name(name: str, servers: Mapping[str, str]) -> None:

@@ -103,7 +103,7 @@ def test_gradients_are_kept_for_an_update_s_rows_and_one_call_only(places, tmp_p
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor)
     with hooks, mock.patch.object(RecamPolicy, "velocity", noted):
         assert statuses(fast.examine(context)) == {}
-        probe.layer_differing_from_rollout(context, roll_out_probe(context))
+        probe.layer_differing_from_rollout(context, context.grpo, roll_out_probe(context))
     assert {rows for rows, kept, _ in calls if kept} == {1}
     assert {rows for rows, kept, _ in calls if not kept} == {1, 2}
     assert set(at_call) == {0}, "a graph outlived its call"

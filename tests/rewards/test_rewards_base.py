@@ -164,7 +164,10 @@ def test_stats_hold_only_rewards_with_a_server():
 
 
 def test_an_unknown_reward_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"weights: got 'beauty', must be one of 'target_view', .*'room_pose'; pass"):
+    with pytest.raises(
+        ConfigError,
+        match=r"weights: got 'beauty', must be one of 'target_view', .*'room_pose', 'room_rot', 'room_trans'; pass",
+    ):
         build_reward("beauty", data_root="data")
     with pytest.raises(ConfigError, match=r"got 'target_veiw', .*; did you mean 'target_view'\?"):
         check_name("target_veiw", {})

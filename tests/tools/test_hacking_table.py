@@ -20,7 +20,7 @@ from tools.hacking_table import (
 )
 
 SIZE, FRAMES = (120, 208), 5
-NEEDS_MORE = {"room_pose"}  # the gold metric needs the known room, no real video has one
+NEEDS_MORE = {"room_pose", "room_rot", "room_trans"}  # of a known room, which no real video has
 # Tricks that each reward must notice.
 NOTICES = {
     "pose_rot": ("static first frame", "copied source", "reversed", "0.5 of the speed", "1.5 of the speed", "mirrored"),

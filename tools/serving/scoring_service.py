@@ -23,6 +23,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that
     "target_psnr": ("target",),
     "view_disp": ("target",),
     "room_pose": (),
+    "room_rot": (),
+    "room_trans": (),
     "sharpness": (),
 }
 REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for another score of the same model

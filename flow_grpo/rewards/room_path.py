@@ -1,0 +1,164 @@
+"""The tiny world's camera rewards: `room_rot` and `room_trans`, minus the error of the camera in degrees and metres.
+
+A picture's displacement cannot tell a turn from a shift, a comparison with the known room can. The estimate is not that
+of the judge `room_pose`, so that a policy cannot learn the judge's mistakes: it ends at half the resolution, starts
+from random guesses instead of a grid, takes every frame on its own, and leaves out frame 0, which hardly moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.quasirandom import SobolEngine
+
+from flow_grpo.maths.poses import pose, rot_err, rotation_matrix, trans_err
+from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.frames import frame_numbers
+from flow_grpo.rewards.results import scored_rows
+from flow_grpo.rewards.room_fit import (
+    RoomPoses,
+    Viewpoints,
+    best,
+    find_rooms,
+    guess,
+    make_view,
+    read_off,
+    refine,
+    viewpoints_of,
+)
+from flow_grpo.runtime.lru import LruCache
+
+COLUMNS = (8, 16)  # of the coarse and the fine pictures, at most
+GUESSES = 512
+REACH = (15.0, 32.0, 1.4, 0.7, 1.4)  # of the guesses: degrees of pitch and yaw, metres right, down, forward
+STARTS = 4  # guesses of a frame that are refined
+STEPS = (3, 4)  # Levenberg-Marquardt steps of the starts on the coarse pictures, then of the best one on the fine
+BATCHES_KEPT = 2
+
+
+@functools.cache
+def guesses() -> Tensor:
+    """Return the initial poses (H, 4, 4) of every frame, relative to the reference: one Sobol sequence for all."""
+    numbers = 2 * SobolEngine(len(REACH), scramble=True, seed=0).draw(GUESSES) - 1
+    pitch, yaw, *move = (numbers * torch.tensor(REACH)).unbind(1)
+    turns = torch.stack([pitch, yaw, torch.zeros_like(yaw)], dim=1).deg2rad()
+    return pose(rotation_matrix(turns), torch.stack(move, dim=1))
+
+
+def scored_frames(frames: int) -> list[int]:
+    """Return which of T frames are located: those that rewards score, without the first unless it is the only one."""
+    return frame_numbers(frames)[1:] or [0]
+
+
+@torch.no_grad()
+def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
+    """Return where every frame was filmed from.
+
+    Args:
+        videos: (B, 3, F, h, w) in [0, 1], the frames to locate.
+        viewpoints: B of them, of the room and the reference camera of each video.
+    """
+    images = rearrange(videos, "b c t h w -> (b t) c h w").float()
+    by_frame = viewpoints.take(torch.arange(len(videos)).repeat_interleave(videos.shape[2]))
+    coarse, fine = (make_view(by_frame, images, columns) for columns in COLUMNS)
+    fit = refine(coarse, guess(coarse, guesses(), STARTS), STEPS[0])
+    fit = refine(fine, best(fit.poses, fit.cost, 1), STEPS[1])
+    return read_off(fine, fit, viewpoints)
+
+
+class PathEstimator:
+    """Locates the frames of a batch once for the rewards that share it.
+
+    What is measured and kept does not depend on the commands.
+
+    Args:
+        data_root: dataset folder, whose scenes hold `room.json`.
+    """
+
+    def __init__(self, data_root: Path) -> None:
+        self.data_root = data_root
+        self._batches: LruCache[bytes, RoomPoses] = LruCache(BATCHES_KEPT)
+
+    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> tuple[Tensor, Tensor, list[str]]:
+        """Return poses (B, F, 4, 4), residuals (B, F), both NaN where unknown, and B causes, "" for located videos."""
+        rooms, causes = find_rooms(self.data_root, conditions)
+        numbers = scored_frames(videos.shape[2])
+        poses = torch.full((len(videos), len(numbers), 4, 4), torch.nan, dtype=torch.float64)
+        residual = torch.full(poses.shape[:2], torch.nan)
+        if rooms:
+            rows = list(rooms)
+            found = self._locate(videos[rows][:, :, numbers], viewpoints_of(rooms, conditions))
+            poses[rows], residual[rows] = found.poses, found.residual
+            for row, lost in zip(rows, found.lost.sum(1).tolist(), strict=True):
+                if lost:
+                    causes[row] = f"{lost} of {len(numbers)} frames cannot be located: no view of the room is like them"
+        return poses, residual, causes
+
+    def _locate(self, videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
+        content = hashlib.blake2b(repr(tuple(videos.shape)).encode(), digest_size=16)
+        for part in (videos, viewpoints.table()):
+            content.update(part.numpy().tobytes())
+        return self._batches.get_or_make(content.digest(), lambda: estimate_path(videos, viewpoints))
+
+
+@functools.cache
+def shared_estimator(data_root: Path) -> PathEstimator:
+    """Return the estimator that both rewards of this process share."""
+    return PathEstimator(data_root)
+
+
+class RoomPathReward:
+    """Base of the two rewards: minus the mean error over the frames after the first.
+
+    A video with a frame that cannot be located, for no view of the room explains half its variance, is not valid.
+    `info`: `residual`, the rms colour error in [0, 1] that the best poses leave.
+    """
+
+    measures = ("residual",)
+
+    def __init__(self, data_root: str | Path) -> None:
+        self.estimator = shared_estimator(Path(data_root))
+
+    def errors(self, commanded: Tensor, found: Tensor) -> Tensor:
+        """Return the errors (B, F) of poses (B, F, 4, 4), in the unit of the reward."""
+        raise NotImplementedError
+
+    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
+        """Score (B, 3, T, h, w) videos in [0, 1]; not valid without room, reference pose, intrinsics or a location."""
+        poses, residual, causes = self.estimator(videos, conditions)
+        numbers = scored_frames(videos.shape[2])
+
+        def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            commanded = torch.stack([conditions[row].target_poses[numbers] for row in rows])
+            errors = self.errors(commanded, poses[rows])
+            return -errors.mean(-1).float(), {"residual": residual[rows].mean(-1)}
+
+        return scored_rows(causes, self.measures, score)
+
+
+class RoomRot(RoomPathReward):
+    """value = minus the mean angle in degrees between commanded and found camera axes."""
+
+    name = "room_rot"
+    floor = 0.25  # standard deviation of the value over codec reconstructions of 160 exact videos
+
+    def errors(self, commanded: Tensor, found: Tensor) -> Tensor:
+        """Return the rotation errors (B, F) in degrees."""
+        return rot_err(commanded, found).rad2deg()
+
+
+class RoomTrans(RoomPathReward):
+    """value = minus the mean distance in metres between commanded and found camera centres."""
+
+    name = "room_trans"
+    floor = 0.015  # likewise
+
+    def errors(self, commanded: Tensor, found: Tensor) -> Tensor:
+        """Return the distances (B, F) in metres."""
+        return trans_err(commanded, found)

@@ -1,0 +1,66 @@
+"""What the judge and the camera rewards of the tiny world share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from flow_grpo.maths.poses import pose, rotation_matrix
+from flow_grpo.rewards.room_fit import find_rooms, guess, load_room, make_view, make_viewpoints, viewpoints_of
+from flow_grpo.rewards.room_pose import initial_poses
+from tests.room_films import INTRINSICS, conditions, film, viewpoints
+
+SHORT = film(["pan_right", "zoom_in", "arc_left"], frames=2)
+
+
+def test_a_room_is_read_as_it_was_written(tmp_path):
+    chosen = conditions(SHORT, root=tmp_path)
+    room = load_room(tmp_path / chosen[0].scene / "room.json")
+    assert torch.equal(room.phase, SHORT.rooms.phase[0])
+    assert math.isclose(float(room.half_size[0]), 3.0)
+
+
+def test_as_many_reference_poses_as_rooms_are_asked_for():
+    with pytest.raises(ValueError, match=r"3 rooms need as many reference poses \(4, 4\), got \(2, 4, 4\)"):
+        make_viewpoints(SHORT.rooms, SHORT.references[:2], INTRINSICS)
+
+
+def test_conditions_without_a_room_are_left_out(tmp_path):
+    chosen = conditions(SHORT, root=tmp_path)
+    chosen[0] = dataclasses.replace(chosen[0], scene="val/nowhere")
+    rooms, causes = find_rooms(tmp_path, chosen)
+    assert list(rooms) == [1, 2] and "nowhere" in causes[0] and causes[1:] == ["", ""]
+    assert torch.equal(viewpoints_of(rooms, chosen).references, SHORT.references[1:])
+
+
+def test_viewpoints_are_equal_when_room_reference_and_camera_are():
+    same = film(["pan_right", "zoom_in"], rooms=2, frames=1)
+    assert [rows.tolist() for rows in viewpoints(same).distinct()] == [[0, 1], [2, 3]]
+    lenses = torch.stack([INTRINSICS, INTRINSICS, INTRINSICS, 1.1 * INTRINSICS])
+    differing = make_viewpoints(same.rooms, same.references, lenses)
+    assert [rows.tolist() for rows in differing.distinct()] == [[0, 1], [2], [3]]
+
+
+def test_each_frame_gets_the_guess_that_it_was_filmed_from():
+    """Two rooms, whose frames take turns: each is compared with renderings of its own room."""
+    filmed = film(["pan_left", "zoom_in"], rooms=2, speed=1.5)
+    turns = torch.tensor([(0.0, degrees, 0.0) for degrees in (-20.0, 0.0, 20.0)]).deg2rad()
+    guesses = torch.cat([pose(rotation_matrix(turns), torch.zeros(3, 3)), filmed.true[1, -1:].float()])
+    order = torch.tensor([0, 2, 1, 3])
+    view = make_view(viewpoints(filmed).take(order), filmed.videos[order, :, -1], 8)
+    wanted = filmed.references[order].float() @ guesses[[0, 0, 3, 3]]
+    assert torch.allclose(guess(view, guesses, 1)[:, 0], wanted, atol=1e-5)
+
+
+def test_faded_and_garish_colours_do_not_change_the_guess():
+    filmed = film(["pan_left", "zoom_out", "arc_right", "translate_up"], rooms=2)
+    last = filmed.videos[:, :, -1]
+    plain, *changed = (
+        guess(make_view(viewpoints(filmed), 0.5 + contrast * (last - 0.5), 8), initial_poses(), 1)
+        for contrast in (1.0, 0.45, 2.0)
+    )
+    for found in changed:
+        assert torch.allclose(found, plain, atol=1e-5)

@@ -1,0 +1,154 @@
+"""`room_rot` and `room_trans` against cameras that are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix, trans_err
+from flow_grpo.maths.room import render_video
+from flow_grpo.rewards import room_path
+from flow_grpo.rewards.room_path import PathEstimator, RoomRot, RoomTrans, estimate_path, scored_frames
+from tests.room_films import HEIGHT, INTRINSICS, WIDTH, conditions, film, like_a_codec, viewpoints
+
+FEW = film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2)
+
+
+def refilm(paths: Tensor) -> Tensor:
+    """Film the rooms of `FEW` again along relative paths (8, T, 4, 4)."""
+    return render_video(FEW.rooms, (FEW.references[:, None] @ paths).float(), INTRINSICS, HEIGHT, WIDTH)
+
+
+def straight(turn_deg: tuple[float, float, float], move: tuple[float, float, float], frames: int = 5) -> Tensor:
+    """Return (frames, 4, 4): steady motion that ends at a rotation vector in degrees and a position in metres."""
+    progress = torch.linspace(0, 1, frames, dtype=torch.float64)[:, None]
+    turns = progress * torch.tensor(turn_deg, dtype=torch.float64).deg2rad()
+    return pose(rotation_matrix(turns), progress * torch.tensor(move, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("speed", [0.3, 1.3])
+def test_all_ten_presets_are_followed(speed):
+    filmed = film(list(PRESETS), speed=speed, rooms=2)
+    found = estimate_path(like_a_codec(filmed.videos[:, :, 1:], sigma=0.5), viewpoints(filmed)).poses
+    degrees = rot_err(filmed.true[:, 1:], found).rad2deg()
+    metres = trans_err(filmed.true[:, 1:], found)
+    assert degrees.mean() < 0.8 and degrees.max() < 4
+    assert metres.mean() < 0.05 and metres.max() < 0.25
+
+
+def test_a_turn_is_told_from_a_shift_of_the_same_picture_displacement(tmp_path):
+    """The far wall is 3.6 m away: moving 0.5 m aside displaces it as much as turning by 7.9 degrees."""
+    asked = [
+        dataclasses.replace(c, target_poses=straight((0, 7.9, 0), (0, 0, 0))) for c in conditions(FEW, root=tmp_path)
+    ]
+    turned = refilm(straight((0, 7.9, 0), (0, 0, 0)).expand(8, 5, 4, 4))
+    shifted = refilm(straight((0, 0, 0), (0.5, 0, 0)).expand(8, 5, 4, 4))
+    for reward, tolerance, apart in ((RoomRot(tmp_path), 1.2, 7.9 * 5 / 8), (RoomTrans(tmp_path), 0.08, 0.5 * 5 / 8)):
+        right, wrong = reward(turned, asked), reward(shifted, asked)
+        assert right.valid.all() and wrong.valid.all()
+        assert right.values.min() > -tolerance
+        assert (wrong.values + apart).abs().max() < tolerance
+
+
+def test_values_are_mean_degrees_and_metres_over_the_frames_after_the_first(tmp_path):
+    off = straight((0, 10, 0), (0, 0, -0.4))
+    asked = [dataclasses.replace(c, target_poses=c.target_poses @ off) for c in conditions(FEW, root=tmp_path)]
+    # An error that grows steadily to 10 degrees and 0.4 m: means over frames 1..4 of 0.25, 0.5, 0.75 and 1 of it.
+    assert RoomRot(tmp_path)(FEW.videos, asked).values.mean().item() == pytest.approx(-6.25, abs=0.25)
+    assert RoomTrans(tmp_path)(FEW.videos, asked).values.mean().item() == pytest.approx(-0.25, abs=0.02)
+
+
+def test_the_first_frame_is_not_looked_at(tmp_path):
+    asked = conditions(FEW, root=tmp_path)
+    spoilt = FEW.videos.clone()
+    spoilt[:, :, 0] = torch.rand(spoilt[:, :, 0].shape, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(RoomRot(tmp_path)(spoilt, asked).values, RoomRot(tmp_path)(FEW.videos, asked).values)
+
+
+def test_of_many_frames_evenly_spread_ones_are_scored_and_of_one_that_one():
+    assert scored_frames(5) == [1, 2, 3, 4]
+    assert scored_frames(81) == list(range(4, 81, 4))
+    assert scored_frames(1) == [0]
+
+
+def test_the_command_has_no_part_in_the_estimate(tmp_path):
+    asked = conditions(FEW, root=tmp_path)
+    other = [dataclasses.replace(c, target_poses=preset_path("arc_right", 5), preset="arc_right") for c in asked]
+    poses, residual, causes = PathEstimator(tmp_path)(FEW.videos, asked)
+    again = PathEstimator(tmp_path)(FEW.videos, other)
+    assert torch.equal(poses, again[0]) and torch.equal(residual, again[1]) and causes == again[2] == [""] * 8
+
+
+def test_a_video_with_a_lost_frame_is_not_valid_and_costs_no_other_its_value(tmp_path):
+    asked = conditions(FEW, root=tmp_path)
+    spoilt = FEW.videos.clone()
+    spoilt[1, :, 3] = torch.rand(spoilt[1, :, 3].shape, generator=torch.Generator().manual_seed(0))
+    spoilt[2] = 0.5
+    spoilt[3, :, 2] = torch.nan
+    asked[4] = dataclasses.replace(asked[4], scene="val/nowhere")
+    asked[5] = dataclasses.replace(asked[5], intrinsics=None)
+    for kind in (RoomRot, RoomTrans):
+        result, clean = kind(tmp_path)(spoilt, asked), kind(tmp_path)(FEW.videos, conditions(FEW, root=tmp_path))
+        assert result.valid.tolist() == [True, False, False, False, False, False, True, True]
+        assert result.values[~result.valid].isnan().all() and not result.faults.any()
+        assert torch.allclose(result.values[result.valid], clean.values[result.valid], atol=1e-3)
+        assert result.causes[1].startswith("1 of 4 frames cannot be located")
+        assert result.causes[2].startswith("4 of 4 frames") and result.causes[3].startswith("1 of 4 frames")
+        assert "nowhere" in result.causes[4] and "no intrinsics" in result.causes[5]
+
+
+def test_a_batch_scores_as_its_rows_do_alone(tmp_path):
+    asked, videos = conditions(FEW, root=tmp_path), like_a_codec(FEW.videos)
+    for kind, tolerance in ((RoomRot, 0.02), (RoomTrans, 0.001)):
+        alone = [kind(tmp_path)(videos[row : row + 1], asked[row : row + 1]).values for row in range(8)]
+        assert torch.allclose(torch.cat(alone), kind(tmp_path)(videos, asked).values, atol=tolerance)
+
+
+def test_both_rewards_share_one_estimate_of_a_batch(tmp_path, monkeypatch):
+    measured = []
+    estimate = estimate_path
+    monkeypatch.setattr(
+        room_path, "estimate_path", lambda videos, where: measured.append(len(videos)) or estimate(videos, where)
+    )
+    asked = conditions(FEW, root=tmp_path)
+    rewards = RoomRot(tmp_path), RoomTrans(str(tmp_path))
+    first = [reward(FEW.videos, asked).values for reward in rewards]
+    assert measured == [8]
+    darker = 0.9 * FEW.videos
+    second = [reward(darker, asked).values for reward in rewards]
+    assert measured == [8, 8]
+    assert not torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+    elsewhere = [
+        dataclasses.replace(c, reference_pose=c.reference_pose @ straight((0, 1, 0), (0, 0, 0))[-1]) for c in asked
+    ]
+    rewards[0](darker, elsewhere)
+    assert measured == [8, 8, 8]
+
+
+def test_floors_are_above_what_noise_changes_and_below_a_fifth_of_the_motion(tmp_path):
+    asked = conditions(FEW, root=tmp_path)
+    slow = film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2, speed=0.8).videos
+    for kind, moving in ((RoomRot, [0, 2, 3, 4, 6, 7]), (RoomTrans, [1, 2, 3, 5, 6, 7])):
+        reward = kind(tmp_path)
+        one, two, off = (
+            reward(like_a_codec(videos, noise=0.02, seed=seed), asked).values
+            for videos, seed in ((FEW.videos, 0), (FEW.videos, 1), (slow, 0))
+        )
+        assert (one - two).abs().median() < reward.floor < (one - off)[moving].median()
+
+
+def test_better_paths_score_better(tmp_path):
+    asked = conditions(FEW, root=tmp_path)
+    for kind, moving in ((RoomRot, [0, 2, 3, 4, 6, 7]), (RoomTrans, [1, 2, 3, 5, 6, 7])):
+        values = [
+            float(kind(tmp_path)(like_a_codec(refilm(path), sigma=0.5), asked).values[moving].mean())
+            for path in (
+                film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2, speed=speed).true
+                for speed in (1.0, 0.8, 0.5, 0.0)
+            )
+        ]
+        assert values == sorted(values, reverse=True) and math.isfinite(values[-1]), values
