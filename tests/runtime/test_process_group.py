@@ -28,6 +28,13 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
 
+def test_devices_wait_for_each_other_at_least_as_long_as_cpus() -> None:
+    device = torch.device("meta")
+    assert process_group.Timeouts(control_s=10.0, device_s=20.0).group_s(CPU) == 10.0
+    assert process_group.Timeouts(control_s=10.0, device_s=20.0).group_s(device) == 20.0
+    assert process_group.Timeouts(control_s=30.0, device_s=20.0).group_s(device) == 30.0
+
+
 def gather_of_each_dtype(ranks: Ranks) -> list[torch.Tensor]:
     rows = torch.arange(4).view(2, 2) + 10 * ranks.rank
     gathered = [ranks.all_gather(rows.to(dtype)) for dtype in DTYPES]
