@@ -11,8 +11,7 @@ import pytest
 
 from flow_grpo.rewards import process_pool
 from flow_grpo.rewards.process_pool import CallPool
-
-LIMIT_S = 600.0  # of calls that return at once
+from tests.limits import LIMIT_S
 
 
 def double(number: int) -> int:
