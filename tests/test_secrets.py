@@ -56,9 +56,7 @@ def nothing_seen(folder: Path, capfd, caplog) -> str:
     return printed
 
 
-@pytest.mark.parametrize(
-    "trackers", ["tensorboard", pytest.param("wandb,tensorboard", marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
-)
+@pytest.mark.parametrize("trackers", ["tensorboard", pytest.param("wandb,tensorboard", marks=pytest.mark.slow)])
 def test_a_whole_run_with_a_served_reward_writes_no_secret(setup, capfd, caplog, trackers):
     setup.knobs["trackers"] = trackers
     with judge(SECRET, setup.folder / "world") as url:

@@ -36,9 +36,8 @@ import torch
 
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Timeouts
+from tests.limits import LIMIT_S
 
-START_LIMIT_S = 180.0  # importing torch in 8 processes on 2 busy cores
-GROUP_TIMEOUT_S = 30.0
 GRACE_S = 3.0  # for the other ranks to report after one has failed
 
 
@@ -53,7 +52,7 @@ _POOLS: dict[int, _Pool] = {}
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: object, timeout: float = 60.0, fresh: bool = False
+    function: Callable[..., Any], world_size: int, *args: object, timeout: float = LIMIT_S, fresh: bool = False
 ) -> list[Any]:
     """Call `function(ranks, *args)` on `world_size` ranks and return their results in rank order.
 
@@ -115,7 +114,7 @@ def _start(world_size: int) -> _Pool:
         pool.processes.append(process)
         pool.pipes.append(ours)
     try:
-        _collect(pool, START_LIMIT_S, "start-up")
+        _collect(pool, LIMIT_S, "start-up")
     except BaseException:
         _end(pool)
         raise
@@ -148,7 +147,7 @@ def _receive(pool: _Pool, rank: int) -> tuple[bool, Any]:
     try:
         passed, answer = pickle.loads(pool.pipes[rank].recv_bytes())
     except (EOFError, ConnectionResetError):
-        pool.processes[rank].join(GRACE_S)
+        pool.processes[rank].join(LIMIT_S)
         return False, f"process ended with exit code {pool.processes[rank].exitcode}"
     return bool(passed), answer
 
@@ -157,7 +156,7 @@ def _leave(pool: _Pool) -> None:
     for pipe in pool.pipes:
         pipe.send_bytes(pickle.dumps(None))
     for process in pool.processes:
-        process.join(GROUP_TIMEOUT_S)
+        process.join(LIMIT_S)
     codes = [process.exitcode for process in pool.processes]
     _end(pool)
     assert codes == [0] * len(codes), f"exit codes of the ranks: {codes}"
@@ -181,7 +180,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> Non
     code = 1
     try:
         torch.set_num_threads(1)
-        ranks = process_group.init_ranks(torch.device("cpu"), Timeouts(GROUP_TIMEOUT_S), init_method=rendezvous)
+        ranks = process_group.init_ranks(torch.device("cpu"), Timeouts(LIMIT_S), init_method=rendezvous)
         pipe.send_bytes(pickle.dumps((True, None)))
         while (call := pickle.loads(pipe.recv_bytes())) is not None:
             function, args = call

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 ResultType = TypeVar("ResultType")
 OtherType = TypeVar("OtherType")
+START_S = 600.0  # to wait for the first process: it may read its libraries from a cold file system
 GRACE = 5.0  # seconds after the deadline until processes that overran it are given up
 PROGRESS_EVERY = 20.0  # seconds
 
@@ -78,15 +79,16 @@ class CallPool:
         Args:
             function: defined in a module, so that it can be pickled.
             arguments: one tuple for each call.
-            seconds: time limit of the whole batch.
+            seconds: time limit of the whole batch; starting the processes is not counted.
             what: name of the batch in messages, such as "anchors".
         """
-        if not self.workers:
+        if not self.workers or not arguments:
             return [_run_here(function, each) for each in arguments]
-        # One clock for all processes of a machine, and unlike the wall clock it never jumps.
-        deadline = time.monotonic() + seconds
         try:
-            futures = [self._processes().submit(_run_guarded, deadline, function, each) for each in arguments]
+            executor = self._executor or self._start(function, min(self.workers, len(arguments)))
+            # One clock for all processes of a machine, and unlike the wall clock it never jumps.
+            deadline = time.monotonic() + seconds
+            futures = [executor.submit(_run_guarded, deadline, function, each) for each in arguments]
         except BrokenProcessPool as error:
             self.close()
             return [Outcome(None, f"{what}: the scoring processes could not be started: {error}")] * len(arguments)
@@ -102,12 +104,15 @@ class CallPool:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
-    def _processes(self) -> ProcessPoolExecutor:
-        if self._executor is None:
-            # Spawned: a forked child of a process that drives a device may hang.
-            context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(self.workers, context, _prepare_worker)
-        return self._executor
+    def _start(self, function: Callable[..., Any], processes: int) -> ProcessPoolExecutor:
+        """Start processes and wait for the first: its imports take seconds, on a busy machine more than a minute."""
+        # Spawned: a forked child of a process that drives a device may hang.
+        context = multiprocessing.get_context("spawn")
+        executor = self._executor = ProcessPoolExecutor(self.workers, context, _prepare_worker)
+        # These calls do nothing, but to receive one a process has to start and to import the function's module.
+        calls = [executor.submit(callable, function) for _ in range(processes)]
+        concurrent.futures.wait(calls, START_S, concurrent.futures.FIRST_COMPLETED)
+        return executor
 
     def _wait(self, futures: Sequence[Future[ResultType]], deadline: float, what: str) -> None:
         """Wait for all futures, at most until the deadline plus its grace, logging progress."""

@@ -273,7 +273,6 @@ def _faults(ranks: Ranks, counts: list[int]) -> str:
     return fault_error(failing(counts[ranks.rank]), ranks=ranks)
 
 
-@pytest.mark.timeout(120)
 def test_faults_of_one_rank_stop_all_with_the_same_error():
     assert run_ranks(_faults, 2, [0, 4]) == [""] * 2
     one, other = run_ranks(_faults, 2, [0, 5])

@@ -86,7 +86,7 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
 
 def test_no_rank_s_memory_grows_by_more_than_the_samples_that_leave_or_arrive():
     """A gather of objects puts every rank's samples on every rank, and their pickles beside them."""
-    results = run_ranks(_move_large_samples, 4, 4, 8, fresh=True, timeout=100)
+    results = run_ranks(_move_large_samples, 4, 4, 8, fresh=True)
     grown = [growth for growth, *_ in results]
     own = results[0][1]
     assert results[0][2] > 4 * 8 * MEBIBYTE

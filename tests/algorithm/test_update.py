@@ -202,10 +202,11 @@ def test_the_ratio_moves_away_from_one_with_several_updates_and_the_clip_acts():
     assert 0 < metrics["policy/clip_fraction"] < 1
 
 
-def test_the_probe_sees_the_ratio_after_the_update():
+@pytest.mark.parametrize("mode", ["rollout", "recompute", "detach"])
+def test_the_probe_sees_the_ratio_after_the_update_whatever_the_update_divided_by(mode):
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
-    metrics = update(updater(policy), batch, probe=True)
+    metrics = update(updater(policy, old_log_prob=mode), batch, probe=True)
     assert 0 < metrics["policy/ratio_after_max_abs_log"] < 1
 
 

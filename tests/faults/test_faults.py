@@ -20,7 +20,7 @@ from flow_grpo.runtime.checkpoints import checkpoint
 from tests.tiny_models import make_tiny_folder
 from tools.soak import Family
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 60.0  # from the fault to the last process gone

@@ -142,7 +142,7 @@ def test_three_ranks_sum_gradients_in_the_same_order_with_and_without(places, tm
     shape = {"sample__k": 3, "sample__train_batch_size": 1, "train__batch_size": 1, "train__sharding": sharding}
     for mode in ("fast", "off"):
         given = words(places, output_root=tmp_path, run_name=mode, num_epochs=2, doctor=mode, **shape)
-        assert run_ranks(_train, 3, given, timeout=280) == [0] * 3
+        assert run_ranks(_train, 3, given) == [0] * 3
     on, off = (learned(tmp_path / mode) for mode in ("fast", "off"))
     assert any(name.startswith("trained/") for name in on)
     assert set(on) == set(off) and all(torch.equal(on[name], off[name]) for name in on)

@@ -13,6 +13,7 @@ import pytest
 
 from flow_grpo.rewards.remote import http_client, protocol
 from flow_grpo.rewards.remote.http_client import TOKEN, Client, ServiceError
+from tests.limits import LIMIT_S
 from tests.scripted_server import ScriptedServer, answer, cut, dripping, reset, silent
 
 MESSAGE = protocol.encode({"protocol": 1}, {"videos": np.zeros((2, 3), np.uint8)})
@@ -20,11 +21,11 @@ LARGE = protocol.encode({}, {"videos": np.zeros(2**26, np.uint8)})
 FINE = answer({"fine": True})
 
 
-def ask(server: ScriptedServer, timeout_s: float = 5.0, delays_s=(0.0, 0.0)) -> dict:
+def ask(server: ScriptedServer, timeout_s: float = LIMIT_S, delays_s=(0.0, 0.0)) -> dict:
     return Client(server.url, delays_s).ask("/score", timeout_s, MESSAGE)
 
 
-def refusal(server: ScriptedServer, timeout_s: float = 5.0) -> str:
+def refusal(server: ScriptedServer, timeout_s: float = LIMIT_S) -> str:
     with pytest.raises(ServiceError) as caught:
         ask(server, timeout_s)
     assert "\n" not in str(caught.value)
@@ -107,23 +108,21 @@ def test_a_slow_server_is_given_up_at_the_deadline(slow):
     begin = time.monotonic()
     with ScriptedServer(slow) as server:
         assert refusal(server, 0.2) == "failed 3 attempts, the last: no answer within 0.2 s"
-    assert 0.6 <= time.monotonic() - begin < 10
+    assert time.monotonic() - begin >= 0.6
 
 
 def test_a_server_that_reads_nothing_is_given_up_at_the_deadline():
     """Sending blocks once the socket buffers are full."""
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        begin = time.monotonic()
-        with pytest.raises(ServiceError, match=r"no answer within 0\.3 s"):
-            Client(f"http://127.0.0.1:{deaf.getsockname()[1]}", ()).ask("/score", 0.3, LARGE)
-        assert time.monotonic() - begin < 10
+    late = pytest.raises(ServiceError, match=r"no answer within 0\.3 s")
+    with socket.create_server(("127.0.0.1", 0)) as deaf, late:
+        Client(f"http://127.0.0.1:{deaf.getsockname()[1]}", ()).ask("/score", 0.3, LARGE)
 
 
 def test_a_refused_connection_is_a_cause():
     with socket.create_server(("127.0.0.1", 0)) as once:
         url = f"http://127.0.0.1:{once.getsockname()[1]}"
     with pytest.raises(ServiceError, match=r"failed 3 attempts, the last: ConnectError: .*refused"):
-        Client(url, (0.0, 0.0)).ask("/health", 1.0)
+        Client(url, (0.0, 0.0)).ask("/health", LIMIT_S)
 
 
 def test_a_refusal_before_the_request_was_read_is_still_heard():
@@ -140,7 +139,7 @@ def test_a_refusal_before_the_request_was_read_is_still_heard():
         thread = threading.Thread(target=refuse)
         thread.start()
         with pytest.raises(ServiceError, match="refused, status 413: too large"):
-            Client(f"http://127.0.0.1:{listener.getsockname()[1]}", ()).ask("/score", 20.0, LARGE)
+            Client(f"http://127.0.0.1:{listener.getsockname()[1]}", ()).ask("/score", LIMIT_S, LARGE)
         thread.join()
 
 

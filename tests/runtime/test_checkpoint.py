@@ -130,6 +130,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(
         resume.resolve(str(damaged), tmp_path, ranks=ALONE)
 
 
+def test_the_identity_of_a_checkpoint_can_be_asked_for_unless_it_is_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    assert checkpoint.identity_of(path) == IDENTITY
+    flip_a_bit(path / "state.safetensors")
+    with pytest.raises(ValueError, match="name another checkpoint"):
+        checkpoint.identity_of(path)
+
+
 def test_a_checkpoint_of_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(ValueError, match="belongs to another run") as caught:

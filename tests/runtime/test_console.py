@@ -67,6 +67,16 @@ def test_a_terminal_shows_the_bars_of_the_epoch() -> None:
     assert "epoch 1/3" in text
 
 
+def test_the_bar_of_an_epoch_that_samples_again_counts_both_rounds() -> None:
+    out = io.StringIO()
+    progress = Progress(3, Ranks(), console=Console(file=out, force_terminal=True, width=100))
+    with progress:
+        progress.start_epoch(rollouts=4)
+        progress.rollout(4)
+        progress.more_rollouts(8)
+    assert "4/12" in out.getvalue()
+
+
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     others = Ranks(rank=1, world_size=2)
     run(Progress(3, others), 1)

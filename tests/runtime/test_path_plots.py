@@ -43,6 +43,10 @@ def test_a_correct_path_in_another_world_frame_and_unit_coincides_with_the_comma
         wanted = commanded[:, list(columns), 3].numpy() * signs
         for curve in curves(axes):
             assert np.allclose(curve, wanted, atol=1e-9)
+    wanted = commanded[:, [0, 2, 1], 3].numpy() * (1, 1, -1)  # up in the world is up in the picture
+    assert all(np.allclose(np.stack(line.get_data_3d(), 1), wanted, atol=1e-9) for line in space.lines[:2])
+    faint, full = (line.get_alpha() for line in space.lines[:2])  # the estimate must be seen on top of the command
+    assert faint < 0.5 < full
     assert [text.get_text() for text in space.get_legend().get_texts()] == ["commanded", "estimated, 9 of 9 frames"]
     assert len(space.collections) == 2  # viewing directions of both
     with Image.open(tmp_path / "new" / "a.png") as picture:

@@ -78,8 +78,8 @@ def resume_and_go_on(ranks: Ranks, path: Path, mode: str, kind: str) -> torch.Te
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sharded_run_resumes_bit_for_bit_and_on_other_numbers_of_ranks(tmp_path, mode):
-    (path, expected), _ = run_ranks(save_and_go_on, 2, tmp_path, mode, "fsdp2", timeout=120)
-    for resumed in run_ranks(resume_and_go_on, 2, path, mode, "fsdp2", timeout=120):
+    (path, expected), _ = run_ranks(save_and_go_on, 2, tmp_path, mode, "fsdp2")
+    for resumed in run_ranks(resume_and_go_on, 2, path, mode, "fsdp2"):
         assert torch.equal(resumed, expected)
     alone = resume_and_go_on(Ranks(), path, mode, "ddp")
     torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-6)
@@ -87,12 +87,12 @@ def test_a_sharded_run_resumes_bit_for_bit_and_on_other_numbers_of_ranks(tmp_pat
 
 def test_a_checkpoint_of_one_process_resumes_sharded(tmp_path):
     path, expected = save_and_go_on(Ranks(), tmp_path, "full", "ddp")
-    for resumed in run_ranks(resume_and_go_on, 2, path, "full", "fsdp2", timeout=120):
+    for resumed in run_ranks(resume_and_go_on, 2, path, "full", "fsdp2"):
         torch.testing.assert_close(resumed, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_every_rank_writes_only_its_shards(tmp_path):
-    (path, _), _ = run_ranks(save_and_go_on, 2, tmp_path, "full", "fsdp2", timeout=120)
+    (path, _), _ = run_ranks(save_and_go_on, 2, tmp_path, "full", "fsdp2")
     names = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
     shares = [names["rank_0.safetensors"], names["rank_1.safetensors"]]
     assert max(shares) < 0.65 * sum(shares)

@@ -94,7 +94,7 @@ def train_on_ranks(ranks: Ranks, kind: str, mode: str, dtype: torch.dtype) -> tu
 )
 def test_two_ranks_train_to_the_numbers_of_one(kind, mode, dtype):
     norms, weights = train(made(mode, dtype), Ranks())
-    for sharded, other_norms, other_weights in run_ranks(train_on_ranks, 2, kind, mode, dtype, timeout=120):
+    for sharded, other_norms, other_weights in run_ranks(train_on_ranks, 2, kind, mode, dtype):
         assert sharded == (kind == "fsdp2")
         assert other_norms == pytest.approx(norms, rel=1e-5)
         torch.testing.assert_close(other_weights, weights, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 1e-4)

@@ -102,7 +102,8 @@ def test_files_keys_depend_on_a_models_content_and_not_on_its_folder(tmp_path):
         save_file({"w": tensor.contiguous()}, folder / "model.safetensors")
         (folder / "config.json").write_text(config)
         keys[name] = files_key(folder)
-    assert keys["one"] == keys["same"]
+    (tmp_path / "same" / ".cache").write_text("left by a download")
+    assert keys["one"] == keys["same"] == files_key(tmp_path / "same")
     assert len(set(keys.values())) == 4
     with pytest.raises(ValueError, match="holds no files"):
         files_key(tmp_path / "absent")

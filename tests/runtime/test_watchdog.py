@@ -166,10 +166,10 @@ import torch.distributed as dist
 from flow_grpo.runtime.ranks.watchdog import Heartbeat
 heart = Heartbeat(dist.HashStore(), 0, 2, dead_s=0.3, silent_s=60)
 os.close(2)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def test_a_process_with_closed_stderr_is_ended_too():
-    done = subprocess.run([sys.executable, "-c", CLOSED_STDERR], capture_output=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", CLOSED_STDERR], capture_output=True, check=False)
     assert done.returncode == watchdog.EXIT_CODE

@@ -34,7 +34,7 @@ PLAIN = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimiza
 
 def on_two_ranks(function: Any, *args: object) -> list[Any]:
     """Run on processes of their own: DeepSpeed keeps groups and its choice of device for good."""
-    return run_ranks(function, 2, *args, timeout=180, fresh=True)
+    return run_ranks(function, 2, *args, fresh=True)
 
 
 # --- without DeepSpeed

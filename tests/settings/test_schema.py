@@ -178,4 +178,4 @@ def test_the_list_of_knobs_needs_no_torch() -> None:
     code = (
         "import sys; from flow_grpo.settings.reference import help_text; help_text(); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flow_grpo.models.fake_policy import WAN_1_3B
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 from flow_grpo.runtime import device as device_api
+from tests.limits import LIMIT_S
 from tools import device_report
 from tools.device import counts, networks
 from tools.device.kernels import SIZES, Setting, Video, breakdown
@@ -38,7 +39,6 @@ def figures(**records: dict) -> dict:
 
 
 @pytest.mark.slow  # six processes, most of it imports: 50 s of one idle core
-@pytest.mark.timeout(300)
 def test_the_self_test_measures_every_part_and_keeps_it(tmp_path) -> None:
     file = tmp_path / "kept.json"
     command = [sys.executable, str(ROOT / "tools/device_report.py"), "--device", "cpu", "--out", str(file)]
@@ -134,7 +134,7 @@ def test_a_process_that_dies_or_hangs_leaves_what_it_had_printed(monkeypatch) ->
 
 def test_a_part_that_raises_is_reported_by_a_real_process() -> None:
     run = device_report.in_a_process(["--size", "self-test", "--device", "cpu"])
-    assert "KeyError" in run(Job("nonsense", (SHORT,)), 100.0)["records"]["nonsense_5x32x272"]["error"]
+    assert "KeyError" in run(Job("nonsense", (SHORT,)), LIMIT_S)["records"]["nonsense_5x32x272"]["error"]
 
 
 def test_the_aims_are_met_missed_or_not_measured() -> None:

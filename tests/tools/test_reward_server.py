@@ -29,6 +29,7 @@ from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.remote.http_client import TOKEN
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy, protocol
+from tests.limits import LIMIT_S
 from tests.room_films import conditions, film, like_a_codec
 from tests.scripted_server import serving
 from tools import reward_server
@@ -41,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILM = film(["pan_left", "zoom_in"])
 TRUE = (FILM.videos * 255).round() / 255
 VIDEOS = (like_a_codec(TRUE) * 255).round() / 255
-POLICY = RetryPolicy(timeout_s=20.0, delays_s=())
+POLICY = RetryPolicy(timeout_s=LIMIT_S, delays_s=())
 
 
 def judged_conditions(root: Path | None = None):
@@ -68,7 +69,7 @@ class Fake:
 
 
 @contextlib.contextmanager
-def hosting(judge, *, max_bytes: int = 2**26, timeout_s: float = 5.0, token: str = "") -> Iterator[RewardServer]:
+def hosting(judge, *, max_bytes: int = 2**26, timeout_s: float = LIMIT_S, token: str = "") -> Iterator[RewardServer]:
     service = ScoringService(judge, max_bytes)
     with serving(RewardServer(("127.0.0.1", 0), service, timeout_s=timeout_s, token=token)) as server:
         yield server
@@ -88,7 +89,7 @@ def post(
     server: RewardServer, message: protocol.Message | bytes, path: str = "/score", **headers: str
 ) -> tuple[int, str]:
     """Send a request by hand and return status and error."""
-    connection = http.client.HTTPConnection(*server.address, timeout=20)
+    connection = http.client.HTTPConnection(*server.address, timeout=LIMIT_S)
     kind = message.content_type if isinstance(message, protocol.Message) else "multipart/form-data; boundary=x"
     body = b"".join(message.chunks) if isinstance(message, protocol.Message) else message
     connection.request("POST", path, body, {"Content-Type": kind, **headers})
@@ -276,7 +277,7 @@ def test_a_video_that_belongs_to_no_sample_is_refused():
 
 def raw(server: RewardServer, content: bytes, *, drips: int = 0) -> str:
     """Send bytes by hand, then single ones, and return the first line of the answer; "" if the connection is closed."""
-    with socket.create_connection(server.address, timeout=10) as connection:
+    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
         connection.sendall(content)
         with contextlib.suppress(ConnectionError):
             for _ in range(drips):
@@ -313,24 +314,22 @@ def test_other_paths_and_methods_are_refused():
 
 @pytest.mark.parametrize("drips", [0, 100])
 def test_a_sender_that_stalls_or_drips_is_given_up(drips):
-    begin = time.monotonic()
     with hosting(Fake(), timeout_s=0.3) as server:
         body = b"POST /score HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n"
         assert " 408 " in raw(server, body, drips=drips)
         assert raw(server, b"POST /score HTTP/1.1\r\nX: ", drips=drips) == ""  # its headers never end
-    assert time.monotonic() - begin < 10
 
 
 def test_connections_are_capped_and_a_freed_one_serves_again(monkeypatch):
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
     with hosting(Fake()) as server:
-        held = [socket.create_connection(server.address, timeout=10) for _ in range(3)]
-        time.sleep(0.2)  # until all are accepted
-        assert "status 503" in ask(server).causes[0]
+        held = [socket.create_connection(server.address, timeout=LIMIT_S) for _ in range(3)]
+        while "status 503" not in ask(server).causes[0]:  # until all are accepted
+            time.sleep(0.02)
         for connection in held:
             connection.close()
-        time.sleep(0.2)
-        assert ask(server).valid.all()
+        while not ask(server).valid.all():
+            time.sleep(0.02)
 
 
 def test_a_missing_server_package_is_named_with_the_way_out(monkeypatch):
@@ -380,20 +379,20 @@ def test_a_busy_server_says_so_and_health_is_answered_meanwhile():
 
     def slowly(videos):
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(LIMIT_S)
         return torch.ones(len(videos))
 
     with hosting(Fake(slowly), timeout_s=0.3) as server:
         held: list[int] = []
         thread = threading.Thread(target=lambda: held.append(post(server, request())[0]))
         thread.start()
-        assert begun.wait(20)
-        connection = http.client.HTTPConnection(*server.address, timeout=20)
+        assert begun.wait(LIMIT_S)
+        connection = http.client.HTTPConnection(*server.address, timeout=LIMIT_S)
         connection.request("GET", "/health")
         assert json.loads(connection.getresponse().read())["rewards"] == ["first", "second"]
         connection.close()
         status, said = post(server, request(extra=1))
         assert status == 503 and "busy for more than 0.3 s" in said
         go_on.set()
-        thread.join(20)
+        thread.join(LIMIT_S)
         assert held == [200]

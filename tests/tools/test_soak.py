@@ -21,14 +21,16 @@ from tools.dev import soak_rank
 
 EPOCHS = 4
 # Called with run folder, kind of damage, and "launcher" or a rank: a launcher starts two ranks and ends them when one
-# fails; rank 0 has a loader process and saves a checkpoint and a row of metrics after every epoch.
+# fails; the ranks end every epoch together, and rank 0 saves a checkpoint and a row of metrics after it. Each has a
+# loader process. A launch that is "held" reaches no second checkpoint before a fault.
 PROGRAM = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
 run, damage, role = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 if role == "launcher":
-    ranks = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:3], str(rank)]) for rank in range(2)]
+    command = [sys.executable, __file__, *sys.argv[1:3]]
+    ranks = [subprocess.Popen([*command, str(rank), str(os.getpid())]) for rank in range(2)]
     while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
         time.sleep(0.01)
     for rank in ranks:
@@ -37,21 +39,40 @@ if role == "launcher":
 
 stopping = []
 signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
-launcher, plan = os.getppid(), json.loads(os.environ["FLOW_GRPO_SOAK"])
+launcher, plan = int(sys.argv[4]), json.loads(os.environ["FLOW_GRPO_SOAK"])
 loader = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "spawn_main"], stdin=subprocess.PIPE)
 if damage == "leftover":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 (run / "checkpoints").mkdir(parents=True, exist_ok=True)
 (run / "adapter").mkdir(exist_ok=True)
+
+def wait():
+    time.sleep(0.01)
+    if os.getppid() != launcher or loader.poll() is not None:
+        sys.exit(1)
+
+def told(word, rank):
+    return run / f"{{word}}_{{launcher}}_{{rank}}"
+
+def meet(word):
+    told(word, role).touch()
+    while not all(told(word, rank).exists() for rank in range(2)):
+        wait()
+
+meet("started")
 finished = max((int(path.name[-6:]) for path in (run / "checkpoints").iterdir()), default=0)
+meet("looked")
 rows = [{{"step": step, "loss": 1 / step, "time/epoch_s": 0.1}} for step in range(1, finished + 1)]
 for number, step in enumerate(range(finished + 1, {EPOCHS} + 1)):
     for _ in range(25):
-        time.sleep(0.01)
-        if os.getppid() != launcher or loader.poll() is not None:
-            sys.exit(1)
+        wait()
     if plan == {{"fault": "nan", "epoch": number, "rank": int(role)}}:
         sys.exit(1)
+    while damage == "held" and number == 1 and not stopping and not told("stop", 1 - int(role)).exists():
+        wait()
+    if stopping:
+        told("stop", role).touch()
+    meet(f"ended_{{step}}")
     if role == "0":
         lost = damage == "forgetful" and number == 0 and finished
         rows.append({{"step": step, "loss": 9.0 if lost else 1 / step, "time/epoch_s": time.time()}})
@@ -60,25 +81,23 @@ for number, step in enumerate(range(finished + 1, {EPOCHS} + 1)):
         partial.mkdir(exist_ok=True)
         (partial / "state.safetensors").write_text(str(step))
         partial.rename(run / "checkpoints" / f"checkpoint_{{step:06d}}")
-    if stopping:
+    if any(told("stop", rank).exists() for rank in range(2)):
         break
 loader.kill()
 """
 
 
-@pytest.fixture
-def tried(tmp_path, monkeypatch) -> soak.Soak:
-    """A soak of the fake program that has trained it undisturbed; faults strike early."""
-    return prepare(tmp_path, monkeypatch)
+def prepare(tmp_path: Path, monkeypatch, damage: str = "", *, first: str = "") -> soak.Soak:
+    """Return a soak of the fake program that has trained it undisturbed; faults strike early.
 
-
-def prepare(tmp_path: Path, monkeypatch, damage: str = "") -> soak.Soak:
+    The launches after that are damaged, the first of them by `first`, if given.
+    """
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
+    damages = itertools.chain(["", first or damage], itertools.repeat(damage))
 
     def words(self: soak.Soak, name: str) -> list[str]:
-        done = "" if name == "peace" else damage
-        return [sys.executable, str(file), str(self.folder(name).parent), done, "launcher"]
+        return [sys.executable, str(file), str(self.folder(name).parent), next(damages), "launcher"]
 
     monkeypatch.setattr(soak.Soak, "words", words)
     made = soak.Soak(options(tmp_path, "--epochs", str(EPOCHS), "--minutes", "0"))
@@ -93,7 +112,9 @@ def options(tmp_path: Path, *words: str):
 
 
 @pytest.mark.parametrize("fault", ["kill", "kill_all", "launcher", "worker", "term", "nan"])
-def test_a_disturbed_run_is_resumed_to_the_end_and_compared(tried, fault):
+def test_a_disturbed_run_is_resumed_to_the_end_and_compared(tmp_path, monkeypatch, fault):
+    # However late a fault from outside strikes, it strikes the first launch.
+    tried = prepare(tmp_path, monkeypatch, first="held" if fault in soak.OUTSIDE else "")
     tried.args.faults = [fault]
     result = tried.trouble(0)
     assert result["complete"] and result["difference"] == "" and result["left"] == 0
