@@ -15,7 +15,7 @@ from torch import nn
 
 import train_grpo
 from flow_grpo.algorithm.rollout import collector, denoise
-from flow_grpo.algorithm.rollout.collector import SampleSettings
+from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.update import updater
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import trained_parameters
@@ -112,10 +112,10 @@ def guidance_in_the_rollout_only() -> Iterator[None]:
 def the_last_step_trained() -> Iterator[None]:
     """The stochastic steps end with the schedule's last."""
 
-    def window(self, epoch):
+    def window_of(self, gid):
         return (self.sample.num_steps - 2, self.sample.num_steps - 1)
 
-    with mock.patch.object(SampleSettings, "window", window):
+    with mock.patch.object(SampleSettings, "window_of", window_of):
         yield
 
 
@@ -152,12 +152,12 @@ def one_seed_for_every_rank() -> Iterator[None]:
 @contextlib.contextmanager
 def other_steps_on_every_rank() -> Iterator[None]:
     """The stochastic steps depend on the rank."""
-    window = SampleSettings.window
+    window_of = SampleSettings.window_of
 
-    def by_rank(self, epoch):
-        return window(self, epoch + int(os.environ["RANK"]))
+    def by_rank(self, gid):
+        return window_of(self, gid + int(os.environ["RANK"]))
 
-    with mock.patch.object(SampleSettings, "window", by_rank):
+    with mock.patch.object(SampleSettings, "window_of", by_rank):
         yield
 
 

@@ -57,11 +57,11 @@ def test_a_file_that_breaks_within_a_run_ends_it_in_one_line_and_it_goes_on_when
     words = [*setup.words, "--config.num_epochs=2", "--config.checkpoint.every=1", "--config.data.num_workers=0"]
     collect = train_grpo.Trainer.sample
 
-    def breaking(trainer, epoch):
-        if epoch == 1:
+    def breaking(trainer):
+        if trainer.state.finished == 1:
             for file in kept:
                 file.write_bytes(b"")
-        return collect(trainer, epoch)
+        return collect(trainer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_grpo.Trainer, "sample", breaking)

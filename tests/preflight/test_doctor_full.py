@@ -144,7 +144,8 @@ def test_a_fault_planted_into_epoch_or_update_is_found(context, fault, names, sa
     assert any(said in failed[name] for name in names)
 
 
-def test_copies_that_all_score_the_same_warn(context):
+def test_copies_that_all_score_the_same_warn_and_carry_no_signal(places, tmp_path):
+    context = build_context(words(places, output_root=tmp_path, reward__weights="target_view=1"))
     judge = TargetView.__call__
 
     def generous(self, videos, conditions):
@@ -154,6 +155,7 @@ def test_copies_that_all_score_the_same_warn(context):
     with mock.patch.object(TargetView, "__call__", generous):
         found = by_name(context)
     assert found["groups"].startswith("warn") and found["reward_order"].startswith("fail")
+    assert found["signal"].startswith("fail")
 
 
 def test_a_reward_that_cannot_be_measured_is_a_failed_check_with_its_cause(context):

@@ -44,7 +44,7 @@ def test_a_sound_recipe_passes_every_check(places):
     code, findings = examined(words(places, model__trained="lora", train__kl_coef=0.1))
     assert (code, statuses(findings, "fail")) == (0, set()), findings
     machine = {"disk", "shared_memory", "versions", "device", "backends", "run_folder"}
-    schedule = {"steps", "ode_limit", "window", "window_on_ranks", "last_step"}
+    schedule = {"guidance", "steps", "ode_limit", "window", "window_on_ranks", "last_step"}
     batch = {"adapters", "weights", "residuals", "latents_fp32", "ratio", "ratio_by_batch_size", "noise"}
     epoch = {"rewards", "reward_order", "signal", "groups", "clip", "kl", "ratio_in_update", "update"}
     after = {"gradient_coverage", "gradient_size", "gradient_sync", "weights_after_update"}
@@ -101,7 +101,7 @@ def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str
     [
         ("", set()),
         ("no_synchronisation", {"gradient_sync", "weights_after_update"}),
-        ("one_seed_for_every_rank", {"noise", "epoch"}),
+        ("one_seed_for_every_rank", {"noise", "epoch", "signal"}),
         ("other_steps_on_every_rank", {"window_on_ranks"}),
         ("other_weights_on_every_rank", {"weights", "weights_after_update"}),
     ],
