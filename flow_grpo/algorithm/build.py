@@ -158,7 +158,7 @@ def sample_settings(config: Config) -> SampleSettings:
         sample=config.sample,
         rollout=rollout_settings(config),
         debug=config.debug,
-        offload=config.sample.offload or config.dynamic_sampling.enabled,
+        offload=config.sample.offload or config.dynamic_sampling.enabled or config.train.copies > 0,
         overlap=config.reward.overlap,
     )
 

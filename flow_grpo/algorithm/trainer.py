@@ -29,6 +29,7 @@ from flow_grpo.algorithm.groups.metrics import (
     rule_metrics,
     server_metrics,
 )
+from flow_grpo.algorithm.groups.subset import narrow
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.signal import measure_spread, spread_metrics
@@ -141,7 +142,7 @@ class Trainer:
         return chosen
 
     def compare(self, chosen: Chosen) -> TrainingBatch:
-        """Turn rewards into advantages within groups and take this rank's own rows."""
+        """Turn rewards into advantages within groups and take this rank's own rows, all or those of `train.copies`."""
         with self.ranks.sync_errors("comparing"):
             compared = compare.advantages(
                 chosen.gathered,
@@ -156,6 +157,9 @@ class Trainer:
                 self.metrics |= group_metrics(compared)
             elif self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
                 compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
+        if self.config.train.copies:
+            chosen, compared = narrow(chosen, compared, self.config.train.copies, self.ranks)
+        with self.ranks.sync_errors("comparing"):
             return compare.own_rows(chosen, compared, self.ranks)
 
     def update(self, batch: TrainingBatch, epoch: int) -> None:

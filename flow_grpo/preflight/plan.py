@@ -112,7 +112,8 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     }
     rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
     calls = sample.num_batches_per_epoch * longest_rollout(config)
-    replays = _steps(config) * sample.expanded_batch_size / train.batch_size
+    trained = (train.copies or sample.k) / sample.k  # where every group carries a signal
+    replays = _steps(config) * trained * sample.expanded_batch_size / train.batch_size
     # Forwards without gradients per replay: the reference policy, and recomputed old log-probabilities.
     extra = (train.kl_coef > 0) + _recomputes_old_log_probs(config) + _follows_average(config)
     passes = 3 + model.gradient_checkpointing + extra  # a backward costs two forwards, recomputation one more
@@ -128,7 +129,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         samples_per_epoch=sample.expanded_batch_size * devices,
         rollout_calls=calls,
         update_calls=replays,
-        forward_equivalents_per_sample=copies * (rollout_steps(config) + _steps(config) * passes),
+        forward_equivalents_per_sample=copies * (rollout_steps(config) + _steps(config) * trained * passes),
         forward_tflop=forward_flops / 1e12,
         decode_tflop=decode_flops / 1e12,
         trained_parameters=update.trained,
@@ -230,8 +231,10 @@ def _recomputes_old_log_probs(config: Config) -> bool:
     train, sample = config.train, config.sample
     if train.objective == "forward":
         return train.old_log_prob == "recompute" or train.updates_per_epoch > 1
-    other_batches = train.batch_size != sample.train_batch_size
-    return train.guard or train.old_log_prob == "recompute" or (train.old_log_prob == "auto" and other_batches)
+    other_batches = train.batch_size != sample.train_batch_size or train.copies > 0
+    if train.old_log_prob == "auto" and other_batches:
+        return train.updates_per_epoch > 1
+    return train.old_log_prob == "recompute" or (train.guard and train.old_log_prob != "detach")
 
 
 def _exchanged(config: Config, devices: int, update: Footprint, calls: float, replays: float, extra: int) -> float:

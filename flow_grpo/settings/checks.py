@@ -172,6 +172,9 @@ def _check_gold(config: Config) -> None:
 
 def _check_dynamic_sampling(config: Config) -> None:
     dynamic, reward = config.dynamic_sampling, config.reward
+    if config.train.copies and dynamic.enabled and dynamic.policy == "rebalance":
+        text = "leaves ranks with different numbers of samples, must be another while train.copies is set"
+        raise refusal("dynamic_sampling.policy", "rebalance", f"{text}; pass --config.dynamic_sampling.policy=pad")
     if dynamic.metric:
         _check_measured("dynamic_sampling.metric", dynamic.metric, reward)
     if dynamic.enabled and reward.flat_eps < reward.adv_eps:
@@ -217,6 +220,9 @@ def _check_update(config: Config) -> None:
     if train.batch_size > share:
         text = f"must be at most {share}, one update's share of {held}; pass --config.train.batch_size={share}"
         raise refusal("train.batch_size", train.batch_size, text)
+    if train.copies > sample.k:
+        text = f"must be at most sample.k={sample.k}; pass --config.train.copies=0 to train all"
+        raise refusal("train.copies", train.copies, text)
     if train.old_log_prob == "detach" and train.updates_per_epoch > 1:
         text = f"is exact for one update per epoch only, got train.updates_per_epoch={train.updates_per_epoch}"
         raise refusal("train.old_log_prob", "detach", f"{text}; pass --config.train.old_log_prob=auto")

@@ -228,6 +228,9 @@ class TrainConfig(Section):
     sharding: Literal["ddp", "zero2", "fsdp2"] = knob(
         "ddp", "replicated | DeepSpeed ZeRO-2: gradients and moments sharded | FSDP2: weights as well"
     )
+    copies: Int = knob(
+        0, "copies of a group that are trained: the best and the worst, half as many each; 0 all", ge=0, multiple_of=2
+    )
     updates_per_epoch: Int = knob(1, "optimizer steps per epoch", ge=1)
     learning_rate: Float = knob(1e-4, "of AdamW, constant after the warm-up", gt=0)
     camera_learning_rate: Float = knob(
@@ -253,7 +256,9 @@ class TrainConfig(Section):
     step_weight: Literal["none", "inverse_gain"] = knob("none", "weight of a step's loss: 1 | std / kappa (maths/sde)")
     guard: Bool = knob(False, "GRPO-Guard: ratio without bias, steps weighted by 1 / their length in sigma")
     old_log_prob: Literal["auto", "rollout", "recompute", "detach"] = knob(
-        "auto", "denominator of the ratio: chosen | of the rollout | recomputed before the update | the current one"
+        "auto",
+        "denominator of the ratio: chosen (the rollout's if batches are the same, else with one update the current "
+        "one, with several recomputed) | of the rollout | recomputed before the update | the current one",
     )
     ema_decay: Float = knob(0.0, "per optimizer step, of the averaged weights that evaluation uses; 0 none", ge=0, lt=1)
 

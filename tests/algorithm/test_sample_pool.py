@@ -15,11 +15,16 @@ from tests.workers import run_ranks
 from tools.bench_cases.exchange import peak_mib, resident_mib
 
 
+def parts_of(batches):
+    return [batch.samples for batch in batches]
+
+
 def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
     rounds = Rounds(Ranks(), kinds_of([4, 4], 4), local=16)
     pool = SamplePool(16, Ranks())
-    pool.add(*rounds.draw(0), range(16))
-    pool.add(*rounds.draw(1), {18, 22, 26, 30})
+    for number, wanted in enumerate((range(16), {18, 22, 26, 30})):
+        batches, gathered = rounds.draw(number)
+        pool.add(parts_of(batches), gathered, wanted)
     placement = place([0, 4, 8, 12, 18, 22, 26, 30], per_round=16, world_size=1)
     chosen, moved = pool.take(placement)
     assert moved == 0
@@ -33,7 +38,7 @@ def test_a_part_of_a_round_does_not_keep_the_whole_round_in_memory():
     rounds = Rounds(Ranks(), kinds_of([4], 4), local=16)
     batches, gathered = rounds.draw(0)
     pool = SamplePool(16, Ranks())
-    pool.add(batches, gathered, {0, 4})
+    pool.add(parts_of(batches), gathered, {0, 4})
     ((kept, _), _) = pool._held.values()
     whole = batches[0].samples.trajectory.states
     assert kept.trajectory.states.untyped_storage().nbytes() == 2 * whole[0].nbytes
@@ -43,7 +48,7 @@ def test_a_sample_that_is_taken_twice_makes_its_record_appear_twice_without_a_co
     rounds = Rounds(Ranks(), kinds_of([4], 4), local=16)
     batches, gathered = rounds.draw(0)
     pool = SamplePool(16, Ranks())
-    pool.add(batches, gathered, range(16))
+    pool.add(parts_of(batches), gathered, range(16))
     chosen, _ = pool.take(place([0, 4, 8, 12, 0, 4, 8, 12], per_round=16, world_size=1))
     assert rows_by_position(chosen) == dict(enumerate([(0, slot) for slot in range(4) for _ in range(2)]))
     storages = {part.trajectory.states.data_ptr() for part in chosen.parts}
@@ -71,7 +76,7 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
         )
         per_round = local * ranks.world_size
         wanted = range(per_round) if number == 0 else range(per_round, per_round + 4)
-        pool.add([dataclasses.replace(batch, samples=large)], gathered, wanted)
+        pool.add([large], gathered, wanted)
         del states, large, samples, batch
     groups = [tuple(range(4 * j, 4 * j + 4)) for j in range(ranks.world_size - 1)]
     groups.append(tuple(range(per_round, per_round + 4)))

@@ -65,12 +65,12 @@ def test_ratio_is_one_within_1e_6_at_another_micro_batch(micro):
     assert metrics["policy/ratio_first_max_abs_log"] < 1e-6
 
 
-def test_auto_keeps_the_rollout_s_log_probs_at_equal_geometry_and_recomputes_otherwise():
-    *_, same = updated(batch_size=4)
-    assert all(grad for _, _, grad, _ in same.calls)
-    _, metrics, other = updated(batch_size=3)
-    assert [(rows, grad) for rows, _, grad, _ in other.calls] == [(3, False)] * 8 + [(3, True)] * 8
-    assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
+def test_auto_calls_the_network_without_gradients_only_for_several_updates_of_other_batches():
+    for updates, batch_size, extra in ((1, 4, 0), (1, 3, 0), (3, 4, 0), (3, 3, 12)):
+        _, metrics, policy = updated(batch_size=batch_size, updates_per_epoch=updates, guard=False)
+        assert sum(not grad for _, _, grad, _ in policy.calls) == extra
+        if updates == 1:
+            assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
 
 
 def test_recompute_and_detach_give_the_same_single_update_as_the_rollout_s_log_probs():

@@ -12,7 +12,7 @@ import torch
 
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.selection import Placement
-from flow_grpo.records import Samples, ScoredBatch
+from flow_grpo.records import Samples
 from flow_grpo.runtime.ranks.exchange import exchange_rows
 from flow_grpo.runtime.ranks.process_group import Ranks
 
@@ -30,17 +30,18 @@ class SamplePool:
         self._ranks = ranks
         self._held: dict[int, tuple[Samples, int]] = {}  # pool row -> record and row in it
         self._gathered: list[Gathered] = []
+        self._example: Samples | None = None  # one sample, for a rank that holds none of the wanted ones
 
-    def add(self, batches: Sequence[ScoredBatch], gathered: Gathered, wanted: Container[int]) -> None:
+    def add(self, parts: Sequence[Samples], gathered: Gathered, wanted: Container[int]) -> None:
         """Keep a round's samples whose pool rows are wanted, copying them out when a record is not kept whole."""
         first = (len(self._gathered) * self._ranks.world_size + self._ranks.rank) * self._local
         self._gathered.append(gathered)
-        for batch in batches:
-            pool_rows = [first + place for place in batch.samples.places.tolist()]
-            kept = [row for row, pool_row in enumerate(pool_rows) if pool_row in wanted]
-            whole = len(kept) == len(batch)
-            samples = batch.samples if whole else batch.samples.rows(torch.tensor(kept, dtype=torch.int64))
-            self._held |= {pool_rows[row]: (samples, number) for number, row in enumerate(kept)}
+        self._example = self._example or parts[0].rows(torch.tensor([0]))
+        for part in parts:
+            places = part.places.tolist()
+            kept = [row for row, place in enumerate(places) if place >= 0 and first + place in wanted]
+            samples = part if len(kept) == len(part) else part.rows(torch.tensor(kept, dtype=torch.int64))
+            self._held |= {first + places[row]: (samples, number) for number, row in enumerate(kept)}
 
     def take(self, placement: Placement) -> tuple[Chosen, int]:
         """Return the placed samples, each on the rank that trains on it, and the bytes sent by all ranks together.
@@ -68,7 +69,8 @@ class SamplePool:
         ]
         if wrong:
             raise RuntimeError(f"pool rows {wrong} are held as other samples than were gathered")
-        padding = own[0] if own else next(iter(self._held.values()))
+        assert self._example is not None, "rounds are added before samples are taken"
+        padding = own[0] if own else (self._example, 0)
         own += [padding] * (max(map(len, placement.rows)) - len(own))
         distinct = sorted({row for rows in placement.rows for row in rows})
         number_of = {row: number for number, row in enumerate(distinct)}
@@ -94,13 +96,14 @@ class SamplePool:
     def _move_size(self, moves: Sequence[tuple[int, int, int]]) -> tuple[Samples, int]:
         """Exchange samples of one video size; return the arrivals by (source rank, pool row), and the bytes of one."""
         rank, world = self._ranks.rank, range(self._ranks.world_size)
-        template = next(iter(self._held.values()))[0]  # fields that are no tensors are equal in all samples of an epoch
+        assert self._example is not None, "rounds are added before samples are taken"
         sent = [sorted(row for row, source, target in moves if (source, target) == (rank, to)) for to in world]
         record, number_of = self._one_record([row for rows in sent for row in rows])
         send = [[number_of[row] for row in rows] for rows in sent]
         receive = [sum((source, target) == (sender, rank) for _, source, target in moves) for sender in world]
         received, row_bytes = exchange_rows({} if record is None else record.tensors(), send, receive, self._ranks)
-        return template.with_tensors(received), row_bytes
+        # Fields that are no tensors are equal in all samples of an epoch.
+        return self._example.with_tensors(received), row_bytes
 
     def _one_record(self, rows: Sequence[int]) -> tuple[Samples | None, dict[int, int]]:
         """Return a record that holds these pool rows, and where; a copy only when they are in several records."""

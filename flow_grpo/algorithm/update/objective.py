@@ -2,8 +2,9 @@
 
 The updater owns micro-batches, gradient accumulation, scaling and skipped steps; an objective owns the loss per sample
 and the old policy's values. On-policy contract of GRPO: before the first update the ratio is exactly 1. A micro-batch
-that equals a rollout batch repeats the rollout's calls bit for bit; for any other, whose batch size rounds differently,
-the old log-probabilities are recomputed with the micro-batches of the update.
+that equals a rollout batch repeats the rollout's calls bit for bit. For any other, whose batch size rounds differently,
+the old log-probabilities are those of the update's own calls: with one update an epoch the new ones without gradient,
+with several they are recomputed before the first.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ class GrpoObjective:
     @torch.no_grad()
     def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> OldPolicy:
         """Return the old policy by `train.old_log_prob`: the rollout's log-probs, recomputed, or detached."""
-        mode = self.train.old_log_prob
-        if mode == "detach":
+        mode, one_update = self.train.old_log_prob, self.train.updates_per_epoch == 1
+        # With one update the new log-probabilities are the old policy's: recomputing them would be a call for nothing.
+        if mode == "detach" or (mode == "auto" and one_update and not as_rolled_out):
             return OldPolicy(None)
         micro = take()
         recorded = micro.trajectory

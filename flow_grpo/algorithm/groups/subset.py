@@ -1,0 +1,59 @@
+"""Train on the best and the worst copies of every group: most of the signal for part of the update's work.
+
+The copies in between have small advantages. (Best and worst of a larger group: DanceGRPO, arXiv 2505.07818.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithm.groups.compare import Chosen
+from flow_grpo.algorithm.groups.sample_pool import SamplePool
+from flow_grpo.algorithm.groups.selection import place
+from flow_grpo.maths.advantages import CombinedAdvantages
+from flow_grpo.runtime.ranks.process_group import Ranks
+
+
+def best_and_worst(gids: Tensor, compared: CombinedAdvantages, copies: int) -> Tensor:
+    """Return (N,) bool: in every group with a signal, the copies/2 largest and the copies/2 smallest advantages.
+
+    Args:
+        gids: (N,) int64 group of every sample.
+        compared: their advantages, 0 throughout in flat groups, which are left out.
+        copies: how many of a group; even, at most k. Of equal advantages those of the first rows are taken.
+    """
+    wanted = torch.zeros(len(gids), dtype=torch.bool)
+    for gid in gids.unique().tolist():
+        rows = (gids == gid).nonzero().flatten()
+        own = compared.advantages[rows]
+        if own.any():
+            order = rows[own.argsort(descending=True, stable=True)]
+            wanted[order[: copies // 2]] = wanted[order[len(order) - copies // 2 :]] = True
+    return wanted
+
+
+def narrow(
+    chosen: Chosen, compared: CombinedAdvantages, copies: int, ranks: Ranks
+) -> tuple[Chosen, CombinedAdvantages]:
+    """Return the choice without the copies in between, in equal shares for all ranks (collective call).
+
+    Where no group has a signal, the choice is returned as it is.
+
+    Args:
+        chosen: whole groups, equally many samples on every rank, in CPU memory if there are several ranks.
+        compared: advantages of `chosen.gathered`.
+        copies: see `best_and_worst`.
+        ranks: who takes part.
+    """
+    order = torch.tensor([row for rows in chosen.placement for row in rows])  # rows of `gathered`, by rank and place
+    wanted = best_and_worst(chosen.gathered.gids, compared, copies)[order].nonzero().flatten().tolist()
+    if not wanted:
+        return chosen, compared
+    pool = SamplePool(len(order) // ranks.world_size, ranks)
+    pool.add(chosen.parts, chosen.gathered.rows(order), set(wanted))
+    narrowed, _ = pool.take(place(wanted, per_round=len(order), world_size=ranks.world_size))
+    kept = order[wanted]
+    return narrowed, dataclasses.replace(compared, advantages=compared.advantages[kept], weights=compared.weights[kept])
