@@ -189,7 +189,8 @@ class Samples(Rows):
         keys: (n, 3) int64 CPU: gid, slot, index.
         places: (n,) int64 CPU: each sample's index in its rank's order, which is the sampler's until samples are chosen
             and the update's afterwards; -1 for a sample that is not trained on.
-        noise_ids: (n, 2) int64 CPU: hashes of the initial noise and of the step noise.
+        noise_ids: (n, 2) int64 CPU: hashes of the initial noise and of the step noise, or twice the first where
+            no step is stochastic.
         conditioning: n rows.
         trajectory: n rows.
         final_latents: (n, C, F, H, W) fp32 clean latents.

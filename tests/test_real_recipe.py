@@ -75,7 +75,7 @@ def bear_witness() -> None:
         assert result.shape == latents.shape and result.dtype == torch.float32
         seen["calls"][f"{phase[0]} {kind} {list(result.shape)}"] += 1
 
-    def on_sample(batches, trainer, epoch):
+    def on_sample(batches, trainer):
         weights, sigmas = trainer.collector.rewards.weights, trainer.collector.settings.rollout.sigmas
         seen["batches"] = [shapes(debug_print.batch_view(b, sigmas, weights)) for b in batches]
         log_probs = torch.cat([batch.samples.trajectory.log_probs.flatten() for batch in batches])
@@ -325,23 +325,31 @@ def test_videos_of_a_batch_and_rank_have_the_recipe_s_shape(run):
         assert videos == [[E.B, 3, FRAMES, HEIGHT, WIDTH]] * E.nb
 
 
+def rows_of(calls: dict[str, int], kind: str) -> int:
+    """Return in how many rows the network was called for `kind`, such as "sample sampled"."""
+    return sum(count * json.loads(name.removeprefix(kind))[0] for name, count in calls.items() if name.startswith(kind))
+
+
 def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
     recipe = my_recam_8npu()
     share = recipe.eval.num_conditions // E.W
     assert share < recipe.eval.batch_size
+    truncated = max(recipe.sample.sde_steps) + 2  # one step past the stochastic ones
     expected = {
-        f"doctor sampled {[E.B, *E.latent]}": max(recipe.sample.sde_steps) + 2,  # one step past the stochastic ones
-        f"doctor trained {[E.B, *E.latent]}": E.K,
-        f"sample sampled {[E.B, *E.latent]}": E.nb * E.S,
-        f"update trained {[E.micro, *E.latent]}": E.K * E.local // E.micro,
-        f"update sampled {[E.micro, *E.latent]}": 1,  # the probe that debug asks for; old log-probs are the rollout's
+        "doctor sampled": E.B * truncated,
+        "doctor trained": E.B * E.K,
+        "sample sampled": E.nb * E.B * E.S,
+        "update trained": E.K * E.local,
+        "update sampled": E.micro,  # the probe that debug asks for; old log-probs are the rollout's
     }
-    rows = []
+    signal = 2 * recipe.eval.signal_groups * E.k * E.S  # groups with own and with shared initial noise
+    measured = 0
     for seen in run.ranks:
-        (evaluated,) = seen["calls"].keys() - expected.keys()
-        assert seen["calls"] == expected | {evaluated: 2 * EVAL_STEPS}  # before and after
-        rows.append(next(n for n in (share, share + 1) if evaluated == f"evaluation sampled {[n, *E.latent]}"))
-    assert sum(rows) >= recipe.eval.num_conditions  # every rank gets as many batches, some are measured twice
+        assert {kind: rows_of(seen["calls"], kind) for kind in expected} == expected
+        evaluated = rows_of(seen["calls"], "evaluation sampled") - 2 * signal  # before and after
+        assert evaluated in (2 * EVAL_STEPS * share, 2 * EVAL_STEPS * (share + 1))
+        measured += evaluated // (2 * EVAL_STEPS)
+    assert measured >= recipe.eval.num_conditions  # every rank gets as many batches, some are measured twice
 
 
 def test_all_ranks_end_with_the_same_finite_weights_and_metrics(run):

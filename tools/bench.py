@@ -90,8 +90,8 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
     for epoch in range(epochs + 1):
         trainer.clock = Clock(trainer.device)
         begun = time.perf_counter()
-        samples = trainer.sample(epoch)
-        batch = trainer.compare(trainer.choose(samples, trainer.gather(samples), epoch))
+        samples = trainer.sample()
+        batch = trainer.compare(trainer.choose(samples, trainer.gather(samples)))
         trainer.update(batch, epoch)
         trainer.finish_epoch(epoch)
         spent = time.perf_counter() - begun

@@ -57,6 +57,7 @@ KNOBS = {
     "sample.num_batches_per_epoch": 2,
     "sample.num_steps": 4,
     "sample.sde_steps": "0,1,2",
+    "sample.sde_window": 0,
     "train.batch_size": 4,
     "train.max_bad_steps": 0,  # a skipped step would change the result
     "eval.every": 0,

@@ -99,7 +99,7 @@ def _group(
         with ranks.sync_errors("measuring the signal"):
             videos = decode(policy, conditions, samples.final_latents)
             for name, result in rewards(videos, conditions).items():
-                values[name].append(result.values.double().masked_fill(~result.valid, torch.nan))
+                values[name].append(result.values.cpu().double().masked_fill(~result.valid.cpu(), torch.nan))
     return {name: _variance(torch.cat(parts)) for name, parts in values.items()}
 
 

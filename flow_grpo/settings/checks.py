@@ -230,7 +230,7 @@ def _check_update(config: Config) -> None:
         # Measured: log-ratios of 5e-4 before any update, where clip_range is 1e-3.
         text = "must be 'detach' while model.compile is true in bf16: compiled blocks round differently in an update"
         raise refusal("train.old_log_prob", train.old_log_prob, f"{text}; pass --config.train.old_log_prob=detach")
-    if train.updates_per_epoch > 1 and not train.guard:
+    if train.objective == "grpo" and train.updates_per_epoch > 1 and not train.guard:
         other = " --config.train.step_weight=none" if train.step_weight != "none" else ""
         warnings.warn(
             f"config.train.updates_per_epoch={train.updates_per_epoch} without train.guard: from the second update on "

@@ -145,7 +145,9 @@ def rollout(
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
         places=torch.arange(count),
-        noise_ids=torch.tensor([[_hash(a), _hash(b)] for a, b in zip(initial, step_noise, strict=True)]),
+        noise_ids=torch.tensor(
+            [[_hash(a), _hash(b if columns else a)] for a, b in zip(initial, step_noise, strict=True)]
+        ),
         conditioning=conditioning,
         trajectory=Trajectory(
             states=torch.stack(states, dim=1) if log_probs else latents.new_empty((count, 0, *shape)),
