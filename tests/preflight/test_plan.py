@@ -136,10 +136,13 @@ def test_shards_divide_what_a_rank_holds(capsys):
 
 
 def test_old_log_probabilities_that_are_scored_again_take_their_time(capsys):
-    _, found = planned(capsys, "--devices", "1", "--tflops", "300", recipe="my_recam_1gpu")
-    assert found["update_s"] == pytest.approx(32 * 5 * found["forward_tflop"] / 300, rel=1e-3)
-    _, kept = planned(capsys, "--devices", "1", "--config.train.old_log_prob=rollout", recipe="my_recam_1gpu")
-    assert kept["update_s"] == pytest.approx(32 * 4 * kept["forward_tflop"] / 200, rel=1e-3)
+    one_update = ["--devices", "1", "--tflops", "300"]
+    for words, passes in (([], 4), (["--config.train.old_log_prob=recompute"], 5), (["--config.train.copies=2"], 2)):
+        _, found = planned(capsys, *one_update, *words, recipe="my_recam_1gpu")
+        assert found["update_s"] == pytest.approx(32 * passes * found["forward_tflop"] / 300, rel=1e-3)
+    two_updates = ["--config.train.updates_per_epoch=2", "--config.train.guard=true"]
+    _, several = planned(capsys, *one_update, *two_updates, recipe="my_recam_1gpu")
+    assert several["update_s"] == pytest.approx(32 * 5 * several["forward_tflop"] / 300, rel=1e-3)
 
 
 SMALL = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
