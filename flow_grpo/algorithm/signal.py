@@ -43,6 +43,10 @@ class Spread:
         """Return the share of the variance that recorded noise caused, NaN where nothing varies."""
         return (self.shared / self.own) ** 2 if self.own > 0 else math.nan
 
+    def inside(self, *, shared: bool) -> float:
+        """Return the spread inside the groups of a recipe whose copies share their initial noise, or do not."""
+        return self.shared if shared else self.own
+
 
 def measure_spread(
     policy: Policy,
@@ -118,7 +122,7 @@ def spread_metrics(spreads: dict[str, Spread], weights: dict[str, float], *, sha
     """
     used = [spread for name, spread in spreads.items() if weights.get(name)]
     shares = [1.0 if shared else spread.credit_share for spread in used]
-    ratios = [(spread.shared if shared else spread.own) / spread.floor for spread in used if spread.floor > 0]
+    ratios = [spread.inside(shared=shared) / spread.floor for spread in used if spread.floor > 0]
     named = {"policy/credit_share": shares, "policy/spread_over_floor": ratios}
     return {name: min(finite) for name, all_of in named.items() if (finite := _finite(all_of))}
 

@@ -98,11 +98,12 @@ class Collector:
             sync_errors: entered for loading, rollout and scoring in turn. With sharded weights a rollout is a
                 collective call, so an error while loading must reach all ranks before it begins.
         """
-        gids = self._planned_gids()
+        share = self.settings.sample.share_prefix
+        gids = self._planned_gids() if share else []  # before the stream moves on
         with sync_errors():
             encoded = self._load(clock)
         prefixes = None
-        if self.settings.sample.share_prefix:
+        if share:
             with clock.phase("rollout"):
                 known = [(conditions, conditioning) for _, conditions, conditioning in encoded]
                 prefixes = shared_prefixes(self.policy, known, gids, self.settings, self.ranks, sync_errors)

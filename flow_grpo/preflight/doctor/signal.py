@@ -38,7 +38,7 @@ def check_signal(spreads: Mapping[str, Spread], *, shared: bool) -> Finding:
     """
     said, silent, uncredited = [], True, []
     for name, spread in spreads.items():
-        inside = spread.shared if shared else spread.own
+        inside = spread.inside(shared=shared)
         silent &= not inside > spread.floor
         line = f"{name} spreads {inside:.3g} inside groups (floor {spread.floor:.3g})"
         if not shared:
