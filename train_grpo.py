@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import time
@@ -278,7 +279,8 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
             lock.take()
         resumed_step = None if path is None else state.finished
         tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=resumed_step)
-    progress = Progress(config.num_epochs, ranks, finished=state.finished)
+    seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
+    progress = Progress(config.num_epochs, ranks, finished=state.finished, seconds=seconds)
     collector = parts.build_collector(config, policy, train, state.sampler, rewards, progress, ranks)
     return Trainer(
         config=config,

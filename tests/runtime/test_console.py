@@ -59,6 +59,17 @@ def test_the_time_left_is_estimated_from_this_processs_epochs(monkeypatch: pytes
     assert out.getvalue().strip() == "epoch  91/100  10.0 s  ETA 0:01:30"
 
 
+def test_the_time_left_ends_at_the_minutes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, clock = io.StringIO(), mock.Mock(return_value=100.0)
+    monkeypatch.setattr("flow_grpo.runtime.reporting.console.time.monotonic", clock)
+    progress = Progress(100, Ranks(), seconds=25.0, console=Console(file=out))
+    for _ in range(3):
+        progress.start_epoch(rollouts=1)
+        clock.return_value += 10.0
+        progress.finish_epoch({})
+    assert [line[-7:] for line in out.getvalue().splitlines()] == ["0:00:15", "0:00:05", "0:00:00"]
+
+
 def test_a_terminal_shows_the_bars_of_the_epoch() -> None:
     out = io.StringIO()
     run(Progress(3, Ranks(), console=Console(file=out, force_terminal=True, width=100)), 1)

@@ -38,15 +38,25 @@ class Progress:
         progress.update(); progress.finish_epoch(metrics)
     """
 
-    def __init__(self, num_epochs: int, ranks: Ranks, *, finished: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        num_epochs: int,
+        ranks: Ranks,
+        *,
+        finished: int = 0,
+        seconds: float = math.inf,
+        console: Console | None = None,
+    ) -> None:
         """Create the bars of a run of `num_epochs`, of which `finished` were done before a resume.
 
-        Only rank 0 prints, by default to standard output; on every rank, progress is reported to the watchdog.
+        The run ends earlier when `seconds` of training are used up. Only rank 0 prints, by default to standard output;
+        on every rank, progress is reported to the watchdog.
         """
         self._ranks = ranks
         self._console = (console or Console()) if ranks.is_main else Console(quiet=True)
         self._num_epochs, self._finished, self._finished_before = num_epochs, finished, finished
-        self._begin = self._epoch_begin = time.monotonic()
+        self._seconds = seconds
+        self._begin = self._epoch_begin = 0.0  # of the first and the present epoch
         self._bars = Bars(
             TextColumn("{task.description:>8}"),
             BarColumn(bar_width=32),
@@ -62,7 +72,6 @@ class Progress:
 
     def __enter__(self) -> Progress:
         """Show the bars."""
-        self._begin = self._epoch_begin = time.monotonic()
         self._bars.start()
         return self
 
@@ -75,6 +84,8 @@ class Progress:
     def start_epoch(self, *, rollouts: int) -> None:
         """Reset the bars; `rollouts` samples are expected in this epoch."""
         self._epoch_begin = time.monotonic()
+        if self._finished == self._finished_before:
+            self._begin = self._epoch_begin
         self._bars.reset(self._rollouts, total=rollouts)
         self._bars.reset(self._updates, total=None)
 
@@ -115,8 +126,9 @@ class Progress:
 
     def _seconds_left(self) -> datetime.timedelta:
         done = self._finished - self._finished_before
-        per_epoch = (time.monotonic() - self._begin) / done
-        return datetime.timedelta(seconds=round(per_epoch * (self._num_epochs - self._finished)))
+        spent = time.monotonic() - self._begin
+        all_epochs = spent / done * (self._num_epochs - self._finished)
+        return datetime.timedelta(seconds=round(max(0.0, min(all_epochs, self._seconds - spent))))
 
 
 def _rewards(metrics: Mapping[str, float]) -> list[str]:
