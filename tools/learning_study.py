@@ -1,0 +1,229 @@
+r"""What does each choice of a recipe teach, per forward of the network? Runs of several seeds, and their table.
+
+    python tools/learning_study.py --only today shared_noise --seeds 0 1 2     # train what has no record yet
+    python tools/learning_study.py --report                                   # table and plot of all records
+
+Every variant is a recipe of config/grpo.py with the overrides listed in VARIANTS. A run that was interrupted goes on
+from its last checkpoint; a finished one leaves a record in `benchmarks/learning/`, with its curve, its changes with
+95 % intervals, and the commit. The report is the generated part of docs/learning.md, and docs/learning.png.
+Exit code: 0, 1 when a run failed, or 2 for an unknown variant.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tools.common import fail, make_parser, markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "learning"
+PAGE, PLOT = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.png"
+BEGIN, END = "<!-- begin of the generated part -->", "<!-- end of the generated part -->"
+GOLD = {
+    "eval/trans_err_m": "TransErr m",
+    "eval/rot_err_deg": "RotErr °",
+    "eval/target_view_psnr_db": "PSNR dB",
+}
+EVERY = 10  # epochs between evaluations
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One row of the study.
+
+    Attributes:
+        title: what is printed.
+        recipe: of config/grpo.py.
+        overrides: knob -> value.
+    """
+
+    title: str
+    recipe: str
+    overrides: dict[str, Any]
+
+
+# The demo as it was before this study, every number that its recipe chose.
+TODAY: dict[str, Any] = {
+    "num_epochs": 65,
+    "max_minutes": 0,
+    "sample.num_steps": 8,
+    "sample.sde": "flow",
+    "sample.noise_level": 0.7,
+    "sample.sde_steps": "0,1,2,3",
+    "sample.sde_window": 2,
+    "sample.tail_steps": 0,
+    "sample.same_initial_noise": False,
+    "sample.share_prefix": False,
+    "reward.weights": "target_view=1,target_psnr=1",
+    "train.copies": 0,
+    "train.step_weight": "none",
+    "train.learning_rate": 5e-4,
+    "train.ema_decay": 0.9,
+}
+
+SHARED = TODAY | {"sample.same_initial_noise": True}
+PATH = SHARED | {"reward.weights": "room_rot=1,room_trans=1,target_psnr=1"}
+ONE_STEP = PATH | {"sample.sde_window": 1, "train.step_weight": "inverse_gain"}
+PREFIX_AND_TAIL = ONE_STEP | {"sample.share_prefix": True, "sample.tail_steps": 3}
+SUBSET = PREFIX_AND_TAIL | {"train.copies": 4}
+VARIANTS = {
+    "today": Variant("the demo before this study", "tiny_recam", TODAY),
+    "shared_noise": Variant("+ shared initial noise", "tiny_recam", SHARED),
+    "camera_rewards": Variant("+ room_rot and room_trans for target_view", "tiny_recam", PATH),
+    "one_step": Variant("+ one stochastic step", "tiny_recam", ONE_STEP),
+    "prefix_and_tail": Variant("+ shared prefix, short tail", "tiny_recam", PREFIX_AND_TAIL),
+    "subset": Variant("+ best 2 and worst 2 of 8 trained", "tiny_recam", SUBSET),
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what has no record, or print the report, and return the exit code."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("outputs") / "learning_study", help="folder of the runs")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--report", action="store_true", help="train nothing, write table and plot of the records")
+    asked = parser.parse_args(words)
+    if unknown := [name for name in asked.only if name not in VARIANTS]:
+        return fail(f"--only: got {unknown[0]!r}, must be one of {', '.join(VARIANTS)}")
+    if asked.report:
+        write_report(load_records())
+        return 0
+    for seed in asked.seeds:
+        for name in asked.only:
+            if not record_file(name, seed).exists() and not train(name, seed, asked.out.absolute(), asked.ranks):
+                return 1
+    return 0
+
+
+def record_file(name: str, seed: int) -> Path:
+    """Return where a finished run's record lies."""
+    return RECORDS / f"{name}_{seed}.json"
+
+
+def train(name: str, seed: int, out: Path, ranks: int) -> bool:
+    """Train one variant, or go on with it, and write its record; return whether the run ended well."""
+    variant, run = VARIANTS[name], f"{name}_{seed}"
+    knobs = {"eval.every": EVERY, "checkpoint.every": EVERY, "eval.signal_groups": 0, "log_videos_every": 0}
+    knobs |= variant.overrides | {"seed": seed, "run_name": run, "output_root": out, "resume": "auto", "trackers": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += ["train_grpo.py", "--config", f"config/grpo.py:{variant.recipe}"]
+    command += [f"--config.{knob}={value}" for knob, value in knobs.items()]
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"{run}.log").open("a", encoding="utf-8") as log:
+        ended = subprocess.run(
+            command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        )
+    if ended.returncode:
+        print(f"{run} ended with code {ended.returncode}: see {out / run}.log", file=sys.stderr)
+        return False
+    found = {"variant": name, "seed": seed, "recipe": variant.recipe, "overrides": variant.overrides, "ranks": ranks}
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    record_file(name, seed).write_text(json.dumps(found | commit() | outcome(out / run), indent=1) + "\n", "utf-8")
+    print(run, "done", flush=True)
+    return True
+
+
+def commit() -> dict[str, str]:
+    """Return the commit of the working tree, with `+` where files differ from it."""
+    said = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
+    return {"commit": said.stdout.strip()}
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Return a finished run's curve of evaluations and its changes with their intervals."""
+    with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        rows = [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+    curve, seconds, forwards = [], 0.0, 0.0
+    for row in rows:
+        seconds += row.get("time/epoch_s", 0.0)
+        forwards = row.get("system/forward_equivalents", forwards)
+        if all(metric in row for metric in GOLD):
+            place = {"epoch": row["step"], "forward_equivalents": forwards, "minutes": round(seconds / 60, 2)}
+            curve.append(place | {metric: row[metric] for metric in GOLD})
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return {"before": summary["before"], "after": summary["after"], "curve": curve}
+
+
+def load_records() -> dict[str, list[dict[str, Any]]]:
+    """Return variant -> its records by seed, in the order of VARIANTS."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in VARIANTS:
+        files = sorted(RECORDS.glob(f"{name}_[0-9]*.json"))
+        if files:
+            found[name] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return found
+
+
+def write_report(records: dict[str, list[dict[str, Any]]]) -> None:
+    """Replace the generated part of the page, and draw the plot."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    generated = "\n".join([BEGIN, "", *table(records), "", END])
+    PAGE.write_text(before + generated + rest.partition(END)[2], encoding="utf-8")
+    draw(records)
+
+
+def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return Markdown lines: per variant the change of every gold metric by seed, its F and its minutes."""
+    rows = []
+    for name, runs in records.items():
+        last = [run["curve"][-1] for run in runs]
+        seeds = ", ".join(str(run["seed"]) for run in runs)
+        work = mean([point["forward_equivalents"] for point in last]) / 1000
+        minutes = mean([point["minutes"] for point in last])
+        rows.append([VARIANTS[name].title, seeds, *(changes(runs, metric) for metric in GOLD), f"{work:.1f}"])
+        rows[-1] += [f"{minutes:.1f}"]
+    head = ["variant", "seeds", *(f"change of {name}" for name in GOLD.values()), "thousand F", "minutes"]
+    return markdown_table(head, rows)
+
+
+def changes(runs: Sequence[dict[str, Any]], metric: str) -> str:
+    """Return "mean (change of each seed)", a star where a seed's 95 % interval excludes 0."""
+    deltas = [run["after"][metric] - run["before"][metric] for run in runs]
+    marks = []
+    for run, delta in zip(runs, deltas, strict=True):
+        low, high = run["after"][f"{metric}_ci95"]
+        marks.append(f"{delta:+.3f}" + ("*" if low > 0 or high < 0 else ""))
+    return f"**{mean(deltas):+.3f}** ({', '.join(marks)})"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean."""
+    return sum(values) / len(values)
+
+
+def draw(records: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw every gold metric against F and against minutes: mean over the seeds, and their range."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    for row, (axis, unit) in enumerate((("forward_equivalents", "forward-equivalents"), ("minutes", "minutes"))):
+        for column, (metric, title) in enumerate(GOLD.items()):
+            plot = figure.add_subplot(2, len(GOLD), row * len(GOLD) + column + 1)
+            for name, runs in records.items():
+                points = list(zip(*(run["curve"] for run in runs), strict=False))
+                where = [mean([point[axis] for point in same]) for same in points]
+                (line,) = plot.plot(where, [mean([point[metric] for point in same]) for same in points], label=name)
+                low, high = ([pick(point[metric] for point in same) for same in points] for pick in (min, max))
+                plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            plot.set(xlabel=unit, title=title)
+    figure.axes[0].legend(fontsize=8)
+    figure.savefig(PLOT, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
