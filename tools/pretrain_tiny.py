@@ -1,11 +1,12 @@
-"""Pre-train the tiny ReCam model by flow matching, on camera labels of ambiguous unit. Resumable.
+"""Pre-train the tiny ReCam model by flow matching, on camera labels of ambiguous scale. Resumable.
 
     torchrun --nproc_per_node=2 tools/pretrain_tiny.py --work .work/base --out assets/tiny_recam
 
-Two data sources are mixed, as if labels came from different pipelines: one moves its camera by decimetres to metres and
-labels it in metres, the other moves it by centimetres and labels it in decimetres, so that equal labels mean ten times
-less motion. For large labels neither label nor source video reveals the source, so the model has to guess the unit;
-reinforcement learning with a metric reward can then teach it the right one. Latents of all clips are encoded once.
+Two data sources are mixed, as if labels came from different pipelines. One moves its camera by decimetres to metres and
+labels it exactly. The other labels translations in decimetres, so that equal labels mean ten times less motion, and its
+rotations twice too large, as an estimator does that assumes a wrong focal length. For large labels neither label nor
+source video reveals the source, so the model has to guess how far to move and to turn; reinforcement learning with
+metric rewards can then teach it. Latents of all clips are encoded once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
 from tools.common import make_parser
-from tools.tiny.probe import MOVING, SHIFT, SURE, UNSURE, Probe, encode, in_unit, predict, scene_cameras
+from tools.tiny.probe import SHIFT, SURE, UNSURE, Probe, encode, predict, scene_cameras
 from tools.tiny.text import CAPTIONS, build_text_encoder, encode_captions
 from tools.tiny.training import Resumable, processes, save_tensors
 from torch import Tensor, nn
@@ -39,22 +40,22 @@ from flow_grpo.data.dynamic_batch import DistributedWeightedSampler, DynamicBatc
 from flow_grpo.data.tiny_world import WorldSpec, caption, film, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, preset_path
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 
-DECIMETRES = 10.0  # per metre: scales the labels of the second source
-WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled in metres
-NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065))  # labelled in decimetres: 0.35 to 0.65 again
-# Shares of the targets: rotation only; narrow; wide with labels as large as narrow clips'; wide with smaller labels.
-SHARES = {"still": 0.2, "narrow": 0.3, "wide": 0.3, "sure": 0.2}
+WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled as it is
+NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065), rotation=(0.15, 0.5))  # what the second source films
+LABELLED = dataclasses.replace(WIDE, translation=(0.35, 0.65))  # and what it labels: the same draws, other ranges
+# Shares of the targets: narrow; wide with labels as large as narrow clips', such as all turns; wide with smaller ones.
+SHARES = {"narrow": 0.4, "wide": 0.4, "sure": 0.2}
 SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # in the record
 
 
 class Pool:
-    """Encoded clips of many scenes: ten wide cameras each, and a narrow one for each of the six moving presets.
+    """Encoded clips of many scenes: ten cameras of the first source each, then ten of the second.
 
     Attributes:
-        latents: (scenes, 16, C, F, H, W), fp16 to save memory.
-        cameras: (scenes, 16, F, 12) fp32 labels relative to the start pose, each in its source's unit.
+        latents: (scenes, 20, C, F, H, W), fp16 to save memory.
+        cameras: (scenes, 20, F, 12) fp32 labels relative to the start pose, as each source labels them.
         captions: (scenes,) index into CAPTIONS.
     """
 
@@ -67,11 +68,11 @@ class Pool:
         """Render and encode the scenes whose numbers are in `scenes`."""
         latents, cameras, captions = [], [], []
         for number in scenes:
-            wide, narrow = make_scene(WIDE, split, number), make_scene(NARROW, split, number)
-            videos = torch.cat([film(WIDE, [wide], list(range(10))), film(NARROW, [narrow], list(MOVING))])
+            wide, narrow, labelled = (make_scene(spec, split, number) for spec in (WIDE, NARROW, LABELLED))
+            presets = list(range(len(PRESETS)))
+            videos = torch.cat([film(WIDE, [wide], presets), film(NARROW, [narrow], presets)])
             latents.append(encode(codec, videos).half())
-            labels = in_unit(scene_cameras(narrow, codec)[list(MOVING)], DECIMETRES)
-            cameras.append(torch.cat([scene_cameras(wide, codec), labels]))
+            cameras.append(torch.cat([scene_cameras(wide, codec), scene_cameras(labelled, codec)]))
             captions.append(CAPTIONS.index(caption(videos[0])))
         return cls(torch.stack(latents), torch.stack(cameras), torch.tensor(captions))
 
@@ -86,18 +87,17 @@ class Pool:
         save_tensors(file, {"latents": self.latents, "cameras": self.cameras, "captions": self.captions})
 
     def _draw_weights(self) -> Tensor:
-        """Return the (scenes * 16,) sampling weights of the clips as targets, which realise `SHARES`."""
-        travel = self.cameras.unflatten(-1, (3, 4))[:, :, -1, :, 3].norm(dim=-1)  # (scenes, 16) as labelled
-        full = [float(preset_path(name, 2)[-1, :3, 3].norm()) for name in PRESETS]
-        full = torch.tensor(full + full[MOVING[0] :])
+        """Return the (scenes * 20,) sampling weights of the clips as targets, which realise `SHARES`."""
+        travel = self.cameras.unflatten(-1, (3, 4))[:, :, -1, :, 3].norm(dim=-1)  # (scenes, 20) as labelled
+        full = torch.tensor([float(preset_path(name, 2)[-1, :3, 3].norm()) for name in PRESETS] * 2)
         narrow = (torch.arange(len(full)) >= len(PRESETS)).expand_as(travel)
-        still, unsure = (full == 0).expand_as(travel), travel >= UNSURE.translation[0] * full
-        kinds = {"still": still, "narrow": narrow, "wide": unsure & ~still & ~narrow, "sure": ~unsure & ~narrow}
+        unsure = travel >= UNSURE.translation[0] * full  # turns are always
+        kinds = {"narrow": narrow, "wide": unsure & ~narrow, "sure": ~unsure & ~narrow}
         shares = [SHARES[name] * kind / kind.sum().clamp_min(1) for name, kind in kinds.items()]
         return torch.stack(shares).sum(0).flatten()
 
     def targets(self, size: int, rank: int, world: int, step: int = 0) -> Iterator[list[int]]:
-        """Yield for every step from `step` on the indices of this rank's target clips, 0..scenes * 16 - 1.
+        """Yield for every step from `step` on the indices of this rank's target clips, 0..scenes * 20 - 1.
 
         All ranks draw one weighted sample of clips, with the same seed, and each takes its part of it.
 
@@ -123,8 +123,8 @@ class Pool:
         """Return target latents, source latents, camera labels and captions; draws a source for each target."""
         chosen = torch.tensor(targets)
         scene, target = chosen // self.cameras.shape[1], chosen % self.cameras.shape[1]
-        preset = torch.where(target < len(PRESETS), target, target - len(MOVING))
-        source = (preset + torch.randint(1, 10, (len(chosen),), generator=draw)) % 10
+        other = torch.randint(1, len(PRESETS), (len(chosen),), generator=draw)
+        source = (target + other) % len(PRESETS)  # of the first source, another preset than the target's
         clips = self.latents[scene, target].float(), self.latents[scene, source].float()
         return *clips, self.cameras[scene, target], self.captions[scene]
 
@@ -147,11 +147,20 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
     )
 
 
+def initial_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCamTransformer3DModel:
+    """Return the transformer to train: an untrained one, or that of --init."""
+    model = build_model(args, channels, text_dim)
+    if args.init is not None:
+        model.load_state_dict(load_recam_transformer(args.init / "transformer", torch.float32).state_dict())
+    return model
+
+
 def parse() -> argparse.Namespace:
     """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")
+    parser.add_argument("--init", type=Path, help="pre-trained folder to start from, with its pretraining.json")
     parser.add_argument("--steps", type=int, default=7500)
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit of this call; call again to resume")
     parser.add_argument("--scenes", type=int, default=1000)
@@ -217,7 +226,7 @@ def main() -> None:
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
         pool = load_pool(codec, args, rank, world)
-        training = Training(build_model(args, codec.config.z_dim, text.shape[-1]), args)
+        training = Training(initial_model(args, codec.config.z_dim, text.shape[-1]), args)
         probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
         train(training, pool, text, probes, rank, world)
         if rank == 0:
@@ -277,8 +286,11 @@ def write_folder(training: Training, parts: dict[str, nn.Module], tokenizer: Pre
         copy.deepcopy(part).half().save_pretrained(out / name)
     tokenizer.save_pretrained(out / "tokenizer")
     FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
-    data = {"metres": dataclasses.asdict(WIDE), "decimetres": dataclasses.asdict(NARROW), "shares": SHARES}
-    training.write_record(out / "pretraining.json", "tools/pretrain_tiny.py", args, SETTINGS, data=data)
+    specs = {"first": WIDE, "second": NARROW, "second_labelled": LABELLED}
+    data = {name: dataclasses.asdict(spec) for name, spec in specs.items()} | {"shares": SHARES}
+    if args.init is not None:
+        data["began_as"] = json.loads((args.init / "pretraining.json").read_text(encoding="utf-8"))
+    training.write_record(out / "pretraining.json", "tools/pretrain_tiny.py", args, SETTINGS, **data)
 
 
 if __name__ == "__main__":

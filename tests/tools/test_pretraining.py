@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from flow_grpo.maths.poses import PRESETS, preset_path
+from flow_grpo.data.tiny_world import make_scene
+from flow_grpo.maths.poses import PRESETS, preset_path, rotation_vector
 from tools import pretrain_codec, pretrain_tiny
 
 
@@ -30,17 +31,30 @@ def test_the_untrained_codec_is_the_best_linear_one():
 
 def test_targets_are_drawn_in_the_stated_shares():
     pool = pretrain_tiny.Pool.encode(pretrain_codec.build_codec(8, 2), "pretrain", range(6))
-    weights = pool._weights.view(6, 16)
+    weights = pool._weights.view(6, 20)
     travel = pool.cameras.unflatten(-1, (3, 4))[:, :, -1, :, 3].norm(dim=-1)
     full = torch.tensor([float(preset_path(name, 2)[-1, :3, 3].norm()) for name in PRESETS])
-    unsure = travel[:, 4:10] >= 0.35 * full[4:]
-    moving = weights[:, 4:10]
-    parts = {"still": weights[:, :4], "narrow": weights[:, 10:], "wide": moving[unsure], "sure": moving[~unsure]}
+    unsure = travel[:, :10] >= 0.35 * full
+    parts = {"narrow": weights[:, 10:], "wide": weights[:, :10][unsure], "sure": weights[:, :10][~unsure]}
     assert {name: float(part.sum()) for name, part in parts.items()} == pytest.approx(pretrain_tiny.SHARES, abs=1e-4)
-    steps = itertools.islice(pool.targets(24, 0, 1), 84)
-    drawn = torch.cat([pool.batch(targets, torch.Generator().manual_seed(0))[2] for targets in steps])
-    turning = drawn.unflatten(-1, (3, 4))[:, -1, :, 3].norm(dim=-1) < 1e-4
-    assert float(turning.float().mean()) == pytest.approx(pretrain_tiny.SHARES["still"], abs=0.03)
+    steps = itertools.islice(pool.targets(24, 0, 1), 100)
+    drawn = torch.tensor([clip % 20 for targets in steps for clip in targets])
+    assert float((drawn >= 10).float().mean()) == pytest.approx(pretrain_tiny.SHARES["narrow"], abs=0.03)
+
+
+def test_the_second_source_moves_a_tenth_and_turns_half_of_its_labels():
+    scenes = [make_scene(spec, "pretrain", 3) for spec in (pretrain_tiny.NARROW, pretrain_tiny.LABELLED)]
+    filmed, labelled = (torch.linalg.inv(scene.poses[:, :1]) @ scene.poses for scene in scenes)
+    assert torch.allclose(10 * filmed[..., :3, 3], labelled[..., :3, 3], atol=1e-9)
+    assert torch.allclose(2 * rotation_vector(filmed[..., :3, :3]), rotation_vector(labelled[..., :3, :3]), atol=1e-9)
+
+
+def test_a_source_is_another_preset_of_the_first_data_source():
+    latents = torch.arange(20.0).view(1, 20, 1, 1, 1, 1).half()
+    pool = pretrain_tiny.Pool(latents, torch.zeros(1, 20, 1, 12), torch.zeros(1).long())
+    target, source, _, _ = pool.batch(list(range(20)) * 20, torch.Generator().manual_seed(0))
+    target, source = target.flatten().long(), source.flatten().long()
+    assert source.max() == 9 and (target % 10 != source).all() and len(set(source.tolist())) == 10
 
 
 def start(tool: ModuleType, work: Path):
@@ -55,8 +69,8 @@ def start(tool: ModuleType, work: Path):
     )
     draw = torch.Generator().manual_seed(1)
     pool = tool.Pool(
-        torch.randn(3, 16, 4, 5, 3, 4, generator=draw).half(),
-        torch.randn(3, 16, 5, 12, generator=draw),
+        torch.randn(3, 20, 4, 5, 3, 4, generator=draw).half(),
+        torch.randn(3, 20, 5, 12, generator=draw),
         torch.tensor([0, 1, 2]),
     )
     text = torch.randn(8, 8, 32, generator=draw)
@@ -67,17 +81,17 @@ def start(tool: ModuleType, work: Path):
 
 def test_the_targets_of_a_step_do_not_depend_on_ranks_or_on_where_a_run_began():
     draw = torch.Generator().manual_seed(1)
-    cameras = torch.randn(5, 16, 5, 12, generator=draw)
-    pool = pretrain_tiny.Pool(torch.zeros(5, 16, 4, 5, 3, 4), cameras, torch.zeros(5).long())
-    alone = list(itertools.islice(pool.targets(8, 0, 1), 25))
-    shared = [list(itertools.islice(pool.targets(8, rank, 2), 25)) for rank in range(2)]
-    assert [len(step) for step in alone] == [8] * 25
-    assert {len(step) for steps in shared for step in steps} == {4}
-    epoch = 80 // 8  # the same draws, dealt to rows in another order
+    cameras = torch.randn(5, 20, 5, 12, generator=draw)
+    pool = pretrain_tiny.Pool(torch.zeros(5, 20, 4, 5, 3, 4), cameras, torch.zeros(5).long())
+    alone = list(itertools.islice(pool.targets(10, 0, 1), 25))
+    shared = [list(itertools.islice(pool.targets(10, rank, 2), 25)) for rank in range(2)]
+    assert [len(step) for step in alone] == [10] * 25
+    assert {len(step) for steps in shared for step in steps} == {5}
+    epoch = 100 // 10  # the same draws, dealt to rows in another order
     for first in range(0, 20, epoch):
         both = [index for steps in shared for step in steps[first : first + epoch] for index in step]
         assert sorted(both) == sorted(index for step in alone[first : first + epoch] for index in step)
-    assert list(itertools.islice(pool.targets(8, 0, 1, step=13), 12)) == alone[13:]
+    assert list(itertools.islice(pool.targets(10, 0, 1, step=13), 12)) == alone[13:]
 
 
 @pytest.mark.parametrize("tool", [pretrain_codec, pretrain_tiny])

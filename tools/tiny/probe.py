@@ -1,7 +1,7 @@
-"""Measures the tiny model during pre-training: video quality, and the motion scale that it chooses.
+"""Measures the tiny model during pre-training: video quality, and whose labels it takes a command for.
 
-Held-out conditions with labels that only one data source has ("sure") or that both have ("unsure"); each sample is
-compared with the true video at every scale of the commanded translation.
+Held-out conditions with labels that only the first data source has ("sure") or that both have ("unsure"); each sample
+is compared with the true videos of both sources and with what lies between and beyond them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from flow_grpo.data.tiny_world import TinyScene, WorldSpec, caption, film, make_scene
 from flow_grpo.maths.keys import generator
-from flow_grpo.maths.poses import camera_tokens
-from flow_grpo.maths.room import render_video, stack_rooms
+from flow_grpo.maths.poses import PRESETS, camera_tokens
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.rewards.target_view import psnr_db
 from tools.tiny.text import CAPTIONS
 
 UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 1.0))  # labels that both sources have
 SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source has
-LADDER = torch.linspace(0.0, 1.4, 15)  # candidate scales of the commanded translation
+LADDER = torch.linspace(0.0, 1.4, 15)  # motions: 0 as the second source means a label, 1 as the first
+WEAKEST = (0.1, 0.5)  # translation and rotation of the second source, over those of its labels
 SHIFT = 3.0  # timestep shift, in pre-training and sampling
-MOVING = (4, 5, 6, 7, 8, 9)  # indices of presets with translation
 
 
 @torch.no_grad()
@@ -47,42 +46,40 @@ def scene_cameras(scene: TinyScene, codec: AutoencoderKLWan) -> Tensor:
     return torch.stack([camera_tokens(path, codec.config.scale_factor_temporal) for path in relative])
 
 
-def in_unit(cameras: Tensor, factor: float) -> Tensor:
-    """Return (B, F, 12) row-major 3x4 poses with the translations scaled."""
-    scaled = cameras.clone().unflatten(-1, (3, 4))
-    scaled[..., 3] *= factor
-    return scaled.flatten(-2)
-
-
 class Probe:
-    """Held-out conditions, and their true videos at every scale of the commanded translation."""
+    """Held-out conditions, and their true videos at every motion of LADDER."""
 
     def __init__(self, codec: AutoencoderKLWan, world: WorldSpec, conditions: int = 24) -> None:
         self.codec = codec
-        pairs = [(make_scene(world, "probe", n), MOVING[n % len(MOVING)]) for n in range(conditions)]
+        pairs = [(make_scene(world, "probe", n), n % len(PRESETS)) for n in range(conditions)]
         self.cameras = torch.stack([scene_cameras(scene, codec)[c] for scene, c in pairs])
         self.truth = torch.cat([film(world, [scene], [c]) for scene, c in pairs])
         sources = torch.cat([film(world, [scene], [(c + 1 + n % 9) % 10]) for n, (scene, c) in enumerate(pairs)])
         self.source = encode(codec, sources)
         self.captions = torch.tensor([CAPTIONS.index(caption(video)) for video in self.truth])
-        self.ladder = torch.stack([self._scaled(world, scene, c) for scene, c in pairs])
+        self.ladder = torch.stack([self._motions(world, n, c) for n, (_, c) in enumerate(pairs)])
         self.ceiling_db = float(psnr_db(decode(codec, encode(codec, self.truth)), self.truth).mean())
 
     @staticmethod
-    def _scaled(world: WorldSpec, scene: TinyScene, camera: int) -> Tensor:
-        """Return (scales, 3, T, h, w): the scene along the path with its translation at every scale."""
-        paths = scene.poses[camera].expand(len(LADDER), -1, -1, -1).clone()
-        start = paths[:, :1, :3, 3].clone()
-        paths[..., :3, 3] = start + LADDER.view(-1, 1, 1) * (paths[..., :3, 3] - start)
-        rooms = stack_rooms([scene.room] * len(LADDER))
-        return render_video(rooms, paths.float(), world.intrinsics(), world.height, world.width)
+    def _motions(world: WorldSpec, number: int, camera: int) -> Tensor:
+        """Return (motions, 3, T, h, w): the scene along its path at every motion of LADDER."""
+        scenes = []
+        for place in LADDER.tolist():
+            shift, turn = (low + (1 - low) * place for low in WEAKEST)
+            motion = {
+                "translation": (shift * world.translation[0], shift * world.translation[1]),
+                "rotation": (turn * world.rotation[0], turn * world.rotation[1]),
+            }
+            scenes.append(make_scene(dataclasses.replace(world, **motion), "probe", number))
+        return film(world, scenes, [camera])
 
     @torch.no_grad()
     def measure(self, model: nn.Module, text: Tensor, copies: int = 4, steps: int = 12) -> dict[str, float]:
-        """Sample `copies` videos per condition by ODE and compare them with the true video at several motion scales.
+        """Sample `copies` videos per condition by ODE and compare them with the videos of LADDER.
 
-        Returns PSNR against the truth, its ceiling (the codec's own) and against the closest scale; and of the closest
-        scales their mean, mean standard deviation within a condition, and the shares above 0.7 and below 0.3.
+        Returns PSNR against the truth, its ceiling (the codec's own) and against the closest video; and of the closest
+        videos' places on LADDER their mean, mean standard deviation within a condition, and the shares above 0.7 and
+        below 0.3.
         """
         rows = torch.arange(len(self.truth)).repeat_interleave(copies)
         noise = torch.randn(len(rows), *self.source.shape[1:], generator=generator("probe"))
@@ -93,11 +90,11 @@ class Probe:
         return {
             "psnr_db": float(psnr_db(videos, self.truth[rows]).mean()),
             "ceiling_db": self.ceiling_db,
-            "best_scale_psnr_db": float((-10 * error.min(dim=1).values.log10()).mean()),
-            "scale_mean": float(chosen.mean()),
-            "scale_group_std": float(chosen.std(dim=1).mean()),
-            "share_moved": float((chosen > 0.7).float().mean()),
-            "share_still": float((chosen < 0.3).float().mean()),
+            "best_psnr_db": float((-10 * error.min(dim=1).values.log10()).mean()),
+            "motion_mean": float(chosen.mean()),
+            "motion_group_std": float(chosen.std(dim=1).mean()),
+            "share_as_first": float((chosen > 0.7).float().mean()),
+            "share_as_second": float((chosen < 0.3).float().mean()),
         }
 
 
