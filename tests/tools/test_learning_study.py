@@ -1,0 +1,88 @@
+"""The learning study: what a record holds, what is trained again, and the generated part of its page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from flow_grpo.settings.loading import load_config
+from tools import learning_study as study
+
+GOLD = list(study.GOLD)
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(study, "PAGE", tmp_path / "learning.md")
+    monkeypatch.setattr(study, "PLOT", tmp_path / "learning.png")
+    return tmp_path
+
+
+def leave_run(folder, *, errors: list[float]) -> None:
+    """Write what a finished run of two epochs leaves; `errors` are the gold metrics before, between and after."""
+    folder.mkdir(parents=True)
+    header = ["step", "time/epoch_s", "system/forward_equivalents", *GOLD]
+    rows = [["0", "", "", *[str(errors[0])] * 3], ["1", "30", "500", "", "", ""], ["2", "60", "1000", *["0.25"] * 3]]
+    (folder / "metrics.csv").write_text("\n".join(",".join(row) for row in [header, *rows]) + "\n")
+    after = dict.fromkeys(GOLD, errors[-1]) | {f"{name}_ci95": [-0.9, -0.1] for name in GOLD}
+    (folder / "summary.json").write_text(json.dumps({"before": dict.fromkeys(GOLD, errors[0]), "after": after}))
+
+
+@pytest.mark.parametrize("name", study.VARIANTS)
+def test_every_variant_is_a_setting_that_works(name):
+    variant = study.VARIANTS[name]
+    words = [f"--config.{knob}={value}" for knob, value in variant.overrides.items()]
+    load_config(f"{study.ROOT}/config/grpo.py:{variant.recipe}", words)
+
+
+def test_a_run_leaves_a_record_once_and_goes_on_from_its_checkpoint(places, monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        if "train_grpo.py" in command:
+            leave_run(places / "out" / "today_3", errors=[1.0, 0.5])
+        return subprocess.CompletedProcess(command, 0, stdout="abc\n")
+
+    monkeypatch.setattr(study.subprocess, "run", run)
+    words = ["--only", "today", "--seeds", "3", "--out", str(places / "out")]
+    assert study.main(words) == 0
+    (training,) = [command for command in commands if "train_grpo.py" in command]
+    assert "--config.resume=auto" in training and "--config.run_name=today_3" in training
+    assert "--config.seed=3" in training and "--config.reward.weights=target_view=1,target_psnr=1" in training
+    record = json.loads((places / "records" / "today_3.json").read_text())
+    assert [point["epoch"] for point in record["curve"]] == [0, 2]
+    assert record["curve"][1] == {"epoch": 2, "forward_equivalents": 1000, "minutes": 1.5} | dict.fromkeys(GOLD, 0.25)
+    assert record["commit"] == "abc" and record["overrides"] == study.TODAY
+    commands.clear()
+    assert study.main(words) == 0 and not commands
+
+
+def test_a_run_that_failed_leaves_no_record(places, monkeypatch, capsys):
+    monkeypatch.setattr(study.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    assert study.main(["--only", "today", "--seeds", "0", "--out", str(places / "out")]) == 1
+    assert "today_0.log" in capsys.readouterr().err and not list(places.glob("records/*"))
+
+
+def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places):
+    study.RECORDS.mkdir()
+    for seed, end in ((0, 0.8), (1, 0.6)):
+        folder = places / str(seed)
+        leave_run(folder, errors=[1.0, end])
+        record = {"variant": "today", "seed": seed} | study.outcome(folder)
+        (study.RECORDS / f"today_{seed}.json").write_text(json.dumps(record))
+    study.PAGE.write_text(f"above\n{study.BEGIN}\nold\n{study.END}\nbelow\n")
+    assert study.main(["--report"]) == 0
+    text = study.PAGE.read_text()
+    assert text.startswith(f"above\n{study.BEGIN}\n") and text.endswith(f"{study.END}\nbelow\n") and "old" not in text
+    assert "| the demo before this study | 0, 1 | **-0.300** (-0.200*, -0.400*) |" in text
+    assert "| 1.0 | 1.5 |" in text
+    assert study.PLOT.stat().st_size > 10_000
+
+
+def test_an_unknown_variant_is_one_line(capsys):
+    assert study.main(["--only", "todya"]) == 2
+    assert "--only: got 'todya', must be one of today" in capsys.readouterr().err
