@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
 from tools.common import make_parser
-from tools.tiny.probe import SHIFT, SURE, UNSURE, Probe, encode, predict, scene_cameras
+from tools.tiny.probe import SHIFT, SURE, UNSURE, WEAKEST, Probe, encode, moved_less, predict, scene_cameras
 from tools.tiny.text import CAPTIONS, build_text_encoder, encode_captions
 from tools.tiny.training import Resumable, processes, save_tensors
 from torch import Tensor, nn
@@ -43,8 +43,8 @@ from flow_grpo.maths.poses import PRESETS, preset_path
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
 
 WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled as it is
-NARROW = dataclasses.replace(WIDE, translation=(0.035, 0.065), rotation=(0.15, 0.5))  # what the second source films
-LABELLED = dataclasses.replace(WIDE, translation=(0.35, 0.65))  # and what it labels: the same draws, other ranges
+LABELLED = dataclasses.replace(WIDE, translation=(0.35, 0.65))  # what the second source labels
+NARROW = moved_less(LABELLED, *WEAKEST)  # and what it films: the same draws, scaled
 # Shares of the targets: narrow; wide with labels as large as narrow clips', such as all turns; wide with smaller ones.
 SHARES = {"narrow": 0.4, "wide": 0.4, "sure": 0.2}
 SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "patch", "ema")  # in the record
@@ -288,9 +288,10 @@ def write_folder(training: Training, parts: dict[str, nn.Module], tokenizer: Pre
     FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
     specs = {"first": WIDE, "second": NARROW, "second_labelled": LABELLED}
     data = {name: dataclasses.asdict(spec) for name, spec in specs.items()} | {"shares": SHARES}
+    began = {}
     if args.init is not None:
-        data["began_as"] = json.loads((args.init / "pretraining.json").read_text(encoding="utf-8"))
-    training.write_record(out / "pretraining.json", "tools/pretrain_tiny.py", args, SETTINGS, **data)
+        began["began_as"] = json.loads((args.init / "pretraining.json").read_text(encoding="utf-8"))
+    training.write_record(out / "pretraining.json", "tools/pretrain_tiny.py", args, SETTINGS, data=data, **began)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -55,6 +57,19 @@ def test_a_source_is_another_preset_of_the_first_data_source():
     target, source, _, _ = pool.batch(list(range(20)) * 20, torch.Generator().manual_seed(0))
     target, source = target.flatten().long(), source.flatten().long()
     assert source.max() == 9 and (target % 10 != source).all() and len(set(source.tolist())) == 10
+
+
+def test_the_record_holds_the_data_and_what_the_model_began_as(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for out, init in ((first, None), (second, first)):
+        out.mkdir()
+        (out / "log.jsonl").write_text('{"step": 1}\n')
+        training = pretrain_tiny.Resumable(out)
+        training.args = argparse.Namespace(out=out, init=init, **dict.fromkeys(pretrain_tiny.SETTINGS, 1))
+        pretrain_tiny.write_folder(training, {}, mock.Mock())
+    made, continued = (json.loads((out / "pretraining.json").read_text()) for out in (first, second))
+    assert set(made["data"]) == {"first", "second", "second_labelled", "shares"} and "began_as" not in made
+    assert continued["began_as"] == made and continued["data"] == made["data"]
 
 
 def start(tool: ModuleType, work: Path):

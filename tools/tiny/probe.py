@@ -46,6 +46,12 @@ def scene_cameras(scene: TinyScene, codec: AutoencoderKLWan) -> Tensor:
     return torch.stack([camera_tokens(path, codec.config.scale_factor_temporal) for path in relative])
 
 
+def moved_less(world: WorldSpec, shift: float, turn: float) -> WorldSpec:
+    """Return a world of the same draws whose translations and rotations are scaled by `shift` and `turn`."""
+    (near, far), (little, much) = world.translation, world.rotation
+    return dataclasses.replace(world, translation=(shift * near, shift * far), rotation=(turn * little, turn * much))
+
+
 class Probe:
     """Held-out conditions, and their true videos at every motion of LADDER."""
 
@@ -66,11 +72,7 @@ class Probe:
         scenes = []
         for place in LADDER.tolist():
             shift, turn = (low + (1 - low) * place for low in WEAKEST)
-            motion = {
-                "translation": (shift * world.translation[0], shift * world.translation[1]),
-                "rotation": (turn * world.rotation[0], turn * world.rotation[1]),
-            }
-            scenes.append(make_scene(dataclasses.replace(world, **motion), "probe", number))
+            scenes.append(make_scene(moved_less(world, shift, turn), "probe", number))
         return film(world, scenes, [camera])
 
     @torch.no_grad()
