@@ -1,4 +1,4 @@
-"""What the commands share: argument parsers, one-line errors, Markdown tables."""
+"""What the commands share: argument parsers, the launcher, one-line errors, Markdown tables."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def make_parser(doc: str | None, *, recipe: bool = False) -> argparse.ArgumentPa
         help_text = "recipe, such as config/grpo.py:tiny_recam; --config.section.knob=value overrides may follow"
         parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help=help_text)
     return parser
+
+
+def launcher(ranks: int) -> list[str]:
+    """Return the words of torchrun, for this interpreter and that many processes of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
 
 
 def fail(error: Exception | str) -> int:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
@@ -28,7 +29,8 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tools.common import fail, make_parser, markdown_table
+from flow_grpo.runtime.atomic_file import write_atomically
+from tools.common import fail, launcher, make_parser, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "learning"
@@ -122,8 +124,7 @@ def train(name: str, seed: int, out: Path, ranks: int) -> bool:
     variant, run = VARIANTS[name], f"{name}_{seed}"
     knobs = {"eval.every": EVERY, "checkpoint.every": EVERY, "eval.signal_groups": 0, "log_videos_every": 0}
     knobs |= variant.overrides | {"seed": seed, "run_name": run, "output_root": out, "resume": "auto", "trackers": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["train_grpo.py", "--config", f"config/grpo.py:{variant.recipe}"]
+    command = [*launcher(ranks), "train_grpo.py", "--config", f"config/grpo.py:{variant.recipe}"]
     command += [f"--config.{knob}={value}" for knob, value in knobs.items()]
     out.mkdir(parents=True, exist_ok=True)
     with (out / f"{run}.log").open("a", encoding="utf-8") as log:
@@ -134,8 +135,7 @@ def train(name: str, seed: int, out: Path, ranks: int) -> bool:
         print(f"{run} ended with code {ended.returncode}: see {out / run}.log", file=sys.stderr)
         return False
     found = {"variant": name, "seed": seed, "recipe": variant.recipe, "overrides": variant.overrides, "ranks": ranks}
-    RECORDS.mkdir(parents=True, exist_ok=True)
-    record_file(name, seed).write_text(json.dumps(found | commit() | outcome(out / run), indent=1) + "\n", "utf-8")
+    write_atomically(record_file(name, seed), json.dumps(found | commit() | outcome(out / run), indent=1) + "\n")
     print(run, "done", flush=True)
     return True
 
@@ -186,8 +186,8 @@ def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
     for name, runs in records.items():
         last = [run["curve"][-1] for run in runs]
         seeds = ", ".join(str(run["seed"]) for run in runs)
-        work = mean([point["forward_equivalents"] for point in last]) / 1000
-        minutes = mean([point["minutes"] for point in last])
+        work = fmean([point["forward_equivalents"] for point in last]) / 1000
+        minutes = fmean([point["minutes"] for point in last])
         rows.append([VARIANTS[name].title, seeds, *(changes(runs, metric) for metric in GOLD), f"{work:.1f}"])
         rows[-1] += [f"{minutes:.1f}"]
     head = ["variant", "seeds", *(f"change of {name}" for name in GOLD.values()), "thousand F", "minutes"]
@@ -201,12 +201,7 @@ def changes(runs: Sequence[dict[str, Any]], metric: str) -> str:
     for run, delta in zip(runs, deltas, strict=True):
         low, high = run["after"][f"{metric}_ci95"]
         marks.append(f"{delta:+.3f}" + ("*" if low > 0 or high < 0 else ""))
-    return f"**{mean(deltas):+.3f}** ({', '.join(marks)})"
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean."""
-    return sum(values) / len(values)
+    return f"**{fmean(deltas):+.3f}** ({', '.join(marks)})"
 
 
 def draw(records: dict[str, list[dict[str, Any]]]) -> None:
@@ -218,8 +213,8 @@ def draw(records: dict[str, list[dict[str, Any]]]) -> None:
             plot = figure.add_subplot(2, len(GOLD), row * len(GOLD) + column + 1)
             for name, runs in records.items():
                 points = list(zip(*(run["curve"] for run in runs), strict=False))
-                where = [mean([point[axis] for point in same]) for same in points]
-                (line,) = plot.plot(where, [mean([point[metric] for point in same]) for same in points], label=name)
+                where = [fmean([point[axis] for point in same]) for same in points]
+                (line,) = plot.plot(where, [fmean([point[metric] for point in same]) for same in points], label=name)
                 low, high = ([pick(point[metric] for point in same) for same in points] for pick in (min, max))
                 plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             plot.set(xlabel=unit, title=title)

@@ -38,7 +38,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import fail, make_parser
+from tools.common import fail, launcher, make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 INSIDE = ("nan", "reward", "slow")
@@ -136,10 +136,9 @@ class Soak:
         knobs = KNOBS | {"num_epochs": self.args.epochs, "run_name": name, "resume": "auto"}
         knobs |= {"output_root": self.args.out / "runs", "data.root": self.args.out / "world"}
         knobs |= {"model.path": ROOT / "assets" / "tiny_recam", "seed": self.args.seed}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        program = [f"--nproc_per_node={self.args.ranks}", str(ROOT / "tools" / "dev" / "soak_rank.py")]
+        program = [*launcher(self.args.ranks), str(ROOT / "tools" / "dev" / "soak_rank.py")]
         recipe = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
-        return [*launcher, *program, *recipe, *(f"--config.{knob}={value}" for knob, value in knobs.items())]
+        return [*program, *recipe, *(f"--config.{knob}={value}" for knob, value in knobs.items())]
 
     def start(self, name: str, fault: str) -> Started:
         """Launch or resume a run, inject the fault, and wait until all its processes have ended."""

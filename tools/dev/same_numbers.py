@@ -31,6 +31,8 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 from safetensors.torch import load_file
 
+from tools.common import launcher
+
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".work" / "same_numbers"
 MEASURED = re.compile(r"^(time/|system/|server/)|^dyn/time$|_s$")  # differs between two runs of one program
@@ -117,9 +119,8 @@ def run(case: Case, tree: Path, results: Path, *, keep: bool) -> Path:
     words = [f"config/grpo.py:{case.recipe}", f"--config.output_root={folder}", "--config.run_name=run"]
     words += [f"--config.data.root={results / 'data'}", "--config.max_minutes=0.0", "--config.trackers=()"]
     words += [f"--config.{override}" for override in case.overrides]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
-    command = [*launch, "train_grpo.py", "--config", *words]
+    command = [*launcher(case.ranks), "train_grpo.py", "--config", *words]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST_S)
     if done.returncode:
         raise SystemExit(f"{case.name} failed in {tree}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
