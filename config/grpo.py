@@ -38,13 +38,18 @@ def my_recam_8npu() -> ConfigDict:
     config.data.width = 832
     config.model.max_prompt_tokens = 512
 
-    # 16 steps and 2 of them trained: 16 calls a sample in the rollout, 2 forward and backward in the update.
+    # One stochastic step a sample, and only noise that has a log-probability tells the copies of a group apart: they
+    # share their initial noise, the steps before it are computed once a group, 5 second-order steps follow it.
     config.sample.num_steps = 16
     config.sample.shift = 5.0
-    config.sample.sde = "constant"
-    config.sample.noise_level = 0.3
-    config.sample.sde_steps = (1, 2, 3, 4, 5, 6)
-    config.sample.sde_window = 2
+    config.sample.sde = "flow"
+    config.sample.noise_level = 1.0
+    config.sample.max_step_std = 0.45
+    config.sample.sde_steps = (0, 1, 2, 3, 4, 5)
+    config.sample.sde_window = 1
+    config.sample.tail_steps = 5
+    config.sample.same_initial_noise = True
+    config.sample.share_prefix = True
     # Training without guidance makes half the calls: --config.sample.guidance_scale=5.0 trains with it.
     config.sample.guidance_scale = 1.0
     # Evaluation samples as ReCamMaster's inference_recammaster.py does (cfg_scale 5.0), before training, too: without
@@ -59,6 +64,8 @@ def my_recam_8npu() -> ConfigDict:
     config.model.lora_full_modules = ("cam_encoder",)
     config.train.batch_size = 2
     config.train.learning_rate = 1e-4
+    config.train.ema_decay = 0.95  # evaluated and exported are weights averaged over about 20 updates
+    config.train.step_weight = "inverse_gain"  # or the last stochastic steps would dominate the gradient
     config.train.clip_range = 1e-3
     config.train.kl_coef = 0.0
 
@@ -91,10 +98,27 @@ def my_recam_8npu_dapo() -> ConfigDict:
 def my_recam_8npu_fast() -> ConfigDict:
     """`my_recam_8npu` in 10 denoising steps: starting values, not validated."""
     config = my_recam_8npu()
-    # 10 calls per sample instead of 16; the stochastic ones in the first half, which decides the camera path.
+    # Larger steps before and after the stochastic one, which lies in the first half: it decides the camera path.
     config.sample.num_steps = 10
-    config.sample.sde_steps = (1, 2, 3, 4)
-    config.sample.sde_window = 2
+    config.sample.sde_steps = (0, 1, 2, 3)
+    config.sample.tail_steps = 3
+    return config
+
+
+def my_recam_8npu_small() -> ConfigDict:
+    """`my_recam_8npu` at 33x240x416, a first stage at a twentieth of the cost: starting values, not validated."""
+    config = my_recam_8npu()
+    # 9 latent frames of 30x52, another 9 of the source: 7,020 tokens.
+    config.data.num_frames = 33
+    config.data.height = 240
+    config.data.width = 416
+    # W=8, B=4: 32 samples a batch / k=8 = 4 conditions; nb=4: 128 samples and 16 conditions an epoch, 16 a rank, of
+    # which the best 2 and the worst 2 of each group are trained.
+    config.sample.train_batch_size = 4
+    config.sample.k = 8
+    config.sample.num_batches_per_epoch = 4
+    config.train.copies = 4
+    config.train.batch_size = 4
     return config
 
 
@@ -117,6 +141,7 @@ def my_recam_full() -> ConfigDict:
     # the frozen 1.14 B in bf16 2.1 GiB: in shards a device of 8 holds 0.9 GiB of them instead of 7.4.
     config.model.trained = "attention"
     config.train.sharding = "fsdp2"
+    config.sample.share_prefix = False  # a sharded network needs as many calls on every rank
     # Far more weights are trained than with adapters, at a tenth of their learning rate.
     config.train.learning_rate = 1e-5
     return config
@@ -198,11 +223,13 @@ def tiny_recam_hacking() -> ConfigDict:
 
 
 def my_recam_8npu_tiny() -> ConfigDict:
-    """`my_recam_8npu` shrunk to the demo's model and data: its sampler numbers on 8 processes of any machine."""
+    """`my_recam_8npu` on the demo's model and data, on 8 processes or 2: every number but the sizes is the same."""
     config, full = tiny_recam(), my_recam_8npu()
-    for name in ("train_batch_size", "k", "num_batches_per_epoch", "layout"):
-        config.sample[name] = full.sample[name]
-    config.train.batch_size = full.train.batch_size
+    config.sample = full.sample
+    config.train = full.train
+    for name in ("trained", "lora_full_modules"):
+        config.model[name] = full.model[name]
+    config.model.lora_rank = config.model.lora_alpha = 8  # of 128 channels; alpha / rank is that of the full size
     config.eval.num_conditions = 16
     config.eval.batch_size = 2
     return config

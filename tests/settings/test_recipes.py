@@ -22,6 +22,7 @@ RANKS = {
     "my_recam_8npu_dapo": 8,
     "my_recam_8npu_dapo_tiny": 8,
     "my_recam_8npu_fast": 8,
+    "my_recam_8npu_small": 8,
     "my_recam_1gpu": 1,
     "my_recam_full": 8,
     "my_recam_2node": 16,
@@ -47,8 +48,10 @@ def test_my_recam_8npu_has_the_sizes_and_starting_values_that_it_documents() -> 
     data, model, sample, train = config.data, config.model, config.sample, config.train
     assert (data.num_frames, data.height, data.width) == (81, 480, 832)
     assert config.trackers == ("wandb",)
-    assert (sample.num_steps, sample.shift, sample.sde, sample.noise_level) == (16, 5.0, "constant", 0.3)
-    assert (sample.sde_steps, sample.sde_window, sample.guidance_scale) == ((1, 2, 3, 4, 5, 6), 2, 1.0)
+    assert (sample.num_steps, sample.shift, sample.guidance_scale) == (16, 5.0, 1.0)
+    assert (sample.sde, sample.noise_level, sample.max_step_std) == ("flow", 1.0, 0.45)
+    assert (sample.sde_steps, sample.sde_window, sample.tail_steps) == ((0, 1, 2, 3, 4, 5), 1, 5)
+    assert sample.same_initial_noise and sample.share_prefix and train.ema_decay > 0
     assert (config.eval.guidance_scale, config.eval.negative_prompt) == (5.0, grpo.WAN_NEGATIVE_PROMPT)
     assert (model.trained, model.lora_rank, model.lora_full_modules) == ("lora", 64, ("cam_encoder",))
     assert (train.learning_rate, train.clip_range, train.kl_coef, train.updates_per_epoch) == (1e-4, 1e-3, 0.0, 1)
@@ -59,14 +62,15 @@ def test_my_recam_8npu_has_the_sizes_and_starting_values_that_it_documents() -> 
 @pytest.mark.parametrize(
     ("name", "batch", "conditions", "samples", "local"),
     [
-        *((name, 16, 8, 32, 4) for name in RANKS if "8npu" in name),
+        *((name, 16, 8, 32, 4) for name in RANKS if "8npu" in name and name != "my_recam_8npu_small"),
+        ("my_recam_8npu_small", 32, 16, 128, 16),
         ("my_recam_1gpu", 4, 4, 16, 16),
         ("my_recam_2node", 32, 8, 64, 4),
     ],
 )
 def test_recipes_sample_what_their_comments_say(name, batch, conditions, samples, local) -> None:
     sample, ranks = recipe(name).sample, RANKS[name]
-    assert sample.num_image_per_prompt == sample.k == (8 if name == "my_recam_2node" else 4)
+    assert sample.num_image_per_prompt == sample.k == (8 if name in ("my_recam_2node", "my_recam_8npu_small") else 4)
     assert ranks * sample.train_batch_size == batch
     assert ranks * sample.expanded_batch_size == samples
     assert samples // sample.k == conditions
@@ -87,6 +91,15 @@ def test_the_dapo_recipes_differ_from_their_bases_in_dynamic_sampling_and_what_i
     assert dataclasses.replace(tiny, dynamic_sampling=small.dynamic_sampling, reward=small.reward) == small
     assert tiny.dynamic_sampling == dataclasses.replace(full.dynamic_sampling, metric="target_view")
     assert full.dynamic_sampling.metric in full.reward.weights
+
+
+def test_the_twin_takes_every_number_of_my_recam_8npu_but_sizes() -> None:
+    twin, full = recipe("my_recam_8npu_tiny"), recipe("my_recam_8npu")
+    assert (twin.sample, twin.train) == (full.sample, full.train)
+    assert (twin.model.trained, twin.model.lora_full_modules) == (full.model.trained, full.model.lora_full_modules)
+    assert twin.model.lora_alpha / twin.model.lora_rank == full.model.lora_alpha / full.model.lora_rank
+    normalisation = ("adv_norm", "adv_eps", "adv_ddof", "flat_eps")
+    assert all(getattr(twin.reward, name) == getattr(full.reward, name) for name in normalisation)
 
 
 def test_the_adapters_of_my_recam_8npu_are_on_self_attention_only() -> None:
@@ -115,4 +128,5 @@ def test_my_recam_full_trains_recammaster_s_own_weights_in_shards() -> None:
     config, adapters = recipe("my_recam_full"), recipe("my_recam_8npu")
     assert (config.model.trained, config.train.sharding) == ("attention", "fsdp2")
     assert config.train.learning_rate < adapters.train.learning_rate
-    assert (config.sample, config.data) == (adapters.sample, adapters.data)
+    assert config.sample == dataclasses.replace(adapters.sample, share_prefix=False)
+    assert config.data == adapters.data
