@@ -80,7 +80,7 @@ TODAY: dict[str, Any] = {
 
 SHARED = TODAY | {"sample.same_initial_noise": True}
 PATH = SHARED | {"reward.weights": "room_rot=1,room_trans=1,target_psnr=1"}
-ONE_STEP = PATH | {"sample.sde_window": 1, "train.step_weight": "inverse_gain"}
+ONE_STEP = PATH | {"sample.sde_window": 1, "sample.sde_steps": "0,1,2,3,4,5", "train.step_weight": "inverse_gain"}
 PREFIX_AND_TAIL = ONE_STEP | {"sample.share_prefix": True, "sample.tail_steps": 3}
 SUBSET = PREFIX_AND_TAIL | {"train.copies": 4}
 VARIANTS = {
@@ -90,6 +90,7 @@ VARIANTS = {
     "one_step": Variant("+ one stochastic step", "tiny_recam", ONE_STEP),
     "prefix_and_tail": Variant("+ shared prefix, short tail", "tiny_recam", PREFIX_AND_TAIL),
     "subset": Variant("+ best 2 and worst 2 of 8 trained", "tiny_recam", SUBSET),
+    "demo": Variant("the demo: these, 100 updates at 4e-4, averaged over 20", "tiny_recam", {}),
 }
 
 
