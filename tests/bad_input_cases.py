@@ -28,6 +28,7 @@ SMALL = {
     "data.tiny_world": "",
     "data.tune_scenes": 0,
     "sample.k": 2,
+    "train.copies": 0,
     "sample.train_batch_size": 2,
     "sample.num_batches_per_epoch": 1,
     "sample.num_steps": 2,

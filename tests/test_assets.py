@@ -35,7 +35,7 @@ def test_the_folder_is_complete_small_and_documented():
     for made in (record, codec):
         assert {"tool", "torch", "seed", "settings", "log"} <= set(made)
         assert made["log"][-1]["step"] > 1000
-    assert {"metres", "decimetres"} <= set(record["data"])
+    assert {"first", "second", "second_labelled"} <= set(record["data"])
 
 
 def test_weights_are_half_precision_and_finite():

@@ -21,6 +21,8 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.adapter_files import load_adapter
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.preflight.plan import make_plan
 from flow_grpo.rewards import target_view
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards
@@ -101,7 +103,7 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", log_videos_every=2)) == 0
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "floor", "split", "train_seconds"}
+    assert set(summary) == {"before", "after", "change_by_camera", "floor", "split", "train_seconds"}
     for name in ("eval/target_view_psnr_db", "eval/trans_err_m", "eval/rot_err_deg"):
         assert {name} <= set(summary["before"]) & set(summary["after"])
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
@@ -396,3 +398,34 @@ def test_torchrun_exits_with_one_line_without_the_data(tmp_path):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "dataset folder data/MultiCamVideo-Dataset does not exist; set data.root" in line
     assert "exitcode  : 2" in done.stderr
+
+
+def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(places, tmp_path, monkeypatch):
+    rows = {"forward": 0, "backward": 0, "counting": False}
+
+    def count(module, _, output):
+        if rows["counting"] and isinstance(module, ReCamTransformer3DModel):
+            rows["forward"] += len(output[0])
+            if output[0].requires_grad:
+                output[0].register_hook(lambda gradient: rows.update(backward=rows["backward"] + len(gradient)))
+
+    train_epoch = train_grpo.train_epoch
+
+    def counted_epoch(*given):
+        rows["counting"] = True
+        train_epoch(*given)
+        rows["counting"] = False
+
+    monkeypatch.setattr(train_grpo, "train_epoch", counted_epoch)
+    changes = {"train__copies": 2, "sample__num_batches_per_epoch": 4, "sample__guidance_scale": 2.0, "num_epochs": 1}
+    hook = torch.nn.modules.module.register_module_forward_hook(count)
+    try:
+        assert train_grpo.main(words(places, tmp_path, doctor="off", **changes)) == 0
+    finally:
+        hook.remove()
+    (row,) = [row for row in metrics_of(tmp_path / "run") if "system/forward_equivalents" in row]
+    assert rows["backward"] == 2 * 2 * 4  # 2 copies of 4 groups, with and without prompt
+    assert row["system/forward_equivalents"] == rows["forward"] + 2 * rows["backward"]
+    config, _ = train_grpo.read_command_line(words(places, tmp_path, **changes))
+    planned = make_plan(config, 1, 1e12)
+    assert row["system/forward_equivalents_per_sample"] == planned.forward_equivalents_per_sample

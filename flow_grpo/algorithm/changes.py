@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.maths.bootstrap import Interval, mean_interval
 
 
@@ -43,6 +44,29 @@ def paired_changes(before: Sequence[ConditionRow], after: Sequence[ConditionRow]
         finite = [(scene, difference) for scene, difference in differences if math.isfinite(difference)]
         if finite:
             found[f"eval/{name}"] = mean_interval([value for _, value in finite], [scene for scene, _ in finite])
+    return found
+
+
+def camera_of(row: ConditionRow) -> str:
+    """Return the name under which a condition is averaged: its camera's motion where that has one, else its camera."""
+    return row["preset"] or row["camera"]
+
+
+def changes_by_camera(
+    before: Sequence[ConditionRow], after: Sequence[ConditionRow]
+) -> dict[str, dict[str, list[float]]]:
+    """Return kind of camera -> `eval/` name -> [mean, low, high] of the paired change, where there is an interval."""
+    kinds = pooled([camera_of(row) for row in after])
+    found: dict[str, dict[str, list[float]]] = {}
+    for kind in sorted(set(kinds)):
+        own = [row for row, name in zip(after, kinds, strict=True) if name == kind]
+        changes = {
+            name: [change.mean, change.low, change.high]
+            for name, change in paired_changes(before, own).items()
+            if math.isfinite(change.low)
+        }
+        if changes:
+            found[kind] = changes
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.changes import ConditionRow
+from flow_grpo.algorithm.changes import ConditionRow, camera_of
 from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.algorithm.rollout.scoring import decode
@@ -219,7 +219,7 @@ class Evaluator:
         presets: list[dict[str, Any]] = [
             {"preset": preset, "count": len(own)} | _means(own) for preset, own in sorted(by_preset.items()) if preset
         ]
-        by_camera = _by_camera([row["preset"] or row["camera"] for row in ordered], values)
+        by_camera = _by_camera([camera_of(row) for row in ordered], values)
         return Evaluation(
             {f"eval/{name}": value for name, value in metrics.items()}, by_camera, ordered, presets, clips
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flow_grpo.algorithm.changes import as_metrics, paired_changes, with_intervals
+from flow_grpo.algorithm.changes import as_metrics, changes_by_camera, paired_changes, with_intervals
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.evaluate import Evaluation, Evaluator
 from flow_grpo.algorithm.forward_count import ForwardCount
@@ -263,11 +263,13 @@ class Trainer:
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
+        by_camera = changes_by_camera(self.state.before_rows or (), after.rows)
         with self.ranks.sync_errors("summary"):
             self.tracker.write_summary(
                 {
                     "before": before,
                     "after": with_intervals(after.metrics, changes),
+                    **({"change_by_camera": by_camera} if by_camera else {}),
                     **({"floor": floor} if floor else {}),
                     "split": self.state.split,
                     "train_seconds": self.state.train_seconds,

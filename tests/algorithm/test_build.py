@@ -115,7 +115,12 @@ def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
 
 @pytest.mark.parametrize(
     ("changes", "offload"),
-    [((), False), (("--config.sample.offload",), True), (("--config.dynamic_sampling.enabled",), True)],
+    [
+        (("--config.train.copies=0",), False),
+        (("--config.train.copies=0", "--config.sample.offload"), True),
+        (("--config.train.copies=0", "--config.dynamic_sampling.enabled"), True),
+        (("--config.train.copies=4",), True),
+    ],
 )
 def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, offload):
     config = settings(world, *changes)
@@ -130,9 +135,9 @@ def test_step_weights_follow_guard_and_choice():
     made = {
         name: build.build_updater(load_config(TINY, change), None, state, types.SimpleNamespace(update=None), Ranks())
         for name, change in {
-            "none": [],
+            "none": ["--config.train.step_weight=none"],
             "gain": ["--config.train.step_weight=inverse_gain"],
-            "guard": ["--config.train.guard=true"],
+            "guard": ["--config.train.step_weight=none", "--config.train.guard=true"],
         }.items()
     }
     weights = {name: updater.objective.step_weight for name, updater in made.items()}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flow_grpo.algorithm.changes import ConditionRow, as_metrics, paired_changes, with_intervals
+from flow_grpo.algorithm.changes import ConditionRow, as_metrics, changes_by_camera, paired_changes, with_intervals
 from flow_grpo.maths.bootstrap import Interval, mean_interval
 
 
@@ -41,6 +41,22 @@ def test_only_conditions_with_a_value_both_times_count_and_shares_change_over_al
 @pytest.mark.parametrize(("before", "after"), [([], [row(0, 0, a=1.0)]), ([row(0, 0, a=1.0)], [row(1, 0, a=1.0)])])
 def test_evaluations_without_a_common_condition_have_no_changes(before, after):
     assert paired_changes(before, after) == {}
+
+
+def test_changes_by_camera_are_those_of_its_conditions_alone_where_these_have_an_interval():
+    before = [
+        row(scene, camera, err=1.0) | {"preset": "pan" if camera else ""} for scene in range(3) for camera in (0, 1)
+    ]
+    after = [one | {"values": {"err": 1.0 + 0.1 * n}} for n, one in enumerate(before)]
+    lonely = row(0, 2, err=5.0)
+    found = changes_by_camera([*before, lonely], [lonely, *after])
+    assert set(found) == {"cam00", "pan"}  # one scene has no interval
+    for kind, camera in (("cam00", 0), ("pan", 1)):
+        own = paired_changes(before[camera::2], after[camera::2])["eval/err"]
+        assert found[kind] == {
+            "eval/err": [own.mean, own.low, own.high],
+            "eval/err_valid": [0.0, 0.0, 0.0],
+        }
 
 
 def test_metrics_are_followed_by_the_intervals_there_are():

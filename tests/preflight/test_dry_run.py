@@ -27,16 +27,16 @@ def test_the_real_recipe_has_the_shapes_of_its_settings_and_allocates_nothing():
     found, _ = shapes_of("my_recam_8npu", 8)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     latents = (16, 21, 60, 104)
-    assert found["epoch", "latents"] == found["epoch", "next_latents"] == (4, 2, *latents)
-    assert found["epoch", "log_probs"] == found["epoch", "timesteps"] == (4, 2)
+    assert found["epoch", "latents"] == found["epoch", "next_latents"] == (4, 1, *latents)
+    assert found["epoch", "log_probs"] == found["epoch", "timesteps"] == (4, 1)
     assert found["epoch", "target_cameras"] == (4, 21, 12)
     assert found["epoch", "source_latents"] == (4, *latents)
     assert found["epoch", "prompt_embeds"] == (4, 512, 4096)
     assert found["gather", "rewards"] == (32,)
-    assert found["gather", "rewards.avg over steps"] == (32, 2)
+    assert found["gather", "rewards.avg over steps"] == (32, 1)
     assert found["decode", "videos"] == (2, 3, 81, 480, 832)
     assert found["data", "source_video"] == (3, 81, 480, 832)
-    assert found["micro-batch", "log_probs"] == (2, 2)
+    assert found["micro-batch", "log_probs"] == (2, 1)
     assert grown < 1.0, f"{grown:.2f} GiB were allocated"  # a real transformer alone takes 3
 
 
@@ -57,7 +57,12 @@ def test_fake_shapes_are_those_of_the_real_policy():
     "changes",
     [
         ["--config.model.trained=lora", "--config.model.dtype=bf16", "--config.train.kl_coef=0.1"],
-        ["--config.model.trained=attention", "--config.train.guard=true", "--config.train.updates_per_epoch=2"],
+        [
+            "--config.model.trained=attention",
+            "--config.train.guard=true",
+            "--config.train.updates_per_epoch=2",
+            "--config.train.step_weight=none",
+        ],
         ["--config.model.trained=full", "--config.train.old_log_prob=detach"],
     ],
     ids=lambda changes: changes[0],
@@ -91,7 +96,7 @@ def test_rank_0_alone_prints_shapes_and_plan(capsys, monkeypatch):
     words = ["--config", "config/grpo.py:tiny_recam", "--config.dry_run"]
     assert train_grpo.main(words) == 0
     said = capsys.readouterr().out
-    assert "[64, 2, 32, 5, 3, 4]" in said and "samples_per_epoch               128" in said
+    assert "[64, 1, 32, 5, 3, 4]" in said and "samples_per_epoch               128" in said
     assert said.splitlines()[-1].startswith("fits: ")
     monkeypatch.setenv("RANK", "1")
     assert train_grpo.main(words) == 0

@@ -45,27 +45,28 @@ def test_the_plan_of_the_8_npu_recipe_is_the_arithmetic_of_its_numbers(capsys):
     assert (found["tokens"], found["samples_per_epoch"], found["rollout_calls"], found["update_calls"]) == (
         65_520,
         32,
-        2 * (4 + 2 + 14),  # of a batch whose groups have the first and the last window
-        4,
+        2 * (5 + 1 + 5),  # of a batch whose groups have the first and the last window
+        2,
     )
-    assert found["forward_equivalents_per_sample"] == 16 + 2 * 4
+    prefix = (0 + 1 + 2 + 3 + 4 + 5) / 6 / 4  # steps before the window, once for 4 copies
+    assert found["forward_equivalents_per_sample"] == prefix + 1 + 5 + 4
     forward = found["forward_tflop"]
     assert forward == pytest.approx(971, rel=0.01)
-    assert found["rollout_s"] == pytest.approx(16 * 4 * forward / 300, rel=1e-3)  # 16 steps of 4 samples
-    assert found["update_s"] == pytest.approx(4 * 2 * 4 * forward / 300, rel=1e-3)  # forward, again, and its backward
+    assert found["rollout_s"] == pytest.approx((prefix + 1 + 5) * 4 * forward / 300, rel=1e-3)  # of 4 samples
+    assert found["update_s"] == pytest.approx(4 * 4 * forward / 300, rel=1e-3)  # forward, again, and its backward
     latent = 4 * 16 * 21 * 60 * 104
     prompts = 4 * 4 * 512 * 4096
-    # Three states, the final and the source's latents.
-    assert found["trajectories_gib"] == pytest.approx((4 * 5 * latent + prompts) / 2**30, rel=1e-3)
+    # Two states, the final and the source's latents.
+    assert found["trajectories_gib"] == pytest.approx((4 * 4 * latent + prompts) / 2**30, rel=1e-3)
     assert 20 < found["update_gib"] < 60
 
 
 def test_a_shared_prefix_a_single_step_and_a_short_tail_are_counted(capsys):
-    one = ["--config.sample.sde_window=1", "--config.sample.sde_steps=1,3"]
+    one = ["--config.sample.sde_window=1", "--config.sample.sde_steps=1,3", "--config.sample.share_prefix=false"]
     words = [*one, "--config.sample.tail_steps=5"]
     _, short = planned(capsys, *words)
     assert short["forward_equivalents_per_sample"] == 2 + 1 + 5 + 4  # the window starts at step 1 or 3
-    shared = ["--config.sample.same_initial_noise=true", "--config.sample.share_prefix=true"]
+    shared = ["--config.sample.share_prefix=true"]
     _, found = planned(capsys, *words, *shared)
     assert found["forward_equivalents_per_sample"] == 2 / 4 + 1 + 5 + 4
     latent = 4 * 16 * 21 * 60 * 104  # of one group a rank, sent to the three ranks with its other copies
@@ -109,7 +110,11 @@ def test_the_model_folder_is_measured_where_there_is_one(capsys):
 @pytest.mark.parametrize(
     ("change", "smaller", "larger"),
     [
-        (["--config.train.sharding=fsdp2"], ["weights_gib", "optimizer_gib", "update_gib"], ["exchanged_gib"]),
+        (
+            ["--config.train.sharding=fsdp2", "--config.sample.share_prefix=false"],
+            ["weights_gib", "optimizer_gib", "update_gib"],
+            ["exchanged_gib"],
+        ),
         (["--config.model.offload=true"], ["weights_gib", "update_gib"], ["host_gib"]),
         (["--config.model.encodings=enc"], ["weights_gib", "update_gib", "rollout_gib"], []),
         (["--config.sample.offload=true"], ["trajectories_gib"], ["host_gib"]),
@@ -130,7 +135,12 @@ def test_every_way_out_moves_the_numbers_it_is_named_for(capsys, change, smaller
 
 def test_shards_divide_what_a_rank_holds(capsys):
     words = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
-    words += ["--config.model.trained=full", "--config.model.encodings=enc", "--config.train.sharding=fsdp2"]
+    words += [
+        "--config.model.trained=full",
+        "--config.model.encodings=enc",
+        "--config.train.sharding=fsdp2",
+        "--config.sample.share_prefix=false",
+    ]
     four, eight = (planned(capsys, *words, "--devices", n, recipe="my_recam_8npu_tiny")[1] for n in "48")
     assert four["optimizer_gib"] == pytest.approx(2 * eight["optimizer_gib"])
 
@@ -139,10 +149,10 @@ def test_old_log_probabilities_that_are_scored_again_take_their_time(capsys):
     one_update = ["--devices", "1", "--tflops", "300"]
     for words, passes in (([], 4), (["--config.train.old_log_prob=recompute"], 5), (["--config.train.copies=2"], 2)):
         _, found = planned(capsys, *one_update, *words, recipe="my_recam_1gpu")
-        assert found["update_s"] == pytest.approx(32 * passes * found["forward_tflop"] / 300, rel=1e-3)
-    two_updates = ["--config.train.updates_per_epoch=2", "--config.train.guard=true"]
+        assert found["update_s"] == pytest.approx(16 * passes * found["forward_tflop"] / 300, rel=1e-3)
+    two_updates = ["--config.train.updates_per_epoch=2", "--config.train.guard=true", "--config.train.step_weight=none"]
     _, several = planned(capsys, *one_update, *two_updates, recipe="my_recam_1gpu")
-    assert several["update_s"] == pytest.approx(32 * 5 * several["forward_tflop"] / 300, rel=1e-3)
+    assert several["update_s"] == pytest.approx(16 * 5 * several["forward_tflop"] / 300, rel=1e-3)
 
 
 SMALL = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
@@ -176,7 +186,12 @@ def test_states_of_more_steps_and_of_guidance_are_counted(capsys):
 
 
 def test_weights_in_shards_travel_for_every_forward_and_its_backward(capsys):
-    words = [*SMALL, "--config.model.trained=full", "--config.train.sharding=fsdp2"]
+    words = [
+        *SMALL,
+        "--config.model.trained=full",
+        "--config.train.sharding=fsdp2",
+        "--config.sample.share_prefix=false",
+    ]
     _, plain = planned(capsys, *words, recipe="my_recam_8npu_tiny")
     _, kl = planned(capsys, *words, "--config.train.kl_coef=0.1", recipe="my_recam_8npu_tiny")
     weights = 4 * plain["trained_parameters"] * 7 / 8 / 2**30
