@@ -42,6 +42,7 @@ GOLD = {
     "eval/target_view_psnr_db": "PSNR dB",
 }
 EVERY = 10  # epochs between evaluations
+BY_CAMERA = ("demo", "twin")  # variants with a table of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,39 @@ PATH = SHARED | {"reward.weights": "room_rot=1,room_trans=1,target_psnr=1"}
 ONE_STEP = PATH | {"sample.sde_window": 1, "sample.sde_steps": "0,1,2,3,4,5", "train.step_weight": "inverse_gain"}
 PREFIX_AND_TAIL = ONE_STEP | {"sample.share_prefix": True, "sample.tail_steps": 3}
 SUBSET = PREFIX_AND_TAIL | {"train.copies": 4}
+FORWARD = PATH | {
+    "sample.sde": "ode",
+    "sample.same_initial_noise": False,
+    "train.objective": "forward",
+    "train.copies": 4,
+    "train.learning_rate": 2.5e-4,
+    "train.ema_decay": 0.95,
+}
+# The twin's 8 conditions of 4 copies an update, in calls that suit 2 ranks.
+TWIN: dict[str, Any] = {
+    "num_epochs": 300,
+    "max_minutes": 0,
+    "eval.every": 30,
+    "eval.num_conditions": 160,
+    "eval.batch_size": 16,
+    "sample.train_batch_size": 8,
+    "sample.num_batches_per_epoch": 2,
+    "train.batch_size": 8,
+}
+# `my_recam_8npu` as it was before this study.
+TWIN_TODAY = TWIN | {
+    "sample.sde": "constant",
+    "sample.noise_level": 0.3,
+    "sample.max_step_std": "none",
+    "sample.sde_steps": "1,2,3,4,5,6",
+    "sample.sde_window": 2,
+    "sample.tail_steps": 0,
+    "sample.same_initial_noise": False,
+    "sample.share_prefix": False,
+    "train.learning_rate": 1e-4,
+    "train.step_weight": "none",
+    "train.ema_decay": 0,
+}
 VARIANTS = {
     "today": Variant("the demo before this study", "tiny_recam", TODAY),
     "shared_noise": Variant("+ shared initial noise", "tiny_recam", SHARED),
@@ -90,7 +124,10 @@ VARIANTS = {
     "one_step": Variant("+ one stochastic step", "tiny_recam", ONE_STEP),
     "prefix_and_tail": Variant("+ shared prefix, short tail", "tiny_recam", PREFIX_AND_TAIL),
     "subset": Variant("+ best 2 and worst 2 of 8 trained", "tiny_recam", SUBSET),
-    "demo": Variant("the demo: these, 100 updates at 4e-4, averaged over 20", "tiny_recam", {}),
+    "demo": Variant("the demo: these, 130 updates at 4e-4, averaged over 20", "tiny_recam", {}),
+    "forward": Variant("camera rewards, forward objective, best 2 and worst 2", "tiny_recam", FORWARD),
+    "twin_today": Variant("my_recam_8npu_tiny, sampler and rate before this study", "my_recam_8npu_tiny", TWIN_TODAY),
+    "twin": Variant("my_recam_8npu_tiny", "my_recam_8npu_tiny", TWIN),
 }
 
 
@@ -159,7 +196,10 @@ def outcome(run: Path) -> dict[str, Any]:
             place = {"epoch": row["step"], "forward_equivalents": forwards, "minutes": round(seconds / 60, 2)}
             curve.append(place | {metric: row[metric] for metric in GOLD})
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    return {"before": summary["before"], "after": summary["after"], "curve": curve}
+    by_camera = {
+        camera: {metric: changes[metric] for metric in GOLD} for camera, changes in summary["change_by_camera"].items()
+    }
+    return {"before": summary["before"], "after": summary["after"], "change_by_camera": by_camera, "curve": curve}
 
 
 def load_records() -> dict[str, list[dict[str, Any]]]:
@@ -176,7 +216,11 @@ def write_report(records: dict[str, list[dict[str, Any]]]) -> None:
     """Replace the generated part of the page, and draw the plot."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    generated = "\n".join([BEGIN, "", *table(records), "", END])
+    lines = [BEGIN, "", *table(records), ""]
+    for name in BY_CAMERA:
+        if name in records:
+            lines += [f"By kind of camera, {VARIANTS[name].title}:", "", *table_by_camera(records[name]), ""]
+    generated = "\n".join([*lines, END])
     PAGE.write_text(before + generated + rest.partition(END)[2], encoding="utf-8")
     draw(records)
 
@@ -195,14 +239,24 @@ def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
     return markdown_table(head, rows)
 
 
+def table_by_camera(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return Markdown lines: the change of every gold metric per kind of camera, as in `table`."""
+    rows = []
+    for camera in sorted(runs[0]["change_by_camera"]):
+        found = [run["change_by_camera"][camera] for run in runs]
+        rows.append([camera, *(in_words([run[metric] for run in found]) for metric in GOLD)])
+    return markdown_table(["camera", *(f"change of {name}" for name in GOLD.values())], rows)
+
+
 def changes(runs: Sequence[dict[str, Any]], metric: str) -> str:
-    """Return "mean (change of each seed)", a star where a seed's 95 % interval excludes 0."""
-    deltas = [run["after"][metric] - run["before"][metric] for run in runs]
-    marks = []
-    for run, delta in zip(runs, deltas, strict=True):
-        low, high = run["after"][f"{metric}_ci95"]
-        marks.append(f"{delta:+.3f}" + ("*" if low > 0 or high < 0 else ""))
-    return f"**{fmean(deltas):+.3f}** ({', '.join(marks)})"
+    """Return the changes of a metric over all conditions, see `in_words`."""
+    return in_words([(run["after"][metric] - run["before"][metric], *run["after"][f"{metric}_ci95"]) for run in runs])
+
+
+def in_words(found: Sequence[Sequence[float]]) -> str:
+    """Return "mean (change of each seed)" of [change, low, high], a star where a seed's 95 % interval excludes 0."""
+    marks = [f"{change:+.3f}" + ("*" if low > 0 or high < 0 else "") for change, low, high in found]
+    return f"**{fmean([change for change, *_ in found]):+.3f}** ({', '.join(marks)})"
 
 
 def draw(records: dict[str, list[dict[str, Any]]]) -> None:

@@ -28,7 +28,9 @@ def leave_run(folder, *, errors: list[float]) -> None:
     rows = [["0", "", "", *[str(errors[0])] * 3], ["1", "30", "500", "", "", ""], ["2", "60", "1000", *["0.25"] * 3]]
     (folder / "metrics.csv").write_text("\n".join(",".join(row) for row in [header, *rows]) + "\n")
     after = dict.fromkeys(GOLD, errors[-1]) | {f"{name}_ci95": [-0.9, -0.1] for name in GOLD}
-    (folder / "summary.json").write_text(json.dumps({"before": dict.fromkeys(GOLD, errors[0]), "after": after}))
+    by_camera = {"pan_left": {name: [errors[-1] - errors[0], -0.3, 0.1] for name in GOLD}}
+    summary = {"before": dict.fromkeys(GOLD, errors[0]), "after": after, "change_by_camera": by_camera}
+    (folder / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.mark.parametrize("name", study.VARIANTS)
@@ -67,7 +69,8 @@ def test_a_run_that_failed_leaves_no_record(places, monkeypatch, capsys):
     assert "today_0.log" in capsys.readouterr().err and not list(places.glob("records/*"))
 
 
-def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places):
+def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places, monkeypatch):
+    monkeypatch.setattr(study, "BY_CAMERA", ("today",))
     study.RECORDS.mkdir()
     for seed, end in ((0, 0.8), (1, 0.6)):
         folder = places / str(seed)
@@ -80,6 +83,7 @@ def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places)
     assert text.startswith(f"above\n{study.BEGIN}\n") and text.endswith(f"{study.END}\nbelow\n") and "old" not in text
     assert "| the demo before this study | 0, 1 | **-0.300** (-0.200*, -0.400*) |" in text
     assert "| 1.0 | 1.5 |" in text
+    assert "| pan_left | **-0.300** (-0.200, -0.400) |" in text
     assert study.PLOT.stat().st_size > 10_000
 
 
