@@ -6,7 +6,9 @@
 For every reward: its spread inside groups with each copy's own initial noise and with shared initial noise, the credit
 share (how much of the variance recorded noise caused), and the spread over the reward's noise floor. For every
 stochastic step its noise and gain; and the root mean square of the log-ratio that one update at the recipe's rate
-makes, in units of train.clip_range. Nothing is kept. With --json the last line of stdout is one JSON object.
+makes, in units of train.clip_range. With --tails 2 3 5 it also compares these values of sample.tail_steps with all of
+the schedule's steps: the rewards of otherwise equal samples, and whether they rank the copies alike.
+Nothing is kept. With --json the last line of stdout is one JSON object.
 Exit code: 0, or 2 for a setting that cannot work.
 """
 
@@ -25,8 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
+import torch
 import train_grpo
-from flow_grpo.algorithm.signal import measure_spread
+from torch import Tensor
+
+from flow_grpo.algorithm.signal import measure_spread, sample_group
+from flow_grpo.maths.schedule import tail_levels
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.full import log_ratio_of_one_update
 from flow_grpo.preflight.doctor.schedule import step_table
@@ -38,6 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print on rank 0, and return the exit code."""
     parser = make_parser(__doc__, recipe=True)
     parser.add_argument("--groups", type=int, default=4, help="groups sampled on every rank, for each kind of noise")
+    parser.add_argument("--tails", type=int, nargs="+", default=[], metavar="STEPS", help="tails to compare")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     asked, overrides = parser.parse_known_args(words)
     ranks = None
@@ -47,7 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
         device, ranks = train_grpo.set_up_rank(config, watched=True)
         with ranks.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
             trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), recipe, device, ranks)
-            found = measure(train_grpo.doctor_context(trainer), asked.groups)
+            context = train_grpo.doctor_context(trainer)
+            found = measure(context, asked.groups) | {"tails": compare_tails(context, asked.groups, asked.tails)}
             trainer.tracker.close()
     except ValueError as error:
         train_grpo.refuse(error, ranks)
@@ -75,6 +83,45 @@ def measure(context: DoctorContext, groups: int) -> dict[str, Any]:
     return found
 
 
+def compare_tails(context: DoctorContext, groups: int, tails: Sequence[int]) -> list[dict[str, Any]]:
+    """Return rewards of the same samples finished by tails of several lengths; collective call.
+
+    One entry per reward and tail: its mean over `groups` groups a rank, that with all steps of the schedule, and the
+    correlation of the two inside groups, NaN where a group's rewards are all equal.
+    """
+    sample, ranks = context.sampling.sample, context.ranks
+    found: dict[int, dict[str, Tensor]] = {}
+    for tail in dict.fromkeys((0, *tails)) if tails else ():
+        levels = tail_levels(sample.num_steps, sample.shift, tail) if tail else None
+        rollout = dataclasses.replace(context.sampling.rollout, tails=levels, record=False)
+        sampling = dataclasses.replace(context.sampling, rollout=rollout)
+        parts = [
+            sample_group(context.policy, context.data, context.rewards, sampling, ranks, ranks.rank * groups + number)
+            for number in range(groups)
+        ]
+        found[tail] = {name: ranks.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
+    return [
+        {
+            "reward": name,
+            "tail_steps": tail,
+            "mean": float(values.nanmean()),
+            "mean_of_all_steps": float(found[0][name].nanmean()),
+            "correlation": correlation_inside(values, found[0][name]),
+        }
+        for tail, rewards in found.items()
+        if tail
+        for name, values in rewards.items()
+    ]
+
+
+def correlation_inside(one: Tensor, other: Tensor) -> float:
+    """Return the correlation of two (groups, k) tensors without their groups' means, over copies finite in both."""
+    both = one.isfinite() & other.isfinite()
+    one, other = one.where(both, torch.nan), other.where(both, torch.nan)
+    one, other = ((values - values.nanmean(1, keepdim=True))[both] for values in (one, other))
+    return float((one * other).sum() / (one.norm() * other.norm()))
+
+
 def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
     """Print tables, or one JSON object."""
     if asked.json:
@@ -100,6 +147,14 @@ def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
         print("\n" + "\n".join(markdown_table(head, rows)))
         moved = found["log_ratio_over_clip_range"]
         print(f"\none update moves the log-ratio by {moved:.2g} x train.clip_range (root mean square)")
+    if found["tails"]:
+        head = ["reward", "tail steps", "mean", "mean with all steps", "correlation inside groups"]
+        rows = [
+            [row["reward"], str(row["tail_steps"])]
+            + [f"{row[name]:.4g}" for name in ("mean", "mean_of_all_steps", "correlation")]
+            for row in found["tails"]
+        ]
+        print("\n" + "\n".join(markdown_table(head, rows)))
 
 
 if __name__ == "__main__":

@@ -79,18 +79,22 @@ def measure_spread(
         columns: dict[str, list[Tensor]] = {name: [] for name in rewards.floors}
         for number in range(groups):
             gid = ranks.rank * groups + number
-            values = _group(policy, dataset, rewards, dataclasses.replace(sampling, rollout=settings), ranks, gid)
-            for name, column in values.items():
-                columns[name].append(column)
+            one = dataclasses.replace(sampling, rollout=settings)
+            for name, values in sample_group(policy, dataset, rewards, one, ranks, gid).items():
+                columns[name].append(_variance(values))
         for name, variances in columns.items():
             found[name][shared] = math.sqrt(float(ranks.all_gather(torch.stack(variances)).nanmean()))
     return {name: Spread(found[name][False], found[name][True], floor) for name, floor in rewards.floors.items()}
 
 
-def _group(
+def sample_group(
     policy: Policy, dataset: ConditionSource, rewards: RewardSet, sampling: SampleSettings, ranks: Ranks, gid: int
 ) -> dict[str, Tensor]:
-    """Return reward name -> () variance over the k copies of one condition, NaN with fewer than two valid."""
+    """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call).
+
+    Raises:
+        RuntimeError: on every rank, if any failed.
+    """
     sample = sampling.sample
     values: dict[str, list[Tensor]] = {name: [] for name in rewards.floors}
     for first in range(0, sample.k, sample.train_batch_size):
@@ -104,10 +108,11 @@ def _group(
             videos = decode(policy, conditions, samples.final_latents)
             for name, result in rewards(videos, conditions).items():
                 values[name].append(result.values.cpu().double().masked_fill(~result.valid.cpu(), torch.nan))
-    return {name: _variance(torch.cat(parts)) for name, parts in values.items()}
+    return {name: torch.cat(parts) for name, parts in values.items()}
 
 
 def _variance(values: Tensor) -> Tensor:
+    """Return the () variance of the finite values, NaN with fewer than two."""
     finite = values[values.isfinite()]
     return finite.var() if len(finite) > 1 else torch.tensor(torch.nan, dtype=torch.float64)
 

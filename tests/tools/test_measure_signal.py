@@ -1,0 +1,51 @@
+"""What the tool says about a recipe's signal, and about short tails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import make_tiny_folder
+from tools import measure_signal
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(world, tmp_path, capsys) -> None:
+    knobs = {
+        "model.path": make_tiny_folder(tmp_path / "model"),
+        "data.root": world,
+        "data.tiny_world": "unit_test",
+        "data.tune_scenes": 0,
+        "device": "cpu",
+        "reward.weights": "target_psnr=1",
+        "sample.train_batch_size": 4,
+        "sample.k": 4,
+        "sample.num_batches_per_epoch": 1,
+        "train.batch_size": 2,
+        "train.copies": 0,
+        "eval.num_conditions": 4,
+        "eval.videos": 1,
+    }
+    words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", "--groups", "2", "--tails", "1", "8", "--json"]
+    assert measure_signal.main([*words, *(f"--config.{name}={value}" for name, value in knobs.items())]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 < found["rewards"]["target_psnr"]["shared"] < 10
+    assert [step["step"] for step in found["steps"]] == [0, 1, 2, 3, 4, 5]
+    one, eight = found["tails"]
+    assert (one["tail_steps"], eight["tail_steps"]) == (1, 8)
+    assert one["mean_of_all_steps"] == eight["mean_of_all_steps"]
+    assert abs(eight["mean"] - eight["mean_of_all_steps"]) < abs(one["mean"] - one["mean_of_all_steps"])
+    assert eight["correlation"] > 0.9
+
+
+def test_the_correlation_is_that_inside_groups_over_copies_with_both_values() -> None:
+    inside = torch.tensor([[1.0, 2.0, 3.0], [4.0, 2.0, torch.nan]], dtype=torch.float64)
+    assert measure_signal.correlation_inside(inside, 2 * inside + torch.tensor([[5.0], [90.0]])) == pytest.approx(1)
+    assert measure_signal.correlation_inside(inside, -inside) == pytest.approx(-1)
+    other = torch.tensor([[1.0, 3.0, 2.0], [torch.nan, 5.0, 1.0]], dtype=torch.float64)
+    first = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([-1.0, 1.0, 0.0])  # the second group has one copy left
+    assert measure_signal.correlation_inside(inside, other) == pytest.approx(float(first[0] @ first[1] / 2))
