@@ -73,14 +73,7 @@ def my_recam_8npu() -> ConfigDict:
     # Camera accuracy in degrees, metres and pixels, and the rewards that preserve content and picture quality.
     # First find the sources in which poses cannot be measured: tools/check_sources.py, then --config.data.exclude=FILE.
     config.reward.weights = ConfigDict(
-        {
-            "pose_rot": 1.0,
-            "pose_trans": 1.0,
-            "view_disp": 1.0,
-            "source_match": 0.3,
-            "motion_mag": 0.3,
-            "exposure": 0.3,
-        }
+        {"pose_rot": 1.0, "pose_trans": 1.0, "view_disp": 1.0, "source_match": 0.3, "motion_mag": 0.3, "exposure": 0.3}
     )
     return config
 

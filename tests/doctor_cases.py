@@ -26,22 +26,16 @@ from flow_grpo.preflight.doctor.findings import Finding
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients
 from tests.tiny_models import make_tiny_folder
+from tests.untuned import UNTUNED
 
 ROOT = Path(__file__).parents[1]
-SMALL = {
+SMALL = UNTUNED | {
     "device": "cpu",
     "trackers": "",
     "data.tiny_world": "unit_test",
     "data.tune_scenes": 0,
     "data.num_frames": 5,
     "sample.k": 2,
-    # What the demo chose for itself: its tuning is no matter of these tests.
-    "sample.sde_window": 2,
-    "sample.tail_steps": 0,
-    "sample.same_initial_noise": False,
-    "sample.share_prefix": False,
-    "train.copies": 0,
-    "train.step_weight": "none",
     "sample.train_batch_size": 2,
     "sample.num_batches_per_epoch": 1,
     "sample.num_steps": 6,

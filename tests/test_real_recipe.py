@@ -23,6 +23,8 @@ import torch
 
 from config.grpo import my_recam_8npu
 from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
+from flow_grpo.maths.keys import key
+from flow_grpo.maths.schedule import window_of, windows
 
 ROOT = Path(__file__).parents[1]
 WORLD_SIZE = 8
@@ -338,13 +340,19 @@ def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
     expected = {
         "doctor sampled": E.B * truncated,
         "doctor trained": E.B * E.K,
-        "sample sampled": E.nb * E.B * E.S,
         "update trained": E.K * E.local,
         "update sampled": E.micro,  # the probe that debug asks for; old log-probs are the rollout's
     }
-    signal = 2 * recipe.eval.signal_groups * E.k * E.S  # groups with own and with shared initial noise
+    blocks = windows(recipe.sample.sde_steps, recipe.sample.sde_window)
+    own = len(blocks[0]) + recipe.sample.tail_steps  # calls of a copy; those before its window are its group's
+    prefixes = [window_of(gid, blocks, seed=recipe.seed)[0] for gid in range(E.W * E.local // E.k)]
+    sampled = sum(rows_of(seen["calls"], "sample sampled") for seen in run.ranks)
+    assert sampled == E.W * E.local * own + sum(prefixes)
     measured = 0
-    for seen in run.ranks:
+    for rank, seen in enumerate(run.ranks):
+        gids = range(rank * recipe.eval.signal_groups, (rank + 1) * recipe.eval.signal_groups)
+        chosen = [window_of(gid, blocks, seed=key("signal", recipe.seed)) for gid in gids]
+        signal = sum(E.k * (window[0] + own) for window in chosen)  # groups of the signal's measurement
         assert {kind: rows_of(seen["calls"], kind) for kind in expected} == expected
         evaluated = rows_of(seen["calls"], "evaluation sampled") - 2 * signal  # before and after
         assert evaluated in (2 * EVAL_STEPS * share, 2 * EVAL_STEPS * (share + 1))

@@ -156,7 +156,6 @@ def test_an_epoch_is_shortened_as_far_as_its_groups_and_micro_batches_allow():
     assert batches(2, "--config.train.batch_size=40") == 3
     small = ("--config.sample.train_batch_size=4", "--config.train.batch_size=4", "--config.sample.layout=contiguous")
     assert batches(2, *small) == 2
-    updates = doctor.shortened(
-        load_config("config/grpo.py:tiny_recam", ("--config.train.updates_per_epoch=4", "--config.train.guard=true")), 2
-    )
+    several = ("--config.train.updates_per_epoch=4", "--config.train.guard=true", "--config.train.step_weight=none")
+    updates = doctor.shortened(load_config("config/grpo.py:tiny_recam", several), 2)
     assert updates.train.updates_per_epoch == 1
