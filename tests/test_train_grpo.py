@@ -421,7 +421,7 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
     changes = {"train__copies": 2, "sample__num_batches_per_epoch": 4, "sample__guidance_scale": 2.0, "num_epochs": 1}
     changes |= {"sample__sde_window": 1, "sample__tail_steps": 2}
     changes |= {"sample__same_initial_noise": True, "sample__share_prefix": True}
-    changes |= {"reward__weights": "target_psnr=1"}  # no group is flat under it
+    changes |= {"reward__weights": "target_view=1,target_psnr=1,exposure=1"}  # no group is flat
     hook = torch.nn.modules.module.register_module_forward_hook(count)
     try:
         assert train_grpo.main(words(places, tmp_path, doctor="off", **changes)) == 0
