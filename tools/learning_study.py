@@ -207,9 +207,10 @@ def load_records() -> dict[str, list[dict[str, Any]]]:
     """Return variant -> its records by seed, in the order of VARIANTS."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name in VARIANTS:
-        files = sorted(RECORDS.glob(f"{name}_[0-9]*.json"))
+        files = list(RECORDS.glob(f"{name}_[0-9]*.json"))
         if files:
-            found[name] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+            runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+            found[name] = sorted(runs, key=lambda run: run["seed"])
     return found
 
 
