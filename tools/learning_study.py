@@ -265,12 +265,15 @@ def draw(records: dict[str, list[dict[str, Any]]]) -> None:
     """Draw every gold metric against F and against minutes: mean over the seeds, and their range."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    for row, (axis, unit) in enumerate((("forward_equivalents", "forward-equivalents"), ("minutes", "minutes"))):
+    for row, (axis, unit) in enumerate(
+        (("forward_equivalents", "thousand forward-equivalents"), ("minutes", "minutes of training"))
+    ):
         for column, (metric, title) in enumerate(GOLD.items()):
             plot = figure.add_subplot(2, len(GOLD), row * len(GOLD) + column + 1)
             for name, runs in records.items():
                 points = list(zip(*(run["curve"] for run in runs), strict=False))
-                where = [fmean([point[axis] for point in same]) for same in points]
+                scale = 1 if axis == "minutes" else 1000
+                where = [fmean([point[axis] for point in same]) / scale for same in points]
                 (line,) = plot.plot(where, [fmean([point[metric] for point in same]) for same in points], label=name)
                 low, high = ([pick(point[metric] for point in same) for same in points] for pick in (min, max))
                 plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
