@@ -207,9 +207,8 @@ def load_records() -> dict[str, list[dict[str, Any]]]:
     """Return variant -> its records by seed, in the order of VARIANTS."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name in VARIANTS:
-        files = list(RECORDS.glob(f"{name}_[0-9]*.json"))
-        if files:
-            runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        runs = [json.loads(file.read_text(encoding="utf-8")) for file in RECORDS.glob(f"{name}_[0-9]*.json")]
+        if runs:
             found[name] = sorted(runs, key=lambda run: run["seed"])
     return found
 
@@ -265,14 +264,12 @@ def draw(records: dict[str, list[dict[str, Any]]]) -> None:
     """Draw every gold metric against F and against minutes: mean over the seeds, and their range."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    for row, (axis, unit) in enumerate(
-        (("forward_equivalents", "thousand forward-equivalents"), ("minutes", "minutes of training"))
-    ):
+    axes = (("forward_equivalents", 1000, "thousand forward-equivalents"), ("minutes", 1, "minutes of training"))
+    for row, (axis, scale, unit) in enumerate(axes):
         for column, (metric, title) in enumerate(GOLD.items()):
             plot = figure.add_subplot(2, len(GOLD), row * len(GOLD) + column + 1)
             for name, runs in records.items():
                 points = list(zip(*(run["curve"] for run in runs), strict=False))
-                scale = 1 if axis == "minutes" else 1000
                 where = [fmean([point[axis] for point in same]) / scale for same in points]
                 (line,) = plot.plot(where, [fmean([point[metric] for point in same]) for same in points], label=name)
                 low, high = ([pick(point[metric] for point in same) for same in points] for pick in (min, max))

@@ -47,19 +47,20 @@ def paired_changes(before: Sequence[ConditionRow], after: Sequence[ConditionRow]
     return found
 
 
-def camera_of(row: ConditionRow) -> str:
-    """Return the name under which a condition is averaged: its camera's motion where that has one, else its camera."""
-    return row["preset"] or row["camera"]
+def rows_by_camera(rows: Sequence[ConditionRow]) -> dict[str, list[ConditionRow]]:
+    """Return kind of camera (its preset, else its name; see `pooled`) -> its rows, sorted by kind."""
+    found: dict[str, list[ConditionRow]] = {}
+    for row, kind in zip(rows, pooled([row["preset"] or row["camera"] for row in rows]), strict=True):
+        found.setdefault(kind, []).append(row)
+    return dict(sorted(found.items()))
 
 
 def changes_by_camera(
     before: Sequence[ConditionRow], after: Sequence[ConditionRow]
 ) -> dict[str, dict[str, list[float]]]:
     """Return kind of camera -> `eval/` name -> [mean, low, high] of the paired change, where there is an interval."""
-    kinds = pooled([camera_of(row) for row in after])
     found: dict[str, dict[str, list[float]]] = {}
-    for kind in sorted(set(kinds)):
-        own = [row for row, name in zip(after, kinds, strict=True) if name == kind]
+    for kind, own in rows_by_camera(after).items():
         changes = {
             name: [change.mean, change.low, change.high]
             for name, change in paired_changes(before, own).items()

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.changes import ConditionRow, camera_of
-from flow_grpo.algorithm.groups.metrics import pooled
+from flow_grpo.algorithm.changes import ConditionRow, rows_by_camera
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
@@ -219,7 +218,7 @@ class Evaluator:
         presets: list[dict[str, Any]] = [
             {"preset": preset, "count": len(own)} | _means(own) for preset, own in sorted(by_preset.items()) if preset
         ]
-        by_camera = _by_camera([camera_of(row) for row in ordered], values)
+        by_camera = _by_camera(ordered)
         return Evaluation(
             {f"eval/{name}": value for name, value in metrics.items()}, by_camera, ordered, presets, clips
         )
@@ -246,12 +245,11 @@ def _rows(
     }
 
 
-def _by_camera(cameras: Sequence[str], values: Sequence[dict[str, float]]) -> dict[str, float]:
+def _by_camera(rows: Sequence[ConditionRow]) -> dict[str, float]:
     """Return means and shares of values for every kind of camera, rare kinds pooled."""
-    kinds = pooled(cameras)
     metrics: dict[str, float] = {}
-    for kind in sorted(set(kinds)):
-        own = [row for row, camera in zip(values, kinds, strict=True) if camera == kind]
+    for kind, its_rows in rows_by_camera(rows).items():
+        own = [row["values"] for row in its_rows]
         metrics |= {f"eval_by_camera/{kind}/{name}": value for name, value in (_means(own) | _validity(own)).items()}
     return metrics
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flow_grpo.data.tiny_world import ensure_tiny_world
+from tests.tiny_models import make_tiny_folder
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("world") / "tiny"
     ensure_tiny_world(root, "unit_test")
     return root
+
+
+@pytest.fixture
+def one_batch(world: Path, tmp_path: Path) -> dict[str, object]:
+    """Return knobs that make `tiny_recam` one batch of a group of 4 with a random model."""
+    return {
+        "model.path": make_tiny_folder(tmp_path / "model"),
+        "data.root": world,
+        "data.tiny_world": "unit_test",
+        "data.tune_scenes": 0,
+        "device": "cpu",
+        "sample.train_batch_size": 4,
+        "sample.k": 4,
+        "sample.num_batches_per_epoch": 1,
+        "train.batch_size": 2,
+        "eval.num_conditions": 4,
+        "eval.videos": 1,
+    }

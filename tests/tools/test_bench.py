@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import make_tiny_folder
 from tools import bench
 from tools.bench_cases import exchange
 
@@ -15,21 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.01])
-def test_the_benchmark_prints_one_object_with_both_ratios(world, tmp_path, capsys, kl_coef) -> None:
-    knobs = {
-        "model.path": make_tiny_folder(tmp_path / "model"),
-        "data.root": world,
-        "data.tiny_world": "unit_test",
-        "data.tune_scenes": 0,
-        "device": "cpu",
-        "sample.train_batch_size": 4,
-        "sample.k": 4,
-        "sample.num_batches_per_epoch": 1,
-        "train.batch_size": 2,
-        "train.kl_coef": kl_coef,
-        "eval.num_conditions": 4,
-        "eval.videos": 1,
-    }
+def test_the_benchmark_prints_one_object_with_both_ratios(one_batch, capsys, kl_coef) -> None:
+    knobs = one_batch | {"train.kl_coef": kl_coef}
     words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", "--epochs", "2", "--json"]
     assert bench.main([*words, *(f"--config.{name}={value}" for name, value in knobs.items())]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -8,28 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_models import make_tiny_folder
 from tools import measure_signal
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(world, tmp_path, capsys) -> None:
-    knobs = {
-        "model.path": make_tiny_folder(tmp_path / "model"),
-        "data.root": world,
-        "data.tiny_world": "unit_test",
-        "data.tune_scenes": 0,
-        "device": "cpu",
-        "reward.weights": "target_psnr=1",
-        "sample.train_batch_size": 4,
-        "sample.k": 4,
-        "sample.num_batches_per_epoch": 1,
-        "train.batch_size": 2,
-        "train.copies": 0,
-        "eval.num_conditions": 4,
-        "eval.videos": 1,
-    }
+def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(one_batch, capsys) -> None:
+    knobs = one_batch | {"reward.weights": "target_psnr=1", "train.copies": 0}
     words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", "--groups", "2", "--tails", "1", "8", "--json"]
     assert measure_signal.main([*words, *(f"--config.{name}={value}" for name, value in knobs.items())]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
