@@ -44,6 +44,7 @@ from flow_grpo.preflight.plan import as_text, largest_size, make_plan
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.base import check_name
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime import starts
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
@@ -52,7 +53,7 @@ from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partiti
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.checks import check_world
-from flow_grpo.settings.loading import ConfigError, load_config, to_dict
+from flow_grpo.settings.loading import ConfigError, to_dict
 from flow_grpo.settings.reference import help_text
 from flow_grpo.settings.schema import Config
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train and return the exit code: 0, or 2 when a setting, an input or a reward makes training impossible."""
     ranks = None
     try:
-        config, recipe = read_command_line(argv)
+        config, spec = read_command_line(argv)
         if config.dry_run:
             show_plan(config, int(os.environ.get("WORLD_SIZE", "1")))
             return 0
@@ -73,9 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     with ranks.broadcast_failure():
         try:
-            trainer = build(config, recipe, device, ranks)
+            trainer = build(config, spec, device, ranks)
             if config.doctor == "fast" and trainer.state.finished < config.num_epochs:
                 examine(trainer)
+            if ranks.is_main:
+                starts.begin(trainer.run_folder, config)
         except ValueError as error:
             refuse(error, ranks)
             return 2
@@ -181,7 +184,7 @@ def train_epoch(trainer: Trainer, epoch: int) -> None:
 
 
 def read_command_line(argv: Sequence[str] | None) -> tuple[Config, str]:
-    """Return the checked configuration and the recipe's name.
+    """Return the checked configuration and its recipe, "FILE:RECIPE"; print what a resumed run takes from where.
 
     Raises:
         ConfigError: a setting that cannot work, identical on every rank.
@@ -191,11 +194,13 @@ def read_command_line(argv: Sequence[str] | None) -> tuple[Config, str]:
     )
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="such as config/grpo.py:tiny_recam")
     known, overrides = parser.parse_known_args(argv)
-    config = load_config(known.config, overrides)
+    config, said = starts.configuration(known.config, overrides)
+    if said and int(os.environ.get("RANK", "0")) == 0:
+        print("\n".join(said), flush=True)
     for name in config.reward.weights:
         check_name(name, config.reward.remote)
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
-    return config, known.config.rpartition(":")[2]
+    return config, known.config
 
 
 def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, Ranks]:
@@ -245,7 +250,7 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
         raise ValueError("; ".join(dict.fromkeys(found))) from problem
 
 
-def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Trainer:
+def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trainer:
     """Load data, model and rewards, build the trainer, and restore the checkpoint to resume from.
 
     Raises:
@@ -256,7 +261,7 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     # A run draws from keyed generators only; this seed is for libraries that draw from torch's own.
     torch.manual_seed(config.seed)
-    run_folder = Path(config.output_root) / run_name(config, recipe, ranks)
+    run_folder = Path(config.output_root) / run_name(config, spec, ranks)
     lock = RunLock(run_folder)
     with raise_on_all_ranks(ranks):
         check_places(config, run_folder)
@@ -273,14 +278,28 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
     state = distribute_model(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
+        own = path.parent.resolve() == (run_folder / "checkpoints").resolve()
+        state.match_evaluation(evaluator.settings.measured_on, own=own)
     from_own = resume.commit(config.resume, path, run_folder / "checkpoints", ranks=ranks)
     with raise_on_all_ranks(ranks):
         if ranks.is_main:
             lock.take()
         resumed_step = None if path is None else state.finished
+        if ranks.is_main:
+            starts.record(
+                run_folder,
+                config,
+                spec,
+                checkpoint=path,
+                epoch=state.finished,
+                ranks=ranks.world_size,
+                device=device_api.describe(device, config.device),
+            )
         tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=resumed_step)
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
     progress = Progress(config.num_epochs, ranks, finished=state.finished, seconds=seconds)
+    if path is not None:
+        progress.say(resumed_from(path, state, config, own=from_own))
     collector = parts.build_collector(config, policy, train, state.sampler, rewards, progress, ranks)
     return Trainer(
         config=config,
@@ -299,6 +318,17 @@ def build(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> Tr
         cameras=cameras,
         from_own=from_own,
     )
+
+
+def resumed_from(path: Path, state: RunState, config: Config, *, own: bool) -> str:
+    """Return one line: from which checkpoint and epoch a run goes on, and what it takes from another run's."""
+    said = f"resumes from {path}, saved after epoch {state.finished} of {config.num_epochs}"
+    if own:
+        return said
+    said += ": trained weights, optimizer, weight average, position in the data and number of epochs come from there"
+    if state.before is None:
+        return f"{said}; the held-out metrics before training are measured now, as they were measured otherwise there"
+    return f"{said}, and the held-out metrics before training"
 
 
 def distribute_model(
@@ -327,8 +357,8 @@ def distribute_model(
     )
 
 
-def run_name(config: Config, recipe: str, ranks: Ranks) -> str:
-    """Return the configured name, or one made of recipe and time, identical on every rank.
+def run_name(config: Config, spec: str, ranks: Ranks) -> str:
+    """Return the configured name, or one made of the recipe's and the time, identical on every rank.
 
     Raises:
         ValueError: a run that is to be resumed has no name.
@@ -337,6 +367,7 @@ def run_name(config: Config, recipe: str, ranks: Ranks) -> str:
         raise ValueError("resume='auto' needs the name of the run to go on with: pass --config.run_name=NAME")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not config.run_name:
         raise ValueError("torchrun --max-restarts needs the name of the run to go on with: pass --config.run_name=NAME")
+    recipe = spec.rpartition(":")[2]
     return config.run_name or ranks.broadcast_text(f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 

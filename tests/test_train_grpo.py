@@ -104,7 +104,7 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", log_videos_every=2)) == 0
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "floor", "split", "train_seconds"}
+    assert set(summary) == {"before", "after", "floor", "measured_on", "train_seconds"}
     for name in ("eval/target_view_psnr_db", "eval/trans_err_m", "eval/rot_err_deg"):
         assert {name} <= set(summary["before"]) & set(summary["after"])
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
@@ -352,11 +352,32 @@ def test_a_run_resumes_on_another_number_of_ranks_with_the_same_draws(places, tm
     assert rewards[1] == pytest.approx(rewards[0], abs=1e-3) and rewards[2] == pytest.approx(rewards[0], abs=1e-3)
 
 
-def test_a_run_that_starts_from_another_s_checkpoint_saves_its_own(places, tmp_path):
+def test_a_run_that_starts_from_another_s_checkpoint_saves_its_own(places, tmp_path, capsys):
     assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
     (first,) = checkpoint.published(tmp_path / "run" / "checkpoints")
+    capsys.readouterr()
     assert train_grpo.main(words(places, tmp_path, num_epochs=1, resume=str(first), run_name="other")) == 0
     assert [path.name for path in checkpoint.published(tmp_path / "other" / "checkpoints")] == [first.name]
+    said = capsys.readouterr().out
+    assert f"resumes from {first}, saved after epoch 1 of 1: trained weights, optimizer," in said
+
+
+def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_path, capsys):
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1, train__learning_rate=2e-5)) == 0
+    run = tmp_path / "run"
+    before = (run / "config.json").read_bytes()
+    again = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", f"--config.output_root={tmp_path}"]
+    again += ["--config.run_name=run", "--config.resume=auto"]
+    capsys.readouterr()
+    assert train_grpo.main([*again, "--config.eval.num_conditions=1", "--config.num_epochs=2"]) == 2
+    assert "config.eval.num_conditions: got 1, must be" in capsys.readouterr().err
+    assert (run / "config.json").read_bytes() == before and len(list((run / "starts").iterdir())) == 1
+    assert train_grpo.main([*again, "--config.num_epochs=2"]) == 0
+    said = capsys.readouterr().out
+    assert "\n  num_epochs: 1 -> 2\n" in said and "resumes from " in said and "saved after epoch 1 of 2\n" in said
+    now, start = (json.loads((run / name).read_text()) for name in ("config.json", "starts/002.json"))
+    assert now == start["config"] and now["train"]["learning_rate"] == 2e-5
+    assert [row["train/learning_rate"] for row in metrics_of(run) if "train/learning_rate" in row] == [2e-5, 2e-5]
 
 
 def test_a_sharded_run_resumes_bit_by_bit(places, tmp_path):

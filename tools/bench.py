@@ -71,9 +71,9 @@ def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str
             "--config.trackers=()",
             "--config.resume=",
         ]
-        config, recipe = train_grpo.read_command_line(["--config", spec, *overrides, *fixed])
+        config, spec = train_grpo.read_command_line(["--config", spec, *overrides, *fixed])
         device, ranks = train_grpo.set_up_rank(config)
-        trainer = train_grpo.build(config, recipe, device, ranks)
+        trainer = train_grpo.build(config, spec, device, ranks)
         result = measure(trainer, epochs)
         trainer.tracker.close()
         process_group.shut_down(ranks)

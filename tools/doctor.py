@@ -52,11 +52,11 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with stdout_to_stderr() if known.json else contextlib.nullcontext():
             fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
-            config, recipe = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
+            config, spec = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
             device, ranks = train_grpo.set_up_rank(config, watched=True)
             with ranks.broadcast_failure():
                 try:
-                    findings = examine(config, recipe, device, ranks)
+                    findings = examine(config, spec, device, ranks)
                 except ValueError as error:
                     train_grpo.refuse(error, ranks)
                     return 2
@@ -83,7 +83,7 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def examine(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> list[Finding]:
+def examine(config: Config, spec: str, device: torch.device, ranks: Ranks) -> list[Finding]:
     """Build a run and return its findings, identical on every rank; collective call: every rank must call it.
 
     Raises:
@@ -92,7 +92,7 @@ def examine(config: Config, recipe: str, device: torch.device, ranks: Ranks) -> 
     short = shortened(config, ranks.world_size)
     with tempfile.TemporaryDirectory(prefix="flow_grpo_doctor_") as folder:
         try:
-            trainer = train_grpo.build(dataclasses.replace(short, output_root=folder), recipe, device, ranks)
+            trainer = train_grpo.build(dataclasses.replace(short, output_root=folder), spec, device, ranks)
         except ValueError as error:
             if not isinstance(error.__cause__, AdapterError):
                 raise

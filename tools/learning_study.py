@@ -30,6 +30,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.runtime.starts import commit
 from tools.common import fail, launcher, make_parser, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,15 +175,10 @@ def train(name: str, seed: int, out: Path, ranks: int) -> bool:
         print(f"{run} ended with code {ended.returncode}: see {out / run}.log", file=sys.stderr)
         return False
     found = {"variant": name, "seed": seed, "recipe": variant.recipe, "overrides": variant.overrides, "ranks": ranks}
-    write_atomically(record_file(name, seed), json.dumps(found | commit() | outcome(out / run), indent=1) + "\n")
+    found["commit"] = commit()
+    write_atomically(record_file(name, seed), json.dumps(found | outcome(out / run), indent=1) + "\n")
     print(run, "done", flush=True)
     return True
-
-
-def commit() -> dict[str, str]:
-    """Return the commit of the working tree, with `+` where files differ from it."""
-    said = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
-    return {"commit": said.stdout.strip()}
 
 
 def outcome(run: Path) -> dict[str, Any]:

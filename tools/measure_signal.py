@@ -50,10 +50,10 @@ def main(words: Sequence[str] | None = None) -> int:
     ranks = None
     try:
         fixed = ["--config.run_name=signal", "--config.trackers=()", "--config.resume="]
-        config, recipe = train_grpo.read_command_line(["--config", asked.config, *overrides, *fixed])
+        config, spec = train_grpo.read_command_line(["--config", asked.config, *overrides, *fixed])
         device, ranks = train_grpo.set_up_rank(config, watched=True)
         with ranks.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
-            trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), recipe, device, ranks)
+            trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), spec, device, ranks)
             context = train_grpo.doctor_context(trainer)
             found = measure(context, asked.groups) | {"tails": compare_tails(context, asked.groups, asked.tails)}
             trainer.tracker.close()

@@ -236,6 +236,24 @@ def eval_guidance(config: Config) -> Guidance:
     )
 
 
+def measured_on(config: Config, held_out: MultiCamDataset) -> dict[str, str | float]:
+    """Return knob -> value of what the held-out metrics depend on besides the weights."""
+    evaluation, guidance = config.eval, eval_guidance(config)
+    return {
+        "eval.split": evaluation.split,
+        "eval.num_conditions": evaluation.num_conditions,
+        "eval.num_steps": evaluation.num_steps,
+        "sample.shift": config.sample.shift,
+        "eval.guidance_scale": guidance.scale,
+        "eval.negative_prompt": guidance.negative_prompt if guidance.scale > 1 else "",
+        "eval.gold": evaluation.gold,
+        "data.num_frames, height, width": f"{config.data.num_frames}x{config.data.height}x{config.data.width}",
+        "data.buckets": ",".join(config.data.buckets),
+        "data.reference": config.data.reference,
+        "data.eval_split": f"scenes {held_out.fingerprint()}",
+    }
+
+
 def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
     """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
 
@@ -256,6 +274,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
         batch_size=evaluation.batch_size,
         videos=evaluation.videos,
         guidance=eval_guidance(config),
+        measured_on=measured_on(config, held_out),
     )
     measured = build_rewards(config, {"target_view": 0.0} | config.reward.weights, ranks)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -55,6 +55,8 @@ class EvalSettings:
         batch_size: samples per rank and call at the largest video size; smaller videos fill a call up to that cost.
         videos: how many videos to return.
         guidance: None for that of training.
+        measured_on: what a result depends on besides the weights, by knob: conditions, steps, guidance, estimator (the
+            noise is always the same). Only results with equal ones may be compared.
     """
 
     sigmas: Tensor
@@ -62,6 +64,7 @@ class EvalSettings:
     batch_size: int
     videos: int
     guidance: Guidance | None = None
+    measured_on: Mapping[str, str | float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import is_partitioned, is_sharded, part_like
 from flow_grpo.runtime.tensor_store import weights_key
+from flow_grpo.settings.errors import refusal
 
 
 class Average(Protocol):
@@ -62,7 +64,7 @@ class RunState:
         before: held-out metrics before training, None until measured.
         before_rows: the same condition by condition; None until measured, or from an earlier version's checkpoint.
         floor: `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
-        split: the `eval.split` they were measured on.
+        measured_on: what the held-out metrics depend on besides the weights, see `EvalSettings`; {} until measured.
         shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
         history: of the optimizer steps.
     """
@@ -79,7 +81,7 @@ class RunState:
     before: dict[str, float] | None = None
     before_rows: list[ConditionRow] | None = None
     floor: dict[str, float] = dataclasses.field(default_factory=dict)
-    split: str = "report"
+    measured_on: dict[str, str | float] = dataclasses.field(default_factory=dict)
     shortages: list[int] = dataclasses.field(default_factory=list)
     history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
 
@@ -97,7 +99,7 @@ class RunState:
             "before": self.before,
             "before_rows": self.before_rows,
             "floor": self.floor,
-            "split": self.split,
+            "measured_on": self.measured_on,
             "shortages": self.shortages,
             "bad_steps": self.history.bad_steps,
             "grad_norms": self.history.norms,
@@ -154,7 +156,7 @@ class RunState:
             device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
         # Not, or not all, in checkpoints of earlier versions:
-        self.split, self.before_rows = state.get("split", "report"), state.get("before_rows")
+        self.measured_on, self.before_rows = state.get("measured_on", {}), state.get("before_rows")
         self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
         self.history = UpdateHistory(
             taken=state.get("steps_taken", 0),
@@ -162,6 +164,30 @@ class RunState:
             bad_steps=list(state.get("bad_steps", ())),
         )
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
+
+    def match_evaluation(self, now: Mapping[str, str | float], *, own: bool) -> None:
+        """Keep the held-out metrics "before" only where those "after" will be measured alike.
+
+        Args:
+            now: like `measured_on`, of the evaluations to come.
+            own: the state is of this run; a new run that begins from another's is measured again.
+
+        Raises:
+            ValueError: own, and they differ; knobs that only one of them names do not count.
+        """
+        for knob in sorted(self.measured_on.keys() & now.keys()):
+            if self.measured_on[knob] == now[knob]:
+                continue
+            if own:
+                raise refusal(
+                    knob,
+                    now[knob],
+                    f"must be {self.measured_on[knob]!r}, as when this run's held-out metrics before training were "
+                    "measured, or they could not be compared with those after; go on with that, and measure otherwise "
+                    "with tools/evaluate.py --checkpoint",
+                )
+            self.before, self.before_rows, self.floor, self.measured_on = None, None, {}, {}
+            return
 
     def _stepped(self) -> list[Tensor]:
         """Return what the optimizer steps, in the network's order: trained weights, or ZeRO-2's flat shards of them."""

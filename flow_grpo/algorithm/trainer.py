@@ -229,21 +229,17 @@ class Trainer:
         """Evaluate the starting policy; a resumed run has the result in its checkpoint.
 
         Raises:
-            InputError: `checkpoint.best` is no metric that is measured, or the run was evaluated on another split.
+            InputError: `checkpoint.best` is no metric that is measured.
         """
         if self.state.before is None:
             first = self.evaluate()
             self.state.before, self.state.before_rows = first.metrics, first.rows
-            self.state.floor, self.state.split = self.evaluator.floor(), self.config.eval.split
+            self.state.floor = self.evaluator.floor()
+            self.state.measured_on = dict(self.evaluator.settings.measured_on)
             if self.state.floor:
                 with self.ranks.sync_errors("logging"):
                     self.tracker.log(self.state.floor, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
-        elif self.state.split != self.config.eval.split:
-            raise InputError(
-                f"config.eval.split: got {self.config.eval.split!r}, must be {self.state.split!r}, on which this run "
-                "was measured before training; go on with that, and report with tools/evaluate.py --checkpoint"
-            )
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
             self._saved = None  # the checkpoint has no score yet
@@ -271,7 +267,7 @@ class Trainer:
                     "after": with_intervals(after.metrics, changes),
                     **({"change_by_camera": by_camera} if by_camera else {}),
                     **({"floor": floor} if floor else {}),
-                    "split": self.state.split,
+                    "measured_on": self.state.measured_on,
                     "train_seconds": self.state.train_seconds,
                 }
             )

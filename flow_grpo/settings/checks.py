@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     _check_objective(config)
     _check_update(config)
     _check_sharding(config)
-    _check_counts_and_waits(config)
+    _check_waits(config)
     _warn_of_selection(config)
 
 
@@ -256,11 +256,8 @@ def _check_sharding(config: Config) -> None:
         raise refusal("dynamic_sampling.policy", "rebalance", f"{text}; pass --config.dynamic_sampling.policy=pad")
 
 
-def _check_counts_and_waits(config: Config) -> None:
-    evaluation, waits = config.eval, config.distributed
-    if evaluation.videos > evaluation.num_conditions:
-        text = f"must be at most eval.num_conditions={evaluation.num_conditions}; pass fewer videos or more conditions"
-        raise refusal("eval.videos", evaluation.videos, text)
+def _check_waits(config: Config) -> None:
+    waits = config.distributed
     if waits.dead_s and waits.control_s < 1.5 * waits.silent_s:
         text = "must be at least 1.5 x distributed.silent_s, or waiting ranks time out before the hanging one is named"
         way_out = f"pass --config.distributed.control_s={1.5 * waits.silent_s:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import importlib.util
@@ -28,22 +29,27 @@ PREFIX = "--config."
 SCHEMA = TypeAdapter(Config)
 
 
-def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] | None = None) -> Config:
     """Return the checked configuration of a recipe.
 
     Args:
         spec: "FILE:RECIPE"; the recipe is a function of the file that returns a ConfigDict made by `config/base.py`.
         overrides: words of the command line, "--config.sample.k=8" or "--config.sample.k", "8"; a true|false knob
             without a value is true.
+        kept: dotted path -> value of the knobs that keep the value of an earlier start instead of the recipe's.
 
     Raises:
         ConfigError: in one line, for anything that cannot work whatever the number of ranks.
     """
-    settings = _run_recipe(spec)
-    for path, text in _assignments(overrides):
-        _override(settings, path, text)
-    values = settings.to_dict()
+    values = _run_recipe(spec).to_dict()
     _check_complete(set(_paths(values)))
+    for path, value in (kept or {}).items():
+        _set(values, path, copy.deepcopy(value))
+    size = values["sample"]["k"]
+    for path, text in _assignments(overrides):
+        _set(values, path, _parsed(path, text))
+    if values["sample"]["num_image_per_prompt"] == size:  # follows k, as in the recipe, unless it was set itself
+        values["sample"]["num_image_per_prompt"] = values["sample"]["k"]
     try:
         config = SCHEMA.validate_python(values)
     except ValidationError as error:
@@ -56,6 +62,17 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Return a configuration as nested dicts of JSON's own types, so that it equals its copy read from a file."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
+
+
+def knob_values(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted path -> value of every knob that `to_dict` gave, knobs that no longer exist included."""
+    found: dict[str, Any] = {}
+    for path in _paths(plain):
+        value: Any = plain
+        for name in path.split("."):
+            value = value[name]
+        found[path] = value
+    return found
 
 
 def _run_recipe(spec: str) -> ConfigDict:
@@ -120,11 +137,11 @@ def _assignments(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield path, None
 
 
-def _override(settings: ConfigDict, path: str, text: str | None) -> None:
+def _parsed(path: str, text: str | None) -> Any:
+    """Return the value that a command line gives a knob, or an entry of a table."""
     kind = _kind(path)
     if kind is None:
         raise _unknown(path)
-    section, _, leaf = path.rpartition(".")
     text = "true" if text is None and kind is bool else text
     try:
         if text is None:
@@ -133,12 +150,19 @@ def _override(settings: ConfigDict, path: str, text: str | None) -> None:
     except ValueError:
         got, form = "no value" if text is None else f"{text!r:.200}", notation(kind)
         raise ConfigError(f"config.{path}: got {got}, must be {form}; pass {PREFIX}{path}={form}") from None
-    for name in filter(None, section.split(".")):
-        settings = settings[name]
-    try:
-        settings[leaf] = value
-    except ValueError as error:  # a ConfigDict takes no names with dots
-        raise ConfigError(f"config.{path}: got {text!r:.200}, must be names without dots; {error}") from None
+    return dict(sorted(value.items())) if isinstance(value, dict) else value
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    table = _table_of(path)
+    names = [*table.split("."), path.removeprefix(f"{table}.")] if table else path.split(".")
+    for name in names[:-1]:
+        values = values[name]
+    values[names[-1]] = value
+    if table:  # in the order of a recipe's, wherever the entry came from
+        ordered = sorted(values.items())
+        values.clear()
+        values.update(ordered)
 
 
 def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -160,10 +184,16 @@ def _check_complete(paths: set[str]) -> None:
 
 def _kind(path: str) -> Any:
     """Return the type of a knob, or of an entry of a table; None for any other path."""
-    table, _, _ = path.rpartition(".")
-    if path not in KNOBS and table in KNOBS and isinstance(KNOBS[table].default, dict):
+    table = _table_of(path)
+    if table:
         return get_args(KNOBS[table].kind)[1]
     return KNOBS[path].kind if path in KNOBS else None
+
+
+def _table_of(path: str) -> str:
+    """Return the knob of which a path names an entry, whose name may hold dots; "" for any other path."""
+    tables = (name for name, knob in KNOBS.items() if isinstance(knob.default, dict))
+    return next((table for table in tables if path.startswith(f"{table}.")), "")
 
 
 def _refused(found: ErrorDetails) -> ConfigError:

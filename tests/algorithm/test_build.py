@@ -73,6 +73,27 @@ def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, chang
     assert build.build_evaluator(config, None, build.dataset(config, "val"), Ranks()).settings.guidance == expected
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "eval.num_conditions=4",
+        "eval.num_steps=3",
+        "sample.shift=2",
+        "eval.guidance_scale=5",
+        "eval.gold=",
+        "data.reference=target",
+        "data.num_frames=9",
+    ],
+)
+def test_what_an_evaluation_depends_on_tells_different_ones_apart(world, change):
+    first, other = (
+        build.measured_on(config, build.held_out_data(config))
+        for config in (settings(world), settings(world, f"--config.{change}"))
+    )
+    assert first != other
+    assert first == build.measured_on(settings(world), build.held_out_data(settings(world)))
+
+
 def test_servers_and_their_timeouts_reach_the_rewards(world):
     address = "--config.reward.remote.judge=http://127.0.0.1:9"
     changes = "--config.reward.weights.remote:judge=1", "--config.reward.remote_timeout=7"

@@ -139,3 +139,16 @@ def test_the_fingerprint_tells_models_apart_by_name_shape_and_value():
     assert fingerprint(base) == fingerprint(ToyPolicy(0).net)
     assert fingerprint(base) != fingerprint(ToyPolicy(1).net)
     assert fingerprint(torch.nn.Linear(2, 3)) != fingerprint(torch.nn.Linear(3, 2))
+
+
+def test_metrics_before_and_after_are_measured_alike_or_not_compared(tmp_path):
+    state, _ = a_run(tmp_path)
+    state.measured_on, state.before = {"eval.num_conditions": 16, "eval.gold": "room_pose"}, {"eval/x": 1.5}
+    state.restore(state.save(tmp_path, keep=1, ranks=Ranks()), ranks=Ranks())
+    state.match_evaluation({"eval.num_conditions": 16, "eval.of_a_later_version": 1}, own=True)
+    other = {"eval.num_conditions": 64, "eval.gold": "room_pose"}
+    with pytest.raises(ValueError, match=r"^config.eval.num_conditions: got 64, must be 16, as when .*evaluate.py"):
+        state.match_evaluation(other, own=True)
+    assert state.before == {"eval/x": 1.5}
+    state.match_evaluation(other, own=False)
+    assert state.before is None and state.measured_on == {}

@@ -24,7 +24,7 @@ from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.ranks.process_group import InputError, Ranks
+from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
@@ -124,7 +124,7 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path):
         "checkpoint_000003",
     ]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "change_by_camera", "split", "train_seconds"}
+    assert set(summary) == {"before", "after", "change_by_camera", "measured_on", "train_seconds"}
     change = summary["after"]["eval/brightness"] - summary["before"]["eval/brightness"]
     low, high = summary["after"]["eval/brightness_ci95"]
     assert low < change < high
@@ -142,7 +142,7 @@ def test_a_resumed_run_gives_the_same_intervals_and_an_older_checkpoint_none(a_t
         path = checkpoint.published(tmp_path / "checkpoints")[-1]
         if older:
             found = checkpoint.load(path, identity={}, ranks=Ranks())
-            for name in ("before_rows", "floor", "split"):  # not in checkpoints of earlier versions
+            for name in ("before_rows", "floor", "measured_on"):  # not in checkpoints of earlier versions
                 found.state.pop(name)
             monkeypatch.setattr(checkpoint, "load", lambda *_, f=found, **__: f)
         other.state.restore(path, ranks=Ranks())
@@ -230,21 +230,6 @@ def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
     trainer.state.before = {"eval/brightness": 0.5}
     trainer.evaluate_before()
     assert trainer.collector.policy.calls == []
-
-
-def test_a_run_measured_on_one_split_does_not_go_on_with_the_other(a_trainer, tmp_path):
-    tuning, reporting = (dataclasses.replace(a_config().eval, split=split) for split in ("tune", "report"))
-    first = a_trainer(num_epochs=1, eval=tuning)
-    run(first)
-    assert json.loads((tmp_path / "summary.json").read_text())["split"] == "tune"
-    for settings, refused in (
-        (tuning, contextlib.nullcontext()),
-        (reporting, pytest.raises(InputError, match="'tune'")),
-    ):
-        other = a_trainer(num_epochs=2, eval=settings)
-        other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], ranks=Ranks())
-        with refused:
-            other.evaluate_before()
 
 
 def test_a_resumed_run_makes_up_once_for_an_evaluation_that_was_due_and_failed(a_trainer):

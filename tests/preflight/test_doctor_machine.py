@@ -177,15 +177,15 @@ def test_a_run_s_folder_must_be_one_for_all_ranks(tmp_path):
         node.mkdir()
     (told, why), _ = run_ranks(_looks, 2, [nodes[0], nodes[0]])
     assert told == "ok" and why.startswith("not checked")
-    (nodes[0] / "config.json").write_text("{}")
+    (nodes[0] / ".lock").write_text("{}")
     assert [told for told, _ in run_ranks(_looks, 2, [nodes[0], nodes[0]])] == ["ok", "ok"]
     assert [told for told, _ in run_ranks(_looks, 2, nodes)] == ["ok", "fail"]
-    (nodes[1] / "config.json").write_text("{'of': 'a run before'}")
+    (nodes[1] / ".lock").write_text("{'of': 'a run before'}")
     assert [told for told, _ in run_ranks(_looks, 2, nodes)] == ["ok", "fail"]
 
 
 def test_a_file_that_shows_up_late_is_waited_for(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".lock").write_text("{}")
     with mock.patch.object(machine, "_text", side_effect=["{}", "", "{}"]):
         found = machine.check_run_folder(tmp_path, Ranks(), timeout_s=5)
     assert found.status == "ok" and " is seen by " in found.measured

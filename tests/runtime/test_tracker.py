@@ -45,11 +45,10 @@ def video(tmp_path: Path) -> Path:
 def test_files_are_written_without_any_tracker(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, (), ALONE)
     tracker.log({"reward/mean": torch.tensor(0.5), "train/steps": 3}, 1)  # type: ignore[dict-item]
-    assert names(tmp_path / "run") == ["config.json", "metrics.csv", "metrics.jsonl"]
+    assert names(tmp_path / "run") == ["metrics.csv", "metrics.jsonl"]
     tracker.close()
-    assert names(tmp_path / "run") == ["config.json", "curves.png", "metrics.csv", "metrics.jsonl"]
+    assert names(tmp_path / "run") == ["curves.png", "metrics.csv", "metrics.jsonl"]
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5, "train/steps": 3}
-    assert json.loads((tmp_path / "run/config.json").read_text())["sample"] == {"k": 4, "sde_steps": [1, 2]}
 
 
 def test_curves_are_drawn_at_each_evaluation(tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ def load(settings: str) -> Config:
         (f"train.sharding=fsdp2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "policy=pad"]),
         (f"train.sharding=zero2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "'zero2'", "policy=pad"]),
         ("eval.split=tune", ["eval.split: got 'tune'", "data.tune_scenes is 0", "data.tune_scenes=16"]),
-        ("eval.num_conditions=3", ["eval.videos: got 4", "eval.num_conditions=3"]),
         ("distributed.silent_s=5400", ["distributed.control_s: got 3600", "1.5 x", "control_s=8100"]),
         ("reward.weights=target_view=0", ["reward.weights: got {'target_view': 0.0}", "nothing to learn"]),
         ("reward.weights=", ["reward.weights: got {}", "nothing to learn"]),

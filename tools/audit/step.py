@@ -207,10 +207,10 @@ def training_step(folder: Path) -> Record:
     }
     words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
     words += [f"--config.{name}={value}" for name, value in {**SMALL, **places}.items()]
-    config, recipe = train_grpo.read_command_line(words)
+    config, spec = train_grpo.read_command_line(words)
     with recording() as record:
         device, ranks = train_grpo.set_up_rank(config)
-        trainer = train_grpo.build(config, recipe, device, ranks)
+        trainer = train_grpo.build(config, spec, device, ranks)
         with trainer.progress:
             trainer.evaluate_before()
             train_grpo.train_epoch(trainer, 0)

@@ -21,13 +21,13 @@ from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
 from flow_grpo.preflight.doctor.probe import planned_keys
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints.run_lock import LOCK
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import Config
 
 GIB = 1024**3
 SHARED_MEMORY = Path("/dev/shm")  # loader workers hand over tensors here
 PREFETCHED = 3  # batches per loader worker at once: two prefetched, one in use
-RUN_FILE = "config.json"  # written by rank 0 when a run starts
 CACHED_S = 60.0  # network file systems cache the absence of a file this long by default
 ABSENT = "absent"  # not installed, or not by a package installer
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # their versions affect numbers
@@ -149,20 +149,22 @@ def _all_reduce_fault(place: torch.device, ranks: Ranks) -> str:
 
 
 def check_run_folder(folder: Path, ranks: Ranks, timeout_s: float = CACHED_S) -> Finding:
-    """Check that every rank sees the files that rank 0 writes; collective call: every rank must call it.
+    """Check that every rank sees the files that rank 0 writes, by its lock file, which differs from start to start.
+
+    Collective call: every rank must call it.
 
     Args:
         folder: of the run.
         ranks: this rank and its peers.
         timeout_s: how long a shared file system may take to show a new file.
     """
-    wanted = ranks.broadcast_text(_text(folder / RUN_FILE))
+    wanted = ranks.broadcast_text(_text(folder / LOCK))
     if not wanted:
-        return finding("run_folder", f"not checked: rank 0 has no {RUN_FILE} in {folder}")
+        return finding("run_folder", f"not checked: rank 0 has no {LOCK} in {folder}")
     deadline = time.monotonic() + timeout_s
-    while not (seen := _text(folder / RUN_FILE) == wanted) and time.monotonic() < deadline:
+    while not (seen := _text(folder / LOCK) == wanted) and time.monotonic() < deadline:
         time.sleep(min(1.0, timeout_s))
-    said = f"rank 0's {RUN_FILE} in {folder} is {'seen' if seen else 'not seen'} by {ranks.world_size} rank(s)"
+    said = f"rank 0's lock file {LOCK} in {folder} is {'seen' if seen else 'not seen'} by {ranks.world_size} rank(s)"
     way_out = "ranks write to different folders: put output_root on a file system that all nodes share"
     return finding("run_folder", said, fail="" if seen else way_out)
 

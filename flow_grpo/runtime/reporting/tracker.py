@@ -50,7 +50,7 @@ class Tracker:
         *,
         resumed_step: int | None = None,
     ) -> None:
-        """Open the run's files and trackers and write `config.json`.
+        """Open the run's files and trackers.
 
         Args:
             run_folder: outputs/<run_name>; its name is the run's name.
@@ -72,7 +72,6 @@ class Tracker:
         self._sinks: list[_Wandb | _Tensorboard] = []
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(run_folder / "config.json", json.dumps(config, indent=1, default=str))
             self._files = MetricFiles(run_folder, resumed_step)
             self._sinks = [_SINKS[name](run_folder, config, resumed_step) for name in libraries]
 

@@ -1,0 +1,152 @@
+"""With which configuration a run starts, and goes on: every start is on record in the run's folder.
+
+    outputs/first/config.json       the configuration of the latest start that began to train
+    outputs/first/starts/001.json   every start: command line, recipe, configuration, checkpoint, commit, versions
+
+A resumed run goes on with `config.json`, not with the recipe as it is now, and with the overrides on its command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.settings.errors import ConfigError
+from flow_grpo.settings.loading import knob_values, load_config, to_dict
+from flow_grpo.settings.schema import KNOBS, Config
+
+CONFIG, STARTS, CHECKPOINTS = "config.json", "starts", "checkpoints"
+OF_EACH_START = ("resume", "run_name", "output_root", "dry_run")  # knobs that are never taken from an earlier start
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """Return the configuration of a start, and lines that say what it takes from where.
+
+    A start that resumes takes the configuration of the checkpoint's run, with the overrides on top; only a new run that
+    begins from another run's checkpoint may name another recipe, and then takes that recipe's.
+
+    Args:
+        spec: "FILE:RECIPE".
+        overrides: words of the command line, as for `load_config`.
+
+    Raises:
+        ConfigError: in one line, for anything that cannot work whatever the number of ranks.
+    """
+    config = load_config(spec, overrides)
+    own = Path(config.output_root) / config.run_name
+    run = _resumed_run(config, own)
+    if run is None or not (run / CONFIG).is_file():
+        return config, []
+    known = knob_values(read_json_object(run / CONFIG, "restore it, or start afresh under another run_name"))
+    recipe = _recipe_of(run)
+    if recipe and _base_name(recipe) != _base_name(spec):
+        if run.resolve() == own.resolve():
+            raise ConfigError(
+                f"--config: got {spec}, must be {recipe}, from which the run {run} was started; pass that, and what is "
+                "to change as --config.KNOB=VALUE, or another --config.run_name"
+            )
+        lines = _changes(known, knob_values(to_dict(config)), f"differs from {run}, which was started from {recipe}")
+        return config, [f"new run from a checkpoint of {run}, with the configuration of {spec}", *lines]
+    kept = {path: value for path, value in known.items() if path in KNOBS and path not in OF_EACH_START}
+    in_recipe = knob_values(to_dict(load_config(spec)))
+    config = load_config(spec, overrides, kept)
+    now = knob_values(to_dict(config))
+    lines = [f"goes on with the configuration of {run}, started from {recipe or spec}"]
+    lines += _changes(known, now, "changed on the command line")
+    untouched = {path: value for path, value in now.items() if known.get(path) == value}
+    lines += _changes(in_recipe, untouched, "kept from the run, where the recipe says otherwise now (recipe -> run)")
+    lines += [f"  {path} is no knob any more: left out" for path in sorted(known.keys() - set(KNOBS))]
+    return config, lines
+
+
+def record(
+    run_folder: Path, config: Config, spec: str, *, checkpoint: Path | None, epoch: int, ranks: int, device: str
+) -> None:
+    """Write the record of a start; for one process only.
+
+    Args:
+        run_folder: of the run.
+        config: of this start.
+        spec: "FILE:RECIPE".
+        checkpoint: resumed from, or None.
+        epoch: finished epochs.
+        ranks: how many.
+        device: of rank 0, in words.
+    """
+    folder = run_folder / STARTS
+    folder.mkdir(parents=True, exist_ok=True)
+    start = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": shlex.join(sys.argv),
+        "recipe": spec,
+        "checkpoint": str(checkpoint or ""),
+        "epoch": epoch,
+        "ranks": ranks,
+        "device": device,
+        "commit": commit(),
+        "python": sys.version.split()[0],
+        "versions": {found.name: found.version for found in distributions()},
+        "config": to_dict(config),
+    }
+    write_atomically(folder / f"{len(_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
+
+
+def begin(run_folder: Path, config: Config) -> None:
+    """Make a start's configuration the run's: the next resume goes on with it. For one process only."""
+    write_atomically(run_folder / CONFIG, json.dumps(to_dict(config), indent=1))
+
+
+def commit() -> str:
+    """Return the commit of the code, with `+` where files differ from it; "" outside of a git repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.stdout.strip()
+
+
+def _resumed_run(config: Config, own: Path) -> Path | None:
+    """Return the folder of the run that a start resumes from; None for a fresh start."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if config.resume not in ("", "auto"):
+        return Path(config.resume).resolve().parent.parent
+    if config.run_name and (config.resume or restarted) and any((own / CHECKPOINTS).glob("checkpoint_*")):
+        return own
+    return None
+
+
+def _files(run_folder: Path) -> list[Path]:
+    return sorted((run_folder / STARTS).glob("[0-9]*.json"))
+
+
+def _recipe_of(run_folder: Path) -> str:
+    """Return the recipe of a run's latest start; "" where none is on record."""
+    files = _files(run_folder)
+    return str(read_json_object(files[-1], "remove it").get("recipe", "")) if files else ""
+
+
+def _base_name(spec: str) -> str:
+    """Return "FILE:RECIPE" without folders."""
+    return Path(spec).name
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], title: str) -> list[str]:
+    """Return the title and a line "knob: before -> after" for every knob that differs; [] where none does."""
+    lines = []
+    for path in sorted(after):
+        if path not in OF_EACH_START and before.get(path, after) != after[path]:
+            old = "not known" if path not in before else json.dumps(before[path])
+            lines.append(f"  {path}: {old} -> {json.dumps(after[path])}")
+    return [f"{title}:", *lines] if lines else []

@@ -1,0 +1,127 @@
+"""A run goes on with its own configuration, and every start is on record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flow_grpo.runtime import starts
+from flow_grpo.settings.errors import ConfigError
+from flow_grpo.settings.loading import load_config, to_dict
+from flow_grpo.settings.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY, OTHER = f"{ROOT}/tests/toy_recipe.py:toy", f"{ROOT}/config/grpo.py:tiny_recam"
+
+
+def words(root: Path, *knobs: str) -> list[str]:
+    return [f"--config.{knob}" for knob in (f"output_root={root}", "run_name=first", *knobs)]
+
+
+def started(root: Path, *knobs: str, name: str = "first", epoch: int = 10) -> Path:
+    """Return the folder of a run that was started with some knobs and saved a checkpoint."""
+    run = root / name
+    (run / "checkpoints" / f"checkpoint_{epoch:06d}").mkdir(parents=True)
+    config = load_config(TOY, words(root, *knobs))
+    starts.record(run, config, TOY, checkpoint=None, epoch=0, ranks=2, device="cpu")
+    starts.begin(run, config)
+    return run
+
+
+def again(root: Path, *knobs: str, spec: str = TOY) -> tuple[Config, list[str]]:
+    return starts.configuration(spec, words(root, *knobs))
+
+
+def test_a_resume_keeps_the_overrides_of_the_first_start(tmp_path):
+    started(tmp_path, "train.learning_rate=2e-4", "reward.weights.exposure=0.2", "sample.k=16")
+    config, said = again(tmp_path, "resume=auto", "num_epochs=300")
+    assert (config.train.learning_rate, config.reward.weights["exposure"], config.num_epochs) == (2e-4, 0.2, 300)
+    assert config.sample.num_image_per_prompt == config.sample.k == 16 and config.resume == "auto"
+    assert said[0] == f"goes on with the configuration of {tmp_path / 'first'}, started from {TOY}"
+    assert said[said.index("changed on the command line:") + 1] == "  num_epochs: 200 -> 300"
+    assert "  train.learning_rate: 0.0001 -> 0.0002" in said[said.index("  num_epochs: 200 -> 300") :]
+
+
+def test_overrides_of_a_resume_go_on_top_of_the_run_s_own_numbers(tmp_path):
+    started(tmp_path, "reward.weights=exposure=0.2,target_view=1", "sample.k=16")
+    config, said = again(tmp_path, "resume=auto", "reward.weights.exposure=0.5", "sample.k=8")
+    assert config.reward.weights == {"exposure": 0.5, "target_view": 1.0}
+    assert config.sample.num_image_per_prompt == config.sample.k == 8
+    assert '  reward.weights: {"exposure": 0.2, "target_view": 1.0} -> {"exposure": 0.5, "target_view": 1.0}' in said
+
+
+def test_a_resume_without_changes_equals_the_first_start(tmp_path):
+    run = started(tmp_path, "sample.sde_steps=1,2", "reward.gates.target_view=source_match:-0.5")
+    config, said = again(tmp_path, "resume=auto")
+    plain = to_dict(config)
+    assert plain | {"resume": ""} == json.loads((run / "config.json").read_text())
+    assert "changed on the command line:" not in said
+
+
+@pytest.mark.parametrize("knobs", [(), ("resume=",)])
+def test_a_fresh_start_takes_the_recipe_s(tmp_path, knobs):
+    started(tmp_path, "train.learning_rate=2e-4")
+    config, said = again(tmp_path, *knobs)
+    assert config == load_config(TOY, words(tmp_path, *knobs)) and said == []
+
+
+def test_a_run_without_checkpoints_starts_afresh_with_the_recipe_s(tmp_path):
+    (started(tmp_path, "seed=7") / "checkpoints" / "checkpoint_000010").rmdir()
+    assert again(tmp_path, "resume=auto")[0].seed == 0
+
+
+def test_a_restart_by_the_launcher_goes_on_with_the_run_s_own(tmp_path, monkeypatch):
+    started(tmp_path, "train.learning_rate=2e-4")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert again(tmp_path)[0].train.learning_rate == 2e-4
+
+
+def test_a_run_cannot_go_on_with_another_recipe(tmp_path):
+    started(tmp_path)
+    with pytest.raises(ConfigError, match=r"must be .*toy_recipe.py:toy, from which the run .*first was started"):
+        again(tmp_path, "resume=auto", spec=OTHER)
+
+
+def test_a_new_run_takes_the_configuration_of_the_checkpoint_s_run(tmp_path):
+    run = started(tmp_path, "train.learning_rate=2e-4", name="before")
+    config, said = again(tmp_path, f"resume={run}/checkpoints/checkpoint_000010", "seed=3")
+    assert (config.train.learning_rate, config.seed, config.run_name) == (2e-4, 3, "first")
+    assert said[0].startswith(f"goes on with the configuration of {run}")
+
+
+def test_a_new_run_may_begin_from_a_checkpoint_with_another_recipe_and_is_told_every_difference(tmp_path):
+    run = started(tmp_path, name="before")
+    config, said = again(tmp_path, f"resume={run}/checkpoints/checkpoint_000010", spec=OTHER)
+    assert config.data.root == load_config(OTHER).data.root
+    assert said[0] == f"new run from a checkpoint of {run}, with the configuration of {OTHER}"
+    assert any(line.startswith("  data.root: ") for line in said)
+
+
+def test_knobs_that_a_start_did_not_know_are_the_recipe_s_and_lost_ones_are_named(tmp_path):
+    run = started(tmp_path, "seed=7")
+    plain = json.loads((run / "config.json").read_text())
+    del plain["train"]["learning_rate"]
+    plain["train"]["momentum"] = 0.9
+    (run / "config.json").write_text(json.dumps(plain))
+    config, said = again(tmp_path, "resume=auto")
+    assert (config.seed, config.train.learning_rate) == (7, load_config(TOY).train.learning_rate)
+    assert "  train.learning_rate: not known -> 0.0001" in said
+    assert "  train.momentum is no knob any more: left out" in said
+
+
+def test_a_damaged_configuration_is_refused_in_one_line(tmp_path):
+    (started(tmp_path) / "config.json").write_text("[")
+    with pytest.raises(ValueError, match=r"^[^\n]*config.json is not JSON[^\n]*another run_name$"):
+        again(tmp_path, "resume=auto")
+
+
+def test_every_start_is_on_record(tmp_path):
+    run = started(tmp_path, "seed=7")
+    starts.record(run, load_config(TOY), TOY, checkpoint=run / "checkpoints/c", epoch=10, ranks=1, device="cpu")
+    first, second = (json.loads((run / "starts" / f"00{number}.json").read_text()) for number in (1, 2))
+    assert (first["config"]["seed"], first["checkpoint"], first["ranks"]) == (7, "", 2)
+    assert (second["config"]["seed"], second["epoch"]) == (0, 10)
+    assert second["checkpoint"] == str(run / "checkpoints/c") and "torch" in second["versions"]
+    assert first["command"] and first["recipe"] == TOY and first["commit"] == starts.commit() != ""
