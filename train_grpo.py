@@ -31,7 +31,8 @@ from flow_grpo.algorithm.groups.compare import RewardFaultError
 from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.run_state import RunState, common_identity
-from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.algorithm.stop_rules import BrokenPolicyError
+from flow_grpo.algorithm.trainer import NoSignalError, Trainer
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import Ema
@@ -89,10 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     trainer.leave()
                 else:
                     trainer.finish()
-            except (ShortageError, RewardFaultError, InputError) as error:
+            except (ShortageError, RewardFaultError, InputError, BrokenPolicyError, NoSignalError) as error:
                 if not isinstance(error, ShortageError):
                     trainer.rewind()
-                trainer.save()
+                if not isinstance(error, NoSignalError):
+                    trainer.save()
                 trainer.lock.release()
                 refuse(error, ranks)
                 return 2

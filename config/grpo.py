@@ -218,6 +218,7 @@ def tiny_recam_hacking() -> ConfigDict:
     config.max_minutes = 0.0
     config.eval.every = 10
     config.reward.weights = ConfigDict({"target_view": 0.0, "target_psnr": 0.0, "sharpness": 1.0})
+    config.train.stop_if = ()  # it is meant to break its policy
     return config
 
 

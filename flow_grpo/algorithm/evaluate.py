@@ -119,6 +119,11 @@ class Evaluator:
         self.settings = settings
         self.ranks = ranks
 
+    @property
+    def names(self) -> list[str]:
+        """The names of everything that scores, the gold estimator's included."""
+        return [*self.rewards.weights, *([] if self.gold is None else [self.gold.name])]
+
     def run(self, weights: AbstractContextManager[Any] | None = None) -> Evaluation:
         """Sample and measure every held-out condition (collective call).
 
@@ -176,8 +181,40 @@ class Evaluator:
             )
         )
 
+    def clips(
+        self, positions: Sequence[int], rows: Sequence[ConditionRow], weights: AbstractContextManager[Any] | None = None
+    ) -> list[Clip]:
+        """Sample some conditions once more, one by one, and return their clips on rank 0 (collective call).
+
+        Args:
+            positions: places in `rows`.
+            rows: of an evaluation with the same weights, for the captions.
+            weights: context entered while sampling.
+
+        Raises:
+            RuntimeError: on every rank, if any failed.
+        """
+        found: list[Clip] = []
+        if not positions:
+            return found
+        with weights or contextlib.nullcontext():
+            for position in positions:
+                conditions, latents = self._sample([position])
+                with self.ranks.sync_errors("evaluation"):
+                    if self.ranks.is_main:
+                        video = decode(self.policy, conditions, latents)[0]
+                        scores = {name: rows[position]["values"][name] for name in self.rewards.weights}
+                        found.append(make_clip(conditions[0], video, scores))
+        return found
+
     def _measure(self, positions: Sequence[int], rows: dict[int, ConditionRow], clips: list[Clip]) -> None:
-        """Sample and score one batch; errors are synchronised around the rollout, a collective call under FSDP2."""
+        """Sample and score one batch."""
+        conditions, latents = self._sample(positions)
+        with self.ranks.sync_errors("evaluation"):
+            self._score(positions, conditions, latents, rows, clips)
+
+    def _sample(self, positions: Sequence[int]) -> tuple[list[Condition], Tensor]:
+        """Return conditions and latents; errors are synchronised around the rollout, a collective call under FSDP2."""
         with self.ranks.sync_errors("evaluation"):
             indices = [self.indices[position] for position in positions]
             conditions = [self.dataset.condition(index, gid=index) for index in indices]
@@ -185,8 +222,7 @@ class Evaluator:
         with self.ranks.sync_errors("evaluation"):
             deterministic = RolloutSettings(self.settings.sigmas, SdeSettings("ode", 0.0), seed=key("eval", "noise"))
             samples = rollout(self.policy, conditions, conditioning, [()] * len(conditions), deterministic)
-        with self.ranks.sync_errors("evaluation"):
-            self._score(positions, conditions, samples.final_latents, rows, clips)
+        return conditions, samples.final_latents
 
     def _score(
         self,

@@ -65,6 +65,7 @@ class RunState:
         before_rows: the same condition by condition; None until measured, or from an earlier version's checkpoint.
         floor: `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
         measured_on: what the held-out metrics depend on besides the weights, see `EvalSettings`; {} until measured.
+        broken: which rule of `train.stop_if` the last epoch has broken, in words, or "".
         shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
         history: of the optimizer steps.
     """
@@ -82,6 +83,7 @@ class RunState:
     before_rows: list[ConditionRow] | None = None
     floor: dict[str, float] = dataclasses.field(default_factory=dict)
     measured_on: dict[str, str | float] = dataclasses.field(default_factory=dict)
+    broken: str = ""
     shortages: list[int] = dataclasses.field(default_factory=list)
     history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
 
@@ -100,6 +102,7 @@ class RunState:
             "before_rows": self.before_rows,
             "floor": self.floor,
             "measured_on": self.measured_on,
+            "broken": self.broken,
             "shortages": self.shortages,
             "bad_steps": self.history.bad_steps,
             "grad_norms": self.history.norms,
@@ -157,6 +160,7 @@ class RunState:
         self.shortages = list(state["shortages"])
         # Not, or not all, in checkpoints of earlier versions:
         self.measured_on, self.before_rows = state.get("measured_on", {}), state.get("before_rows")
+        self.broken = state.get("broken", "")
         self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
         self.history = UpdateHistory(
             taken=state.get("steps_taken", 0),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -130,6 +130,12 @@ def spread_metrics(spreads: dict[str, Spread], weights: dict[str, float], *, sha
     ratios = [spread.inside(shared=shared) / spread.floor for spread in used if spread.floor > 0]
     named = {"policy/credit_share": shares, "policy/spread_over_floor": ratios}
     return {name: min(finite) for name, all_of in named.items() if (finite := _finite(all_of))}
+
+
+def is_silent(spreads: Mapping[str, Spread], weights: Mapping[str, float], *, shared: bool) -> bool:
+    """Return whether no reward with a weight spreads more inside groups than its floor: nothing can be learned then."""
+    used = [spread for name, spread in spreads.items() if weights.get(name)]
+    return not any(spread.inside(shared=shared) > spread.floor for spread in used)
 
 
 def _finite(values: Sequence[float]) -> list[float]:

@@ -32,19 +32,29 @@ from flow_grpo.algorithm.groups.metrics import (
 from flow_grpo.algorithm.groups.subset import narrow
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
-from flow_grpo.algorithm.signal import measure_spread, spread_metrics
+from flow_grpo.algorithm.signal import is_silent, measure_spread, spread_metrics
+from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken
 from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.algorithm.verdict import best_and_worst, direction, in_summary, judge
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
-from flow_grpo.runtime.reporting.clips import log_clips, log_rows, training_clips
+from flow_grpo.runtime.reporting.clips import Clip, log_clips, log_rows, training_clips
 from flow_grpo.runtime.reporting.console import Progress, print_before_after
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.signals import EndRequest
+from flow_grpo.runtime.starts import next_commands
+from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.schema import Config, RewardConfig
+
+SHOWN = 2  # videos of the conditions that a run improved most, and of those that it improved least
+
+
+class NoSignalError(ValueError):
+    """The copies of a group do not differ; raised on every rank."""
 
 
 @dataclasses.dataclass
@@ -93,6 +103,7 @@ class Trainer:
         self._counted = 0.0
         self._saved = self._position() if self.from_own else None
         self._evaluated: tuple[int, Evaluation] | None = None
+        self._silent = False
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
 
     @property
@@ -200,9 +211,19 @@ class Trainer:
                 log_clips(self.tracker, self.run_folder / "videos", "train", clips, step)
 
     def evaluate_if_due(self) -> None:
-        """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console."""
-        held_out = self.evaluate().metrics if self._evaluation_is_due(self.state.finished) else {}
+        """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console.
+
+        Raises:
+            BrokenPolicyError: on every rank, if a rule of `train.stop_if` holds.
+        """
+        due = self._evaluation_is_due(self.state.finished)
+        evaluation = self.evaluate() if due else None
+        held_out = {} if evaluation is None else evaluation.metrics
         self.progress.finish_epoch(self.metrics | held_out)
+        changes = {} if evaluation is None else self._changes(evaluation)
+        means = {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
+        self.state.broken = broken(self.config.train.stop_if, self.metrics | held_out | means)
+        self._stop_if_broken()
 
     def save_if_due(self) -> None:
         """Save every `checkpoint.every` epochs."""
@@ -230,7 +251,10 @@ class Trainer:
 
         Raises:
             InputError: `checkpoint.best` is no metric that is measured.
+            NoSignalError: the rewards cannot tell the copies of a group apart.
+            BrokenPolicyError: a run that ended by `train.stop_if` is resumed as it was.
         """
+        self._stop_if_broken()
         if self.state.before is None:
             first = self.evaluate()
             self.state.before, self.state.before_rows = first.metrics, first.rows
@@ -240,6 +264,12 @@ class Trainer:
                 with self.ranks.sync_errors("logging"):
                     self.tracker.log(self.state.floor, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
+            if self._silent and self.config.doctor != "off" and self.config.num_epochs:
+                raise NoSignalError(
+                    "the copies of a group score the same within the rewards' own noise (policy/spread_over_floor), so "
+                    "nothing can be learned; raise sample.noise_level or sample.k, let earlier steps be stochastic "
+                    "(sample.sde_steps), choose other rewards, or pass --config.doctor=off to train in spite of it"
+                )
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
             self._saved = None  # the checkpoint has no score yet
@@ -252,17 +282,21 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Save, evaluate once more, and write the summary, the adapter and the before/after table."""
+        """Save, evaluate once more, write the adapter and the summary, and print table and verdict."""
         assert self.state.before is not None, "evaluate_before() comes first"
         self.save()
         after = self.evaluate()
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
-        by_camera = changes_by_camera(self.state.before_rows or (), after.rows)
+        verdict = judge(changes, self.evaluator.names, self.config.reward.weights)
+        best, worst = self._extreme_clips(after)
         with self.ranks.sync_errors("summary"):
+            files = [self._log_extremes(name, clips) for name, clips in (("best", best), ("worst", worst))]
+            by_camera = changes_by_camera(self.state.before_rows or (), after.rows)
             self.tracker.write_summary(
                 {
+                    "verdict": in_summary(verdict, *files),
                     "before": before,
                     "after": with_intervals(after.metrics, changes),
                     **({"change_by_camera": by_camera} if by_camera else {}),
@@ -273,6 +307,7 @@ class Trainer:
             )
             self.tracker.close()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
+        self.progress.say("\n".join([f"verdict: {verdict}", *_places(*files), *next_commands(self.run_folder)]))
 
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""
@@ -324,6 +359,33 @@ class Trainer:
         """Return the changes since the evaluation before training; none where its rows are not known."""
         return paired_changes(self.state.before_rows or (), evaluation.rows)
 
+    def _stop_if_broken(self) -> None:
+        if self.state.broken and self.config.train.stop_if:
+            raise BrokenPolicyError(
+                f"config.train.stop_if: {self.state.broken} after epoch {self.state.finished}: training has broken the "
+                f"policy, all is saved; go back with --config.resume={self.run_folder}/checkpoints/checkpoint_... and "
+                "a lower train.learning_rate or other rewards, or pass --config.train.stop_if= to go on"
+            )
+
+    def _extreme_clips(self, after: Evaluation) -> tuple[list[Clip], list[Clip]]:
+        """Return clips of the conditions that the run improved most and least (collective call)."""
+        name = self.config.checkpoint.best.removeprefix("-").removeprefix("eval/") or self.evaluator.names[-1]
+        sign = direction(name, self.evaluator.names) or 1
+        count = min(SHOWN, self.config.eval.videos)
+        best, worst = best_and_worst(self.state.before_rows or (), after.rows, name, sign, count)
+        clips = self.evaluator.clips([*best, *worst], after.rows, self._weights())
+        return clips[: len(best)], clips[len(best) :]
+
+    def _log_extremes(self, kind: str, clips: Sequence[Clip]) -> list[str]:
+        """Write clips as `videos/best_000130_1_...mp4`, show them in the trackers, and return their files."""
+        step, files = self.state.finished, []
+        for number, clip in enumerate(clips, start=1):
+            file = self.run_folder / "videos" / f"{kind}_{step:06d}_{number}_{clip.name}.mp4"
+            write_video(file, clip.video)
+            self.tracker.log_video(f"eval/{kind}_{number}", file, clip.caption, step)
+            files.append(str(file))
+        return files
+
     def _count_time(self) -> None:
         now = time.perf_counter()
         self.state.train_seconds += now - self._timed_until
@@ -349,9 +411,10 @@ class Trainer:
         if not groups or self.config.train.objective != "grpo":
             return {}
         policy, dataset, sampling = self.updater.policy, self.evaluator.dataset, self.collector.settings
-        rewards = self.collector.rewards
+        rewards, weights = self.collector.rewards, self.reward.weights
         spreads = measure_spread(policy, dataset, rewards, sampling, self.ranks, groups=groups, own=not shared)
-        return spread_metrics(spreads, self.reward.weights, shared=shared)
+        self._silent = is_silent(spreads, weights, shared=shared)
+        return spread_metrics(spreads, weights, shared=shared)
 
     def _has_evaluated(self) -> bool:
         """Return whether held-out metrics of the current state are on record."""
@@ -372,6 +435,12 @@ class Trainer:
     def _weights(self) -> AbstractContextManager[Any]:
         """Return a context that swaps in the weights to evaluate: their moving average if there is one."""
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
+
+
+def _places(best: Sequence[str], worst: Sequence[str]) -> list[str]:
+    """Return a line per video of the conditions that improved most and least."""
+    kinds = (("improved most", best), ("improved least", worst))
+    return [f"  {words}: {file}" for words, files in kinds for file in files]
 
 
 def _in_words(metrics: dict[str, float]) -> str:

@@ -107,6 +107,25 @@ def begin(run_folder: Path, config: Config) -> None:
     write_atomically(run_folder / CONFIG, json.dumps(to_dict(config), indent=1))
 
 
+def next_commands(run_folder: Path) -> list[str]:
+    """Return lines with the commands that use, measure and continue a run; [] without a record of its start."""
+    files = _files(run_folder)
+    if not files:
+        return []
+    start = read_json_object(files[-1], "remove it")
+    config, ranks = start["config"], start["ranks"]
+    launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
+    place = [f"--config.output_root={config['output_root']}"] if config["output_root"] != Config.output_root else []
+    again = [f"--config {start['recipe']} --config.resume=auto --config.run_name={run_folder.name}", *place]
+    again += [f"--config.num_epochs={2 * max(1, config['num_epochs'])}"]
+    again += ["--config.max_minutes=0"] if config["max_minutes"] else []
+    return [
+        f"  film your own video:  python tools/generate.py --run {run_folder} --source VIDEO --camera arc_left",
+        f"  measure it again:     python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}",
+        f"  train further:        {launcher} train_grpo.py {' '.join(again)}",
+    ]
+
+
 def commit() -> str:
     """Return the commit of the code, with `+` where files differ from it; "" outside of a git repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]

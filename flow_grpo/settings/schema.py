@@ -23,6 +23,7 @@ from flow_grpo.settings.values import (
     Gate,
     Int,
     Pattern,
+    Rule,
     RunName,
     Schedule,
     ServerName,
@@ -247,6 +248,11 @@ class TrainConfig(Section):
     )
     max_bad_steps: Int = knob(
         2, "consecutive optimizer steps skipped for a NaN or infinity before the run stops; zero2 stops at once", ge=0
+    )
+    stop_if: tuple[Rule, ...] = knob(
+        ("eval_change/target_view_psnr_db<-6", "eval/trans_err_m_valid<0.5", "policy/ratio_first_max_abs_log>1"),
+        "rules METRIC<BOUND or METRIC>BOUND: an epoch in which one holds has broken the policy, and the run saves and "
+        "stops; '' never",
     )
     clip_range: Float = knob(
         1e-3, "clip range of the ratio around 1; the ratio is a mean over latent elements, hence small", gt=0, lt=1

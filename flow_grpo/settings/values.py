@@ -75,6 +75,26 @@ def parse_bucket(text: str) -> tuple[int, int, int]:
     return int(match[1]), int(match[2]), int(match[3])
 
 
+def parse_rule(text: str) -> tuple[str, bool, float]:
+    """Return (metric, whether it must not fall below, bound) of "eval_change/rot_err_deg>2".
+
+    Raises:
+        ValueError: another form.
+    """
+    match = re.fullmatch(r"(\w+/[^<>\s]+)([<>])([-+.\de]+)", text)
+    try:
+        if match is not None:
+            return match[1], match[2] == "<", float(match[3])
+    except ValueError:
+        pass
+    raise ValueError("must be METRIC<BOUND or METRIC>BOUND; pass for example eval_change/target_view_psnr_db<-6")
+
+
+def _check_rule(value: str) -> str:
+    parse_rule(value)
+    return value
+
+
 # Strict types: True is not a number, and 8.0 is not a whole one.
 Bool = StrictBool
 Int = Annotated[StrictInt, _must(lambda value: abs(value) < 10**18, "must be a whole number of at most 18 digits")]
@@ -99,6 +119,7 @@ Bucket = Annotated[
     ),
 ]
 Pattern = Annotated[Text, AfterValidator(_compile)]
+Rule = Annotated[Text, AfterValidator(_check_rule)]
 Frames = Annotated[
     Int,
     _must(

@@ -19,7 +19,8 @@ from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
 from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.run_state import RunState
-from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.algorithm.stop_rules import BrokenPolicyError
+from flow_grpo.algorithm.trainer import NoSignalError, Trainer
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import checkpoint
@@ -124,7 +125,11 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path):
         "checkpoint_000003",
     ]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "change_by_camera", "measured_on", "train_seconds"}
+    assert set(summary) == {"verdict", "before", "after", "change_by_camera", "measured_on", "train_seconds"}
+    assert summary["verdict"]["overall"] in ("better", "worse", "unclear")
+    shown = [Path(file) for kind in ("best", "worst") for file in summary["verdict"][kind]]
+    assert [file.name.partition("_val")[0] for file in shown] == ["best_000003_1", "worst_000003_1"]
+    assert all(file.stat().st_size for file in shown)
     change = summary["after"]["eval/brightness"] - summary["before"]["eval/brightness"]
     low, high = summary["after"]["eval/brightness_ci95"]
     assert low < change < high
@@ -217,7 +222,8 @@ def test_the_same_state_is_evaluated_once(a_trainer):
     per_epoch = 2 * len(SIGMAS[:-1])
     replayed = 2 * 2 * 2 + 1  # epochs, micro-batches, window; the probe
     evaluations = 2
-    assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + evaluations * 6
+    shown = 2  # the best and the worst
+    assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + (evaluations + shown) * 6
 
 
 def test_training_videos_are_written_when_asked_for(a_trainer, tmp_path):
@@ -230,6 +236,35 @@ def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
     trainer.state.before = {"eval/brightness": 0.5}
     trainer.evaluate_before()
     assert trainer.collector.policy.calls == []
+
+
+def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resumed(a_trainer, tmp_path):
+    rules = ("policy/never_measured>0", "eval/brightness<0.9")
+    trainer = a_trainer(num_epochs=4, train=train_config(stop_if=rules))
+    trainer.evaluate_before()
+    epochs = trainer.epochs()
+    train_epoch(trainer, next(epochs))
+    with pytest.raises(BrokenPolicyError, match=r"eval/brightness is 0\.\d+, below 0\.9 after epoch 2: .* is saved"):
+        train_epoch(trainer, next(epochs))
+    trainer.save()
+    (path,) = checkpoint.published(tmp_path / "checkpoints")
+    for given, ends in (
+        (rules, pytest.raises(BrokenPolicyError, match="after epoch 2")),
+        ((), contextlib.nullcontext()),
+    ):
+        other = a_trainer(num_epochs=4, train=train_config(stop_if=given))
+        other.state.restore(path, ranks=Ranks())
+        with ends:
+            other.evaluate_before()
+
+
+def test_a_run_whose_copies_cannot_be_told_apart_does_not_begin(a_trainer):
+    settings = dataclasses.replace(a_config().eval, signal_groups=1)
+    for floor, doctor, ends in ((0.0, "fast", False), (10.0, "fast", True), (10.0, "off", False)):
+        trainer = a_trainer(eval=settings, doctor=doctor, num_epochs=1)
+        trainer.collector.rewards.rewards[0].floor = floor
+        with pytest.raises(NoSignalError, match="spread_over_floor") if ends else contextlib.nullcontext():
+            trainer.evaluate_before()
 
 
 def test_a_resumed_run_makes_up_once_for_an_evaluation_that_was_due_and_failed(a_trainer):

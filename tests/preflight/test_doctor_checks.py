@@ -209,3 +209,11 @@ def test_the_kl_starts_at_zero_rises_and_has_a_gradient(before, after, gradient,
 )
 def test_an_evaluation_guided_otherwise_than_training_warns(training, evaluation, expected):
     assert status(checks.check_guidance(training, evaluation)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shares", "wanted"),
+    [([], "ok"), ([0.004, 0.006, 90.0], "ok"), ([0.05], "warn"), ([0.3, 0.3, 0.001], "fail"), ([1e4], "fail")],
+)
+def test_a_rate_that_replaces_the_weights_fails(shares: list[float], wanted: str) -> None:
+    assert status(checks.check_rate(shares, 1e-4)) == wanted

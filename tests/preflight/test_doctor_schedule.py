@@ -93,3 +93,9 @@ def test_a_step_that_goes_the_wrong_way_fails(part):
 
     with mock.patch.object(sde, "coefficients", wrong):
         assert status(checks.check_ode_limit(SIGMAS, [1, 2], SdeSettings("flow", 0.7))) == "fail"
+
+
+def test_noise_that_explores_nothing_fails_with_the_knob_to_turn():
+    found = checks.check_steps(SIGMAS, [1, 2], SdeSettings("flow", 1e-4), None)
+    assert status(found) == "fail" and found.way_out.endswith("raise sample.noise_level")
+    assert status(checks.check_steps(SIGMAS, [1, 2], SdeSettings("constant", 0.3), None)) != "fail"

@@ -21,6 +21,7 @@ PROBE_FACTOR = 10.0  # how much larger the maximum over an epoch may be than ove
 SHARE_OF_CLIP = 0.1  # of clip_range that a mismatch may use up
 CLIP_USUAL = (1e-6, 1e-2)  # clip ranges of mean log-probabilities are 1e-5 to 1e-3, GRPO-Guard's 2e-6: a decade around
 EPS_FACTOR, SHARE_NEAR_EPS = 10.0, 0.05  # at 10 x adam_eps the eps makes Adam's step 9 % shorter
+LARGE_SHARE, DESTROYING_SHARE = 0.03, 0.2  # of a weight's size that one update moves it; recipes: 0.004 to 0.006
 BF16_KL = 1e-5  # rounding: 2^-9 of the velocity, at gains up to 1.5 a KL of 4e-6
 
 
@@ -216,6 +217,20 @@ def check_gradient_coverage(mode: str, norms: Sequence[Mapping[str, float]]) -> 
     return finding("gradient_coverage", said, fail=way_out if hard else "", warn=way_out)
 
 
+def check_rate(shares: Sequence[float], learning_rate: float) -> Finding:
+    """Check that one optimizer step does not replace the weights: Adam's first one moves every weight by its rate.
+
+    Args:
+        shares: learning rate / root mean square of every trained tensor that is not zero.
+        learning_rate: `train.learning_rate`.
+    """
+    share = float(torch.tensor(shares).median()) if shares else 0.0
+    said = f"one update moves a weight by {share:.2g} of its size (median of {len(shares)} tensors)"
+    way_out = f"lower train.learning_rate={learning_rate:g}"
+    destroys = f"one update replaces the weights: {way_out}" if share > DESTROYING_SHARE else ""
+    return finding("rate", said, fail=destroys, warn=way_out if share > LARGE_SHARE else "")
+
+
 def check_gradient_size(below: int, present: int, adam_eps: float) -> Finding:
     """Check that gradients are large beside Adam's eps, which shortens the step of those that are not.
 
@@ -245,14 +260,14 @@ def check_clip(log_ratios: Tensor, clip_range: float, updates: int) -> Finding:
     if not values.any():
         return finding("clip", said, fail="nothing moved: check train.learning_rate and model.trained")
     low, high = CLIP_USUAL
-    warn = ""
+    warn, all_clipped = "", share > 0.99 and updates > 1
     if not low <= clip_range <= high:
         warn = f"log-probabilities are means over latent elements: use {low:g} to {high:g}, not the 0.2 usual for sums"
     elif share > 0.5:
         warn = "most of the signal is clipped: lower train.learning_rate or raise train.clip_range"
     elif share == 0 and updates > 1:
         warn = "the clip never acts: lower train.clip_range towards the spread"
-    return finding("clip", said, warn=warn)
+    return finding("clip", said, fail=warn if all_clipped else "", warn=warn)
 
 
 def check_kl(coefficient: float, before: float, after: float, gradient: float, *, exact: bool) -> Finding:

@@ -105,7 +105,18 @@ def examine_weights(context: DoctorContext) -> list[Finding]:
     module, mode = context.policy.module, context.config.model.trained
     trained = sum(parameter.numel() for parameter in trained_parameters(module).values())
     adapters = checks.check_adapters(mode, len(adapted_modules(module)), trained)
-    return [adapters, equal_weights(context, "weights", "trained weights")]
+    return [adapters, equal_weights(context, "weights", "trained weights"), examine_rate(context)]
+
+
+def examine_rate(context: DoctorContext) -> Finding:
+    """Check the learning rates against the size of the weights they move; collective call: every rank must call it."""
+    sizes = []
+    for group in context.updater.optimizer.param_groups:
+        for parameter in group["params"]:
+            values = local(parameter).detach().float()
+            rms = float(values.square().mean().sqrt()) if values.numel() else 0.0
+            sizes += [group["lr"] / rms] if rms else []  # zero-initialised: a step of any size begins from nothing
+    return checks.check_rate(sizes, context.config.train.learning_rate)
 
 
 def equal_weights(context: DoctorContext, name: str, what: str) -> Finding:

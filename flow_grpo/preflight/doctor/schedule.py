@@ -18,6 +18,7 @@ from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, failed,
 
 GROUPS = 64  # groups whose stochastic steps are checked
 MAX_STD = 1.0  # of a step, in units of the latents: more than the noise at sigma = 1 destroys the video
+MIN_STD = 0.01  # of the largest step: below, a percent of the latents' size, the copies of a group are the same video
 MAX_EXCESS = 0.25  # noise above the level the network is told; Flow-SDE at 0.7 still works with 0.24
 VANISHING = 1e-4  # factor on the noise level for the ODE limit; the step's mean depends on its square
 ODE_TOLERANCE = 1e-5  # for latents of order 1: fp32 rounding and the remaining noise
@@ -100,7 +101,7 @@ def step_table(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: 
 
 
 def check_steps(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None) -> Finding:
-    """Check the noise of every step that may be trained: 0 < std <= 1, c >= 0, little excess noise."""
+    """Check the noise of every step that may be trained: enough to explore, 0 < std <= 1, c >= 0, little excess."""
     way_out = "lower sample.noise_level, set sample.max_step_std, or leave the step out of sample.sde_steps"
     try:
         table = step_table(sigmas, steps, sde, weights)
@@ -114,9 +115,11 @@ def check_steps(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights:
         said += f"\n{levels} {row.c:6.3f} {row.excess:+6.0%} {row.gain:6.3f} {row.weight:6.2f}"
     numbers = [value for row in table for value in dataclasses.astuple(row)]
     wild = not all(map(math.isfinite, numbers)) or not all(0 < row.std <= MAX_STD for row in table)
+    most = max(row.std for row in table)
+    silent = f"noise of at most {most:.2g} explores nothing: raise sample.noise_level" if most < MIN_STD else ""
     grainy = max(row.excess for row in table) > MAX_EXCESS
     grain = f"above {MAX_EXCESS:.0%} of excess noise late steps leave grain: {way_out}"
-    return finding("steps", said, fail=way_out if wild else "", warn=grain if grainy else "")
+    return finding("steps", said, fail=way_out if wild else silent, warn=grain if grainy else "")
 
 
 def check_ode_limit(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings) -> Finding:

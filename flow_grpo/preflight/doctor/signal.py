@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flow_grpo.algorithm.signal import Spread, measure_spread
+from flow_grpo.algorithm.signal import Spread, is_silent, measure_spread
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding, finding
 
@@ -36,10 +36,9 @@ def check_signal(spreads: Mapping[str, Spread], *, shared: bool) -> Finding:
         spreads: reward name -> spread.
         shared: the copies of the recipe share their initial noise.
     """
-    said, silent, uncredited = [], True, []
+    said, uncredited = [], []
     for name, spread in spreads.items():
         inside = spread.inside(shared=shared)
-        silent &= not inside > spread.floor
         line = f"{name} spreads {inside:.3g} inside groups (floor {spread.floor:.3g})"
         if not shared:
             line += f", {spread.credit_share:.0%} of its variance by recorded noise"
@@ -49,4 +48,5 @@ def check_signal(spreads: Mapping[str, Spread], *, shared: bool) -> Finding:
     more_noise = "raise sample.noise_level or let earlier steps be stochastic (sample.sde_steps)"
     way_out = f"the copies of a group score the same within measuring noise: {more_noise}"
     warn = f"below {LEAST_SHARE:.0%}: pass --config.sample.same_initial_noise=true, and {more_noise}"
+    silent = is_silent(spreads, dict.fromkeys(spreads, 1.0), shared=shared)
     return finding("signal", "; ".join(said), fail=way_out if silent else "", warn=warn if uncredited else "")

@@ -1,0 +1,102 @@
+"""What a run has achieved, in one word a metric and one for the run: better, worse or unclear, by paired intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flow_grpo.algorithm.changes import ConditionRow
+from flow_grpo.maths.bootstrap import Interval
+
+LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
+MORE_IS_BETTER = ("_db", "_valid", "located")  # and of those that are not: a PSNR in decibels, shares
+DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The verdict on a run.
+
+    Attributes:
+        overall: "better" or "worse" where the metrics that count agree, "mixed" where they do not, else "unclear".
+            Those that no reward of the training measures count; where there are none, all of them.
+        metrics: `eval/` name -> "better", "worse" or "unclear".
+    """
+
+    overall: str
+    metrics: dict[str, str]
+
+    def named(self, word: str) -> list[str]:
+        """Return the metrics with a verdict."""
+        return [name.removeprefix("eval/") for name, found in self.metrics.items() if found == word]
+
+    def __str__(self) -> str:
+        """Return the verdict in one line."""
+        said = "; ".join(f"{word}: {', '.join(names)}" for word in ("better", "worse") if (names := self.named(word)))
+        text = f"{self.overall} ({said or 'no metric has changed by more than its 95 % interval'})"
+        return f"{text}; {DO_NOT_USE}" if self.overall == "worse" else text
+
+
+def direction(name: str, rewards: Sequence[str]) -> int:
+    """Return 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where that is not known."""
+    short = name.removeprefix("eval/")
+    if short in rewards or short.endswith(MORE_IS_BETTER):
+        return 1
+    return -1 if short.endswith(LESS_IS_BETTER) else 0
+
+
+def judge(changes: Mapping[str, Interval], rewards: Sequence[str], weights: Mapping[str, float]) -> Verdict:
+    """Return the verdict on paired changes.
+
+    Args:
+        changes: `eval/` name -> change; one without an interval is unclear.
+        rewards: names of all that was measured, the gold estimator's included.
+        weights: reward -> weight in training.
+    """
+    found = {}
+    for name, change in changes.items():
+        sign = direction(name, rewards)
+        if sign:
+            low, high = sorted((sign * change.low, sign * change.high))
+            found[name] = "better" if low > 0 else "worse" if high < 0 else "unclear"
+    trained = [f"eval/{name}" for name, weight in weights.items() if weight]
+    independent = [found[name] for name in found if not any(f"{name}_".startswith(f"{own}_") for own in trained)]
+    words = set(independent or found.values()) - {"unclear"}
+    overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
+    return Verdict(overall, found)
+
+
+def best_and_worst(
+    before: Sequence[ConditionRow], after: Sequence[ConditionRow], name: str, sign: int, count: int
+) -> tuple[list[int], list[int]]:
+    """Return the places in `after` of the conditions that a metric improved most on, and least.
+
+    Args:
+        before: rows of the evaluation before training.
+        after: rows of the present one.
+        name: column of `ConditionRow.values`.
+        sign: 1 where more is better, -1 where less is.
+        count: of each, fewer where there are not twice as many conditions whose value has changed.
+    """
+    first = {(row["scene"], row["camera"]): row["values"] for row in before}
+    gains = []
+    for row in after:
+        earlier = first.get((row["scene"], row["camera"]), {})
+        gains.append(sign * (row["values"].get(name, math.nan) - earlier.get(name, math.nan)))
+    moved = [place for place, gain in enumerate(gains) if math.isfinite(gain) and gain]
+    order = sorted(moved, key=lambda place: -gains[place])
+    count = min(count, len(order) // 2)
+    return order[:count], order[len(order) - count :][::-1]
+
+
+def in_summary(verdict: Verdict, best: Sequence[str], worst: Sequence[str]) -> dict[str, Any]:
+    """Return the verdict as `summary.json` holds it, with the files of the best and the worst videos."""
+    return {
+        "overall": verdict.overall,
+        "in_words": str(verdict),
+        "metrics": verdict.metrics,
+        "best": list(best),
+        "worst": list(worst),
+    }

@@ -1,0 +1,91 @@
+"""The verdict follows from intervals, directions and what the rewards of the training did not measure."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flow_grpo.algorithm.verdict import DO_NOT_USE, best_and_worst, direction, judge
+from flow_grpo.maths.bootstrap import Interval
+
+REWARDS = ["target_view", "room_rot", "room_pose"]
+
+
+def change(mean: float, half: float = 0.1) -> Interval:
+    return Interval(mean, mean - half, mean + half, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "sign"),
+    [
+        ("eval/room_pose", 1),
+        ("eval/target_view_psnr_db", 1),
+        ("eval/rot_err_deg_valid", 1),
+        ("eval/located", 1),
+        ("eval/rot_err_deg", -1),
+        ("eval/trans_err_m", -1),
+        ("eval/view_disp_disp_px", -1),
+        ("eval/motion_mag_motion", 0),
+        ("eval/residual", 0),
+    ],
+)
+def test_rewards_and_shares_should_rise_errors_fall_and_of_the_rest_nothing_is_known(name, sign):
+    assert direction(name, REWARDS) == sign
+
+
+def test_a_change_counts_where_its_interval_excludes_nothing_having_changed():
+    changes = {
+        "eval/rot_err_deg": change(-0.2),
+        "eval/trans_err_m": change(-0.05),
+        "eval/room_pose": change(0.2),
+        "eval/target_view_psnr_db": Interval(3.0, math.nan, math.nan, 8, 1),
+        "eval/residual": change(5.0),
+    }
+    verdict = judge(changes, REWARDS, {"room_rot": 1.0})
+    assert verdict.metrics == {
+        "eval/rot_err_deg": "better",
+        "eval/trans_err_m": "unclear",
+        "eval/room_pose": "better",
+        "eval/target_view_psnr_db": "unclear",
+    }
+    assert str(verdict) == "better (better: rot_err_deg, room_pose)"
+
+
+@pytest.mark.parametrize(
+    ("rot", "reward", "weights", "overall"),
+    [
+        (0.3, 0.3, {"target_view": 1.0}, "worse"),  # the reward that was trained on rises, what judges it does not
+        (0.3, 0.3, {"target_view": 0.0}, "mixed"),
+        (-0.3, -0.3, {"target_view": 1.0}, "better"),
+        (0.0, 0.3, {"target_view": 1.0}, "unclear"),
+    ],
+)
+def test_what_was_trained_on_does_not_count_beside_what_was_not(rot, reward, weights, overall):
+    changes = {"eval/rot_err_deg": change(rot), "eval/target_view": change(reward)}
+    changes["eval/target_view_psnr_db"] = change(reward)
+    verdict = judge(changes, REWARDS, weights)
+    assert verdict.overall == overall and (DO_NOT_USE in str(verdict)) == (overall == "worse")
+
+
+def test_without_anything_else_the_trained_rewards_are_judged_on_held_out_conditions():
+    assert judge({"eval/target_view": change(-0.3)}, REWARDS, {"target_view": 1.0}).overall == "worse"
+    assert str(judge({}, REWARDS, {})) == "unclear (no metric has changed by more than its 95 % interval)"
+
+
+def test_a_reward_is_not_taken_for_another_whose_name_begins_alike():
+    changes = {"eval/room_rot": change(0.3), "eval/room_rotation_deg": change(0.3)}
+    assert judge(changes, REWARDS, {"room_rot": 1.0}).overall == "worse"
+
+
+def row(camera: str, value: float) -> dict:
+    return {"scene": "s", "camera": camera, "preset": "", "values": {"deg": value}}
+
+
+def test_best_and_worst_are_those_that_changed_most_in_the_better_and_the_worse_direction():
+    before = [row(name, 1.0) for name in "abcde"]
+    after = [row("c", 0.5), row("a", 0.9), row("e", math.nan), row("b", 2.0), row("d", 0.1), row("new", 0.0)]
+    assert best_and_worst(before, after, "deg", -1, 1) == ([4], [3])
+    assert best_and_worst(before, after, "deg", -1, 9) == ([4, 0], [3, 1])
+    assert best_and_worst(before, after, "deg", 1, 1) == ([3], [4])
+    assert best_and_worst([], after, "deg", 1, 2) == best_and_worst(before, after, "m", 1, 2) == ([], [])
