@@ -104,7 +104,7 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", log_videos_every=2)) == 0
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "floor", "measured_on", "train_seconds"}
+    assert set(summary) == {"verdict", "before", "after", "floor", "measured_on", "train_seconds"}
     for name in ("eval/target_view_psnr_db", "eval/trans_err_m", "eval/rot_err_deg"):
         assert {name} <= set(summary["before"]) & set(summary["after"])
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}

@@ -11,7 +11,7 @@ from flow_grpo.algorithm.changes import ConditionRow
 from flow_grpo.maths.bootstrap import Interval
 
 LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
-MORE_IS_BETTER = ("_db", "_valid", "located")  # and of those that are not: a PSNR in decibels, shares
+MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: likeness, shares
 DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
 
@@ -23,10 +23,12 @@ class Verdict:
         overall: "better" or "worse" where the metrics that count agree, "mixed" where they do not, else "unclear".
             Those that no reward of the training measures count; where there are none, all of them.
         metrics: `eval/` name -> "better", "worse" or "unclear".
+        measurable: whether there are intervals at all: a single scene gives none.
     """
 
     overall: str
     metrics: dict[str, str]
+    measurable: bool = True
 
     def named(self, word: str) -> list[str]:
         """Return the metrics with a verdict."""
@@ -35,7 +37,9 @@ class Verdict:
     def __str__(self) -> str:
         """Return the verdict in one line."""
         said = "; ".join(f"{word}: {', '.join(names)}" for word in ("better", "worse") if (names := self.named(word)))
-        text = f"{self.overall} ({said or 'no metric has changed by more than its 95 % interval'})"
+        if not said:
+            said = "no interval excludes 0" if self.measurable else "a single scene gives no intervals, see the table"
+        text = f"{self.overall} ({said})"
         return f"{text}; {DO_NOT_USE}" if self.overall == "worse" else text
 
 
@@ -65,7 +69,7 @@ def judge(changes: Mapping[str, Interval], rewards: Sequence[str], weights: Mapp
     independent = [found[name] for name in found if not any(f"{name}_".startswith(f"{own}_") for own in trained)]
     words = set(independent or found.values()) - {"unclear"}
     overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
-    return Verdict(overall, found)
+    return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()))
 
 
 def best_and_worst(

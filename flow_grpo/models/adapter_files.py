@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from flow_grpo.models.adapters import has_lora, trained_parameters
 from flow_grpo.models.model_files import WEIGHTS_FILE, read_tensors
 from flow_grpo.models.policy import Policy
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight, load_recam_transformer
+from flow_grpo.models.recam_transformer import (
+    VARIANT,
+    ReCamTransformer3DModel,
+    is_camera_weight,
+    load_recam_transformer,
+)
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
 
@@ -27,13 +32,45 @@ CAMERA_FILE = "camera_modules.safetensors"  # trained weights of the modules tha
 FILE_SIZE = "2GB"  # largest file of a transformer whose parameters are sharded
 CAMERA_COUNT = "camera_tensors"  # metadata key in both files: number of tensors in CAMERA_FILE
 
+CARD = "README.md"
+LORA_CARD = f"""---
+library_name: diffusers
+tags: [video-to-video, camera-control, lora]
+---
+An adapter trained with GRPO on a camera-controlled video-to-video model (ReCamMaster on Wan2.1).
+
+- `{LORA_FILE}`: adapters on modules that base Wan has. Plain diffusers loads them, **without camera control**:
+  `transformer.load_lora_adapter(folder, prefix=None, weight_name="{LORA_FILE}")`
+- `{CAMERA_FILE}`: the trained camera modules (cam_encoder, projector), which only this project's model has:
+
+      from flow_grpo.models.adapter_files import load_adapter
+      from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+      transformer = load_adapter(ReCamTransformer3DModel.from_pretrained("MODEL/transformer"), "THIS FOLDER")
+
+or `python tools/generate.py --model MODEL --adapter FOLDER --source VIDEO --camera arc_left`.
+"""
+TRANSFORMER_CARD = f"""---
+library_name: diffusers
+tags: [video-to-video, camera-control]
+---
+A whole transformer, trained with GRPO: ReCamMaster on Wan2.1, with camera modules (cam_encoder, projector) that plain
+diffusers' Wan does not have. Its weights are the variant `{VARIANT}`, so that `WanTransformer3DModel.from_pretrained`
+refuses the folder instead of loading it without camera control. Load it with this project's class:
+
+    from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+    transformer = ReCamTransformer3DModel.from_pretrained("THIS FOLDER")
+
+or `python tools/generate.py --model MODEL --adapter FOLDER --source VIDEO --camera arc_left`.
+"""
+
 
 def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None) -> None:
-    """Write the trained weights in diffusers format: the LoRA files, or without LoRA the whole transformer.
+    """Write the trained weights in diffusers format: the LoRA files, or without LoRA the whole transformer; and a card.
 
     `LORA_FILE` loads into diffusers' Wan transformer with `load_lora_adapter(folder, prefix=None,
-    weight_name=LORA_FILE)`; weights of the camera modules, which that model lacks, are in `CAMERA_FILE`. If parameters
-    are sharded, at most the adapters or one file of `FILE_SIZE` are gathered at a time.
+    weight_name=LORA_FILE)`; weights of the camera modules, which that model lacks, are in `CAMERA_FILE`. A transformer's
+    weights are a variant, which plain diffusers does not load by mistake. If parameters are sharded, at most the
+    adapters or one file of `FILE_SIZE` are gathered at a time.
 
     Args:
         policy: whose module is saved.
@@ -58,7 +95,10 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
     else:
         with ranks.sync_errors("saving the transformer"):
             if ranks.is_main:
-                network.save_pretrained(str(folder))  # type: ignore[operator]
+                network.save_pretrained(str(folder), variant=VARIANT)  # type: ignore[operator]
+    with ranks.sync_errors("saving the adapter (card)"):
+        if ranks.is_main:
+            (folder / CARD).write_text(LORA_CARD if has_lora(network) else TRANSFORMER_CARD, encoding="utf-8")
 
 
 def _gathered(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
@@ -89,7 +129,7 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
     """Write a sharded transformer like diffusers' `save_pretrained`, gathering one file at a time."""
     state = network.state_dict()
     meta = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
-    stem = WEIGHTS_FILE.removesuffix(".safetensors")
+    stem = f"{WEIGHTS_FILE.removesuffix('.safetensors')}.{VARIANT}"
     plan = split_torch_state_dict_into_shards(
         meta, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_SIZE
     )
@@ -105,7 +145,9 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
             (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
             if plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-                (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+                (folder / f"{WEIGHTS_FILE}.index.{VARIANT}.json").write_text(
+                    json.dumps(index, indent=2, sort_keys=True)
+                )
 
 
 def load_adapter(

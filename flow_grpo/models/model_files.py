@@ -31,7 +31,7 @@ def check_component(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / 'config.json'} is missing; give a model folder in diffusers layout")
     check_json(folder)
     weights = set(folder.glob("*.safetensors"))
-    for index in folder.glob("*.safetensors.index.json"):
+    for index in folder.glob("*.safetensors.index*.json"):
         weights |= {folder / name for name in read_index(index).values()}
     if not weights:
         raise ValueError(f"no weights in {folder}: expected .safetensors files; download the folder again")

@@ -9,7 +9,7 @@ frame, L prompt tokens.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.configuration_utils import register_to_config
@@ -22,6 +22,9 @@ from torch.nn import functional
 from flow_grpo.models.model_files import check_component
 
 CAMERA_MODULES = ("cam_encoder", "projector")
+# In the names of an exported transformer's weights, as of any diffusers variant: plain Wan does not find them, which
+# would otherwise load all but the camera modules, with a warning.
+VARIANT = "recam"
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -115,6 +118,18 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
     _repeated_blocks = ["ReCamTransformerBlock"]  # noqa: RUF012
     # The base class's context-parallel plan would shard the tokens but not the camera, which is per whole frame.
     _cp_plan = None  # type: ignore[assignment]
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **settings: Any) -> ReCamTransformer3DModel:
+        """Load a folder as diffusers does, an exported transformer (`save_adapter`) included.
+
+        Raises:
+            OSError: it holds no weights.
+        """
+        if any(Path(folder, settings.get("subfolder") or "").glob(f"*.{VARIANT}*")):
+            settings = {"variant": VARIANT} | settings
+        loaded: Any = super().from_pretrained(str(folder), **settings)
+        return cast(ReCamTransformer3DModel, loaded)
 
     # diffusers saves and restores the configuration through this signature: every field of config.json must be a
     # parameter of its own.

@@ -70,7 +70,12 @@ def test_what_was_trained_on_does_not_count_beside_what_was_not(rot, reward, wei
 
 def test_without_anything_else_the_trained_rewards_are_judged_on_held_out_conditions():
     assert judge({"eval/target_view": change(-0.3)}, REWARDS, {"target_view": 1.0}).overall == "worse"
-    assert str(judge({}, REWARDS, {})) == "unclear (no metric has changed by more than its 95 % interval)"
+    assert str(judge({"eval/target_view": change(0.0)}, REWARDS, {})) == "unclear (no interval excludes 0)"
+
+
+def test_a_single_scene_gives_no_verdict_and_says_why():
+    found = judge({"eval/target_view": Interval(3.0, math.nan, math.nan, 8, 1)}, REWARDS, {})
+    assert str(found) == "unclear (a single scene gives no intervals, see the table)"
 
 
 def test_a_reward_is_not_taken_for_another_whose_name_begins_alike():
