@@ -68,9 +68,9 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
     """Write the trained weights in diffusers format: the LoRA files, or without LoRA the whole transformer; and a card.
 
     `LORA_FILE` loads into diffusers' Wan transformer with `load_lora_adapter(folder, prefix=None,
-    weight_name=LORA_FILE)`; weights of the camera modules, which that model lacks, are in `CAMERA_FILE`. A transformer's
-    weights are a variant, which plain diffusers does not load by mistake. If parameters are sharded, at most the
-    adapters or one file of `FILE_SIZE` are gathered at a time.
+    weight_name=LORA_FILE)`; weights of the camera modules, which that model lacks, are in `CAMERA_FILE`. A
+    transformer's weights are a variant, which plain diffusers does not load by mistake. If parameters are sharded, at
+    most the adapters or one file of `FILE_SIZE` are gathered at a time.
 
     Args:
         policy: whose module is saved.
