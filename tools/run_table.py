@@ -4,7 +4,8 @@ r"""Compare kinds of runs, several seeds each, by their evaluations before and a
         --runs "sharpness alone=outputs/hack_0,outputs/hack_1" "with target_view=outputs/cure_0,outputs/cure_1"
 
 prints a Markdown table with a row per kind and metric: the value of the first evaluation, those of each run's last
-evaluation in the given order, and the mean change. Exit code: 0, or 2 for missing runs or metrics.
+evaluation in the given order, and the mean change. Exit code: 0, or 2 for missing runs or metrics, and for runs that
+were measured on other conditions or otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ def kind(text: str) -> tuple[str, list[Path]]:
 
 
 def table(kinds: dict[str, list[Path]], metrics: Sequence[str]) -> list[str]:
-    """Return the Markdown lines: per kind and metric the first value, each run's last value, and the mean change."""
+    """Return the Markdown lines: per kind and metric the first value, each run's last value, and the mean change.
+
+    Raises:
+        ValueError: a run is missing or lacks a metric, or two were measured otherwise.
+    """
+    check_same_evaluation([folder for folders in kinds.values() for folder in folders])
     rows = []
     for name, folders in kinds.items():
         for metric in metrics:
@@ -52,6 +58,21 @@ def table(kinds: dict[str, list[Path]], metrics: Sequence[str]) -> list[str]:
             change = sum(last - first for first, last in ends) / len(ends)
             rows.append([name, f"`{metric}`", before, after, f"{change:+.3g}"])
     return markdown_table(["runs", "metric", "before", "after, by run", "mean change"], rows)
+
+
+def check_same_evaluation(folders: Sequence[Path]) -> None:
+    """Raise a ValueError for two complete runs that were measured on other conditions or otherwise."""
+    first, expected = "", {}
+    for folder in folders:
+        file = folder / "summary.json"
+        found = json.loads(file.read_text(encoding="utf-8")).get("measured_on", {}) if file.is_file() else {}
+        first, expected = (first, expected) if expected else (str(folder), found)
+        for knob in sorted(expected.keys() & found.keys()):
+            if found[knob] != expected[knob]:
+                raise ValueError(
+                    f"{first} and {folder} were measured with {knob} {expected[knob]!r} and {found[knob]!r} and cannot "
+                    "be compared; give runs with the same"
+                )
 
 
 def first_and_last(folder: Path, metric: str) -> tuple[float, float]:

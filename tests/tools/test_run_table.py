@@ -40,3 +40,12 @@ def test_a_row_has_the_first_value_the_last_of_every_run_and_the_mean_change(run
 def test_what_is_not_there_is_one_line(runs, capsys, metric, given, message):
     assert run_table.main(["--metrics", metric, "--runs", given.format(runs=runs)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_runs_that_were_measured_otherwise_are_not_put_beside_each_other(runs, capsys):
+    command = ["--metrics", "eval/x", "--runs", f"one={runs / 'a'}", f"other={runs / 'b'}"]
+    (runs / "a" / "summary.json").write_text(json.dumps({"measured_on": {"eval.num_conditions": 4, "eval.gold": ""}}))
+    for count, code in ((4, 0), (8, 2)):
+        (runs / "b" / "summary.json").write_text(json.dumps({"measured_on": {"eval.num_conditions": count}}))
+        assert run_table.main(command) == code
+    assert "were measured with eval.num_conditions 4 and 8 and cannot be compared" in capsys.readouterr().err
