@@ -260,23 +260,35 @@ def test_the_tracker_of_the_recipe_goes_offline_by_itself(run):
 
 
 def test_rank_0_prints_the_group_structure_with_the_recipe_s_shapes(run):
-    words = ("[Batch ", "合并后", "  latents", "  log_probs", "  target_cameras", "总样本数", "期望的", "k (", "Gather")
-    lines = [line for line in run.lines if line.startswith((*words, "每个"))]
+    words = (
+        "[Batch ",
+        "合并后",
+        "  latents",
+        "  log_probs",
+        "  target_cameras",
+        "  总样本数",
+        "  期望的",
+        "  k (",
+        "Gather",
+    )
+    lines = [line for line in run.lines if line.startswith((*words, "  每个"))]
     prompts = [re.fullmatch(r"\[Batch (\d)\] Prompts \(前30字符\): \['(.+)', '(.+)'\]", line) for line in lines[: E.nb]]
     assert [match and int(match[1]) for match in prompts] == list(range(E.nb))
     assert lines[E.nb :] == [
         "合并后的samples形状（验证k个副本的分布）:",
-        f"  latents: {[E.local, E.K, *E.latent]}",
-        f"  log_probs: {[E.local, E.K]}",
-        f"  target_cameras: {[E.local, E.latent[1], CAMERA]}",
-        f"总样本数（当前GPU）: {E.local}",
-        f"期望的总样本数: {E.local}",
-        f"k (group_size): {E.k}",
+        f"  latents: torch.Size({[E.local, E.K, *E.latent]})",
+        f"  log_probs: torch.Size({[E.local, E.K]})",
+        f"  target_cameras: torch.Size({[E.local, E.latent[1], CAMERA]})",
+        f"  总样本数（当前GPU）: {E.local}",
+        f"  期望的总样本数: {E.local}",
+        f"  k (group_size): {E.k}",
         f"Gather后的总样本数（所有GPU）: {E.W * E.local}",
-        f"k (group_size): {E.k}",
-        f"期望的唯一样本数: {E.W * E.local // E.k}",
-        f"每个唯一样本应该有 {E.k} 个副本",
+        f"  k (group_size): {E.k}",
+        f"  期望的唯一样本数: {E.W * E.local // E.k}",
+        f"  每个唯一样本应该有 {E.k} 个副本",
     ]
+    groups = [line for line in run.lines if line.startswith("  group ")]
+    assert len(groups) == E.W * E.local // E.k and all(line.count(" on rank ") == E.k for line in groups)
 
 
 def test_every_rank_holds_the_keys_in_the_recipe_s_shapes(run):

@@ -53,7 +53,7 @@ def repeat_over_steps(values: Tensor, steps: int) -> Tensor:
 
 
 def prompt_line(number: int, prompts: Sequence[str]) -> str:
-    """Return the line that shows which prompts a rank holds in batch `number` of the epoch."""
+    """Return the line that shows which prompts a rank has sampled in batch `number` of the epoch."""
     return f"[Batch {number}] Prompts (前30字符): {[prompt[:SHOWN] for prompt in prompts]}"
 
 
@@ -66,14 +66,14 @@ def merged_lines(views: Sequence[dict[str, object]], expected: int, k: int) -> l
         k: group size.
     """
     names = ("latents", "log_probs", "target_cameras")
-    shapes = [f"  {name}: {list(view[name].shape)}" for view in views for name in names]  # type: ignore[attr-defined]
+    shapes = [f"  {name}: {view[name].shape}" for view in views for name in names]  # type: ignore[attr-defined]
     total = sum(len(view["prompts"]) for view in views)  # type: ignore[arg-type, misc]
     return [
         "合并后的samples形状（验证k个副本的分布）:",
         *shapes,
-        f"总样本数（当前GPU）: {total}",
-        f"期望的总样本数: {expected}",
-        f"k (group_size): {k}",
+        f"  总样本数（当前GPU）: {total}",
+        f"  期望的总样本数: {expected}",
+        f"  k (group_size): {k}",
     ]
 
 
@@ -81,9 +81,32 @@ def gathered_lines(total: int, k: int) -> list[str]:
     """Return the lines that show the counts gathered from all ranks."""
     return [
         f"Gather后的总样本数（所有GPU）: {total}",
-        f"k (group_size): {k}",
-        f"期望的唯一样本数: {total // k}",
-        f"每个唯一样本应该有 {k} 个副本",
+        f"  k (group_size): {k}",
+        f"  期望的唯一样本数: {total // k}",
+        f"  每个唯一样本应该有 {k} 个副本",
+    ]
+
+
+def group_lines(gids: Tensor, slots: Tensor, indices: Tensor, world_size: int) -> list[str]:
+    """Return a line per group that shows which rank holds which copy, in the order of the groups.
+
+    Args:
+        gids: (N,) int64 group of every sample in gathered order, N / W per rank.
+        slots: (N,) int64 copy number.
+        indices: (N,) int64 position of the condition in the data set. One that is drawn twice gives two groups.
+        world_size: W.
+    """
+    places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    per_rank = len(gids) // world_size
+    for row, (gid, slot, index) in enumerate(zip(gids.tolist(), slots.tolist(), indices.tolist(), strict=True)):
+        places.setdefault((gid, index), []).append((slot, row // per_rank))
+    groups = Counter(index for _, index in places)
+    return [
+        f"  group {gid}, condition {index}"
+        + (f" (in {groups[index]} groups)" if groups[index] > 1 else "")
+        + ": "
+        + ", ".join(f"copy {slot} on rank {rank}" for slot, rank in sorted(copies))
+        for (gid, index), copies in sorted(places.items())
     ]
 
 

@@ -43,6 +43,15 @@ def test_the_gathered_samples_are_counted_in_groups():
     assert [line.rpartition(": ")[2] for line in debug_print.gathered_lines(32, 4)[:3]] == ["32", "4", "8"]
 
 
+def test_every_group_s_copies_are_shown_with_their_ranks_and_a_condition_drawn_twice_is_said_so():
+    gids, slots = torch.tensor([4, 3, 5, 3, 4, 5]), torch.tensor([0, 0, 0, 1, 1, 1])
+    assert debug_print.group_lines(gids, slots, torch.tensor([7, 9, 9, 9, 7, 9]), 3) == [
+        "  group 3, condition 9 (in 2 groups): copy 0 on rank 0, copy 1 on rank 1",
+        "  group 4, condition 7: copy 0 on rank 0, copy 1 on rank 2",
+        "  group 5, condition 9 (in 2 groups): copy 0 on rank 1, copy 1 on rank 2",
+    ]
+
+
 def test_the_local_count_is_asserted_always():
     debug_print.check_merged(4, 4)
     with pytest.raises(AssertionError, match="holds 3 samples of the epoch, expected 4"):

@@ -143,7 +143,7 @@ def test_a_group_with_two_missing_values_is_left_out_whole():
     assert (metrics["dyn/discarded_valid"], metrics["dyn/padded_samples"]) == (12, 16)
 
 
-def test_rank_0_prints_the_shortage_once_and_every_rank_its_own_lines():
+def test_rank_0_prints_the_rounds_once_and_every_rank_its_own_lines():
     results = scenario([12, 2, 1, 0])
     printed = [line for line in results[0]["lines"] if line.startswith("[DynSample] ")]
     assert printed == [
@@ -152,7 +152,6 @@ def test_rank_0_prints_the_shortage_once_and_every_rank_its_own_lines():
         "[DynSample] Resample #2/3: global_collected=56/64, need 8 more",
         "[DynSample] Resample #3/3: global_collected=60/64, need 4 more",
         "[DynSample] Insufficient valid samples: 60/64 after 3 resample(s). Falling back to original batch.",
-        "[DynSample] ⚠️ Shortage: 4/64 samples missing",
         "[DynSample] Fallback: Using original batch with 4 invalid groups",
     ]
     for rank, result in enumerate(results):
@@ -338,15 +337,16 @@ def test_groups_are_judged_behind_the_gates_and_by_the_weights_of_the_epoch():
     assert [g.kind for g in sampling.groups(judged, 0, reward)] == ["valid", "valid", "flat", "flat"]
 
 
-def test_frequent_fallbacks_are_warned_about_once():
+def test_frequent_fallbacks_are_warned_about_once_through_logging(caplog):
     ranks, history, lines = Ranks(), [0] * (WINDOW - 5), []
     often = int(TOO_OFTEN * WINDOW) + 1
     for _ in range(often + 3):
         rounds = Rounds(ranks, kinds_of([0, 0], 4), local=16)
         sampling = dynamic(ranks, local=16, max_resample_times=1, say=lines.append)
         _, metrics = choose(sampling, rounds, history)
-    warnings = [line for line in lines if "of the last 20 epochs" in line]
-    assert len(warnings) == 1
+    warnings = [message for message in caplog.messages if "of the last 20 epochs" in message]
+    assert len(warnings) == 1 and not any("⚠️" in line for line in lines)
+    assert caplog.messages.count("[DynSample] ⚠️ Shortage: 16/16 samples missing") == often + 3
     assert "fell short in 5 of the last 20 epochs" in warnings[0]
     assert "max_resample_times" in warnings[0] and "more than 0.0001 in scripted" in warnings[0]
     assert metrics["dyn/fallback_rate"] == sum(history) / WINDOW == 8 / 20

@@ -137,7 +137,7 @@ def check(gathered: Gathered, sample: SampleConfig, ranks: Ranks) -> None:
 def show_gathered(
     batches: Sequence[ScoredBatch], gathered: Gathered, sample: SampleConfig, ranks: Ranks, weights: dict[str, float]
 ) -> None:
-    """Print the gathered counts on rank 0, from rewards that were exchanged (collective call).
+    """Print the gathered counts and every group's places on rank 0, from what was exchanged (collective call).
 
     The average reward is repeated over the recorded steps for this print only: an advantage has one value per sample.
     """
@@ -146,7 +146,8 @@ def show_gathered(
     everyone = ranks.all_gather(debug_print.repeat_over_steps(average, steps).cpu())
     assert everyone.shape == (len(gathered.gids), steps)
     if ranks.is_main:
-        debug_print.show(debug_print.gathered_lines(len(everyone), sample.k))
+        groups = debug_print.group_lines(gathered.gids, gathered.slots, gathered.indices, ranks.world_size)
+        debug_print.show([*debug_print.gathered_lines(len(everyone), sample.k), *groups])
 
 
 def in_epoch(config: RewardConfig, epoch: int) -> RewardConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,6 +24,8 @@ from flow_grpo.settings.schema import DynamicSamplingConfig, RewardConfig
 
 WINDOW = 20  # epochs over which the fallback rate is taken
 TOO_OFTEN = 0.2  # fallback rate above which the log warns
+
+_log = logging.getLogger(__name__)
 
 SampleRound = Callable[[int], tuple[Sequence[ScoredBatch], Gathered]]
 
@@ -152,7 +155,7 @@ class DynamicSampling:
         if _too_often(shortages) and not warned:
             names = [self.config.metric] if self.config.metric else [n for n, w in reward.weights.items() if w]
             floors = ", ".join(f"{max(self.floors[name], reward.flat_eps):g} in {name}" for name in names)
-            self._main(
+            self._warn(
                 f"⚠️ The pool fell short in {sum(shortages)} of the last {WINDOW} epochs. Look at "
                 f"reward/*_group_range_p50 (a group counts when it ranges over more than {floors}), "
                 "reward/*_valid (do samples fail?) and the data (conditions all easy or all hopeless?); or raise "
@@ -180,7 +183,7 @@ class DynamicSampling:
         self._main(f"Rank 0: ✅ Using {held} after {resamples} resample(s)")
 
     def _say_shortage(self, decision: Decision) -> None:
-        self._main(f"⚠️ Shortage: {self.target - decision.valid}/{self.target} samples missing")
+        self._warn(f"⚠️ Shortage: {self.target - decision.valid}/{self.target} samples missing")
 
     def _progress(self, decision: Decision) -> str:
         return f"{min(decision.valid, self.target)}/{self.target}"
@@ -188,6 +191,10 @@ class DynamicSampling:
     def _main(self, text: str) -> None:
         if self.ranks.is_main:
             self.say(f"[DynSample] {text}")
+
+    def _warn(self, text: str) -> None:
+        if self.ranks.is_main:
+            _log.warning("[DynSample] %s", text)
 
     def _every(self, what: str, text: str) -> None:
         self.say(f"[DynSample-{what}] Rank {self.ranks.rank}: {text}")

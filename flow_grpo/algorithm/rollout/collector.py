@@ -109,7 +109,10 @@ class Collector:
                 prefixes = shared_prefixes(self.policy, known, gids, self.settings, self.ranks, sync_errors)
         with ScoringQueue(self.policy, self.rewards, clock, overlap=self.settings.overlap).open() as queue:
             with sync_errors():
-                sampled = [self._roll_out(*batch, prefixes, clock, queue) for batch in encoded]
+                sampled = []
+                for number, batch in enumerate(encoded):
+                    sampled.append(self._roll_out(*batch, prefixes, clock, queue))
+                    self._print([debug_print.prompt_line(number, [condition.prompt for condition in batch[1]])])
             with sync_errors():
                 rewards = queue.rewards()
                 batches = merge_sizes([conditions for _, conditions, _ in encoded], sampled, rewards)
@@ -136,11 +139,9 @@ class Collector:
     def _fetch(self, clock: Clock) -> list[Condition]:
         """Take the conditions of the next `num_batches_per_epoch` steps."""
         conditions: list[Condition] = []
-        for number in range(self.settings.sample.num_batches_per_epoch):
+        for _ in range(self.settings.sample.num_batches_per_epoch):
             with clock.phase("fetch"):
-                taken = self.stream.take(self.stream.next_step)
-            conditions += taken
-            self._print([debug_print.prompt_line(number, [condition.prompt for condition in taken])])
+                conditions += self.stream.take(self.stream.next_step)
         return conditions
 
     def _roll_out(
