@@ -9,6 +9,11 @@ sigma = shift * u / (1 + (shift - 1) * u) with u uniform in [0, 1): as in ReCamM
 KwaiVGI/ReCamMaster, a uniform step of the shifted grid), without its weights, which favour middle levels. Sigma and
 noise depend on (seed, epoch, item) only, not on batch, rank or restart.
 
+--weights FILE draws items by weight, with replacement: JSON of item or folder below the split -> weight, such as
+{"train/f18_aperture10": 2, "train/f24_aperture5/scene1/cam03": 0.5}; the longest name that fits an item counts, items
+without one weigh 1. With --no-use-dynamic-batch a batch has --batch-size items, and those that would take it above
+--max-points are dropped from it (`train/dropped`).
+
 <output_root>/<run name>/ receives metrics, checkpoints/, adapter/ under LoRA, and finally model/, a complete folder to
 start GRPO from: --config.model.path=<output_root>/<run name>/model. Its frozen parts are links to the base model's.
 Exit code: 0, or 2 for unusable settings or an unreadable item.
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +45,13 @@ from flow_grpo.algorithm.run_state import common_identity
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import set_learning_rates
 from flow_grpo.data.dataset import make_loader
-from flow_grpo.data.dynamic_batch import DynamicBatchSampler
+from flow_grpo.data.dynamic_batch import (
+    STRATEGIES,
+    DistributedWeightedSampler,
+    DynamicBatchSampler,
+    LimitedPointsCollateFn,
+    video_tokens,
+)
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
@@ -49,6 +61,7 @@ from flow_grpo.models.recam_policy import RecamPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime.checkpoints import checkpoint, resume
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
+from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
@@ -57,7 +70,7 @@ from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 from tools.common import make_parser
 
-POSITIVE = ("epochs", "max_points", "batch_size", "checkpoint_every", "log_every")
+POSITIVE = ("epochs", "max_points", "batch_size", "prefetch_factor", "checkpoint_every", "log_every")
 
 
 class ItemError(ValueError):
@@ -92,7 +105,11 @@ def options() -> argparse.ArgumentParser:
     add("--use-dynamic-batch", action=flag, default=True, help="bound a batch by tokens instead of items")
     add("--max-points", type=int, default=500_000, help="target tokens per batch; source tokens come on top")
     add("--batch-size", type=int, default=4, help="items per batch; ignored with dynamic batches")
-    add("--num-workers", type=int, default=4, help="loader processes per rank; each holds up to two batches of videos")
+    add("--weights", type=Path, help="JSON file: weights of items or folders, see above; without, each item once")
+    add("--num-samples", type=int, default=0, help="draws per epoch with --weights; 0: as many as there are items")
+    add("--drop-strategy", choices=STRATEGIES, default=STRATEGIES[0], help="which items a batch of fixed size drops")
+    add("--num-workers", type=int, default=4, help="loader processes per rank")
+    add("--prefetch-factor", type=int, default=2, help="batches of videos that each loader process holds ready")
     add("--drop-last", action="store_true", help="drop the last batches if there is not one for every rank")
     add("--seed", type=int, default=42, help="of order, noise levels and noise; replaces the recipe's")
     add("--checkpoint-every", type=int, default=100, help="steps; the last step is always saved")
@@ -126,6 +143,39 @@ class Items(Dataset[Condition | str]):
             return f"item {index} cannot be read: {error}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Returns the target tokens of an item, 1 for one that cannot be read; sent to loader processes by pickle."""
+
+    temporal: int
+    spatial: int
+
+    def __call__(self, item: Condition | str) -> int:
+        """Return the item's tokens."""
+        if isinstance(item, str):
+            return 1
+        return video_tokens(*item.size, temporal=self.temporal, spatial=self.spatial)
+
+
+def item_weights(file: Path, dataset: MultiCamDataset) -> list[float]:
+    """Return every item's weight by a file of names and weights; ValueError for an unusable one."""
+    weights = read_json_object(file, "write it again")
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ValueError(f"--weights {file}: {name} has weight {weight!r}, must be a number of at least 0")
+    found, unused = [], set(weights)
+    for index in range(len(dataset)):
+        parts = "/".join(dataset.name_of(index)).split("/")
+        names = ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        name = next((name for name in names if name in weights), "")
+        unused.discard(name)
+        found.append(float(weights.get(name, 1.0)))
+    if unused:
+        first = "/".join(dataset.name_of(0))
+        raise ValueError(f"--weights {file}: {min(unused)!r} names no item or folder; items are named like {first!r}")
+    return found
+
+
 @dataclasses.dataclass
 class Batches:
     """This rank's batches of a split: one video size each, at most --max-points target tokens or --batch-size items.
@@ -143,18 +193,35 @@ class Batches:
     def __post_init__(self) -> None:
         args, dataset, ranks, training = self.args, self.dataset, self.ranks, self.held_out is None
         tokens = self.policy.tokens if args.use_dynamic_batch else lambda _: 1
+        weighted = None
+        if training and args.weights is not None:
+            weights, draws = item_weights(args.weights, dataset), args.num_samples or len(dataset)
+            weighted = DistributedWeightedSampler(
+                dataset, weights, draws, num_replicas=ranks.world_size, rank=ranks.rank, seed=args.seed
+            )
         self.plan = DynamicBatchSampler(
             dataset,
             args.max_points if args.use_dynamic_batch else args.batch_size,
             shuffle=training,
             drop_last=args.drop_last and training,
-            sampler=self.held_out,
+            sampler=weighted if training else self.held_out,
             num_replicas=ranks.world_size,
             rank=ranks.rank,
             seed=args.seed,
             cost=lambda index: tokens(dataset.size_of(index)),
         )
-        self._loader = make_loader(Items(dataset), self.plan, args.num_workers, persistent=training)
+        codec, patch = self.policy.codec, self.policy.module.config["patch_size"]  # type: ignore[union-attr, index]
+        self.limit = LimitedPointsCollateFn(
+            args.max_points, args.drop_strategy, cost=Tokens(codec.temporal, codec.spatial * patch[1])
+        )
+        self._loader = make_loader(
+            Items(dataset),
+            self.plan,
+            args.num_workers,
+            persistent=training,
+            prefetch_factor=args.prefetch_factor,
+            collate=self.limit if training and not args.use_dynamic_batch else list,
+        )
 
     def __iter__(self) -> Iterator[list[Condition]]:
         """Yield the epoch's remaining batches. Collective call; an error on one rank is raised on all."""
@@ -258,7 +325,8 @@ class FineTuning:
         error = RuntimeError(f"loss of items {bad} is not finite") if bad else None
         self.ranks.raise_if_any_failed(error, f"step {self.step + 1}")
         weight = plan.batch_weight(self.consumed)  # 0 for filler, which only keeps the collectives in step
-        (weight * losses.sum() * self.ranks.world_size / plan.real_items(self.consumed)).backward()
+        items = self.ranks.all_gather(torch.tensor([weight * len(conditions)])).sum()  # some may have been dropped
+        (weight * losses.sum() * self.ranks.world_size / float(items)).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.config.train.max_grad_norm)
         if not norm.isfinite():  # the same on every rank: gradients are averaged already
             raise RuntimeError(f"gradient norm is {norm:g} in step {self.step + 1}: weights were left as they are")
@@ -275,9 +343,11 @@ class FineTuning:
     def log(self) -> None:
         """Log loss, gradient norm and speed since the last call."""
         total, items = self.ranks.all_gather(self._sums[None]).sum(dim=0).tolist()
+        dropped = float(self.ranks.all_gather(torch.tensor([self.batches.limit.dropped])).sum())
         if items:
             speed = items / (time.perf_counter() - self._begun)
-            self._report({"train/loss": total / items, "train/grad_norm": self._norm, "train/items_per_s": speed})
+            found = {"train/loss": total / items, "train/grad_norm": self._norm, "train/items_per_s": speed}
+            self._report(found | ({} if self.args.use_dynamic_batch else {"train/dropped": dropped}))
         self._sums, self._begun = torch.zeros_like(self._sums), time.perf_counter()
 
     def save(self) -> None:

@@ -7,6 +7,7 @@ import atexit
 import functools
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,27 +88,35 @@ def _content_hash(file: Path, size: int, mtime_ns: int) -> str:  # noqa: ARG001 
 
 
 def make_loader(
-    dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, *, persistent: bool = False
+    dataset: Dataset[Any],
+    sampler: Sampler[Any],
+    num_workers: int,
+    *,
+    persistent: bool = False,
+    prefetch_factor: int = 2,
+    collate: Callable[[list[Any]], Any] = list,
 ) -> DataLoader[Any]:
     """Return this rank's DataLoader; it yields lists of items. Never pass it through `accelerator.prepare`.
 
     Args:
         dataset: the items.
         sampler: a batch sampler that yields this rank's batches only, as all samplers in this package do.
-        num_workers: worker processes, each prefetching two batches; 0 reads in the calling process.
+        num_workers: worker processes; 0 reads in the calling process.
         persistent: keep the workers alive between epochs.
+        prefetch_factor: batches that each worker holds ready.
+        collate: makes a batch of the list of items; it is sent to the workers by pickle.
     """
     workers: dict[str, Any] = {
         "num_workers": num_workers,
         "persistent_workers": persistent,
-        "prefetch_factor": 2,
+        "prefetch_factor": prefetch_factor,
         "multiprocessing_context": "spawn",  # a forked child must not touch a device in use
         "worker_init_fn": _prepare_worker,
     }
     return DataLoader(
         dataset,
         batch_sampler=sampler,
-        collate_fn=list,
+        collate_fn=collate,
         # Without its own generator each new iterator draws from the global one, and a resumed run makes one more
         # iterator than an uninterrupted run.
         generator=torch.Generator(),

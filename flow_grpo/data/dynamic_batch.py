@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from hashlib import blake2b
 from typing import Any
 
@@ -23,6 +23,10 @@ from torch.utils.data import Sampler, get_worker_info
 from flow_grpo.maths.keys import generator, key
 
 OVERSIZE = {"raise": "refused", "single": "a batch of its own", "drop": "left out"}
+PREPARED = (
+    "this batch sampler shards over the ranks itself: accelerator.prepare would shard once more and lose items; keep "
+    "its loader out of accelerator.prepare"
+)
 STRATEGIES = ("drop_largest", "drop_last")
 WORKER_SLOTS = 1024
 
@@ -54,7 +58,8 @@ class DynamicBatchSampler(Sampler[list[int]]):
         dataset: anything with a length.
         max_points: largest total cost of a batch.
         shuffle: shuffle items and rows anew in each epoch; otherwise both follow the dataset's order.
-        drop_last: drop the batches drawn last that do not fill a row, instead of filling it.
+        drop_last: drop the batches drawn last that do not fill a row, instead of filling it. A later epoch that packs
+            into less than one row keeps it, filled, with a warning: it must not end a run that has begun.
         sampler: which items an epoch draws, in order (`shuffle` then applies to rows only): a
             `DistributedWeightedSampler`, or a torch sampler that does not shard. None draws each item once.
         num_replicas: W; default from torch.distributed, or 1.
@@ -86,7 +91,6 @@ class DynamicBatchSampler(Sampler[list[int]]):
         structure: Callable[[int], Hashable] | None = None,
         oversize: str = "raise",
     ) -> None:
-        # No attribute may be named batch_size: accelerate would take it for a fixed size and lose items.
         self.max_points, self.shuffle, self.drop_last, self.seed = max_points, shuffle, drop_last, seed
         self.num_replicas, self.rank = _ranks(num_replicas, rank)
         self._sampler, self._single = _unsharded(sampler), oversize == "single"
@@ -95,6 +99,15 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self._structures: list[Any] = [structure(index) if structure else 0 for index in range(len(self._costs))]
         self._check_oversized(oversize)
         self._plan(0)
+
+    @property
+    def batch_size(self) -> int:
+        """Refuse to be prepared: accelerate asks for it before it shards the batches once more.
+
+        Raises:
+            TypeError: always; every rank would lose all but one in W of its batches.
+        """
+        raise TypeError(PREPARED)
 
     def set_epoch(self, epoch: int) -> None:
         """Plan `epoch` unless it is the current one; new iterators start at its first row, existing ones are kept."""
@@ -166,8 +179,11 @@ class DynamicBatchSampler(Sampler[list[int]]):
         draws, ranks = self._draws(epoch), self.num_replicas
         batches, cost, structure = self._packed(draws), self._costs.__getitem__, self._structures.__getitem__
         oversized = len(draws) - sum(map(len, batches))
-        if self.drop_last:  # before sorting, or the same cheap items would be dropped in every epoch
+        if self.drop_last and (len(batches) >= ranks or not epoch):
+            # Before sorting, or the same cheap items would be dropped in every epoch.
             batches = batches[: len(batches) // ranks * ranks]
+        elif self.drop_last and self.rank == 0:
+            _log.warning("epoch %d has only %d batches for %d ranks: the rest is filler", epoch, len(batches), ranks)
         # In sorted order the cost differences within all rows add up to at most the cost of the largest batch.
         order = sorted(range(len(batches)), key=lambda b: (-sum(map(cost, batches[b])), structure(batches[b][0])))
         rows: list[Any] = [order[first : first + ranks] for first in range(0, len(order), ranks)]
@@ -303,8 +319,11 @@ class LimitedPointsCollateFn:
     Args:
         max_points: largest total cost of a batch.
         strategy: "drop_largest", or "drop_last" from the end of the batch; the rest keeps its order.
-        cost: cost of a sample, a number > 0.
+        cost: cost of a sample, a number > 0; by default the sample's own, see `sample_cost`.
         collate: builds the batch from the list of remaining samples.
+
+    Raises:
+        ValueError: an unknown strategy.
     """
 
     def __init__(
@@ -312,12 +331,12 @@ class LimitedPointsCollateFn:
         max_points: int = 500_000,
         strategy: str = "drop_largest",
         *,
-        cost: Callable[[Any], int],
+        cost: Callable[[Any], int] | None = None,
         collate: Callable[[list[Any]], Any] = list,
     ) -> None:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy is {strategy!r}, must be one of {', '.join(STRATEGIES)}")
-        self.max_points, self.strategy, self.cost, self.collate = max_points, strategy, cost, collate
+        self.max_points, self.strategy, self.cost, self.collate = max_points, strategy, cost or sample_cost, collate
         # One shared counter per loader worker, so that workers do not race; slot 0 is the main process.
         self._dropped = torch.zeros(1 + WORKER_SLOTS, dtype=torch.int64).share_memory_()
 
@@ -337,6 +356,26 @@ class LimitedPointsCollateFn:
         worker = get_worker_info()
         self._dropped[0 if worker is None else 1 + worker.id] += len(samples) - len(kept)
         return self.collate([samples[position] for position in kept])
+
+
+def sample_cost(sample: Any) -> int:
+    """Return the cost of a sample: its `cost` or the tokens of its video `size` (frames, height, width).
+
+    Both may be attributes or keys.
+
+    Raises:
+        TypeError: the sample has neither.
+    """
+    found = {name: _part(sample, name) for name in ("cost", "size")}
+    if found["cost"] is not None:
+        return int(found["cost"])
+    if found["size"] is not None and not callable(found["size"]):
+        return video_tokens(*found["size"])
+    raise TypeError(f"a {type(sample).__name__} has neither cost nor size (frames, height, width); pass cost=")
+
+
+def _part(sample: Any, name: str) -> Any:
+    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
 
 
 def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

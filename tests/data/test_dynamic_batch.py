@@ -9,15 +9,17 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
 from flow_grpo.data.dynamic_batch import DistributedWeightedSampler as Weighted
-from flow_grpo.data.dynamic_batch import DynamicBatchSampler, LimitedPointsCollateFn, video_tokens
+from flow_grpo.data.dynamic_batch import DynamicBatchSampler, LimitedPointsCollateFn, sample_cost, video_tokens
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.workers import run_ranks
 from tools.bench_cases import packing
@@ -350,7 +352,40 @@ def test_two_processes_share_the_items_and_average_over_all_of_them(workers: int
     assert first["gradients"] == second["gradients"] == pytest.approx([sum(row) / len(row) for row in rows])
 
 
+def test_a_loader_that_would_be_sharded_twice_is_refused_by_accelerate_s_prepare() -> None:
+    loader = DataLoader(mixed(60), batch_sampler=DynamicBatchSampler(mixed(60), 20, num_replicas=2, rank=0))
+    with pytest.raises(TypeError, match=r"keep its loader out of accelerator\.prepare"):
+        prepare_data_loader(loader, num_processes=2, process_index=0, even_batches=False, put_on_device=False)
+
+
+def test_a_later_epoch_with_less_than_one_row_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = DynamicBatchSampler(range(20), 9, drop_last=True, num_replicas=8, rank=0, cost=lambda i: 1 + i % 5)
+    for epoch in range(60):
+        sampler.set_epoch(epoch)
+        assert len(sampler) == 1
+    short = (12, 31, 44)
+    assert caplog.messages == [f"epoch {n} has only 7 batches for 8 ranks: the rest is filler" for n in short]
+
+
 # --- what is written about it
+
+
+@pytest.mark.parametrize(
+    ("sample", "cost"),
+    [
+        ({"cost": 7, "size": (5, 32, 32)}, 7),
+        ({"size": (5, 32, 48)}, 2 * 2 * 3),
+        (SimpleNamespace(size=(1, 16, 16)), 1),
+    ],
+)
+def test_a_sample_s_own_cost_or_size_counts_where_no_cost_is_given(sample: Any, cost: int) -> None:
+    assert sample_cost(sample) == cost
+    assert LimitedPointsCollateFn(max_points=cost)([sample, sample]) == [sample]
+
+
+def test_a_sample_without_cost_and_size_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a Tensor has neither cost nor size \(frames, height, width\); pass cost="):
+        LimitedPointsCollateFn()([torch.zeros(3)])
 
 
 def test_the_examples_on_the_page_run_and_the_lightning_one_compiles() -> None:

@@ -88,6 +88,45 @@ def test_every_rank_has_the_same_number_of_batches(places, tmp_path, more, rows)
     assert [len(plan) for plan in plans] == [rows, rows]
 
 
+def test_batches_of_fixed_size_drop_what_takes_them_above_the_token_limit(places, tmp_path) -> None:
+    given = words(
+        places, tmp_path, "--no-use-dynamic-batch", "--batch-size", "3", "--max-points", "48", "--max-steps", "3"
+    )
+    run = made(given)
+    for batch in run.batches:
+        assert sum(run.policy.tokens(condition.size) for condition in batch) <= 48
+    assert run.batches.limit.dropped > 0
+    assert finetune_recam.main(given) == 0
+    assert metrics_of(tmp_path / "run", "train/dropped")[-1] >= 1
+
+
+def test_items_are_drawn_by_the_weights_of_a_file(places, tmp_path) -> None:
+    data = made(words(places, tmp_path)).batches.dataset
+    names = ["/".join(data.name_of(index)) for index in range(len(data))]
+    scene = names[0].rpartition("/")[0]
+    file = tmp_path / "weights.json"
+    file.write_text(json.dumps({"train": 0, scene: 1, names[0]: 0}))
+    run = made(words(places, tmp_path, "--weights", str(file), "--num-samples", "50"))
+    drawn = [condition.index for batch in run.batches for condition in batch]
+    assert len(drawn) == 50
+    assert {names[index] for index in drawn} == {name for name in names[1:] if name.startswith(f"{scene}/")}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"train/nowhere": 1}, "'train/nowhere' names no item or folder; items are named like"),
+        ({"train": -1}, "train has weight -1, must be a number of at least 0"),
+        ({"train": 0}, "not all zero"),
+        ([1], "must be a JSON object"),
+    ],
+)
+def test_a_file_of_weights_that_cannot_be_used_is_one_line(places, tmp_path, capsys, content, message) -> None:
+    (tmp_path / "weights.json").write_text(json.dumps(content))
+    assert finetune_recam.main(words(places, tmp_path, "--weights", str(tmp_path / "weights.json"))) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_guidance_of_the_recipe_is_not_trained_through(places, tmp_path) -> None:
     assert made(words(places, tmp_path, sample__guidance_scale=5.0)).policy.guidance.scale == 1.0
 

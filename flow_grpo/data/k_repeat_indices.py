@@ -1,0 +1,66 @@
+"""The group sampler for a plain data set: batches of indices, one epoch per iterator. See docs/k_repeat_sampler.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.utils.data import Sampler
+
+from flow_grpo.data.dynamic_batch import PREPARED
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, SampleKey
+
+
+class KRepeatIndices(Sampler[list[int]]):
+    """This rank's batches of a `DistributedKRepeatSampler`, as lists of indices into the data set.
+
+        batches = KRepeatIndices(DistributedKRepeatSampler(dataset, 2, 4, world_size, rank, seed=42))
+        loader = DataLoader(dataset, batch_sampler=batches)  # never through accelerator.prepare
+        for epoch in range(epochs):
+            batches.set_epoch(epoch)
+            for batch, keys in zip(loader, batches.sample_keys()):
+                gids = [gid for _, gid, _, _ in keys]
+
+    Indices alone do not tell groups apart: a condition may be drawn twice. `sample_keys` gives the group and the copy
+    of every row. As with torch's DistributedSampler, an epoch is repeated unless `set_epoch` names the next.
+
+    Args:
+        sampler: gives the plan; `num_batches_per_epoch` is the length of an epoch.
+    """
+
+    def __init__(self, sampler: DistributedKRepeatSampler) -> None:
+        self.sampler = sampler
+        self.epoch = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Refuse to be prepared: accelerate asks for it before it shards the batches once more.
+
+        Raises:
+            TypeError: always; every rank would lose all but one in W of its batches.
+        """
+        raise TypeError(PREPARED)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iterators.
+
+        Raises:
+            ValueError: it is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}, must be at least 0")
+        self.epoch = epoch
+
+    def sample_keys(self) -> list[list[SampleKey]]:
+        """Return (step, gid, slot, index) of every row of this rank's batches of the epoch."""
+        count = self.sampler.num_batches_per_epoch
+        steps = range(self.epoch * count, (self.epoch + 1) * count)
+        return [self.sampler.plan(step)[self.sampler.rank] for step in steps]
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return self.sampler.num_batches_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Return an iterator over the epoch's batches."""
+        # Not a generator function: the epoch must be read now, not when a prefetching loader asks for the first batch.
+        return iter([[index for *_, index in batch] for batch in self.sample_keys()])

@@ -1,0 +1,77 @@
+"""The group sampler's draws as indices, for a plain data set and DataLoader, also beside accelerate."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, TensorDataset
+
+from flow_grpo.data.k_repeat_indices import KRepeatIndices
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.workers import run_ranks
+
+VALUES = torch.arange(100, 110)
+
+
+def batches(rank: int = 0, world_size: int = 2, **changes: int) -> KRepeatIndices:
+    given = {"batch_size": 4, "k": 4, "seed": 7, "num_batches_per_epoch": 2} | changes
+    return KRepeatIndices(DistributedKRepeatSampler(VALUES, num_replicas=world_size, rank=rank, **given))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_plain_data_set_gets_the_planned_indices_epoch_by_epoch(workers):
+    own = batches()
+    loader = DataLoader(TensorDataset(VALUES), batch_sampler=own, num_workers=workers)
+    for epoch in (0, 1, 5):
+        own.set_epoch(epoch)
+        planned = [[100 + index for *_, index in own.sampler.plan(2 * epoch + n)[0]] for n in range(2)]
+        assert [batch[0].tolist() for batch in loader] == planned
+        assert [[100 + index for *_, index in keys] for keys in own.sample_keys()] == planned
+    assert len(loader) == 2
+
+
+def test_an_epoch_is_repeated_until_the_next_is_named():
+    own = batches()
+    first = list(own)
+    assert list(own) == first
+    own.set_epoch(1)
+    assert list(own) != first
+    with pytest.raises(ValueError, match="epoch is -1, must be at least 0"):
+        own.set_epoch(-1)
+
+
+def test_a_prepared_loader_is_refused_on_several_processes_and_harmless_on_one():
+    own = batches()
+    loader = DataLoader(TensorDataset(VALUES), batch_sampler=own)
+    with pytest.raises(TypeError, match="would shard once more and lose items"):
+        prepare_data_loader(loader, num_processes=2, process_index=0, even_batches=False, put_on_device=False)
+    alone = batches(world_size=1)
+    loader = DataLoader(TensorDataset(VALUES), batch_sampler=alone)
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=False)
+    assert [batch[0].tolist() for batch in prepared] == [[100 + index for index in batch] for batch in alone]
+
+
+def under_accelerate(ranks: Ranks) -> list[list[int]]:
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size)}
+    accelerator = Accelerator(cpu=True)
+    own = batches(accelerator.process_index, accelerator.num_processes)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    loader = DataLoader(TensorDataset(VALUES), batch_sampler=own)
+    gathered = []
+    for (values,), keys in zip(loader, own.sample_keys(), strict=True):
+        model(values.float()[:, None]).sum().backward()
+        gids = accelerator.gather(torch.tensor([gid for _, gid, _, _ in keys]))
+        gathered.append(gids.tolist())
+        assert set(Counter(accelerator.gather(values).tolist()).values()) == {4}
+    return gathered
+
+
+def test_under_accelerate_every_group_is_whole_over_the_processes():
+    for gathered in run_ranks(under_accelerate, 2, fresh=True):
+        assert [Counter(gids) for gids in gathered] == [{0: 4, 1: 4}, {2: 4, 3: 4}]
