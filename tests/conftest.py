@@ -14,6 +14,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     MPLBACKEND="Agg",
     TOKENIZERS_PARALLELISM="false",
+    TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     WANDB_MODE="offline",
     WANDB_SILENT="true",
 )

@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -34,6 +35,7 @@ from unittest import mock
 
 import torch
 
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Timeouts
 from tests.limits import LIMIT_S
@@ -101,6 +103,12 @@ def context() -> multiprocessing.context.ForkServerContext:
     with mock.patch.dict(os.environ, environment):  # before torch is imported there
         multiprocessing.forkserver.ensure_running()
     return made
+
+
+def without_npu() -> ProcessPoolExecutor:
+    """Return a pool of one new process, which finds no torch_npu even if that is installed."""
+    spawned = multiprocessing.get_context("spawn")  # the server that forks ranks may have loaded it
+    return ProcessPoolExecutor(1, mp_context=spawned, initializer=device_api.hide_plug_in, initargs=("not tested",))
 
 
 def _start(world_size: int) -> _Pool:

@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if known.json:
                 rows = [dataclasses.asdict(finding) for finding in findings]
                 known.json.write_text(json.dumps({"wheel": wheel.name, "findings": rows}, indent=1) + "\n")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # the last from a step that its device refuses
         return fail(error)
     show(wheel.name, findings)
     return int(any(finding.status == "fail" for finding in findings))

@@ -43,7 +43,8 @@ from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models import codec
 from flow_grpo.models.adapter_files import LORA_FILE, load_adapter
-from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, load_networks
+from flow_grpo.models.fake_policy import transformer_config
+from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, largest_video, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.reporting.clips import side_by_side
@@ -122,7 +123,9 @@ def options() -> Parser:
     add("--width", type=int, default=832, help="pixels")
     add("--device", default="auto", help="auto picks the best one available")
     add("--offload", action="store_true", help="keep text encoder and codec on the CPU while unused, to save memory")
-    add("--tiling", action="store_true", help="run the codec in tiles, to save memory; slightly changes the output")
+    tiles = "run the codec in tiles, to save memory; slightly changes the output; recammaster: the original's tiles"
+    add("--tiling", nargs="?", const="diffusers", choices=("diffusers", "recammaster"), help=tiles)
+    add("--round-timestep", action="store_true", help="round timesteps to bf16, as ReCamMaster's own code does")
     add("--dtype", choices=sorted(DTYPES), default="bf16", help="compute dtype of the transformer")
     return parser
 
@@ -148,7 +151,7 @@ def check_settings(args: argparse.Namespace) -> Tensor:
                 "transformer, vae, text_encoder and tokenizer; tools/convert_recammaster.py makes one"
             )
     temporal, spatial = codec.scale_factors(codec.read_config(args.model / "vae"))
-    transformer = json.loads((args.model / "transformer" / "config.json").read_text(encoding="utf-8"))
+    transformer = transformer_config(args.model)
     rows, columns = (spatial * patch for patch in transformer["patch_size"][1:])
     if args.frames < 1 or (args.frames - 1) % temporal:
         raise ValueError(f"--frames is {args.frames}, must be {temporal}n+1 for this codec, such as {5 * temporal + 1}")
@@ -156,6 +159,12 @@ def check_settings(args: argparse.Namespace) -> Tensor:
         raise ValueError(
             f"--height is {args.height} and --width {args.width}, must be multiples of {rows} and {columns} (codec "
             f"{spatial}, patches {rows // spatial}x{columns // spatial})"
+        )
+    largest = largest_video(transformer, (temporal, spatial))
+    if any(side > bound for side, bound in zip((args.frames, args.height, args.width), largest, strict=True)):
+        raise ValueError(
+            f"--frames is {args.frames}, --height {args.height} and --width {args.width}, must be at most "
+            f"{largest[0]}, {largest[1]} and {largest[2]}, where the model's rotary positions end"
         )
     return flow_sigmas(args.steps, args.shift)
 
@@ -235,9 +244,9 @@ def load(args: argparse.Namespace) -> RecamPolicy:
     device = device_api.resolve(args.device)
     device_api.setup(device)
     print(device_api.describe(device, args.device), flush=True)
-    loading = {"offload": args.offload, "tiling": args.tiling}
-    sampling = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
-    sampling["max_prompt_tokens"] = args.max_prompt_tokens
+    loading = {"offload": args.offload, "tiles": args.tiling or ""}
+    sampling: dict[str, Any] = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
+    sampling |= {"max_prompt_tokens": args.max_prompt_tokens, "round_timestep": args.round_timestep}
     return load_policy(args.model, args.adapter, DTYPES[args.dtype], device, loading, **sampling)
 
 
@@ -246,7 +255,7 @@ def load_policy(
     adapter: Path | None,
     dtype: torch.dtype,
     device: torch.device,
-    loading: Mapping[str, bool],
+    loading: Mapping[str, Any],
     **sampling: Any,
 ) -> RecamPolicy:
     """Return a policy to sample from, with an adapter's weights if one is given.
@@ -256,8 +265,8 @@ def load_policy(
         adapter: adapter folder of a run.
         dtype: of transformer and text encoder.
         device: to run on.
-        loading: offload, tiling and slicing of `load_networks`.
-        **sampling: guidance_scale, negative_prompt and max_prompt_tokens of `RecamPolicy`.
+        loading: offload, tiles and slicing of `load_networks`.
+        **sampling: guidance_scale, negative_prompt, max_prompt_tokens and round_timestep of `RecamPolicy`.
     """
     networks = load_networks(model, dtype, device, **loading)
     if adapter is not None:

@@ -85,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def open_encodings(config: Config, device: torch.device) -> Encodings:
     """Return a recipe's encoders and the store of their results; ValueError for an incomplete model folder."""
     model, folder = config.model, check_folder(config.model.path)
-    codec = Codec.from_folder(folder / "vae", device=device, tiling=model.vae_tiling, slicing=model.vae_slicing)
+    codec = Codec.from_folder(folder / "vae", device=device, tiles=model.tiles, slicing=model.vae_slicing)
     texts = TextEncoder.from_folder(folder, DTYPES[model.dtype], device=device)
     store = TensorStore(Path(model.encodings), kept=1)
     return Encodings(codec, texts, store, max_prompt_tokens=model.max_prompt_tokens)

@@ -2,5 +2,5 @@
 
 from flow_grpo.runtime import device
 
-# diffusers imports torch_npu if it is installed: load it first, with our environment defaults and error message.
+# diffusers imports torch_npu, unguarded, if it is installed: load it first with our environment defaults, or hide it.
 device.load_plug_in()

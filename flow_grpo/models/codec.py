@@ -21,12 +21,16 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 
 Half: TypeAlias = Literal["encoder", "decoder"]
+Tiles: TypeAlias = Literal["", "diffusers", "recammaster"]  # "": none
 
 # Submodules of each half.
 _SUBMODULES: Mapping[Half, tuple[str, str]] = {
     "encoder": ("encoder", "quant_conv"),
     "decoder": ("decoder", "post_quant_conv"),
 }
+# Height and width of a tile, and of the step to the next one, in latents: `tile_size` and `tile_stride` of
+# inference_recammaster.py. Seams are blended by diffusers, not by the original code.
+_RECAMMASTER_TILES = ((30, 52), (15, 26))
 
 
 class Codec:
@@ -39,7 +43,8 @@ class Codec:
         open_half: loads one half to the CPU.
         identity: identifies the weights in cache keys of encodings.
         device: where it runs.
-        tiling: encode and decode in overlapping tiles, which bounds memory and changes the pixels slightly.
+        tiles: encode and decode in overlapping tiles, of diffusers' size or of the one that ReCamMaster's code uses,
+            which bounds memory and changes the pixels slightly.
         slicing: process one video at a time, which bounds memory.
         offload: keep a half in CPU memory while it is not in use.
 
@@ -54,15 +59,15 @@ class Codec:
         identity: str,
         *,
         device: torch.device,
-        tiling: bool = False,
+        tiles: Tiles = "",
         slicing: bool = False,
         offload: bool = False,
     ) -> None:
         self.config = config
-        self.identity = f"{identity} tiled" if tiling else identity
+        self.identity = identity + {"": "", "diffusers": " tiled", "recammaster": " tiled 30x52"}[tiles]
         self.temporal, self.spatial = scale_factors(config)
         self._open_half = open_half
-        self._device, self._tiling, self._slicing, self._offload = device, tiling, slicing, offload
+        self._device, self._tiles, self._slicing, self._offload = device, tiles, slicing, offload
         self._halves: dict[Half, AutoencoderKLWan] = {}
         channels = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(config["latents_mean"], device=device).view(channels)
@@ -109,13 +114,19 @@ class Codec:
         """Context manager in which the encoder or decoder is loaded and on the device."""
         if half not in self._halves:
             network = self._open_half(half).requires_grad_(False).eval()
-            if self._tiling:
-                network.enable_tiling()
+            if self._tiles:
+                network.enable_tiling(*self._tile_pixels())
             if self._slicing:
                 network.enable_slicing()  # type: ignore[no-untyped-call]
             self._halves[half] = network
         with device_api.visiting(self._halves[half], self._device, stays=not self._offload):
             yield self._halves[half]
+
+    def _tile_pixels(self) -> tuple[int, ...]:
+        """Return height and width of a tile and of the step to the next one, or nothing for diffusers' own."""
+        if self._tiles == "diffusers":
+            return ()
+        return tuple(side * self.spatial for sides in _RECAMMASTER_TILES for side in sides)
 
 
 def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:

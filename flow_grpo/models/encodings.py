@@ -1,6 +1,7 @@
 """Cache of the frozen encoders' outputs, in memory and optionally on disk.
 
-A key identifies the source video or prompt by content, and the encoder by its weights, so an entry is never stale.
+A key identifies the source video by content, the prompt by the text that is tokenized, and the encoder by its weights,
+so an entry is never stale.
 Cameras are not cached: computing them takes 11 us, opening a file 430.
 
 Letters: C F H W latent channels, frames, height, width, L D prompt tokens and width.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.models.codec import Codec
-from flow_grpo.models.texts import TextEncoder, normalize_prompt
+from flow_grpo.models.texts import TextEncoder, clean_prompt
 from flow_grpo.runtime.tensor_store import TensorStore
 
 Size: TypeAlias = tuple[int, int, int]
@@ -73,4 +74,4 @@ class Encodings:
         return f"{PREPROCESSING} codec {self._codec.identity} size {frames}x{height}x{width} video {source_id}"
 
     def _prompt_key(self, prompt: str) -> str:
-        return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {normalize_prompt(prompt)}"
+        return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {clean_prompt(prompt)}"

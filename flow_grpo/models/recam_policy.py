@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from flow_grpo.maths.poses import camera_tokens
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
-from flow_grpo.models.codec import Codec
+from flow_grpo.models.codec import Codec, Tiles
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight, load_recam_transformer
 from flow_grpo.models.texts import TextEncoder
@@ -48,7 +49,7 @@ def load_networks(
     device: torch.device,
     *,
     offload: bool = False,
-    tiling: bool = False,
+    tiles: Tiles = "",
     slicing: bool = False,
 ) -> Networks:
     """Load a folder in diffusers layout; the transformer is loaded to the CPU.
@@ -58,7 +59,7 @@ def load_networks(
         dtype: of the transformer and the text encoder; the codec is fp32.
         device: where codec and text encoder run.
         offload: keep codec and text encoder in CPU memory while they are not in use.
-        tiling: of `Codec`.
+        tiles: of `Codec`.
         slicing: of `Codec`.
 
     Raises:
@@ -67,7 +68,7 @@ def load_networks(
     folder = check_folder(path)
     return Networks(
         transformer=load_recam_transformer(folder / "transformer", dtype),
-        codec=Codec.from_folder(folder / "vae", device=device, tiling=tiling, slicing=slicing, offload=offload),
+        codec=Codec.from_folder(folder / "vae", device=device, tiles=tiles, slicing=slicing, offload=offload),
         texts=TextEncoder.from_folder(folder, dtype, device=device, offload=offload),
     )
 
@@ -88,6 +89,19 @@ def check_folder(path: str | Path) -> Path:
             "from the Hugging Face hub, run tools/convert_recammaster.py on them and set --config.model.path"
         )
     return folder
+
+
+def largest_video(transformer: Mapping[str, Any], compression: tuple[int, int]) -> tuple[int, int, int]:
+    """Return the most frames, rows and columns of a video for which a model has rotary positions.
+
+    Args:
+        transformer: its configuration.
+        compression: of its codec, in time and in space.
+    """
+    length, (_, patch_height, patch_width) = transformer["rope_max_seq_len"], transformer["patch_size"]
+    temporal, spatial = compression
+    frames = temporal * (length // 2 - 1) + 1  # target and source follow each other on the frame axis
+    return frames, length * patch_height * spatial, length * patch_width * spatial
 
 
 def apply_compute_settings(transformer: ReCamTransformer3DModel, model: ModelConfig, device: torch.device) -> None:
@@ -129,6 +143,7 @@ class RecamPolicy:
         guidance_scale: of rows encoded without a guidance of their own; any value but 1 runs one forward of 2B rows.
         negative_prompt: likewise; the unconditional rows keep camera and source video.
         max_prompt_tokens: L; prompts are truncated and padded to it.
+        round_timestep: round the timestep to bf16, as the original code does.
         dtype: the transformer's autocast dtype; latents and velocities are always fp32.
         device: where everything runs.
         store: cache of encodings; in memory only by default.
@@ -141,6 +156,7 @@ class RecamPolicy:
         guidance_scale: float = 1.0,
         negative_prompt: str = "",
         max_prompt_tokens: int = 512,
+        round_timestep: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device,
         store: TensorStore | None = None,
@@ -155,7 +171,9 @@ class RecamPolicy:
         self.guidance = Guidance(guidance_scale, negative_prompt)
         self.dtype = dtype
         self.device = device
+        self._round_timestep = round_timestep
         self._patch: tuple[int, int, int] = networks.transformer.config["patch_size"]
+        self._largest = largest_video(networks.transformer.config, (self.codec.temporal, self.codec.spatial))
         self._reference: list[Tensor] | None = None
 
     @classmethod
@@ -170,7 +188,7 @@ class RecamPolicy:
             DTYPES[model.dtype],
             device,
             offload=model.offload,
-            tiling=model.vae_tiling,
+            tiles=model.tiles,
             slicing=model.vae_slicing,
         )
         apply_training_mode(networks.transformer, model)
@@ -180,6 +198,7 @@ class RecamPolicy:
             guidance_scale=sample.guidance_scale,
             negative_prompt=sample.negative_prompt,
             max_prompt_tokens=model.max_prompt_tokens,
+            round_timestep=model.round_timestep,
             dtype=DTYPES[model.dtype],
             device=device,
             store=TensorStore(Path(model.encodings) if model.encodings else None),
@@ -231,7 +250,7 @@ class RecamPolicy:
 
         Raises:
             ValueError: the videos differ in size, do not have 4n+1 frames, or height and width are not multiples of
-                the codec's compression times the patch size.
+                the codec's compression times the patch size, or the model has no positions for so large a video.
         """
         shapes = {tuple(condition.source_video.shape[1:]) for condition in conditions}
         if len(shapes) != 1:
@@ -246,6 +265,12 @@ class RecamPolicy:
             raise ValueError(
                 f"videos are {height}x{width}, must be multiples of {rows}x{columns} (codec {self.codec.spatial}, "
                 f"patch {self._patch[1]}x{self._patch[2]}); set data.height and data.width"
+            )
+        if any(side > bound for side, bound in zip((frames, height, width), self._largest, strict=True)):
+            raise ValueError(
+                f"videos are {frames}x{height}x{width} (frames, height, width), must be at most "
+                f"{'x'.join(map(str, self._largest))}, where the model's rotary positions end; lower data.num_frames, "
+                "data.height or data.width"
             )
         return self.latent_size((frames, height, width))
 
@@ -292,8 +317,11 @@ class RecamPolicy:
         # Only a forward with a backward pass needs the wrapper, which synchronises gradients.
         network = self.module if torch.is_grad_enabled() else unwrap(self.module)
         joined = torch.cat([latents, conditioning.source_latents], dim=2)
+        timestep = TIMESTEPS * sigma
+        if self._round_timestep:
+            timestep = timestep.bfloat16().float()
         with device_api.autocast(self.device, self.dtype):
-            predicted: Tensor = network(joined, TIMESTEPS * sigma, prompts, conditioning.target_cameras)[0]
+            predicted: Tensor = network(joined, timestep, prompts, conditioning.target_cameras)[0]
         # The prediction for the source half is meaningless.
         return predicted[:, :, : latents.shape[2]].float()
 

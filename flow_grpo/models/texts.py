@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import ftfy
 import torch
 from torch import Tensor
 from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -69,7 +71,7 @@ class TextEncoder:
             network.requires_grad_(False)
             self._parts = network, tokenizer
         network, tokenizer = self._parts
-        text = normalize_prompt(prompt)
+        text = clean_prompt(prompt)
         tokens = tokenizer([text], truncation=True, max_length=max_tokens, return_tensors="pt")
         length = len(tokenizer(text, verbose=False).input_ids)
         if length > max_tokens:
@@ -85,9 +87,14 @@ class TextEncoder:
         return states.float().cpu()
 
 
-def normalize_prompt(prompt: str) -> str:
-    """Replace every run of white space by one space."""
-    return " ".join(prompt.split())
+def clean_prompt(prompt: str) -> str:
+    """Return the text that is tokenized, as ReCamMaster's code and diffusers' Wan pipelines clean it.
+
+    Broken encodings and HTML entities are repaired, full-width punctuation and curly quotes become ASCII, and every run
+    of white space becomes one space. ASCII text without "&" only changes in white space.
+    """
+    repaired = html.unescape(html.unescape(ftfy.fix_text(prompt)))  # twice: "&amp;lt;" occurs in scraped captions
+    return " ".join(repaired.split())
 
 
 def _load(text_encoder: Path, tokenizer: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -35,6 +36,17 @@ _NPU_ENVIRONMENT = {
     "TASK_QUEUE_ENABLE": "1",  # 2 raises peak memory
     "CPU_AFFINITY_CONF": "1",
 }
+# CANN's own Python code imports them but nothing installs them: package -> module. requirements-npu.txt has the same.
+CANN_PACKAGES = {
+    "attrs": "attr",
+    "cffi": "cffi",
+    "cython": "Cython",
+    "decorator": "decorator",
+    "pathlib2": "pathlib2",
+    "scipy": "scipy",
+}
+_UNFUSED_CHIPS = re.compile(r"Ascend(310|610|710|910(A|B|Pro[AB]|PremiumA)?$)")  # the A2's chips are 910B1 to 910B4
+_hidden: dict[str, str] = {}  # an installed package that the process does without -> why
 _DETERMINISTIC_ENVIRONMENT = {
     "npu": {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1", "ATB_MATMUL_SHUFFLE_K_ENABLE": "0"},
     "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
@@ -49,10 +61,9 @@ def resolve(requested: str = "auto") -> torch.device:
 
     Raises:
         ValueError: the kind is unknown or unusable, or there are fewer devices than local ranks.
-        RuntimeError: torch_npu is installed but cannot be loaded.
     """
     kind = _requested_kind(requested)
-    problems = _problems()  # even for cpu: with a broken torch_npu, importing the model libraries fails later
+    problems = _problems()
     if kind == "auto":
         kind = next(candidate for candidate in KINDS if not problems[candidate])
     if problems[kind]:
@@ -103,27 +114,30 @@ def launch_env(device: torch.device | str) -> dict[str, str]:
     return {variable: os.environ.setdefault(variable, value) for variable, value in defaults.items()}
 
 
-def load_plug_in() -> bool:
-    """Import torch_npu with its environment defaults set; return False if it is not installed.
+def load_plug_in() -> str:
+    """Import torch_npu with its environment defaults set; return why this process does without it, or "".
 
-    Call before importing the model libraries, which import torch_npu unguarded whenever it is installed.
-
-    Raises:
-        RuntimeError: it is installed but cannot be loaded.
+    Call before importing the model libraries, which import torch_npu unguarded whenever it is installed. One that
+    cannot be loaded is hidden from them: the process can use every other kind of device.
     """
-    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
-        return False
+    if sys.modules.get("torch_npu") is None and importlib.util.find_spec("torch_npu") is None:
+        return _hidden.get("torch_npu", "torch_npu is not installed")
     launch_env("npu")
     try:
         importlib.import_module("torch_npu")
-    except (ImportError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RuntimeError(
-            f"torch_npu is installed but cannot be loaded ({reason}), and the model libraries import it whenever it is "
-            "installed; either make it loadable (source set_env.sh of the CANN toolkit; torch must be the CPU build of "
-            "the same version) or remove it (pip uninstall torch_npu)"
-        ) from error
-    return True
+    except Exception as error:  # noqa: BLE001 - without its libraries it raises errors of many types
+        hide_plug_in(
+            f"torch_npu is installed but cannot be loaded ({_reason(error)}): {_start_npu()}; torch must be the CPU "
+            "build of the same version"
+        )
+        return _hidden["torch_npu"]
+    return ""
+
+
+def hide_plug_in(why: str) -> None:
+    """Make torch_npu look not installed to every library that is imported from now on."""
+    _hidden["torch_npu"] = why
+    sys.modules["torch_npu"] = None  # type: ignore[assignment]  # Python's mark for "do not import"
 
 
 def npu_environment() -> tuple[str, ...]:
@@ -139,6 +153,9 @@ def setup(device: torch.device, deterministic: bool = False, num_threads: int = 
         deterministic: use bitwise repeatable kernels and collectives, which are slower.
         num_threads: CPU threads of this process; 0 keeps torch's default.
         collective_s: timeout of the vendor's collectives in seconds (NPU only); 0 keeps the vendor's default.
+
+    Raises:
+        ValueError: the device cannot be started.
     """
     select(device)
     if num_threads:
@@ -150,17 +167,19 @@ def setup(device: torch.device, deterministic: bool = False, num_threads: int = 
     if device.type == "npu":
         _bound_collectives(collective_s)
         module = _module("npu")
-        module.set_compile_mode(jit_compile=False)
-        module.config.allow_internal_format = False  # private tensor formats cost precision in the video codec
-        module.conv.allow_hf32 = False  # on by default; keep fp32 exact
+        with _starting(device):
+            module.set_compile_mode(jit_compile=False)
+            module.config.allow_internal_format = False  # private tensor formats cost precision in the video codec
+            module.conv.allow_hf32 = False  # on by default; keep fp32 exact
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # on by default; keep fp32 exact
 
 
 def select(device: torch.device) -> None:
-    """Make `device` the current device of this process."""
+    """Make `device` the current device of this process; ValueError if it cannot be started."""
     if device.type != "cpu":
-        _module(device.type).set_device(device)
+        with _starting(device):
+            _module(device.type).set_device(device)
 
 
 def process_group_backend(device: torch.device) -> str:
@@ -284,6 +303,19 @@ def attention_backends(device: torch.device) -> tuple[str, ...]:
     }[device.type]
 
 
+def fuses_attention(device: torch.device) -> bool:
+    """Return whether attention runs in one kernel, without memory for the scores of all pairs of tokens.
+
+    Before the 910B, torch_npu computes `scaled_dot_product_attention` by its definition.
+    """
+    return device.type != "npu" or not _UNFUSED_CHIPS.match(name(device))
+
+
+def chooses_sdpa_kernel(device: torch.device) -> bool:
+    """Return whether `torch.nn.attention.sdpa_kernel` has an effect; torch_npu ignores it."""
+    return device.type != "npu"
+
+
 def supports_compile(device: torch.device) -> bool:
     """Return whether `torch.compile` may be used; the NPU's graph back ends are experimental."""
     return device.type != "npu"
@@ -319,16 +351,48 @@ def _requested_kind(requested: str) -> str:
 
 def _problems() -> dict[str, str]:
     """Return why each kind cannot be used on this machine, "" if it can."""
-    npu = cuda = ""
-    if not load_plug_in():
-        npu = "torch_npu is not installed"
-    elif not _module("npu").is_available():
-        npu = "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
+    cuda = ""
+    npu = load_plug_in() or _unseen_npu()
     if not torch.backends.cuda.is_built():
         cuda = "this build of torch has no CUDA support"
     elif not torch.cuda.is_available():
         cuda = "torch sees no device (look at `nvidia-smi` and CUDA_VISIBLE_DEVICES)"
     return {"npu": npu, "cuda": cuda, "cpu": ""}
+
+
+def _unseen_npu() -> str:
+    try:
+        if _module("npu").is_available():
+            return ""
+    except Exception as error:  # noqa: BLE001 - as in load_plug_in
+        return f"torch_npu cannot look for devices ({_reason(error)}): {_start_npu()}"
+    return "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
+
+
+@contextlib.contextmanager
+def _starting(device: torch.device) -> Iterator[None]:
+    """Raise whatever a device's first calls raise as a ValueError of one line, with the way out."""
+    try:
+        yield
+    except Exception as error:
+        way_out = _start_npu() if device.type == "npu" else "look at `nvidia-smi` and at the driver's version"
+        raise ValueError(
+            f"{device} cannot be started ({_reason(error)}): {way_out}; to run without it set {OVERRIDE}=cpu"
+        ) from error
+
+
+def _start_npu() -> str:
+    """Return what to do about an NPU that does not start."""
+    absent = [package for package, module in CANN_PACKAGES.items() if importlib.util.find_spec(module) is None]
+    lacking = f", which lacks {', '.join(absent)} here" if absent else ""
+    return (
+        "source set_env.sh of the CANN toolkit, install the Python packages that CANN needs (pip install -r "
+        f"requirements-npu.txt{lacking}), look at `npu-smi info`"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _module(kind: str) -> Any:

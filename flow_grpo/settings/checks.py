@@ -69,6 +69,9 @@ def _check_data_and_model(config: Config) -> None:
     if config.model.trained == "lora" and not config.model.lora_targets:
         text = "must match the modules to adapt while model.trained is 'lora'; or pass --config.model.trained=camera"
         raise refusal("model.lora_targets", "", text)
+    if config.model.vae_tiles != "diffusers" and not config.model.vae_tiling:
+        text = "has no effect while model.vae_tiling is false; pass --config.model.vae_tiling=true"
+        raise refusal("model.vae_tiles", config.model.vae_tiles, text)
 
 
 def _check_steps(config: Config) -> None:

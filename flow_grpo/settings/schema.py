@@ -99,15 +99,28 @@ class ModelConfig(Section):
         ("cam_encoder",), "last names of modules that are trained in full in addition to the adapters"
     )
     gradient_checkpointing: Bool = knob(True, "recompute activations in the backward pass: less memory, more time")
+    round_timestep: Bool = knob(
+        False, "round the timestep to bf16, by up to 2 of 1000, as ReCamMaster's own code does in training and sampling"
+    )
     max_prompt_tokens: Int = knob(512, "tokens at which a prompt is truncated", ge=1)
     encodings: Text = knob("", "folder that caches encoded prompts and source videos across runs; '' in memory only")
     vae_tiling: Bool = knob(False, "encode and decode in overlapping tiles: less memory, slightly different pixels")
+    vae_tiles: Literal["diffusers", "recammaster"] = knob(
+        "diffusers",
+        "pixels of those tiles, with an 8x codec: 256x256, a new one every 192 | 240x416, a new one every 120x208, in "
+        "which ReCamMaster's own code always samples",
+    )
     vae_slicing: Bool = knob(True, "encode and decode one video at a time: less memory")
     offload: Bool = knob(False, "keep codec, text encoder and reference weights in CPU memory while they are unused")
     attention_backend: Text = knob("native", "attention kernel by its name in diffusers, in rollout and update")
     compile: Bool = knob(
         False, "torch.compile the repeated blocks where the device can; in bf16 needs train.old_log_prob='detach'"
     )
+
+    @property
+    def tiles(self) -> Literal["", "diffusers", "recammaster"]:
+        """Tiles that the codec works in, "" for whole pictures."""
+        return self.vae_tiles if self.vae_tiling else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_the_identity_is_that_of_the_weights(folder, tmp_path):
 
 def test_tiling_changes_the_identity_and_little_else(folder):
     wide = torch.rand((3, 5, 16, 320), generator=torch.Generator().manual_seed(2))  # tiles are 256 pixels wide
-    plain, tiled = (Codec.from_folder(folder, device=CPU, tiling=t) for t in (False, True))
+    plain, tiled = (Codec.from_folder(folder, device=CPU, tiles=t) for t in ("", "diffusers"))
     assert plain.identity != tiled.identity
     one, two = plain.encode(wide), tiled.encode(wide)
     assert one.shape == two.shape and not torch.equal(one, two)
@@ -65,6 +65,16 @@ def test_tiling_changes_the_identity_and_little_else(folder):
     pictures = [codec.decode(one[None]) for codec in (plain, tiled)]
     assert pictures[0].shape == pictures[1].shape == (1, 3, 5, 16, 320)
     assert (pictures[0] - pictures[1]).abs().mean() < 0.05
+
+
+def test_recammasters_tiles_are_30_by_52_latents_and_overlap_by_half(folder):
+    codec = Codec.from_folder(folder, device=CPU, tiles="recammaster")
+    codec.decode(torch.zeros(1, 4, 1, 4, 6))
+    (network,) = codec._halves.values()
+    sides = [getattr(network, f"tile_sample_{what}") for what in ("min_height", "min_width")]
+    steps = [getattr(network, f"tile_sample_{what}") for what in ("stride_height", "stride_width")]
+    assert network.use_tiling and sides == [30 * 4, 52 * 4] and steps == [15 * 4, 26 * 4]
+    assert len({Codec.from_folder(folder, device=CPU, tiles=t).identity for t in ("", "diffusers", "recammaster")}) == 3
 
 
 def test_scale_factors_that_the_layers_do_not_have_are_refused():

@@ -81,3 +81,10 @@ def test_a_precomputed_video_or_prompt_is_known_until_its_file_is_damaged(folder
     path = next((tmp_path / "sources").rglob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
     assert not known.knows_source("x", one.size)
+
+
+def test_a_prompt_is_cached_under_the_text_that_is_tokenized(folder, tmp_path):
+    known = policy(folder, tmp_path).encodings
+    known.prompt("a room, slowly")
+    assert known.knows_prompt(" a\nroom， slowly") and known.knows_prompt("a room&#44; slowly")
+    assert not known.knows_prompt("a room slowly")

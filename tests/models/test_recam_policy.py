@@ -16,7 +16,7 @@ from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from flow_grpo.models.adapters import apply_training_mode
 from flow_grpo.models.recam_policy import RecamPolicy, apply_compute_settings, load_networks
-from flow_grpo.records import Condition, Guidance
+from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime.tensor_store import TensorStore
 from tests.models.test_adapters import LORA
 from tests.tiny_models import (
@@ -279,6 +279,39 @@ def test_videos_that_do_not_fit_the_codec_are_refused(sizes, message):
         made.latent_shape(conditions)
     with pytest.raises(ValueError, match=message):
         made.encode(conditions)
+
+
+@pytest.mark.parametrize(
+    ("fits", "beyond"), [((61, 8, 8), (65, 8, 8)), ((1, 256, 8), (1, 264, 8)), ((1, 8, 256), (1, 8, 264))]
+)
+def test_a_video_beyond_the_models_rotary_positions_is_refused_and_the_largest_is_not(fits, beyond):
+    made = policy()  # 32 positions, of two videos in time; 4x compression, patches of 2x2
+    largest = made.latent_shape([condition(size=fits)])
+    latents = torch.zeros((1, *largest))
+    conditioning = Conditioning(
+        prompt_embeds=torch.zeros(1, 6, 16), source_latents=latents, target_cameras=torch.zeros(1, largest[1], 12)
+    )
+    with torch.no_grad():
+        assert made.velocity(latents, torch.ones(1), conditioning).shape == latents.shape
+    with pytest.raises(ValueError, match=r"must be at most 61x256x256, where the model's rotary positions end; lower"):
+        made.latent_shape([condition(size=beyond)])
+
+
+@pytest.mark.parametrize("sigma", [0.99593, 0.83327, 0.0926])
+def test_a_rounded_timestep_is_the_bf16_one_within_two_ticks(sigma):
+    seen = []
+    for round_timestep in (False, True):
+        made = policy(round_timestep=round_timestep)
+        conditions = [condition()]
+        encoded = made.encode(conditions)
+        network = made.module.condition_embedder
+        handle = network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        made.velocity(torch.zeros((1, *made.latent_shape(conditions))), torch.tensor([sigma]), encoded)
+        handle.remove()
+    exact, rounded = seen
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert torch.equal(exact, 1000 * torch.tensor([sigma]))
+    assert torch.equal(rounded, exact.to(torch.bfloat16).float()) and 0 < (rounded - exact).abs() <= 2
 
 
 def test_without_patching_the_codec_alone_sets_the_size():

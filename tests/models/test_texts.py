@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import string
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flow_grpo.models.texts import TextEncoder, normalize_prompt
+from config.grpo import WAN_NEGATIVE_PROMPT
+from flow_grpo.models.texts import TextEncoder, clean_prompt
 from tests.tiny_models import CPU, make_tiny_folder, tiny_text_encoder, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,6 @@ def test_embeddings_are_those_of_the_tokens_and_no_padding(encoder):
     expected = tiny_text_encoder()(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
     found = encoder.embed("  a \n room ", 6)
     assert found.shape == (3, 16) and torch.equal(found, expected)
-    assert normalize_prompt("  a \n room ") == "a room"
 
 
 def test_long_prompts_are_truncated_with_a_warning(encoder, caplog):
@@ -45,6 +52,35 @@ def test_long_prompts_are_truncated_with_a_warning(encoder, caplog):
     caplog.clear()
     encoder.embed("a room with the camera pan left", 8)
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        WAN_NEGATIVE_PROMPT,
+        "“curly” quotes",
+        "a &amp;lt; b",
+        "schÃ¶n  full，width",
+        " \u00a0a\r\nroom\t",
+        "",
+        "ﬁn",
+    ],
+)
+def test_a_prompt_is_cleaned_as_diffusers_pipelines_do(prompt):
+    assert clean_prompt(prompt) == prompt_clean(prompt)
+
+
+def test_the_negative_prompt_is_the_published_one_and_is_tokenized_with_ascii_commas():
+    digest = hashlib.sha256(WAN_NEGATIVE_PROMPT.encode()).hexdigest()
+    assert digest == "ce96e0324e4b54ce4b6e867f669ca520952e1a34cc116543516b1897f0d3c47e"
+    assert clean_prompt(WAN_NEGATIVE_PROMPT) == WAN_NEGATIVE_PROMPT.replace("，", ",")
+
+
+@given(st.text(string.ascii_letters + string.digits + string.punctuation.replace("&", "") + " \n"))
+def test_ascii_prompts_have_the_tokens_of_before_prompts_were_cleaned(prompt):
+    before = " ".join(prompt.split())  # all that was done then
+    assert clean_prompt(prompt) == before
+    assert TOKENIZER(clean_prompt(prompt)).input_ids == TOKENIZER(before).input_ids
 
 
 def test_the_identity_depends_on_weights_and_dtype(tmp_path, encoder):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +28,10 @@ VISIBLE = ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 @pytest.fixture(autouse=True)
-def clean_environment() -> Iterator[None]:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clear the variables that the device door reads, and hide a torch_npu that is installed."""
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    monkeypatch.setattr(device_api, "_hidden", {})
     with mock.patch.dict(os.environ):
         for variable in (
             device_api.OVERRIDE,
@@ -156,26 +158,90 @@ def test_cuda_is_taken_where_torch_npu_sees_no_device(monkeypatch: pytest.Monkey
     assert device_api.resolve() == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("requested", ["auto", "npu", "cpu"])
+def installed_torch_npu(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
+    """Let a folder hold a torch_npu of this code."""
+    (folder / "torch_npu.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    monkeypatch.syspath_prepend(str(folder))
+
+
 @pytest.mark.parametrize(
-    "error", ["ImportError('libhccl.so:\\n cannot open')", "OSError('libhccl.so: cannot open')", "RuntimeError('Two')"]
+    "error",
+    [
+        "ImportError('libhccl.so:\\n cannot open')",
+        "OSError('libhccl.so: cannot open')",
+        "RuntimeError('Two accelerators')",
+        "AttributeError('no _C')",
+        "KeyError('ASCEND_OPP_PATH')",
+        "TypeError('an integer is required')",
+    ],
 )
-def test_a_broken_torch_npu_is_one_line_with_both_ways_out_whatever_was_requested(
-    requested: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_torch_npu_that_cannot_be_loaded_is_refused_or_passed_over_in_one_line(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "torch_npu.py").write_text(f"raise {error}")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(RuntimeError, match="torch_npu is installed but cannot be loaded") as caught:
-        device_api.resolve(requested)
+    installed_torch_npu(monkeypatch, tmp_path, f"raise {error}")
+    why = f"torch_npu is installed but cannot be loaded ({error.split('(')[0]}: "
+    with pytest.raises(ValueError, match="device='npu' was requested") as caught:
+        device_api.resolve("npu")
+    assert device_api.resolve("cpu") == device_api.resolve() == CPU
+    for line in (str(caught.value), device_api.describe(CPU)):
+        assert why in line and "set_env.sh" in line and "npu-smi info" in line and "\n" not in line
+        assert "-r requirements-npu.txt" in line
+    assert device_api.packages() == ("torch",)
+
+
+@pytest.mark.parametrize("seen", ["", "torch.npu.is_available = lambda: [][0]"])
+def test_a_torch_npu_that_registers_nothing_or_fails_when_asked_is_passed_over(
+    seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "npu", types.SimpleNamespace(), raising=False)
+    installed_torch_npu(monkeypatch, tmp_path, f"import torch\n{seen}")
+    assert device_api.resolve() == CPU
+    assert "no npu: torch_npu cannot look for devices (" in device_api.describe(CPU)
+
+
+def test_the_packages_that_cann_needs_are_required_and_those_that_are_absent_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    required = (ROOT / "requirements-npu.txt").read_text().split()
+    assert set(device_api.CANN_PACKAGES) <= set(required)
+    monkeypatch.setattr(device_api, "CANN_PACKAGES", {"numpy": "numpy", "some-package": "no_such_module"})
+    installed_torch_npu(monkeypatch, tmp_path, "raise RuntimeError('error code 500001')")
+    device_api.resolve()
+    assert "requirements-npu.txt, which lacks some-package here)" in device_api.describe(CPU)
+
+
+@pytest.mark.parametrize("call", [device_api.select, device_api.setup])
+@pytest.mark.parametrize("error", [RuntimeError("initialize:\n error code is 500001"), AttributeError("_C")])
+def test_a_device_that_does_not_start_is_refused_in_one_line(
+    call: Callable[[torch.device], None], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock(side_effect=error))
+    with pytest.raises(ValueError, match="cuda:0 cannot be started") as caught:
+        call(torch.device("cuda", 0))
     text = str(caught.value)
-    assert "set_env.sh" in text and "pip uninstall torch_npu" in text and "\n" not in text
-    assert caught.value.__cause__ is not None and "torch_npu" not in sys.modules
+    assert type(error).__name__ in text and "nvidia-smi" in text and "FLOW_GRPO_DEVICE=cpu" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("chip", "fused"),
+    [
+        *((name, True) for name in ("Ascend910B1", "Ascend910B4-1", "Ascend910_9391", "Ascend950PR", "of tomorrow")),
+        *((name, False) for name in ("Ascend910A", "Ascend910B", "Ascend910ProB", "Ascend910PremiumA", "Ascend310P3")),
+    ],
+)
+def test_chips_before_the_910b_have_no_fused_attention(chip: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_api, "name", lambda _device: chip)
+    npu = mock.Mock(type="npu")
+    assert device_api.fuses_attention(npu) is fused and device_api.fuses_attention(CPU)
+    assert not device_api.chooses_sdpa_kernel(npu) and device_api.chooses_sdpa_kernel(CPU)
 
 
 @pytest.mark.parametrize(("users_choice", "loaded"), [(None, "False"), ("1", "True")])
 def test_torch_loads_a_plug_in_by_itself_only_if_the_user_says_so(
     tmp_path: Path, users_choice: str | None, loaded: str
 ) -> None:
+    (tmp_path / "torch_npu.py").write_text("def _autoload(): ...")  # shadows an installed one, which torch loads, too
     (tmp_path / "plugged.py").write_text("def autoload(): ...")
     (tmp_path / "plugged-1.0.dist-info").mkdir()
     (tmp_path / "plugged-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
@@ -185,13 +251,23 @@ def test_torch_loads_a_plug_in_by_itself_only_if_the_user_says_so(
     assert done.stdout.strip() == loaded, done.stderr
 
 
-def test_importing_the_models_loads_torch_npu_first_with_its_environment(tmp_path: Path) -> None:
+def test_importing_the_models_loads_torch_npu_first_with_its_environment_or_does_without_it(tmp_path: Path) -> None:
     (tmp_path / "torch_npu.py").write_text(
         "import os\nprint(os.environ['HCCL_CONNECT_TIMEOUT'])\nraise ImportError('x')"
     )
-    done = run_python("import flow_grpo.models.adapters", tmp_path)
-    assert done.stdout.split() == ["1200"] and done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("RuntimeError: torch_npu is installed but cannot be loaded")
+    code = "import flow_grpo.models.codec; from flow_grpo.runtime.device import resolve; resolve('cpu'); resolve('npu')"
+    done = run_python(code, tmp_path)
+    assert done.stdout.split() == ["1200"]  # once
+    assert "ValueError: device='npu' was requested, but torch_npu is installed but cannot" in done.stderr
+
+
+def test_a_training_that_asks_for_an_npu_which_cannot_start_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text("raise OSError('libascendcl.so: cannot open')")
+    words = ["--config", "config/grpo.py:tiny_recam", "--config.device=npu"]
+    code = f"import sys, train_grpo; sys.exit(train_grpo.main({words}))"
+    done = run_python(code, tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: device='npu' was requested, but torch_npu is")
+    assert done.stderr.count("\n") == 1 and "libascendcl.so" in done.stderr
 
 
 def test_environment_defaults_never_override_the_user() -> None:
@@ -274,7 +350,7 @@ class RecordingNpu:
         answers: dict[str, Any] = {
             "is_available": True,
             "device_count": 4,
-            "get_device_name": "Ascend910B",
+            "get_device_name": "Ascend910B3",
             "get_rng_state": torch.full((16,), 7, dtype=torch.uint8),
             "is_bf16_supported": True,
             "memory_allocated": 1 << 30,
@@ -355,13 +431,13 @@ def observe_npu() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def npu() -> dict[str, Any]:
-    with ProcessPoolExecutor(1, mp_context=workers.context()) as pool:
+    with workers.without_npu() as pool:
         return pool.submit(observe_npu).result(120)
 
 
 def test_the_npu_is_the_first_choice(npu: dict[str, Any]) -> None:
     assert npu["device"] == "npu:3"
-    assert npu["line"] == "device npu:3 (Ascend910B)"
+    assert npu["line"] == "device npu:3 (Ascend910B3)"
     assert npu["with cuda"] == "npu:1"
 
 

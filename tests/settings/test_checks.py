@@ -25,6 +25,7 @@ def load(settings: str) -> Config:
         ("data.eval_split=train/part", ["data.eval_split: got 'train/part'", "must differ"]),
         ("data.eval_split=./train", ["data.eval_split: got 'train'", "must differ"]),
         ("data.train_split=val/part", ["data.eval_split: got 'val'", "must differ"]),
+        ("model.vae_tiles=recammaster", ["model.vae_tiles: got 'recammaster'", "--config.model.vae_tiling=true"]),
         ("model.trained=lora model.lora_targets=", ["model.lora_targets: got ''", "model.trained=camera"]),
         ("sample.num_image_per_prompt=3", ["sample.num_image_per_prompt: got 3", "sample.k=8"]),
         ("sample.sde_steps=-1,0", ["sample.sde_steps: got (-1, 0)", "0..6"]),

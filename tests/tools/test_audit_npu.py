@@ -6,7 +6,6 @@ import ast
 import json
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +218,7 @@ def small_step() -> dict[str, Any]:
 
 
 def test_the_fake_records_forward_backward_and_optimizer_and_nothing_of_the_cpu() -> None:
-    with ProcessPoolExecutor(1, mp_context=workers.context()) as pool:
+    with workers.without_npu() as pool:
         seen = pool.submit(small_step).result(100)
     assert {"addmm", "mm", "pow.Tensor_Scalar", "linalg_vector_norm", "_foreach_addcdiv_.ScalarList"} <= set(
         seen["operators"]
@@ -234,7 +233,7 @@ def test_the_fake_records_forward_backward_and_optimizer_and_nothing_of_the_cpu(
 
 @pytest.mark.slow
 def test_a_training_step_meets_the_device_in_both_directions_without_float64() -> None:
-    with ProcessPoolExecutor(1, mp_context=workers.context()) as pool:
+    with workers.without_npu() as pool:
         record = pool.submit(step.observe).result(600)
     wanted = {step.ATTENTION, "convolution", "gelu_backward", "native_layer_norm_backward", "linalg_vector_norm"}
     assert wanted <= set(record.operators)

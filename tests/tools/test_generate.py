@@ -129,7 +129,8 @@ def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tm
         "dtype": "fp32",
         "device": "cpu",
         "offload": True,
-        "tiling": False,
+        "tiling": None,
+        "round_timestep": False,
         "fps": 15,
         "torch": torch.__version__,
     }
@@ -209,6 +210,7 @@ def test_a_path_outside_the_training_range_is_one_line_and_a_video(source, capsy
         (["--source", str(MODEL)], "is no folder with videos"),
         (["--frames", "9"], "is too short, got 7 of 9 frames"),
         (["--frames", "0"], "--frames is 0, must be"),
+        (["--frames", "33"], "--frames is 33, --height 24 and --width 32, must be at most 32, 512 and 512"),
         (["--height", "25"], "--height is 25 and --width 32, must be multiples of "),
         (["--width", "0"], "--width 0, must be"),
         (["--steps", "0"], "num_steps is 0"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.machinery
-import importlib.util
 import sys
 import tempfile
 import types
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from flow_grpo.runtime import device as device_api
 from tools.audit.names import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,10 +163,12 @@ def recording() -> Iterator[Record]:
     """Context in which `torch.device("npu", 0)` is a recording fake; use the process for nothing else afterwards.
 
     Raises:
-        ValueError: the real torch_npu is installed.
+        ValueError: the real torch_npu is loaded.
     """
-    if importlib.util.find_spec("torch_npu") is not None:
-        raise ValueError("torch_npu is installed, its device cannot be faked; run the audit where it is not")
+    if hasattr(torch, "npu"):
+        raise ValueError(
+            "torch_npu is loaded in this process, so its device cannot be faked; unset TORCH_DEVICE_BACKEND_AUTOLOAD"
+        )
     library = types.ModuleType("torch_npu")
     library.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)  # accelerate looks for it
     _setup_privateuseone_for_python_backend("npu", _fake_module())
@@ -197,6 +199,7 @@ def _fake_module() -> Any:
 
 def training_step(folder: Path) -> Record:
     """Train the tiny model for one epoch on the fake device, with evaluation and checkpoint; writes to `folder`."""
+    device_api.hide_plug_in("the audit fakes its device")
     import train_grpo  # here, because it loads every model library, which the other checks do not need
 
     places = {

@@ -230,7 +230,7 @@ def attention(setting: Setting) -> Records:
     """Yield the times of self-attention, forward and forward with backward, for every kernel available.
 
     Names: `native` and the like are diffusers', as the transformer calls them; `sdpa_*` force one kernel of torch's
-    own function, which a vendor's torch may ignore: equal figures then mean one kernel.
+    own function, where the device lets it be chosen.
     """
     size, video = setting.size, setting.video
     tokens = video.tokens
@@ -277,7 +277,7 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]
     backends, known = device_api.attention_backends(device), SDPBackend.__members__
     for backend in backends:
         yield backend.strip("_"), functools.partial(attention_backend, backend), dispatched
-    for kernel in SDPA_KERNELS:
+    for kernel in SDPA_KERNELS if device_api.chooses_sdpa_kernel(device) else ():
         name = kernel.removesuffix("_attention")
         # The list grows with torch; skip kernels already measured under diffusers' name.
         if kernel.upper() in known and f"_native_{name}" not in backends:

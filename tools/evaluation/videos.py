@@ -103,7 +103,7 @@ def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
     model, guidance = config.model, parts.eval_guidance(config)
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
-    loading = {"offload": model.offload, "tiling": model.vae_tiling, "slicing": model.vae_slicing}
+    loading = {"offload": model.offload, "tiles": model.tiles, "slicing": model.vae_slicing}
     sampling: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
-    sampling["max_prompt_tokens"] = model.max_prompt_tokens
+    sampling |= {"max_prompt_tokens": model.max_prompt_tokens, "round_timestep": model.round_timestep}
     return load_policy(model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)

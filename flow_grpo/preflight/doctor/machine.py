@@ -46,7 +46,7 @@ def examine_machine(context: DoctorContext) -> list[Finding]:
         check_shared_memory(batch_bytes, config.data.num_workers, local_ranks),
         check_versions(ranks),
         check_device(device, config, ranks),
-        check_backends(device, ranks),
+        check_backends(device, ranks, gathers_bytes=config.train.sharding == "fsdp2"),
         check_run_folder(context.run_folder, ranks),
     ]
 
@@ -119,11 +119,20 @@ def check_device(device: torch.device, config: Config, ranks: Ranks) -> Finding:
         fail = "it has no bf16: pass --config.model.dtype=fp32"
     fell_back = device.type == "cpu" and config.device == "auto" and config.model.dtype == "bf16"
     warn = "bf16 on a CPU is for tests: find out why no accelerator was used" if fell_back else ""
+    if not device_api.fuses_attention(device):
+        warn = f"{device_api.name(device)} has no fused attention kernel: memory grows with the square of the tokens "
+        warn += "(96 GiB a video of 81x480x832 on Wan 1.3B); use smaller videos, or an Ascend 910B or later"
     return finding("device", device_api.describe(device, config.device), fail=fail, warn=warn)
 
 
-def check_backends(device: torch.device, ranks: Ranks) -> Finding:
-    """Check both process groups by a collective over each; collective call: every rank must call it."""
+def check_backends(device: torch.device, ranks: Ranks, *, gathers_bytes: bool = False) -> Finding:
+    """Check both process groups by a collective over each; collective call: every rank must call it.
+
+    Args:
+        device: of this rank.
+        ranks: this rank and its peers.
+        gathers_bytes: also gather uint8 on the device, as FSDP2 does with weights of two dtypes.
+    """
     if ranks.control_group is None:
         return finding("backends", "one process, no process group")
     heard: Sequence[int] = ranks.all_gather(torch.tensor([ranks.rank])).tolist()
@@ -133,6 +142,8 @@ def check_backends(device: torch.device, ranks: Ranks) -> Finding:
         said = f"{dist.get_backend_config()} over {said}"
         places = dict.fromkeys((torch.device("cpu"), device))
         wrong += [fault for place in places if (fault := _all_reduce_fault(place, ranks))]
+        if gathers_bytes and (fault := _gather_fault(device, ranks)):
+            wrong.append(fault)
     return finding("backends", said, fail=f"{'; '.join(wrong)}: check RANK and MASTER_ADDR" if wrong else "")
 
 
@@ -146,6 +157,19 @@ def _all_reduce_fault(place: torch.device, ranks: Ranks) -> str:
     except RuntimeError as error:
         return f"no all-reduce on {place}: {' '.join(str(error).split())}"
     return "" if total.item() == wanted else f"an all-reduce on {place} gives {total.item():g} instead of {wanted:g}"
+
+
+def _gather_fault(place: torch.device, ranks: Ranks) -> str:
+    """Return what is wrong with gathering uint8 over the default group, or ""."""
+    own = torch.full((1,), ranks.rank % 256, dtype=torch.uint8, device=place)
+    gathered = own.new_empty(ranks.world_size)
+    try:
+        with ranks.waiting_for_peers():
+            dist.all_gather_into_tensor(gathered, own)
+    except RuntimeError as error:
+        return f"no all-gather of uint8 on {place}, which train.sharding='fsdp2' needs: {' '.join(str(error).split())}"
+    heard, wanted = gathered.tolist(), [rank % 256 for rank in range(ranks.world_size)]
+    return "" if heard == wanted else f"an all-gather of uint8 on {place} gives {heard} instead of {wanted}"
 
 
 def check_run_folder(folder: Path, ranks: Ranks, timeout_s: float = CACHED_S) -> Finding:
