@@ -230,16 +230,18 @@ def refuse(error: ValueError, ranks: Ranks | None) -> None:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Run start-up work without collective calls, and raise any rank's ValueError on all ranks.
+    """Run start-up work without collective calls, and raise any rank's ValueError or OSError on all ranks.
 
     Raises:
         ValueError: with the distinct messages of all ranks.
     """
-    problem = None
+    problem: ValueError | None = None
     try:
         yield
     except ValueError as error:
         problem = error
+    except OSError as error:  # which names its file
+        problem = ValueError(f"{error}; see that the file or folder can be used")
     found = [text for text in ranks.gather_text("" if problem is None else str(problem)) if text]
     if found:
         raise ValueError("; ".join(dict.fromkeys(found))) from problem

@@ -52,11 +52,19 @@ class Random(TypedDict):
     cpu: Annotated[Any, PlainValidator(_random_state)]
 
 
+class Position(TypedDict):
+    """Numbers of the sampler's state; the sampler compares the others."""
+
+    next_step: Count
+    num_replicas: Count
+    batch_size: Count
+
+
 class Shared(TypedDict):
     """What is the same on every rank; what is not required was added later."""
 
     finished: Count
-    sampler: dict[StrictStr, StrictInt | StrictStr]
+    sampler: Position
     train_seconds: Annotated[StrictFloat, Field(ge=0)]
     shortages: list[Count]
     before: Numbers | None

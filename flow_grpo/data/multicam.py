@@ -218,6 +218,11 @@ def contents_of(scenes: Sequence[Scene]) -> str:
     return _hash_lines([f"{name}\t{size}" for name, size in sorted(sizes.items())])
 
 
+def contents_by_scene(scenes: Sequence[Scene]) -> dict[str, str]:
+    """Return scene name -> hash of the names and sizes of its files."""
+    return {scene.name: contents_of([scene]) for scene in scenes}
+
+
 def check_disjoint(train: Sequence[Scene], held_out: Sequence[Scene]) -> None:
     """Refuse to train on a held-out video, be it under a link or a copy.
 

@@ -69,7 +69,7 @@ def _run_recipe(spec: str) -> ConfigDict:
         )
     try:
         settings = recipes[name]()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _recipe_fails(f"recipe {spec}", Path(file), error) from error
     if not isinstance(settings, ConfigDict):
         raise ConfigError(
@@ -88,13 +88,13 @@ def _recipes(path: Path) -> dict[str, Callable[[], object]]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _recipe_fails(f"recipe file {path}", path, error) from error
     own = {n: f for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
     return {n: f for n, f in own.items() if not n.startswith("_") and not inspect.signature(f).parameters}
 
 
-def _recipe_fails(what: str, file: Path, error: Exception) -> ConfigError:
+def _recipe_fails(what: str, file: Path, error: BaseException) -> ConfigError:
     """Return the error to raise for a recipe's own, with the last line of its file that was on the way."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     place = f" in line {lines[-1]}" if lines else ""
@@ -133,10 +133,15 @@ def _override(settings: ConfigDict, path: str, text: str | None) -> None:
     except ValueError:
         got, form = "no value" if text is None else f"{text!r:.200}", notation(kind)
         raise ConfigError(f"config.{path}: got {got}, must be {form}; pass {PREFIX}{path}={form}") from None
-    for name in filter(None, section.split(".")):
-        settings = settings[name]
     try:
+        for name in filter(None, section.split(".")):
+            settings = settings[name]
         settings[leaf] = value
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"config.{path}: the recipe has no section that takes it ({' '.join(str(error).split())[:200]}); start it "
+            "from config/base.py's get_config()"
+        ) from None
     except ValueError as error:  # a ConfigDict takes no names with dots
         raise ConfigError(f"config.{path}: got {text!r:.200}, must be names without dots; {error}") from None
 

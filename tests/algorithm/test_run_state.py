@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+
 import pytest
 import torch
 
 from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.models.adapters import Ema
-from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.models.adapters import Ema, trained_parameters
+from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
 
@@ -198,8 +202,7 @@ def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tm
 
 
 def test_files_of_a_checkpoint_that_changed_places_are_refused(tmp_path):
-    state, policy = a_run(tmp_path)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    path = a_run(tmp_path)[0].save(tmp_path, keep=1, ranks=Ranks())
     for ending in (".json", ".safetensors"):
         first, second = path / f"state{ending}", path / f"rank_0{ending}"
         first.rename(path / "aside")

@@ -97,7 +97,7 @@ def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     """
     if resume == "auto":
         return latest(folder, ranks=ranks)
-    given = Path(resume).resolve()
+    given = Path(os.path.realpath(resume))  # Path.resolve raises at a link to itself
     if resume and (problem := shared_damage(given, ranks)):
         raise ValueError(
             f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as {path_of(folder, 10)} or "
