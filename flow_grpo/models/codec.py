@@ -6,6 +6,7 @@ Letters: C F H W latent channels, frames, height, width, T h w video frames, row
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -76,8 +77,10 @@ class Codec:
             ValueError: a file is missing or damaged, the weights are not those of config.json, or as in `Codec`.
         """
         check_component(folder)
+        config = read_config(folder)
         _check_weights(folder)
-        return cls(read_config(folder), lambda half: _load_half(folder, half), files_key(folder), **settings)
+        _check_statistics(folder, config)
+        return cls(config, lambda half: _load_half(folder, half), files_key(folder), **settings)
 
     @classmethod
     def from_network(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
@@ -128,6 +131,18 @@ def _check_weights(folder: Path) -> None:
             f"codec folder {folder} does not hold the weights of config.json: missing, unexpected or of another shape "
             f"are {summarize(wrong)}; download vae/ again"
         )
+
+
+def _check_statistics(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless there is a finite mean and a positive standard deviation for every latent channel."""
+    for name, least in (("latents_mean", -math.inf), ("latents_std", 0.0)):
+        numbers = config[name]
+        right = isinstance(numbers, list | tuple) and len(numbers) == config["z_dim"]
+        if not right or not all(type(one) in (int, float) and least < one < math.inf for one in numbers):
+            raise ValueError(
+                f"{folder / 'config.json'}: {name} is {numbers!r:.100}, must be {config['z_dim']} finite numbers above "
+                f"{least:g}; download vae/ again"
+            )
 
 
 def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -80,3 +83,15 @@ def test_scale_factors_that_the_layers_do_not_have_are_refused():
     vae.register_to_config(scale_factor_spatial=8)
     with pytest.raises(ValueError, match=r"\(4, 8\), its layers compress by \(4, 4\)"):
         Codec.from_network(vae, device=CPU)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"latents_std": [0.0] * 4}, {"latents_std": [1.0]}, {"latents_mean": ["x"] * 4}, {"latents_mean": None}],
+)
+def test_statistics_that_do_not_fit_the_latents_are_refused(folder, tmp_path, change):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=rf"{next(iter(change))} is .*, must be 4 finite numbers above"):
+        Codec.from_folder(tmp_path, device=CPU)
