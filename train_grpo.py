@@ -33,7 +33,7 @@ from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError
 from flow_grpo.algorithm.trainer import NoSignalError, Trainer
-from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.multicam import MultiCamDataset, check_disjoint
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
@@ -238,16 +238,18 @@ def refuse(error: ValueError, ranks: Ranks | None) -> None:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Run start-up work without collective calls, and raise any rank's ValueError on all ranks.
+    """Run start-up work without collective calls, and raise any rank's ValueError or OSError on all ranks.
 
     Raises:
         ValueError: with the distinct messages of all ranks.
     """
-    problem = None
+    problem: ValueError | None = None
     try:
         yield
     except ValueError as error:
         problem = error
+    except OSError as error:  # which names its file
+        problem = ValueError(f"{error}; see that the file or folder can be used")
     found = [text for text in ranks.gather_text("" if problem is None else str(problem)) if text]
     if found:
         raise ValueError("; ".join(dict.fromkeys(found))) from problem
@@ -272,7 +274,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
             lock.take()
     path = resume.find(config.resume, run_folder / "checkpoints", ranks=ranks)
     with raise_on_all_ranks(ranks):
-        train, held_out = splits(config)
+        train, held_out = splits(config, ranks)
         policy = build_policy(config, device)
         check_sizes(policy, train, held_out)
         rewards = parts.build_rewards(config, config.reward.weights, ranks)
@@ -390,13 +392,15 @@ def check_places(config: Config, run_folder: Path) -> None:
             raise ValueError(f"config.{knob}: {existing} cannot be written to; pass another --config.{knob}")
 
 
-def splits(config: Config) -> tuple[MultiCamDataset, MultiCamDataset]:
-    """Return the training and the held-out data, disjoint in scenes, after reading one condition of each.
+def splits(config: Config, ranks: Ranks) -> tuple[MultiCamDataset, MultiCamDataset]:
+    """Return the training and the held-out data, disjoint in videos, after reading one condition of each.
 
     Raises:
         ValueError: a split that cannot be used.
     """
     train, held_out = parts.training_data(config), parts.held_out_data(config)
+    if ranks.is_main:
+        check_disjoint(train.scenes, held_out.scenes)
     for data in (train, held_out):
         data.condition(len(data) - 1)
     return train, held_out

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
 from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes
-from flow_grpo.data.video_io import read_video, video_size
+from flow_grpo.data.video_io import opened, read_video, video_size
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.maths.poses import rotation_angle_deg
 from tools.common import image_size, make_parser
@@ -141,8 +141,8 @@ def _check_videos(settings: Settings, videos: Sequence[Path], report: SceneRepor
 def _rate(video: Path) -> float:
     """Return the frames per second in a file's header, 0 if it has none; ValueError for a damaged file."""
     try:
-        with av.open(str(video)) as container:
-            return float(container.streams.video[0].average_rate or 0)
+        with opened(video) as (_, stream):
+            return float(stream.average_rate or 0)
     except av.FFmpegError as error:
         raise ValueError(f"video {video} is damaged or no video ({error})") from error
 

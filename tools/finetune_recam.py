@@ -243,7 +243,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
     folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
     with train_grpo.raise_on_all_ranks(ranks):
         policy = RecamPolicy.from_config(config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device)
-        data, measured = train_grpo.splits(config)
+        data, measured = train_grpo.splits(config, ranks)
         train_grpo.check_sizes(policy, data, measured)
         batches = Batches(args, data, policy, ranks)
         spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # evenly over the scenes

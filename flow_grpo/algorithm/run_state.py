@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.changes import ConditionRow
+from flow_grpo.algorithm.saved_state import Learned, OfRank, Shared, check_saved
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
@@ -139,11 +140,20 @@ class RunState:
         """
         found = checkpoint.load(path, identity=self.identity, ranks=ranks)
         state = found.state
+        check_saved(path, Shared, state)
+        if state["finished"] != found.step:
+            raise ValueError(
+                f"{path} is a checkpoint of step {found.step} with the state of {state['finished']} epochs: its files "
+                "are of different checkpoints; resume from another"
+            )
+        if found.per_rank is not None:
+            check_saved(path, OfRank, found.per_rank)
         if "learned" in state:
             learned = map_tensors(state["learned"], self._own)
         else:
             stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
             learned = join_shards(stems, "learned", self._own)
+        check_saved(path, Learned, learned)
         if (learned["ema"] is None) != (self.ema is None):
             raise ValueError(
                 f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
@@ -239,6 +249,7 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
     found = checkpoint.load(path, identity=identity, ranks=Ranks())
     stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
     learned = found.state.get("learned") or join_shards(stems, "learned", lambda _, values: values)
+    check_saved(path, Learned, learned)
     load_trained_state(module, learned["trained"])
     if learned["ema"] is not None:
         for place, parameter in enumerate(trained_parameters(module).values()):

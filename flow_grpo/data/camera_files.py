@@ -15,7 +15,7 @@ from flow_grpo.runtime.json_files import read_json_object
 
 BAD_JSON = "export it again or remove the scene"  # what to do about an unreadable JSON file of a scene
 
-_MATRIX_TEXT = re.compile(r"(\s*\[[^\[\]]*\]){4}\s*")
+_MATRIX_TEXT = re.compile(r"(\s*\[[^\[\]_]*\]){4}\s*")  # Python would read 1_0 as 10
 
 
 def read_cameras(file: Path, cameras: Sequence[str], num_frames: int) -> Tensor:

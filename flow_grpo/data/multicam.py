@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
-from flow_grpo.data.dataset import ConditionDataset
+from flow_grpo.data.dataset import ConditionDataset, file_id
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
 from flow_grpo.data.video_io import Size, VideoCache, fitted_size, nearest_bucket, video_size
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition
-from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.runtime.json_files import read_json_object, read_text
 
 SENSOR_MM = 23.76  # side of MultiCamVideo's square sensor; it spans the width of the original video
 LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
@@ -190,14 +190,8 @@ class MultiCamDataset(ConditionDataset):
         return self._fingerprint
 
     def contents(self) -> str:
-        """Return a hash of the names and sizes of all files of the split; independent of the root."""
-        sizes = {}
-        for scene in self.scenes:
-            videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
-            for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES):
-                if (scene.folder / part).is_file():
-                    sizes[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
-        return _hash_lines([f"{name}\t{size}" for name, size in sorted(sizes.items())])
+        """Return a hash of the names and sizes of all files of the split, see `contents_of`."""
+        return contents_of(self.scenes)
 
     def _source_camera(self, scene: Scene, target: str) -> str:
         others = [camera for camera in scene.cameras if camera != target]
@@ -211,6 +205,46 @@ class MultiCamDataset(ConditionDataset):
 
 def _hash_lines(lines: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def contents_of(scenes: Sequence[Scene]) -> str:
+    """Return a hash of the names and sizes of all files of these scenes; independent of the root."""
+    sizes = {}
+    for scene in scenes:
+        videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
+        for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES):
+            if (scene.folder / part).is_file():
+                sizes[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
+    return _hash_lines([f"{name}\t{size}" for name, size in sorted(sizes.items())])
+
+
+def contents_by_scene(scenes: Sequence[Scene]) -> dict[str, str]:
+    """Return scene name -> hash of the names and sizes of its files."""
+    return {scene.name: contents_of([scene]) for scene in scenes}
+
+
+def check_disjoint(train: Sequence[Scene], held_out: Sequence[Scene]) -> None:
+    """Refuse to train on a held-out video, be it under a link or a copy.
+
+    Only files of equal size are read and compared, so that this costs little more than listing them.
+
+    Raises:
+        ValueError: names both files.
+    """
+    of_size: dict[int, list[Path]] = {}
+    for video in _videos(held_out):
+        of_size.setdefault(video.stat().st_size, []).append(video)
+    for video in _videos(train):
+        for twin in of_size.get(video.stat().st_size, ()):
+            if video.samefile(twin) or file_id(video) == file_id(twin):
+                raise ValueError(
+                    f"training video {video} has the content of held-out video {twin}, which must not be trained on; "
+                    "remove one of the two scenes"
+                )
+
+
+def _videos(scenes: Sequence[Scene]) -> Iterator[Path]:
+    return (scene.video(camera) for scene in scenes for camera in scene.cameras)
 
 
 def _bucket_of(scene: Scene, buckets: Sequence[Size]) -> Size:
@@ -234,7 +268,7 @@ def find_scenes(root: Path, split: str) -> list[Scene]:
     if not folder.is_dir():
         splits = sorted(child.name for child in root.iterdir() if child.is_dir())
         raise ValueError(f"dataset {root} has no split {split!r}, it has {splits}; set the split to one of them")
-    scenes = [_scene(root, scene) for scene in _scene_folders(folder)]
+    scenes = [_scene(root, scene) for scene in _scene_folders(folder, folder.resolve(), {})]
     if not scenes:
         raise ValueError(
             f"dataset split {folder} holds no scene; expected {folder}/<lens>/<scene>/videos/cam01.mp4, "
@@ -258,15 +292,31 @@ def set_aside(scenes: Sequence[Scene], count: int) -> tuple[list[Scene], list[Sc
     return [s for s in scenes if s.name not in chosen], [s for s in scenes if s.name in chosen]
 
 
-def _scene_folders(folder: Path) -> Iterator[Path]:
+def _scene_folders(folder: Path, real: Path, seen: dict[Path, Path]) -> Iterator[Path]:
+    """Yield the scenes below a folder.
+
+    Args:
+        folder: as it was reached.
+        real: the same without links.
+        seen: real folder -> where it was reached before.
+
+    Raises:
+        ValueError: a link leads to a folder that is listed already, or a folder cannot be read.
+    """
+    if real in seen:
+        raise ValueError(
+            f"dataset folder {folder} is {seen[real]} again, its scenes would count twice; remove the link"
+        )
+    seen[real] = folder
     if (folder / "videos").is_dir():
         yield folder
         return
-    for child in sorted(folder.iterdir()):
-        if child.is_dir():
-            if child.is_symlink() and folder.resolve().is_relative_to(child.resolve()):
-                raise ValueError(f"dataset folder {child} links to a folder that holds it, must not; remove the link")
-            yield from _scene_folders(child)
+    try:
+        children = [child for child in sorted(folder.iterdir()) if child.is_dir()]
+    except OSError as error:
+        raise ValueError(f"dataset folder {folder} cannot be read ({error.strerror}); make it readable") from error
+    for child in children:
+        yield from _scene_folders(child, child.resolve() if child.is_symlink() else real / child.name, seen)
 
 
 def _scene(root: Path, folder: Path) -> Scene:
@@ -311,17 +361,19 @@ def _read_presets(scene: Scene) -> dict[str, str]:
 
 
 def _read_caption(file: Path, video: str) -> str:
+    text = read_text(file, "repair it or remove the scene")
     try:
-        reader = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8-sig"), newline=""))
+        reader = csv.DictReader(io.StringIO(text, newline=""))
         if not {"file_name", "text"} <= set(reader.fieldnames or ()):
             raise ValueError(
-                f"caption file {file} has columns {reader.fieldnames}, must be file_name and text; add them"
+                f"caption file {file} has columns {reader.fieldnames!r:.200}, must be file_name and text; add them"
             )
-        captions = [row["text"] for row in reader if Path(row["file_name"] or "").name == video]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"file {file} cannot be read ({error}); repair it or remove the scene") from error
+        rows = [row for row in reader if Path(row["file_name"] or "").name == video]
     except csv.Error as error:
         raise ValueError(f"caption file {file} is no table ({error}); repair it or remove it") from error
+    if any(None in row for row in rows):  # DictReader puts what has no column under None
+        raise ValueError(f"caption file {file} has more fields than columns for {video}; put the text in quotes")
+    captions = [row["text"] for row in rows]
     if len(captions) != 1 or not (captions[0] or "").strip():
         raise ValueError(
             f"caption file {file} has {len(captions)} rows for {video}, must have one with a text; "

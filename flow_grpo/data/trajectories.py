@@ -125,7 +125,7 @@ def read_path(file: Path, num_frames: int) -> Tensor:
         raise ValueError(f"trajectory file {file}: fps is {fps!r}, must be a number above 0; leave it out to stretch")
     try:
         poses = torch.tensor(entries["poses"], dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"trajectory file {file}: poses are no list of 4x4 matrices of numbers ({error})") from error
     return fit_path(poses, num_frames, fps=fps, from_first=from_first, name=f"trajectory file {file}")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import av
 import torch
+from av.container import InputContainer
+from av.stream import Disposition
+from av.video.stream import VideoStream
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -15,6 +19,8 @@ from torch.nn.functional import interpolate
 from flow_grpo.runtime.lru import LruCache
 from flow_grpo.runtime.video_file import EXACT_COLOURS, THREADS
 
+# FFmpeg chooses a container by content, not by name: a playlist called .mp4 would have it read other files.
+CONTAINERS = "mov,matroska,webm,avi"
 Size = tuple[int, int, int]
 """(frames, height, width) of a video, in frames and pixels."""
 
@@ -40,6 +46,7 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
                 pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
                 if decoded == start:  # one buffer: stacking a list of frames would double the memory of a large clip
                     video = torch.empty(3, num_frames, *pixels.shape[:2], dtype=torch.uint8)
+                _check_frame(path, decoded, frame, tuple(video.shape[2:]))
                 video[:, decoded - start] = rearrange(torch.from_numpy(pixels), "h w c -> c h w")
             decoded += 1
             if decoded == needed:
@@ -65,10 +72,9 @@ def video_size(path: str | Path) -> Size:
     if not path.is_file():
         raise ValueError(f"video {path} does not exist; check the dataset folder")
     try:
-        with av.open(str(path)) as container:
-            stream = container.streams.video[0]
+        with opened(path) as (container, stream):
             return stream.frames or sum(1 for _ in container.decode(stream)), stream.height, stream.width
-    except (av.FFmpegError, IndexError) as error:
+    except av.FFmpegError as error:
         raise ValueError(f"video {path} is damaged or no video ({error}); fetch or encode it again") from error
 
 
@@ -141,14 +147,42 @@ def _pixels(entry: tuple[Tensor, tuple[int, int]]) -> int:
     return entry[0].nbytes
 
 
-def _decode(path: Path) -> Iterator[av.VideoFrame]:
-    with av.open(str(path)) as container:
-        if not container.streams.video:
-            raise ValueError(f"video {path} has no picture stream, got 0 frames; fetch or encode it again")
-        stream = container.streams.video[0]
-        if stream.codec_context is None:  # for example a file truncated within its header
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Open a video file and its only picture stream.
+
+    Raises:
+        ValueError: no picture stream or several, or no readable header.
+        av.FFmpegError: damaged, or in a container that is not among `CONTAINERS`.
+    """
+    with av.open(str(path), container_options={"format_whitelist": CONTAINERS}) as container:
+        streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+        if len(streams) != 1:
+            raise ValueError(
+                f"video {path} has {len(streams)} picture streams, got 0 frames, must have one; encode it again"
+            )
+        if streams[0].codec_context is None:  # for example a file truncated within its header
             raise ValueError(f"video {path} has no readable header, got 0 frames; fetch or encode it again")
-        stream.codec_context.thread_count = THREADS
+        streams[0].codec_context.thread_count = THREADS
         # Otherwise the decoder conceals damaged frames and reports success.
-        stream.codec_context.options = {"err_detect": "explode"}
+        streams[0].codec_context.options = {"err_detect": "explode"}
+        yield container, streams[0]
+
+
+def _decode(path: Path) -> Iterator[av.VideoFrame]:
+    with opened(path) as (container, stream):
         yield from container.decode(stream)
+
+
+def _check_frame(path: Path, number: int, frame: av.VideoFrame, size: tuple[int, ...]) -> None:
+    """Raise ValueError for a frame that has another size, in pixels, than those before it, or is to be rotated."""
+    if (frame.height, frame.width) != size:
+        raise ValueError(
+            f"video {path}: frame {number} is {frame.height}x{frame.width}, those before it {size[0]}x{size[1]}; "
+            "encode it again in one size"
+        )
+    if frame.rotation:
+        raise ValueError(
+            f"video {path}: players rotate frame {number} by {frame.rotation} degrees, which is not read; "
+            "encode it again as it is to be seen"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from flow_grpo.models.recam_transformer import (
     is_camera_weight,
     load_recam_transformer,
 )
+from flow_grpo.runtime.atomic_file import replace_folder, temporary_path
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
 
@@ -74,17 +76,27 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
 
     Args:
         policy: whose module is saved.
-        folder: created if missing.
+        folder: appears whole or not at all; one of that name is replaced with all it holds.
         ranks: collective call, rank 0 writes; None writes from this process without a collective.
 
     Raises:
         RuntimeError: on every rank, if rank 0 cannot write.
     """
     assert ranks is not None or not is_sharded(policy.module), "parameters are sharded: every rank must save"
-    ranks, network, folder = ranks or Ranks(), unwrap(policy.module), Path(folder)
-    with ranks.sync_errors("saving the adapter (folder)"):
-        if ranks.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
+    ranks, network, partial = ranks or Ranks(), unwrap(policy.module), Path(folder)
+    with contextlib.ExitStack() as stack:
+        with ranks.sync_errors("saving the adapter (folder)"):
+            if ranks.is_main:
+                partial = stack.enter_context(temporary_path(Path(folder)))
+                partial.mkdir()
+        _write(network, partial, ranks)
+        with ranks.sync_errors("saving the adapter (publishing)"):
+            if ranks.is_main:
+                replace_folder(partial, Path(folder))
+
+
+def _write(network: Any, folder: Path, ranks: Ranks) -> None:
+    """Write the trained weights into an empty folder. Collective call."""
     if has_lora(network):
         trained = _gathered(trained_parameters(network), ranks)
         with ranks.sync_errors("saving the adapter"):

@@ -6,6 +6,7 @@ Letters: C F H W latent channels, frames, height, width, T h w video frames, row
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -16,7 +17,7 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor
 
-from flow_grpo.models.model_files import check_component
+from flow_grpo.models.model_files import check_component, stored_shapes, summarize
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 
@@ -78,10 +79,13 @@ class Codec:
         """Return the codec of a folder in diffusers layout, without loading weights; `settings` as in `Codec`.
 
         Raises:
-            ValueError: a file is missing or damaged, or as in `Codec`.
+            ValueError: a file is missing or damaged, the weights are not those of config.json, or as in `Codec`.
         """
         check_component(folder)
-        return cls(read_config(folder), lambda half: _load_half(folder, half), files_key(folder), **settings)
+        config = read_config(folder)
+        _check_weights(folder)
+        _check_statistics(folder, config)
+        return cls(config, lambda half: _load_half(folder, half), files_key(folder), **settings)
 
     @classmethod
     def from_network(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
@@ -129,12 +133,31 @@ class Codec:
         return tuple(side * self.spatial for sides in _RECAMMASTER_TILES for side in sides)
 
 
-def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
-    """Load one half of a codec folder to the CPU in fp32, without reading the other half's weights.
+def _check_weights(folder: Path) -> None:
+    """Raise ValueError if tensors of either half are missing, unexpected or of another shape, from headers alone."""
+    wanted = {name: tuple(value.shape) for name, value in _on_meta(folder).state_dict().items()}
+    stored = stored_shapes(folder)
+    if wrong := sorted(name for name in {*wanted, *stored} if wanted.get(name) != stored.get(name)):
+        raise ValueError(
+            f"codec folder {folder} does not hold the weights of config.json: missing, unexpected or of another shape "
+            f"are {summarize(wrong)}; download vae/ again"
+        )
 
-    Raises:
-        ValueError: tensors of the half are missing or unexpected.
-    """
+
+def _check_statistics(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless there is a finite mean and a positive standard deviation for every latent channel."""
+    for name, least in (("latents_mean", -math.inf), ("latents_std", 0.0)):
+        numbers = config[name]
+        right = isinstance(numbers, list | tuple) and len(numbers) == config["z_dim"]
+        if not right or not all(type(one) in (int, float) and least < one < math.inf for one in numbers):
+            raise ValueError(
+                f"{folder / 'config.json'}: {name} is {numbers!r:.100}, must be {config['z_dim']} finite numbers above "
+                f"{least:g}; download vae/ again"
+            )
+
+
+def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
+    """Load one half of a codec folder, see `_check_weights`, to the CPU in fp32, without reading the other half."""
     network = _on_meta(folder)
     for name in _SUBMODULES["decoder" if half == "encoder" else "encoder"]:
         setattr(network, name, None)
@@ -143,12 +166,7 @@ def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             state |= {name: opened.get_tensor(name).float() for name in opened.keys() if name.startswith(wanted)}  # noqa: SIM118
-    missing, unexpected = network.load_state_dict(state, strict=False, assign=True)
-    if missing or unexpected:
-        raise ValueError(
-            f"codec folder {folder} lacks {len(missing)} tensors of the {half} {missing[:2]} and holds "
-            f"{len(unexpected)} unexpected ones {unexpected[:2]}; download vae/ again"
-        )
+    network.load_state_dict(state, assign=True)
     return network
 
 
@@ -160,8 +178,14 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 def _on_meta(folder: Path) -> AutoencoderKLWan:
     """Return the network of a folder on the meta device, without weights."""
-    with torch.device("meta"):
-        network: AutoencoderKLWan = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(str(folder)))
+    try:
+        with torch.device("meta"):
+            network: AutoencoderKLWan = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(str(folder)))
+    except Exception as error:  # diffusers raises a different type for each kind of nonsense in config.json
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{folder / 'config.json'} is no codec's ({type(error).__name__}: {reason}); download vae/ again"
+        ) from error
     return network
 
 

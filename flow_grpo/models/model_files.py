@@ -25,23 +25,43 @@ def check_component(folder: Path) -> dict[str, Any]:
     Components are loaded lazily, so damaged files must be found here and not hours into a run.
 
     Raises:
-        ValueError: config.json is missing, a JSON file is damaged, or safetensors weights are missing or truncated.
+        ValueError: config.json is missing, a JSON file is damaged, or safetensors weights are missing, truncated or of
+            another type than bf16, fp16 and fp32.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder / 'config.json'} is missing; give a model folder in diffusers layout")
     check_json(folder)
+    stored_shapes(folder)
+    return read_json_object(folder / "config.json", WAY_OUT)
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in a component's safetensors files by its name, from their headers alone.
+
+    Raises:
+        ValueError: no weights, a missing or truncated file, or a tensor that is not bf16, fp16 or fp32: quantised
+            weights without their scales would be taken for the weights themselves.
+    """
     weights = set(folder.glob("*.safetensors"))
     for index in folder.glob("*.safetensors.index*.json"):
         weights |= {folder / name for name in read_index(index).values()}
     if not weights:
         raise ValueError(f"no weights in {folder}: expected .safetensors files; download the folder again")
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(weights):
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file} is no regular file; {WAY_OUT}")
         try:
-            with safe_open(file, framework="pt"):
-                pass  # opening checks that the header accounts for every byte of the file
+            # Opening checks that the header accounts for every byte of the file.
+            with safe_open(file, framework="pt") as opened:
+                parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} is missing or damaged: {error}; {WAY_OUT}") from None
-    return read_json_object(folder / "config.json", WAY_OUT)
+        wrong = [f"{n}: {kind}" for n, part in parts.items() if (kind := part.get_dtype()) not in DTYPES.values()]
+        if wrong:
+            raise ValueError(f"{file} must hold BF16, F16 or F32 only, got {summarize(wrong)}; give such weights")
+        shapes |= {name: tuple(part.get_shape()) for name, part in parts.items()}
+    return shapes
 
 
 def check_json(folder: Path) -> None:
@@ -106,6 +126,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file; ValueError if it is damaged."""
+    if not file.is_file():
+        raise ValueError(f"{file} is no regular file; save, copy or download it again")
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata() or {})  # noqa: SIM118

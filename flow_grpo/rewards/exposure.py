@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.frames import frame_numbers, luma
+from flow_grpo.rewards.references import once_per_condition
 from flow_grpo.rewards.results import all_valid
 
 DARK, BRIGHT = 5 / 255, 250 / 255  # colours at or beyond these are clipped
@@ -95,16 +96,16 @@ class Exposure:
         if videos.shape[2] < 3:
             raise ValueError(f"flicker needs at least 3 frames, got videos of {videos.shape[2]}")
         tolerances, scales = (torch.tensor([part[place] for part in PARTS]) for place in (1, 2))
-        low, high = (torch.stack(bounds) for bounds in zip(*map(_range, conditions), strict=True))
+        low, high = once_per_condition(conditions, _range).unbind(1)
         found = torch.stack([looks(video) for video in videos])
         excess = (torch.maximum(found - high, low - found) - tolerances).clamp(min=0)
         values = -(excess / scales).clamp(max=1).mean(1)
         return all_valid(conditions, values, dict(zip(self.measures, excess.unbind(1), strict=True)))
 
 
-def _range(condition: Condition) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest right measurements, (5,) each, as `looks`."""
+def _range(condition: Condition) -> Tensor:
+    """Return the lowest and the highest right measurements (2, 5), each as `looks`."""
     videos = [condition.source_video] + ([] if condition.target_video is None else [condition.target_video])
     found = torch.stack([looks(video) for video in videos])
     both = torch.tensor([name in BOTH_WAYS for name in Exposure.measures])
-    return found.amin(0).where(both, torch.tensor(-math.inf)), found.amax(0)
+    return torch.stack([found.amin(0).where(both, torch.tensor(-math.inf)), found.amax(0)])

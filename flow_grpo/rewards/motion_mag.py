@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.references import once_per_condition
 from flow_grpo.rewards.results import all_valid
 
 GREY_LEVEL = 1 / 255  # colour difference below which nothing counts as motion
@@ -36,8 +36,12 @@ class MotionMag:
         """
         if videos.shape[2] < 2:
             raise ValueError(f"motion needs at least 2 frames, got videos of {videos.shape[2]}")
-        references = [c.source_video if c.target_video is None else c.target_video for c in conditions]
-        wanted = torch.stack([motion(reference[None].float())[0] for reference in references])
+        wanted = once_per_condition(conditions, _reference_motion)
         found = motion(videos.float())
         values = -((found + GREY_LEVEL) / (wanted + GREY_LEVEL)).log().abs()
         return all_valid(conditions, values, {"motion": found})
+
+
+def _reference_motion(condition: Condition) -> Tensor:
+    reference = condition.source_video if condition.target_video is None else condition.target_video
+    return motion(reference[None].float())[0]

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from flow_grpo.maths.pictures import shrink
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.references import once_per_condition
 from flow_grpo.rewards.results import all_valid
 
 COLUMNS = 48  # width, at most, of the pictures that patches are taken from
@@ -58,11 +59,13 @@ class SourceMatch:
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]."""
         found = torch.stack([differences(v, c.source_video) for v, c in zip(videos, conditions, strict=True)])
-        allowed = torch.stack(
-            [
-                torch.zeros(2) if c.target_video is None else differences(c.target_video, c.source_video)
-                for c in conditions
-            ]
-        )
+        allowed = once_per_condition(conditions, _allowed)
         values = -(found - allowed).clamp(min=0).mean(-1)
         return all_valid(conditions, values, {"new": found[:, 0], "lost": found[:, 1]})
+
+
+def _allowed(condition: Condition) -> Tensor:
+    """Return the (2,) distances of the ground-truth view, or 0 without one."""
+    if condition.target_video is None:
+        return torch.zeros(2)
+    return differences(condition.target_video, condition.source_video)

@@ -19,17 +19,42 @@ def atomic_path(target: Path) -> Iterator[Path]:
     Raises:
         OSError: `target` is a folder with content; of concurrent writers of a folder the first one wins.
     """
+    with temporary_path(target) as temporary:
+        yield temporary
+        temporary.replace(target)
+
+
+@contextlib.contextmanager
+def temporary_path(target: Path) -> Iterator[Path]:
+    """Yield a unique path next to `target`, as `atomic_path` does; what is still there afterwards is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex}")
     try:
         yield temporary
-        temporary.replace(target)
     finally:
         with contextlib.suppress(OSError):  # must not hide the error of the writer
             if temporary.is_dir():
                 shutil.rmtree(temporary)
             else:
                 temporary.unlink(missing_ok=True)
+
+
+def replace_folder(made: Path, target: Path) -> None:
+    """Give a folder the name of another, which is removed: a reader finds the old, for a moment none, then the new one.
+
+    Raises:
+        OSError: `target` is a file, or one of the two cannot be renamed; both are as they were.
+    """
+    with temporary_path(target) as aside:
+        existed = target.is_dir()
+        if existed:
+            target.rename(aside)
+        try:
+            made.rename(target)
+        except OSError:
+            if existed:
+                aside.rename(target)
+            raise
 
 
 def write_atomically(file: Path, text: str) -> None:

@@ -13,6 +13,9 @@ from flow_grpo.maths.sde import coefficients
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.schema import Config, RewardConfig
 
+# Rewards that a camera standing still loses; a server's may be one.
+FOLLOWING = ("pose_rot", "pose_trans", "view_disp", "room_pose", "room_rot", "room_trans", "target_view", "target_psnr")
+
 
 def check(config: Config) -> None:
     """Refuse combinations that cannot work whatever the number of ranks.
@@ -140,16 +143,21 @@ def _check_measured(path: str, name: str, reward: RewardConfig) -> None:
 
 
 def _check_signal(config: Config) -> None:
-    """Raise ConfigError if there is an epoch in which every reward has weight 0.
+    """Raise ConfigError if there is an epoch in which every reward has weight 0, or `smooth` without the camera's path.
 
     The sum of weights is piecewise linear and never negative: where it is 0 inside a piece it is 0 at the piece's ends,
-    so it is enough to look at epoch 0 and at the points of the schedules.
+    so it is enough to look at the first and the last epoch and at the points of the schedules.
     """
     reward = config.reward
     turns = {epoch for points in reward.schedules.values() for epoch, _ in points if epoch < config.num_epochs}
-    for epoch in sorted({0, *turns}):
+    for epoch in sorted({0, max(0, config.num_epochs - 1), *turns}):
         weights = weights_at(reward.weights, reward.schedules, epoch)
-        if any(weights.values()):
+        weighted = {name for name, weight in weights.items() if weight}
+        if "smooth" in weighted and not any(name in FOLLOWING or name.startswith("remote:") for name in weighted):
+            text = f"rewards a video that stands still: in epoch {epoch} nothing weighted asks for the commanded path; "
+            text += "pass --config.reward.weights.pose_rot=1 --config.reward.weights.pose_trans=1 with it"
+            raise refusal("reward.weights.smooth", weights["smooth"], text)
+        if weighted:
             continue
         if not reward.schedules:
             text = "must hold a weight above 0, or there is nothing to learn"

@@ -9,10 +9,21 @@ class ConfigError(ValueError):
     """A setting that cannot work: field, value, bound and remedy in one line; secrets in URLs are starred."""
 
     def __init__(self, text: str) -> None:
-        # A URL may hold user and password before the host, and tokens behind ? and #.
-        text = re.sub(r"\w+://[^\s'\"]*@|[^\s'\"=]*@", "***@", text)
-        text = " ".join(text.splitlines())
-        super().__init__(re.sub(r"(\w+://[^\s'\"?#]*)[?#][^\s'\"]*", r"\1?***", text))
+        super().__init__(re.sub(r"[^\s'\"]+", _starred, " ".join(text.splitlines())))
+
+
+def _starred(word: re.Match[str]) -> str:
+    """Star what a URL holds before the @ of its host (user, password) and behind ? and # (tokens); linear in time."""
+    text = word[0]
+    scheme, at = text.find("://"), text.rfind("@")
+    if at >= 0:
+        begin = scheme if 0 <= scheme < at else text.find("@")
+        text = f"{text[: text.rfind('=', 0, begin) + 1]}***{text[at:]}"
+    if scheme < 0:
+        return text
+    host = max(text.find("://"), text.find("@"))
+    cut = min((place for mark in "?#" if (place := text.find(mark, host)) >= 0), default=0)
+    return f"{text[:cut]}?***" if cut else text
 
 
 def refusal(path: str, value: object, text: str) -> ConfigError:

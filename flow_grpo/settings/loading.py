@@ -86,7 +86,7 @@ def _run_recipe(spec: str) -> ConfigDict:
         )
     try:
         settings = recipes[name]()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _recipe_fails(f"recipe {spec}", Path(file), error) from error
     if not isinstance(settings, ConfigDict):
         raise ConfigError(
@@ -105,13 +105,13 @@ def _recipes(path: Path) -> dict[str, Callable[[], object]]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _recipe_fails(f"recipe file {path}", path, error) from error
     own = {n: f for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
     return {n: f for n, f in own.items() if not n.startswith("_") and not inspect.signature(f).parameters}
 
 
-def _recipe_fails(what: str, file: Path, error: Exception) -> ConfigError:
+def _recipe_fails(what: str, file: Path, error: BaseException) -> ConfigError:
     """Return the error to raise for a recipe's own, with the last line of its file that was on the way."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     place = f" in line {lines[-1]}" if lines else ""

@@ -14,6 +14,9 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 import pydantic
 
 from flow_grpo.settings.values import (
+    MOST,
+    MOST_FRAMES,
+    MOST_PIXELS,
     SIZE_UNIT,
     Address,
     Bool,
@@ -23,6 +26,7 @@ from flow_grpo.settings.values import (
     Gate,
     Int,
     Pattern,
+    Place,
     Rule,
     RunName,
     Schedule,
@@ -33,6 +37,8 @@ from flow_grpo.settings.values import (
     Trackers,
     Weight,
 )
+
+LONGEST = 10**7  # seconds that a process can be told to wait: four months
 
 
 def knob(default: Any, meaning: str, **bounds: Any) -> Any:
@@ -53,7 +59,7 @@ class Section:
 class DataConfig(Section):
     """Which videos are trained and evaluated on."""
 
-    root: Text = knob("data/MultiCamVideo-Dataset", "data set folder in MultiCamVideo layout", min_length=1)
+    root: Place = knob("data/MultiCamVideo-Dataset", "data set folder in MultiCamVideo layout", min_length=1)
     tiny_world: Text = knob("", "name of a synthetic world to render into root where that is missing; '' never")
     train_split: Split = knob("train", "folder below root with the training scenes", min_length=1)
     eval_split: Split = knob("val", "folder below root with the held-out scenes", min_length=1)
@@ -63,9 +69,13 @@ class DataConfig(Section):
         "them, so that knobs are not chosen on the scenes that are reported",
         ge=0,
     )
-    num_frames: Frames = knob(81, "frames of a video, 4n+1", ge=5)
-    height: Int = knob(480, "height in pixels after resizing and centre cropping", ge=8, multiple_of=SIZE_UNIT)
-    width: Int = knob(832, "width in pixels after resizing and centre cropping", ge=8, multiple_of=SIZE_UNIT)
+    num_frames: Frames = knob(81, "frames of a video, 4n+1", ge=5, le=MOST_FRAMES)
+    height: Int = knob(
+        480, "height in pixels after resizing and centre cropping", ge=8, le=MOST_PIXELS, multiple_of=SIZE_UNIT
+    )
+    width: Int = knob(
+        832, "width in pixels after resizing and centre cropping", ge=8, le=MOST_PIXELS, multiple_of=SIZE_UNIT
+    )
     buckets: tuple[Bucket, ...] = knob(
         (),
         "several video sizes FRAMESxHEIGHTxWIDTH instead of the one above: a scene gets the longest that its first "
@@ -75,8 +85,8 @@ class DataConfig(Section):
     reference: Literal["source", "target"] = knob(
         "source", "video whose first camera is the origin of the camera poses"
     )
-    exclude: Text = knob("", "verdicts file of tools/check_sources.py: scenes whose poses cannot be measured; '' none")
-    num_workers: Int = knob(2, "data loader processes per rank; they touch CPU tensors only", ge=0)
+    exclude: Place = knob("", "verdicts file of tools/check_sources.py: scenes whose poses cannot be measured; '' none")
+    num_workers: Int = knob(2, "data loader processes per rank; they touch CPU tensors only", ge=0, le=1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +94,13 @@ class ModelConfig(Section):
     """Which policy, and which of its weights are trained."""
 
     kind: Text = knob("recam", "policy: a name in POLICIES of flow_grpo/models/registry.py", min_length=1)
-    path: Text = knob("models/recammaster-wan2.1-1.3b", "model folder in diffusers layout", min_length=1)
+    path: Place = knob("models/recammaster-wan2.1-1.3b", "model folder in diffusers layout", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "of frozen weights and autocast; trained weights stay fp32")
     trained: Literal["lora", "camera", "attention", "full"] = knob(
         "lora", "trained weights: adapters | cam_encoder | attn1, cam_encoder and projector | all"
     )
-    lora_rank: Int = knob(64, "rank of every LoRA adapter", ge=1)
-    lora_alpha: Int = knob(64, "adapters are scaled by lora_alpha / lora_rank", ge=1)
+    lora_rank: Int = knob(64, "rank of every LoRA adapter", ge=1, le=65536)
+    lora_alpha: Int = knob(64, "adapters are scaled by lora_alpha / lora_rank", ge=1, le=MOST)
     lora_targets: Pattern = knob(
         r"blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)",
         "regular expression that matches the whole names of the modules to adapt; the default is self-attention",
@@ -102,8 +112,8 @@ class ModelConfig(Section):
     round_timestep: Bool = knob(
         False, "round the timestep to bf16, by up to 2 of 1000, as ReCamMaster's own code does in training and sampling"
     )
-    max_prompt_tokens: Int = knob(512, "tokens at which a prompt is truncated", ge=1)
-    encodings: Text = knob("", "folder that caches encoded prompts and source videos across runs; '' in memory only")
+    max_prompt_tokens: Int = knob(512, "tokens at which a prompt is truncated", ge=1, le=MOST)
+    encodings: Place = knob("", "folder that caches encoded prompts and source videos across runs; '' in memory only")
     vae_tiling: Bool = knob(False, "encode and decode in overlapping tiles: less memory, slightly different pixels")
     vae_tiles: Literal["diffusers", "recammaster"] = knob(
         "diffusers",
@@ -128,17 +138,21 @@ class SampleConfig(Section):
     """How videos are sampled: groups of k copies of a condition, noise and guidance."""
 
     # k >= 2: every normalisation subtracts the group's mean, which is the reward itself for a group of one.
-    k: Int = knob(4, "group size: videos sampled from one condition, whose rewards are compared", ge=2)
+    k: Int = knob(4, "group size: videos sampled from one condition, whose rewards are compared", ge=2, le=MOST)
     num_image_per_prompt: Int = knob(4, "follows k; exists so that command lines of other projects get a clear error")
-    train_batch_size: Int = knob(2, "samples per rank and batch; W times this must be a multiple of k", ge=1)
-    num_batches_per_epoch: Int = knob(2, "batches per rank and epoch", ge=1)
+    train_batch_size: Int = knob(2, "samples per rank and batch; W times this must be a multiple of k", ge=1, le=MOST)
+    num_batches_per_epoch: Int = knob(2, "batches per rank and epoch", ge=1, le=MOST)
     num_steps: Int = knob(16, "S, denoising steps of a rollout", ge=2, le=1000)  # the model's time has 1000 ticks
-    shift: Float = knob(5.0, "time shift of the noise schedule; ReCamMaster was trained and is sampled with 5", gt=0)
+    shift: Float = knob(
+        5.0, "time shift of the noise schedule; ReCamMaster was trained and is sampled with 5", gt=0, le=MOST
+    )
     sde: Literal["flow", "constant", "linear", "cps", "ode"] = knob(
         "constant", "noise form of a stochastic step (maths/sde); ode has none, for train.objective='forward'"
     )
     noise_level: Float = knob(0.3, "strength of that noise, in the unit of sde", gt=0)
-    max_step_std: Float | None = knob(None, "upper bound of one step's standard deviation; none for no bound", gt=0)
+    max_step_std: Float | None = knob(
+        None, "upper bound of one step's standard deviation; none for no bound", gt=0, le=MOST
+    )
     sde_steps: Steps = knob((1, 2, 3, 4, 5, 6), "denoising steps out of 0..S-2 that may be stochastic")
     sde_window: Int = knob(
         2,
@@ -147,10 +161,13 @@ class SampleConfig(Section):
         ge=0,
     )
     tail_steps: Int = knob(
-        0, "second-order steps from a sample's last stochastic step to clean latents; 0 follows the schedule", ge=0
+        0,
+        "second-order steps from a sample's last stochastic step to clean latents; 0 follows the schedule",
+        ge=0,
+        le=1000,
     )
     guidance_scale: Float = knob(
-        1.0, "classifier-free guidance on the prompt, in rollout and update; 1 makes no second call", ge=1
+        1.0, "classifier-free guidance on the prompt, in rollout and update; 1 makes no second call", ge=1, le=MOST
     )
     negative_prompt: Text = knob("", "prompt that guidance leads away from")
     layout: Literal["spread", "shuffled", "contiguous"] = knob(
@@ -202,10 +219,10 @@ class RewardConfig(Section):
         "standard deviation that divides an advantage: of its group | of all rewards | of all rewards minus their "
         "group's mean | the largest of any group | none",
     )
-    adv_eps: Float = knob(1e-4, "added to that standard deviation, in reward units", gt=0)
+    adv_eps: Float = knob(1e-4, "added to that standard deviation, in reward units", gt=0, le=MOST)
     adv_ddof: Int = knob(0, "degrees of freedom subtracted in that standard deviation", ge=0, le=1)
     flat_eps: Float = knob(
-        1e-4, "reward units; a group whose rewards differ by no more is flat: its advantages are 0", ge=0
+        1e-4, "reward units; a group whose rewards differ by no more is flat: its advantages are 0", ge=0, le=MOST
     )
 
 
@@ -214,7 +231,7 @@ class DynamicSamplingConfig(Section):
     """Sampling fresh conditions until enough groups carry a signal."""
 
     enabled: Bool = knob(False, "resample flat groups; look at the metrics reward/*_group_range_p50 first")
-    max_resample_times: Int = knob(3, "rounds of resampling after an epoch's first; the last one counts", ge=0)
+    max_resample_times: Int = knob(3, "rounds of resampling after an epoch's first; the last one counts", ge=0, le=MOST)
     policy: Literal["fallback_original", "fill_flat", "pad", "rebalance", "raise"] = knob(
         "fallback_original",
         "if still too few groups carry a signal, train on: the first round | valid groups topped up with flat ones | "
@@ -231,14 +248,16 @@ class TrainConfig(Section):
     objective: Literal["grpo", "forward"] = knob(
         "grpo", "what an update minimises: clipped ratios of stochastic steps | advantage-weighted flow matching"
     )
-    forward_levels: Int = knob(2, "noise levels at which objective 'forward' trains a sample", ge=1)
+    forward_levels: Int = knob(2, "noise levels at which objective 'forward' trains a sample", ge=1, le=MOST)
     forward_range: Float = knob(
         0.3, "share of the schedule, from noise on, that objective 'forward' draws noise levels from", gt=0, le=1
     )
     trust_coef: Float = knob(
-        0.1, "in objective 'forward', weight of the squared distance to the averaged weights' velocity", ge=0
+        0.1, "in objective 'forward', weight of the squared distance to the averaged weights' velocity", ge=0, le=MOST
     )
-    batch_size: Int = knob(2, "samples per rank and micro-batch of the update; gradients are accumulated", ge=1)
+    batch_size: Int = knob(
+        2, "samples per rank and micro-batch of the update; gradients are accumulated", ge=1, le=MOST
+    )
     sharding: Literal["ddp", "zero2", "fsdp2"] = knob(
         "ddp", "replicated | DeepSpeed ZeRO-2: gradients and moments sharded | FSDP2: weights as well"
     )
@@ -246,16 +265,16 @@ class TrainConfig(Section):
         0, "copies of a group that are trained: the best and the worst, half as many each; 0 all", ge=0, multiple_of=2
     )
     updates_per_epoch: Int = knob(1, "optimizer steps per epoch", ge=1)
-    learning_rate: Float = knob(1e-4, "of AdamW, constant after the warm-up", gt=0)
+    learning_rate: Float = knob(1e-4, "of AdamW, constant after the warm-up", gt=0, le=MOST)
     camera_learning_rate: Float = knob(
-        0.0, "of the weights that read the camera (ReCam: cam_encoder, projector); 0 as learning_rate", ge=0
+        0.0, "of the weights that read the camera (ReCam: cam_encoder, projector); 0 as learning_rate", ge=0, le=MOST
     )
     warmup_steps: Int = knob(0, "optimizer steps over which the learning rates rise linearly; 0 none", ge=0)
     adam_beta1: Float = knob(0.9, "of AdamW", ge=0, lt=1)
     adam_beta2: Float = knob(0.999, "of AdamW", ge=0, lt=1)
-    adam_eps: Float = knob(1e-8, "of AdamW", gt=0)
-    weight_decay: Float = knob(1e-4, "of AdamW", ge=0)
-    max_grad_norm: Float = knob(10.0, "the gradient is clipped to this norm over all trained weights", gt=0)
+    adam_eps: Float = knob(1e-8, "of AdamW", gt=0, le=MOST)
+    weight_decay: Float = knob(1e-4, "of AdamW", ge=0, le=MOST)
+    max_grad_norm: Float = knob(10.0, "the gradient is clipped to this norm over all trained weights", gt=0, le=MOST)
     max_grad_ratio: Float = knob(
         5.0, "and to this multiple of the median norm of the latest 20 optimizer steps, from the sixth on; 0 off", ge=0
     )
@@ -270,8 +289,10 @@ class TrainConfig(Section):
     clip_range: Float = knob(
         1e-3, "clip range of the ratio around 1; the ratio is a mean over latent elements, hence small", gt=0, lt=1
     )
-    adv_clip: Float = knob(5.0, "largest absolute advantage; a group beyond it is scaled down as a whole", gt=0)
-    kl_coef: Float = knob(0.0, "weight of the KL to the initial policy; 0 makes no reference call", ge=0)
+    adv_clip: Float = knob(
+        5.0, "largest absolute advantage; a group beyond it is scaled down as a whole", gt=0, le=MOST
+    )
+    kl_coef: Float = knob(0.0, "weight of the KL to the initial policy; 0 makes no reference call", ge=0, le=MOST)
     step_weight: Literal["none", "inverse_gain"] = knob("none", "weight of a step's loss: 1 | std / kappa (maths/sde)")
     guard: Bool = knob(False, "GRPO-Guard: ratio without bias, steps weighted by 1 / their length in sigma")
     old_log_prob: Literal["auto", "rollout", "recompute", "detach"] = knob(
@@ -291,10 +312,10 @@ class EvalConfig(Section):
     )
     every: Int = knob(20, "epochs between evaluations; 0 only before and after training", ge=0)
     num_conditions: Int = knob(10, "over all ranks; MultiCamVideo's own held-out scene has 10", ge=1)
-    batch_size: Int = knob(2, "samples per rank and call", ge=1)
+    batch_size: Int = knob(2, "samples per rank and call", ge=1, le=MOST)
     num_steps: Int = knob(50, "denoising steps", ge=1, le=1000)
     guidance_scale: Float | None = knob(
-        None, "classifier-free guidance of the evaluation; none takes sample.guidance_scale", ge=1
+        None, "classifier-free guidance of the evaluation; none takes sample.guidance_scale", ge=1, le=MOST
     )
     negative_prompt: Text | None = knob(None, "its negative prompt; none takes sample.negative_prompt")
     gold: Literal["", "room_pose"] = knob("", "camera estimator that no reward uses; room_pose: tiny world only")
@@ -321,14 +342,24 @@ class CheckpointConfig(Section):
 class DistributedConfig(Section):
     """How long ranks wait for each other, in seconds; see docs/overnight.md."""
 
-    control_s: Float = knob(3600.0, "seconds for a collective between CPUs: at least 1.5 silent_s", ge=1)
-    device_s: Float = knob(7200.0, "seconds for one between devices: above the vendor library's own timeout", ge=1)
-    collective_s: Float = knob(
-        0.0, "seconds the vendor library allows a collective (NPU: HCCL_EXEC_TIMEOUT); 0 its own, about 1800", ge=0
+    control_s: Float = knob(3600.0, "seconds for a collective between CPUs: at least 1.5 silent_s", ge=1, le=LONGEST)
+    device_s: Float = knob(
+        7200.0, "seconds for one between devices: above the vendor library's own timeout", ge=1, le=LONGEST
     )
-    dead_s: Float = knob(60.0, "seconds without heartbeat before a rank counts as dead and all end; 0 never", ge=0)
+    collective_s: Float = knob(
+        0.0,
+        "seconds the vendor library allows a collective (NPU: HCCL_EXEC_TIMEOUT); 0 its own, about 1800",
+        ge=0,
+        le=LONGEST,
+    )
+    dead_s: Float = knob(
+        60.0, "seconds without heartbeat before a rank counts as dead and all end; 0 never", ge=0, le=LONGEST
+    )
     silent_s: Float = knob(
-        1800.0, "seconds without progress before a rank counts as hanging: more than one call of the network", ge=1
+        1800.0,
+        "seconds without progress before a rank counts as hanging: more than one call of the network",
+        ge=1,
+        le=LONGEST,
     )
 
 
@@ -337,15 +368,17 @@ class Config(Section):
     """A run as a whole."""
 
     run_name: RunName = knob("", "folder below output_root; '' makes one from recipe and time")
-    output_root: Text = knob("outputs", "folder of all runs", min_length=1)
+    output_root: Place = knob("outputs", "folder of all runs", min_length=1)
     seed: Int = knob(0, "seed of every random draw of the run", ge=0)
     device: Literal["auto", "npu", "cuda", "cpu"] = knob("auto", "auto takes the first of npu, cuda, cpu that works")
     deterministic: Bool = knob(False, "use bitwise reproducible kernels, at some cost in speed")
     num_threads: Int = knob(0, "CPU threads per rank; 0 leaves torch's choice", ge=0, le=1024)
     num_epochs: Int = knob(200, "epochs, each one round of sampling and its updates; 0 only evaluates", ge=0)
-    max_minutes: Float = knob(0.0, "minutes of training after which the run ends as if complete; 0 no limit", ge=0)
+    max_minutes: Float = knob(
+        0.0, "minutes of training after which the run ends as if complete; 0 no limit", ge=0, le=LONGEST
+    )
     debug: Bool = knob(False, "print the group structure of every epoch")
-    resume: Text = knob("", "'' starts afresh | auto: the run folder's newest checkpoint | a checkpoint folder")
+    resume: Place = knob("", "'' starts afresh | auto: the run folder's newest checkpoint | a checkpoint folder")
     doctor: Literal["fast", "off"] = knob("fast", "check the run for faults before its first epoch; tools/doctor.py")
     dry_run: Bool = knob(False, "trace shapes through the recipe without weights or memory, print the plan and stop")
     trackers: Trackers = knob(("tensorboard",), "where metrics go in addition to files and console")

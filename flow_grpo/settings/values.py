@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
+MOST = 10**6  # of counts, factors and tolerances, so that their products are finite in fp32
+MOST_FRAMES, MOST_PIXELS = 10_001, 16_384  # of a video, and of its sides
 SIZE_UNIT = 8  # pixels: the finest codec (4x) times patch (2) in use; a coarser model checks its own multiple
 
 
@@ -48,7 +50,13 @@ def _is_below(value: str) -> bool:
 
 def _is_bucket(text: str) -> bool:
     frames, *sides = parse_bucket(text)
-    return frames % 4 == 1 and frames > 1 and all(side and side % SIZE_UNIT == 0 for side in sides)
+    fine = frames % 4 == 1 and 1 < frames <= MOST_FRAMES
+    return fine and all(0 < side <= MOST_PIXELS and side % SIZE_UNIT == 0 for side in sides)
+
+
+def _is_place(value: str) -> bool:
+    parts = value.encode(errors="replace").split(b"/")
+    return not value.startswith("~") and max(map(len, parts)) <= 255 and sum(map(len, parts)) + len(parts) <= 4096
 
 
 def _is_rising(numbers: tuple[int, ...]) -> bool:
@@ -110,12 +118,22 @@ RunName = Annotated[
 ]
 ServerName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,49}$")]  # files are named after it
 Address = Annotated[Text, _must(_is_address, "must be an address such as http://127.0.0.1:8000, without a password")]
-Split = Annotated[Text, _must(_is_below, "must be a folder below data.root; pass --config.data.root for another place")]
+Place = Annotated[
+    Text,
+    _must(
+        _is_place,
+        "must be a path of at most 4095 bytes, with names of at most 255; write your home folder out, ~ is for shells",
+    ),
+]
+Split = Annotated[
+    Place, _must(_is_below, "must be a folder below data.root; pass --config.data.root for another place")
+]
 Bucket = Annotated[
     Text,
     _must(
         _is_bucket,
-        f"must have 4n+1 frames, at least 5, and sides that are multiples of {SIZE_UNIT}; pass for example 81x480x832",
+        f"must have 4n+1 frames, from 5 to {MOST_FRAMES}, and sides that are multiples of {SIZE_UNIT} up to "
+        f"{MOST_PIXELS}; pass for example 81x480x832",
     ),
 ]
 Pattern = Annotated[Text, AfterValidator(_compile)]
@@ -135,8 +153,8 @@ Steps = Annotated[tuple[Int, ...], _must(_is_rising, "must be at least one step,
 Weight = Annotated[
     Float,
     _must(
-        lambda value: value >= 0,
-        "must lie in [0, inf): every reward is written so that more is better; 0 measures it without training on it",
+        lambda value: 0 <= value <= MOST,
+        f"must lie in [0, {MOST:g}]: every reward is written so that more is better; 0 measures it without training",
     ),
 ]
 Schedule = Annotated[

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+
 import pytest
 import torch
 
 from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.models.adapters import Ema
-from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.models.adapters import Ema, trained_parameters
+from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
 
@@ -152,3 +156,72 @@ def test_metrics_before_and_after_are_measured_alike_or_not_compared(tmp_path):
     assert state.before == {"eval/x": 1.5}
     state.match_evaluation(other, own=False)
     assert state.before is None and state.measured_on == {}
+
+
+def change(path, name: str, where: str, value: object) -> None:
+    """Set an entry of a saved state and make the manifest fit, as if it had been saved so."""
+    tree = state_files.read(path / name)
+    *parents, last = where.split("/")
+    place = tree
+    for parent in parents:
+        place = place[int(parent) if parent.isdigit() else parent]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    state_files.write(path / name, tree)
+    make_fit(path)
+
+
+def make_fit(path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    for file, entry in manifest["files"].items():
+        content = (path / file).read_bytes()
+        entry |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "value", "said"),
+    [
+        ("state", "finished", -5, "finished: Input should be greater than or equal to 0, got -5"),
+        ("state", "finished", 7, "checkpoint of step 1 with the state of 7 epochs"),
+        ("state", "finished", None, "finished: Field required"),
+        ("state", "learned", "x", "holds no 'learned' state"),
+        ("state", "before", [1], "before: Input should be a valid dictionary"),
+        ("state", "sampler/next_step", "soon", "next_step"),
+        ("state", "learned/trained/weight", torch.ones(3, dtype=torch.int32), "must be a tensor of floats"),
+        ("state", "learned/moments/0/exp_avg", torch.ones(3, dtype=torch.int8), "must be a tensor of floats"),
+        ("state", "learned/ema", None, "ema: Field required"),
+        ("rank_0", "random/cpu", torch.zeros(3, dtype=torch.uint8), "must be a state of torch's generator"),
+        ("rank_0", "random", None, "random: Field required"),
+    ],
+)
+def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tmp_path, name, where, value, said):
+    state, policy = a_run(tmp_path)
+    step(state, policy, 0)
+    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    if where.startswith("learned/trained"):
+        where = f"learned/trained/{next(iter(dict(trained_parameters(policy.module))))}"
+    if value == "x":
+        where, value = "learned", None
+    change(path, name, where, value)
+    other, fresh = a_run(tmp_path)
+    before = [weight.clone() for weight in fresh.trained_parameters()]
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        other.restore(path, ranks=Ranks())
+    assert "\n" not in str(caught.value) and path.name in str(caught.value)
+    assert all(map(torch.equal, before, fresh.trained_parameters()))
+
+
+def test_files_of_a_checkpoint_that_changed_places_are_refused(tmp_path):
+    path = a_run(tmp_path)[0].save(tmp_path, keep=1, ranks=Ranks())
+    for ending in (".json", ".safetensors"):
+        first, second = path / f"state{ending}", path / f"rank_0{ending}"
+        first.rename(path / "aside")
+        second.rename(first)
+        (path / "aside").rename(second)
+        make_fit(path)
+        with pytest.raises(ValueError, match=r"resume from another checkpoint") as caught:
+            a_run(tmp_path)[0].restore(path, ranks=Ranks())
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.data.multicam import MultiCamDataset, Scene, fitted_intrinsics, set_aside
+from flow_grpo.data.multicam import MultiCamDataset, Scene, check_disjoint, find_scenes, fitted_intrinsics, set_aside
 from flow_grpo.data.video_io import fit_video
 from flow_grpo.records import Condition
 from flow_grpo.runtime.video_file import write_video
@@ -377,3 +377,50 @@ def test_a_missing_frame_or_camera_or_another_file_is_refused(tmp_path):
     for other in (b'{"frame0": ', b"[1, 2]", b"", b"\xff\xfe\x00"):
         file.write_bytes(other)
         assert str(file) in refused() and "remove the scene" in refused()
+
+
+@pytest.mark.parametrize("into", ["train/f18_aperture10", "train", "val/10basic_trajectories/videos"])
+def test_a_folder_that_is_reached_twice_is_refused(root, into):
+    (root / "train" / "again").symlink_to(root / into)
+    if into.startswith("val"):
+        (root / "train" / "once_more").symlink_to(root / into)
+    said = refusal(lambda: open_split(root))
+    assert "is" in said and "again, its scenes would count twice; remove the link" in said
+
+
+def test_a_scene_under_a_link_alone_is_a_scene(root):
+    (root / "train" / "f18_aperture10").rename(root / "elsewhere")
+    (root / "train" / "f18_aperture10").symlink_to(root / "elsewhere")
+    assert len(open_split(root)) == 6
+
+
+@pytest.mark.parametrize("how", ["link", "copy", "one video"])
+def test_a_held_out_video_in_the_training_split_is_refused_under_any_name(root, how):
+    def sides() -> tuple[list[Scene], list[Scene]]:
+        return find_scenes(root, "train"), find_scenes(root, "val")
+
+    video = root / "val" / "10basic_trajectories" / "videos" / "cam01.mp4"
+    for scene in sides()[0]:  # the fixture's scenes hold the same clips
+        for camera in scene.cameras:
+            write_video(scene.video(camera), clip(7 + len(scene.name)), lossless=True)
+    check_disjoint(*sides())
+    if how == "link":
+        (root / "train" / "other").symlink_to(root / "val" / "10basic_trajectories")
+    elif how == "copy":
+        shutil.copytree(root / "val" / "10basic_trajectories", root / "train" / "other")
+    else:
+        shutil.copy(video, root / "train" / "f35_aperture2.4" / "scene1" / "videos" / "cam10.mp4")
+    said = refusal(lambda: check_disjoint(*sides()))
+    assert str(video.parent) in said and "must not be trained on; remove one of the two scenes" in said
+
+
+def test_a_caption_with_more_fields_than_columns_is_refused(root):
+    file = root / "val" / "10basic_trajectories" / "metadata.csv"
+    file.write_text("file_name,text\ncam01.mp4,a room\ncam02.mp4,a room, seen from above\ncam10.mp4,a room\n")
+    assert "more fields than columns for cam02.mp4; put the text in quotes" in refusal(lambda: second_camera(root))
+
+
+def test_digits_with_an_underscore_are_no_number(root):
+    file = root / "val" / "10basic_trajectories" / "cameras" / "camera_extrinsics.json"
+    file.write_text(file.read_text().replace("100 250", "1_00 250"))
+    assert "must be four rows of four numbers" in refusal(lambda: second_camera(root))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -124,7 +127,7 @@ def test_a_file_without_pictures_is_refused(tmp_path):
         for plane in frame.planes:
             plane.update(bytes(plane.buffer_size))
         container.mux([*stream.encode(frame), *stream.encode()])
-    assert "has no picture stream" in unread(tmp_path / "sound.mp4", 5)
+    assert "has 0 picture streams" in unread(tmp_path / "sound.mp4", 5)
 
 
 @pytest.mark.parametrize("damage", ["cut", "hole"])
@@ -241,3 +244,58 @@ def test_the_longest_bucket_a_video_fills_and_of_these_the_nearest_in_shape(vide
 
 def test_a_video_shorter_than_every_bucket_is_refused():
     assert "7 frames fill none of the buckets" in refusal(lambda: nearest_bucket((7, 16, 24), [(9, 16, 24)]))
+
+
+def write_frames(file: Path, sizes: list[tuple[int, int]], streams: int = 1, kind: str = "mp4") -> None:
+    """Write a video of PNG frames of these (rows, columns) into equal streams."""
+    with av.open(str(file), "w", format=kind) as container:
+        added = [container.add_stream("png", rate=15) for _ in range(streams)]
+        for stream in added:
+            (stream.height, stream.width), stream.pix_fmt = sizes[0], "rgb24"
+        for number, (rows, columns) in enumerate(sizes):
+            frame = av.VideoFrame.from_ndarray(np.zeros((rows, columns, 3), np.uint8), format="rgb24")
+            for stream in added:
+                one = av.CodecContext.create("png", "w")  # an encoder has one size: each frame gets its own
+                one.height, one.width, one.pix_fmt, one.time_base = rows, columns, "rgb24", Fraction(1, 15)
+                for packet in [*one.encode(frame), *one.encode()]:
+                    packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, 15)
+                    container.mux(packet)
+
+
+def test_a_video_that_changes_its_size_is_refused_at_that_frame(tmp_path):
+    write_frames(tmp_path / "a.avi", [(16, 24)] * 3 + [(24, 16)] * 2, kind="avi")
+    assert read_video(tmp_path / "a.avi", 3).shape == (3, 3, 16, 24)
+    assert "frame 3 is 24x16, those before it 16x24; encode it again" in unread(tmp_path / "a.avi", 5)
+
+
+def test_a_video_with_several_picture_streams_is_refused(tmp_path):
+    write_frames(tmp_path / "a.mp4", [(16, 24)] * 5, streams=2)
+    assert "has 2 picture streams" in unread(tmp_path / "a.mp4", 5)
+
+
+def test_a_video_that_players_rotate_is_refused(tmp_path):
+    write_video(tmp_path / "a.mp4", gradients(), lossless=True)
+    data = (tmp_path / "a.mp4").read_bytes()
+    upright = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+    turned = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
+    head, middle, tail = data.split(upright)  # the film's matrix and its only track's
+    (tmp_path / "a.mp4").write_bytes(head + upright + middle + turned + tail)
+    assert "players rotate frame 0 by" in unread(tmp_path / "a.mp4", 5)
+
+
+def test_a_playlist_named_like_a_video_reads_no_other_file(tmp_path):
+    write_video(tmp_path / "a.mp4", gradients())
+    (tmp_path / "list.mp4").write_text(f"ffconcat version 1.0\nfile {tmp_path / 'a.mp4'}\n")
+    assert "cannot be read, got 0 of 5 frames" in unread(tmp_path / "list.mp4", 5)
+    assert "is damaged or no video" in refusal(lambda: video_size(tmp_path / "list.mp4"))
+
+
+@pytest.mark.parametrize("ending", [".mp4", ".mov", ".mkv", ".avi"])
+def test_containers_of_users_videos_are_read(tmp_path, ending):
+    with av.open(str(tmp_path / f"a{ending}"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=15)
+        stream.height, stream.width, stream.pix_fmt = 16, 24, "yuv420p"
+        for _ in range(5):
+            container.mux(stream.encode(av.VideoFrame(24, 16, "rgb24")))
+        container.mux(stream.encode())
+    assert read_video(tmp_path / f"a{ending}", 5).shape == (3, 5, 16, 24)

@@ -166,3 +166,21 @@ def fail_to_save(ranks: Ranks, folder: Path) -> str:
 def test_a_rank_that_cannot_write_stops_all(tmp_path):
     said = run_ranks(fail_to_save, 2, tmp_path / "adapter")
     assert said[0] == said[1] and "rank 0 failed in saving the adapter" in said[0]
+
+
+def test_an_adapter_is_replaced_as_a_whole_and_one_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    folder = saved(trained_model(), tmp_path / "adapter")
+    (folder / "left over").touch()
+    before = sorted(folder.iterdir())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_files, "save_file", full)
+        with pytest.raises(RuntimeError, match="No space left"):
+            saved(trained_model(), folder)
+    assert sorted(folder.iterdir()) == before
+    names = {path.name for path in saved(trained_model(), folder).iterdir()}
+    assert names == {adapter_files.LORA_FILE, adapter_files.CAMERA_FILE}
+    assert list(tmp_path.iterdir()) == [folder]

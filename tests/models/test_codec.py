@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,19 +32,27 @@ def test_halves_from_a_folder_compute_what_the_whole_network_does(folder):
     assert latents.shape == (4, 2, 4, 6)
 
 
-def test_each_half_is_loaded_alone_at_its_first_use(folder, tmp_path):
-    state = load_file(folder / "diffusion_pytorch_model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    save_file(
-        {name: value for name, value in state.items() if name.startswith(("decoder.", "post_quant_conv."))},
-        tmp_path / "diffusion_pytorch_model.safetensors",
-    )
-    codec = Codec.from_folder(tmp_path, device=CPU)
+def test_each_half_is_loaded_alone_at_its_first_use(folder):
+    codec = Codec.from_folder(folder, device=CPU)
     assert codec.loaded == ()
     assert codec.decode(torch.zeros(1, 4, 2, 4, 6)).shape == (1, 3, 5, 16, 24)
     assert codec.loaded == ("decoder",)
-    with pytest.raises(ValueError, match=r"lacks \d+ tensors of the encoder .*download vae/ again"):
-        codec.encode(video())
+
+
+@pytest.mark.parametrize("change", ["missing", "cut", "added"])
+def test_a_tensor_that_does_not_belong_to_the_codec_is_refused_before_anything_is_decoded(folder, tmp_path, change):
+    state, name = load_file(folder / "diffusion_pytorch_model.safetensors"), "decoder.conv_in.bias"
+    if change == "missing":
+        state.pop(name)
+    elif change == "cut":
+        state[name] = state[name][:2].clone()
+    else:
+        name = "decoder.other"
+        state[name] = torch.zeros(2)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(ValueError, match=rf"does not hold the weights.* 1 \({name}\); download vae/ again"):
+        Codec.from_folder(tmp_path, device=CPU)
 
 
 def test_slicing_changes_nothing_but_rounding(folder):
@@ -82,3 +93,15 @@ def test_scale_factors_that_the_layers_do_not_have_are_refused():
     vae.register_to_config(scale_factor_spatial=8)
     with pytest.raises(ValueError, match=r"\(4, 8\), its layers compress by \(4, 4\)"):
         Codec.from_network(vae, device=CPU)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"latents_std": [0.0] * 4}, {"latents_std": [1.0]}, {"latents_mean": ["x"] * 4}, {"latents_mean": None}],
+)
+def test_statistics_that_do_not_fit_the_latents_are_refused(folder, tmp_path, change):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=rf"{next(iter(change))} is .*, must be 4 finite numbers above"):
+        Codec.from_folder(tmp_path, device=CPU)

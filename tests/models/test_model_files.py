@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -53,6 +54,18 @@ def test_an_undamaged_component_gives_its_configuration(component):
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}'),
             "names the shard '../a'",
+        ),
+        (
+            lambda folder: save_file({"b": torch.zeros(9, dtype=torch.int8)}, folder / "model-2.safetensors"),
+            "model-2.safetensors must hold BF16, F16 or F32 only, got 1 (b: I8)",
+        ),
+        (
+            lambda folder: save_file({"b": torch.zeros(9).to(torch.float8_e4m3fn)}, folder / "model-2.safetensors"),
+            "model-2.safetensors must hold BF16, F16 or F32 only, got 1 (b: F8_E4M3)",
+        ),
+        (
+            lambda folder: ((folder / "model-2.safetensors").unlink(), os.mkfifo(folder / "model-2.safetensors")),
+            "model-2.safetensors is no regular file",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import string
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.models.texts import TextEncoder, clean_prompt
@@ -87,3 +89,37 @@ def test_the_identity_depends_on_weights_and_dtype(tmp_path, encoder):
     other = Path(make_tiny_folder(tmp_path, seed=1))
     found = {TextEncoder.from_folder(other, dtype, device=CPU).identity for dtype in (torch.float32, torch.bfloat16)}
     assert len(found | {encoder.identity}) == 3
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return Path(make_tiny_folder(tmp_path))
+
+
+@pytest.mark.parametrize("change", ["missing", "cut"])
+def test_weights_that_would_be_drawn_at_random_are_refused_before_a_prompt_is_encoded(folder, change):
+    (file,) = (folder / "text_encoder").glob("*.safetensors")
+    state, name = load_file(file), "encoder.block.0.layer.0.SelfAttention.q.weight"
+    if change == "missing":
+        state.pop(name)
+    else:
+        state[name] = state[name][:4].clone()
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"text_encoder lacks the weights.* 1 \({name}\); download it again"):
+        TextEncoder.from_folder(folder, torch.float32, device=CPU)
+
+
+def test_code_in_a_model_folder_is_neither_run_nor_asked_about(folder, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks whether to run code"))
+    file = folder / "text_encoder" / "config.json"
+    own = {"model_type": "nobodys", "auto_map": {"AutoConfig": "own.Config", "AutoModelForTextEncoding": "own.Model"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (folder / "text_encoder" / "own.py").write_text("raise SystemExit('run')")
+    with pytest.raises(ValueError, match=r"text_encoder cannot be loaded .*download it again"):
+        TextEncoder.from_folder(folder, torch.float32, device=CPU)
+
+
+def test_a_tokenizer_that_is_none_is_refused_before_a_prompt_is_encoded(folder):
+    (folder / "tokenizer" / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ValueError, match=r"tokenizer cannot be loaded .*download it again"):
+        TextEncoder.from_folder(folder, torch.float32, device=CPU)

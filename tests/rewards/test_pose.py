@@ -325,3 +325,8 @@ def test_order_at_full_size(preset):
     for value in [rotation] * (preset in TURNS) + [translation] * (preset in MOVES) + [rotation + translation]:
         assert value[0] > value[1] > value[2]
         assert value[3] > value[1]
+
+
+def test_a_rank_without_a_core_of_its_own_measures_in_a_process_that_can_be_stopped(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert camera_pose.shared_measurer.__wrapped__().pool.workers == 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
-from flow_grpo.runtime.atomic_file import atomic_path, write_atomically
+from flow_grpo.runtime.atomic_file import atomic_path, replace_folder, write_atomically
 
 
 def test_a_file_is_replaced_its_folder_created_and_its_line_ends_kept(tmp_path):
@@ -48,3 +49,25 @@ def test_a_folder_appears_whole_or_not_at_all_and_replaces_none_with_content(tmp
     with pytest.raises(OSError, match="not empty"), atomic_path(folder) as temporary:
         temporary.mkdir()
     assert list(tmp_path.iterdir()) == [folder] and [file.name for file in folder.iterdir()] == ["whole"]
+
+
+def test_a_folder_replaces_another_or_leaves_it_as_it_was(tmp_path, monkeypatch):
+    old, new, target = tmp_path / "old", tmp_path / "new", tmp_path / "adapter"
+    for made in (old, new):
+        made.mkdir()
+        (made / made.name).touch()
+    replace_folder(old, target)
+    rename = Path.rename
+
+    def stale(path: Path, to: Path) -> Path:
+        if path == new:
+            raise OSError(116, "Stale file handle")
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stale)
+        with pytest.raises(OSError, match="Stale"):
+            replace_folder(new, target)
+    assert [path.name for path in target.iterdir()] == ["old"]
+    replace_folder(new, target)
+    assert [path.name for path in target.iterdir()] == ["new"] and list(tmp_path.iterdir()) == [target]

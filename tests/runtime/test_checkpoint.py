@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ def rewrite(path: Path, **fields: object) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest | fields))
 
 
+def replace(path: Path, make: Callable[[Path], object]) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    make(path)
+
+
 DAMAGES = [
     ("state.safetensors has another sha256", lambda path: flip_a_bit(path / "state.safetensors")),
     ("rank_0.json has 0 bytes instead of", lambda path: (path / "rank_0.json").write_bytes(b"")),
@@ -110,6 +116,13 @@ DAMAGES = [
     ("manifest.json holds identity=5, must be of type dict", lambda path: rewrite(path, identity=5)),
     ("manifest.json lists 0 files, must be 4", lambda path: rewrite(path, files={})),
     ("manifest.json lists 4 files, must be 2000000002", lambda path: rewrite(path, world_size=10**9)),
+    ("manifest.json holds step=-1, must be at least 0", lambda path: rewrite(path, step=-1)),
+    ("manifest.json holds world_size=0, must be at least 1", lambda path: rewrite(path, world_size=0)),
+    ("manifest.json holds format=99, this version reads 1", lambda path: rewrite(path, format=99)),
+    ("manifest.json is no regular file", lambda path: replace(path / "manifest.json", Path.mkdir)),
+    ("manifest.json is no regular file", lambda path: replace(path / "manifest.json", os.mkfifo)),
+    ("manifest.json does not exist", lambda path: replace(path, lambda _: path.symlink_to(path))),
+    ("rank_0.json is no regular file", lambda path: replace(path / "rank_0.json", os.mkfifo)),
 ]
 
 

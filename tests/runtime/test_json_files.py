@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -25,6 +26,7 @@ def test_json_is_read_with_or_without_a_byte_order_mark(tmp_path):
         (b"9" * 5000, "is not JSON"),
         (b"\xff", "cannot be read"),
         (b"[]", "holds a list, must be a JSON object"),
+        (b'{"a": {"b": 1, "b": 2}}', "key 'b' comes twice"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_name_the_reason_and_the_way_out(tmp_path, content, reason):
@@ -36,6 +38,8 @@ def test_a_bad_file_is_refused_with_its_name_the_reason_and_the_way_out(tmp_path
     assert str(file) in text and text.endswith("; write it again") and "\n" not in text
 
 
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_json(tmp_path, "write it again")
+def test_a_folder_and_a_pipe_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"{path} is no regular file; write it again"):
+            read_json(path, "write it again")

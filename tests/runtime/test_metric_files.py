@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_resumed_run_keeps_nothing_past_the_resumed_step(tmp_path: Path, caplo
         file.write('{"step": 4, "a": 4')  # killed while writing
     with caplog.at_level(logging.WARNING):
         files = MetricFiles(tmp_path, resumed_step=2)
-    assert "unreadable line dropped" in caplog.text
+    assert "metrics.jsonl: line 5 is no record of metrics and is dropped" in caplog.text
     assert math.isnan(files.rows[1]["b"])
     files.append({"a": 30.0, "c": 1.0}, 3)
     assert [(line["step"], line["a"]) for line in lines(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
@@ -101,3 +102,22 @@ def test_a_fresh_run_starts_empty_files(tmp_path: Path) -> None:
 def test_resuming_without_files_starts_them(tmp_path: Path) -> None:
     MetricFiles(tmp_path, resumed_step=5).append({"a": 1.0}, 6)
     assert lines(tmp_path) == [{"step": 6, "a": 1.0}]
+
+
+def test_what_is_no_record_of_metrics_is_dropped_by_line_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MetricFiles(tmp_path).append({"a": 1.0}, 1)
+    bad = [b"\xff\xfe", b"7", b"[1]", b"null", b'{"a": 1}', b'{"step": "2"}', b'{"step": 1, "a": "x"}', b"[" * 100_000]
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n".join([*bad, b'{"step": 2, "a": null}', b""]))
+    files = MetricFiles(tmp_path, resumed_step=2)
+    assert [f"line {number} is no record" in caplog.text for number in range(1, 11)] == [False, *[True] * 8, False]
+    assert [*files.rows] == [1, 2] and math.isnan(files.rows[2]["a"])
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_metrics_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is no regular file; move it away"):
+        MetricFiles(tmp_path, resumed_step=1)

@@ -75,8 +75,9 @@ def test_a_read_error_does_not_count_as_damage(tmp_path: Path, monkeypatch: pyte
         return read(path, *args, **named)
 
     monkeypatch.setattr(Path, "open", broken)
-    with pytest.raises(RuntimeError, match=r"looking for a checkpoint: OSError.*Input/output error"):
-        resume.resolve("auto", tmp_path, ranks=ALONE)
+    for setting in ("auto", str(tmp_path / "checkpoint_000002")):
+        with pytest.raises(InputError, match=r"checkpoint_000002 cannot be read .*Input/output error"):
+            resume.resolve(setting, tmp_path, ranks=ALONE)
 
 
 def go_back(path: Path, ranks: Ranks = ALONE) -> None:

@@ -68,6 +68,19 @@ def load(settings: str) -> Config:
         ("distributed.silent_s=5400", ["distributed.control_s: got 3600", "1.5 x", "control_s=8100"]),
         ("reward.weights=target_view=0", ["reward.weights: got {'target_view': 0.0}", "nothing to learn"]),
         ("reward.weights=", ["reward.weights: got {}", "nothing to learn"]),
+        (
+            "reward.weights=smooth=1",
+            ["reward.weights.smooth: got 1.0", "stands still", "--config.reward.weights.pose_rot"],
+        ),
+        ("reward.weights=smooth=1,source_match=1,pose_rot=0", ["reward.weights.smooth: got 1.0", "stands still"]),
+        (
+            "reward.weights=smooth=0,source_match=1 reward.schedules.smooth=5:0,999:1",
+            ["reward.weights.smooth: got", "in epoch 199"],
+        ),
+        (
+            "reward.weights=smooth=1,pose_rot=1 reward.schedules.pose_rot=4:1,5:0",
+            ["reward.weights.smooth: got 1.0", "in epoch 5"],
+        ),
         ("reward.schedules.target_veiw=0:1", ["reward.schedules: got 'target_veiw'", "did you mean 'target_view'?"]),
         ("reward.schedules.motion_mag=0:1", ["measured rewards source_match, target_view", "weights.motion_mag=0"]),
         (
@@ -129,6 +142,9 @@ def test_settings_that_cannot_work_together_are_refused_in_one_line(settings: st
         "reward.weights.room_pose=1 eval.gold=",
         "reward.weights.room_pose=1 reward.schedules.room_pose=0:0,9:0",
         "reward.weights=target_view=0 reward.schedules.target_view=0:1",
+        "reward.weights=smooth=0,source_match=1",
+        "reward.weights=smooth=0.3,pose_rot=1",
+        "reward.weights=smooth=1,remote:judge=1 reward.remote.judge=http://127.0.0.1:8000",
         "reward.schedules=target_view=0:1,5:0,source_match=4:0,9:1",
         "reward.weights.source_match=0 reward.schedules.target_view=0:1,300:0 num_epochs=300",
         "reward.gates=target_view=source_match:0,source_match=target_view:-1",

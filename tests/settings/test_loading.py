@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from operator import attrgetter
 from pathlib import Path
 
@@ -228,3 +229,42 @@ def test_a_refusal_is_one_line_that_shows_a_long_value_in_part() -> None:
 )
 def test_secrets_of_addresses_are_starred(text: str, shown: str) -> None:
     assert str(ConfigError(text)) == shown
+
+
+def test_starring_secrets_takes_no_longer_for_a_long_text() -> None:
+    for text in ("a" * 300_000, "a@" * 150_000, "a=b@" * 75_000, "a://" * 75_000, "http://a?" * 30_000):
+        assert "pw" not in str(ConfigError(f"{text}pw@host"))  # a quadratic search would not end within a test's limit
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("sys.exit(0)", r"fails in line 5: SystemExit: 0; correct it"),
+        ("config.sample = None", r"config\.sample(\.k)?: "),
+        ("with config.ignore_type(): config.sample = 3", r"config\.sample(\.k)?: "),
+        ("config.reward.weights.source_match = 10**400", r"config\.reward\.weights\.source_match: got 1000"),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--config.sample.k=8"]])
+def test_a_recipe_that_ends_the_program_or_drops_a_section_is_refused(tmp_path, body, said, words) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        f"import sys\nfrom tests.toy_recipe import toy\ndef run():\n config = toy()\n {body}\n return config\n"
+    )
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(f"{file}:run", words)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("distributed.dead_s=1e308", "model.lora_rank=100000000000000000", "train.adv_clip=1e300"),
+        *("train.learning_rate=1e38", "data.height=99999999992", "data.buckets=5x24x99999999992", "sample.k=9999999"),
+        *("output_root=~/runs", f"output_root={'a' * 300}", f"data.root={'b/' * 3000}", f"resume={'é' * 200}"),
+        "reward.weights.source_match=1e300",
+    ],
+)
+def test_values_that_no_run_can_hold_are_refused_by_their_bound(word) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.{re.escape(word.partition('=')[0])}: got .*must "):
+        load_config(f"{ROOT}/tests/toy_recipe.py:toy", [f"--config.{word}"])

@@ -233,9 +233,12 @@ def _errors(source: Source, condition: Condition, frames: Sequence[int], found: 
 
 @functools.cache
 def shared_measurer() -> PoseMeasurer:
-    """Return the measurer that all pose rewards of this process share; it uses this rank's share of the cores."""
+    """Return the measurer that all pose rewards of this process share; it uses this rank's share of the cores.
+
+    It has one process at least: a measurement in this one could not be stopped at its time limit.
+    """
     share = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return PoseMeasurer(workers=min(share, MOST_WORKERS) if share > 1 else 0)
+    return PoseMeasurer(workers=min(max(share, 1), MOST_WORKERS))
 
 
 class PathReward:

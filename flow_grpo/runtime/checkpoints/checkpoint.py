@@ -1,7 +1,7 @@
 """Checkpoints: the complete state of a run, published atomically, nothing pickled.
 
     checkpoints/checkpoint_000010/
-        manifest.json           step, world size, identity, size and sha256 of every other file; written last
+        manifest.json           format, step, world size, identity, size and sha256 of every other file; written last
         state.safetensors .json state shared by all ranks, written by rank 0
         rank_0.safetensors .json ... each rank's own state
 
@@ -13,6 +13,7 @@ next start removes. All ranks must share one file system.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
@@ -20,17 +21,20 @@ import math
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.runtime.checkpoints import state_files
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 
 MANIFEST = "manifest.json"
+FORMAT = 1  # of the files; raise it when older programs would misread them. Absent in the first checkpoints.
 FILES = "files"  # the only identity field that may differ on resume: the user may have repaired a data file
 TEMPORARY, REMOVED = ".tmp-", ".old-"  # in the names of folders being written, and being removed
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # no file can be at such a path
 _PUBLISHED = re.compile(r"checkpoint_(\d{6,})")
 _log = logging.getLogger(__name__)
 
@@ -110,7 +114,7 @@ def save(
 
 def saved_step(path: Path) -> int:
     """Return the step in a checkpoint's manifest; its folder may have been renamed."""
-    step: int = json.loads((path / MANIFEST).read_text())["step"]
+    step: int = _read_manifest(path)["step"]
     return step
 
 
@@ -122,7 +126,7 @@ def identity_of(path: Path) -> dict[str, str]:
     """
     if problem := damage(path):
         raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint")
-    found: dict[str, str] = json.loads((path / MANIFEST).read_text())["identity"]
+    found: dict[str, str] = _read_manifest(path)["identity"]
     return found
 
 
@@ -132,10 +136,9 @@ def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint
     Raises:
         ValueError: the checkpoint is missing or damaged, or its identity differs (every differing field is named).
     """
-    problem = ranks.broadcast_text(damage(path) if ranks.is_main else "")
-    if problem:
+    if problem := shared_damage(path, ranks):
         raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint or use resume='auto'")
-    manifest = json.loads((path / MANIFEST).read_text())
+    manifest = _read_manifest(path)
     _compare_identity(path, manifest["identity"], identity, ranks)
     own = path / f"rank_{ranks.rank}"
     return Checkpoint(
@@ -175,21 +178,45 @@ def damage(path: Path) -> str:
     """Return what is wrong with a checkpoint in one line, or "" if all files match the manifest.
 
     Raises:
-        OSError: a file cannot be read, which does not mean that it is damaged.
+        InputError: a file cannot be read, which does not mean that it is damaged.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = _read_manifest(path)
         return _manifest_problem(manifest) or _file_problem(path, manifest["files"])
-    except (FileNotFoundError, NotADirectoryError) as error:
-        return f"{error.filename} does not exist ({error.strerror})"
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return f"{error.filename} does not exist ({error.strerror})"
+        raise InputError(
+            f"{path} cannot be read ({error}), which may pass; make it readable, or move it out of its folder"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
+
+
+def shared_damage(path: Path, ranks: Ranks) -> str:
+    """Return `damage` as rank 0 finds it; InputError on every rank. Collective call."""
+    problem = ""
+    with ranks.sync_errors("looking for a checkpoint"):
+        problem = damage(path) if ranks.is_main else ""
+    return ranks.broadcast_text(problem)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads(_regular(path / MANIFEST).read_text(encoding="utf-8"))
+    return manifest
+
+
+def _regular(file: Path) -> Path:
+    """Return a path; ValueError for a folder, or for a pipe, which would be waited for without end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"{file.name} is no regular file")
+    return file
 
 
 def _file_problem(path: Path, listed: Mapping[str, Any]) -> str:
     """Return which file differs from its manifest entry, or ""."""
     for file, expected in listed.items():
-        size = (path / file).stat().st_size
+        size = _regular(path / file).stat().st_size
         if size != expected["size"]:
             return f"{file} has {size} bytes instead of {expected['size']}"
         if _sha256(path / file) != expected["sha256"]:
@@ -199,9 +226,14 @@ def _file_problem(path: Path, listed: Mapping[str, Any]) -> str:
 
 def _manifest_problem(manifest: dict[str, Any]) -> str:
     """Return what is wrong with a manifest, or ""; it must list exactly the files of its ranks."""
+    if (found := manifest.get("format", FORMAT)) != FORMAT:
+        return f"{MANIFEST} holds format={found!r:.60}, this version reads {FORMAT}: use the version that saved it"
     for field, kind in (("step", int), ("world_size", int), ("identity", dict), ("files", dict)):
         if type(manifest[field]) is not kind:
             return f"{MANIFEST} holds {field}={manifest[field]!r:.60}, must be of type {kind.__name__}"
+    for field, least in (("step", 0), ("world_size", 1)):
+        if manifest[field] < least:
+            return f"{MANIFEST} holds {field}={manifest[field]}, must be at least {least}"
     listed, ranks = manifest["files"], manifest["world_size"]
     if len(listed) != 2 * (ranks + 1):
         return f"{MANIFEST} lists {len(listed)} files, must be {2 * (ranks + 1)} for world_size={ranks}"
@@ -218,7 +250,8 @@ def _files(folder: Path, world_size: int) -> list[Path]:
 def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[str, str], score: float | None) -> None:
     files = _files(folder, world_size)
     listed = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-    manifest = {"step": step, "world_size": world_size, "identity": dict(identity), "score": score, "files": listed}
+    manifest: dict[str, Any] = {"format": FORMAT, "step": step, "world_size": world_size}
+    manifest |= {"identity": dict(identity), "score": score, "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     state_files.fsync(folder / MANIFEST)
     state_files.fsync(folder)
@@ -250,7 +283,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 def _score(path: Path) -> float | None:
     """Return the score in a checkpoint's manifest, or None if it is missing, unreadable or not finite."""
     try:
-        score = json.loads((path / MANIFEST).read_text())["score"]
+        score = _read_manifest(path)["score"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return score if isinstance(score, float) and math.isfinite(score) else None

@@ -15,6 +15,7 @@ from flow_grpo.runtime.checkpoints.checkpoint import (
     published,
     remove,
     saved_step,
+    shared_damage,
     step_of,
 )
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
@@ -96,9 +97,8 @@ def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     """
     if resume == "auto":
         return latest(folder, ranks=ranks)
-    given = Path(resume).resolve()
-    problem = ranks.broadcast_text(damage(given) if resume and ranks.is_main else "")
-    if problem:
+    given = Path(os.path.realpath(resume))  # Path.resolve raises at a link to itself
+    if resume and (problem := shared_damage(given, ranks)):
         raise ValueError(
             f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as {path_of(folder, 10)} or "
             "'auto'"

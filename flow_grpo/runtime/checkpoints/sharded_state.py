@@ -6,7 +6,6 @@ No rank ever holds more than its shards and one full tensor.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,10 @@ def join_shards(stems: Sequence[Path], entry: str, cut: Callable[[str, Tensor], 
         cut: (path below the entry, full tensor) -> the tensor to return; full tensors are read one at a time.
 
     Raises:
-        ValueError: there is no such entry.
+        ValueError: there is no such entry, or the files are not what `state_files.write` writes.
     """
-    found = dict(json.loads(state_files.paths(stems[0])[1].read_text())["dict"])
+    with state_files.misfits(stems[0]):
+        found = dict(state_files.skeleton_of(stems[0])["dict"])
     if entry not in found:
         raise ValueError(
             f"{stems[0].parent} holds no {entry!r} state, so another version saved it; resume with that version, or "
@@ -49,4 +49,5 @@ def join_shards(stems: Sequence[Path], entry: str, cut: Callable[[str, Tensor], 
             # 0-dimensional tensors, such as an optimizer's step count, are identical on every rank.
             return cut(path.removeprefix(f"{entry}/"), torch.cat(shards) if shards[0].ndim else shards[0])
 
-        return state_files.unflatten(read_cut, found[entry])
+        with state_files.misfits(stems[0]):
+            return state_files.unflatten(read_cut, found[entry])

@@ -5,9 +5,10 @@ Nothing is pickled, and tensors are saved from CPU memory, so the files load on 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,35 @@ def read(stem: Path) -> dict[str, Any]:
     """Return the nested dict that `write` was given, with tensors on the CPU.
 
     Raises:
-        ValueError: the tensor file is not in safetensors format.
+        ValueError: the files are not what `write` writes, or not of one state.
     """
-    tensor_file, rest_file = paths(stem)
+    tensor_file, _ = paths(stem)
     try:
         tensors = load_file(tensor_file)
     except SafetensorError as error:
         raise ValueError(f"{tensor_file} is no file of tensors ({error}); resume from another checkpoint") from None
-    tree: dict[str, Any] = unflatten(tensors.__getitem__, json.loads(rest_file.read_text()))
+    with misfits(stem):
+        tree: dict[str, Any] = unflatten(tensors.__getitem__, skeleton_of(stem))
+        if not isinstance(tree, dict):
+            raise TypeError(f"a {type(tree).__name__}, must be a dict")
     return tree
+
+
+def skeleton_of(stem: Path) -> Any:
+    """Return what `flatten` calls the skeleton; ValueError if the file is not JSON."""
+    return json.loads(paths(stem)[1].read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def misfits(stem: Path) -> Iterator[None]:
+    """Raise ValueError naming the files where the block finds a skeleton that `write` did not write."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
+        raise ValueError(
+            f"{paths(stem)[1]} is no state, or not that of its file of tensors ({type(error).__name__}: {error}); "
+            "resume from another checkpoint"
+        ) from error
 
 
 def paths(stem: Path) -> tuple[Path, Path]:

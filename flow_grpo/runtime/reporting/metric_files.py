@@ -64,17 +64,35 @@ class MetricFiles:
         write_atomically(self._table, text.getvalue())
 
     def _lines_up_to(self, last_step: int) -> list[tuple[int, Row]]:
+        """Return the records up to a step; ValueError if the file is there and cannot be read."""
+        if not self._lines.exists():
+            return []
+        if not self._lines.is_file():
+            raise ValueError(f"{self._lines} is no regular file; move it away")
+        try:
+            lines = self._lines.read_bytes().splitlines()
+        except OSError as error:
+            raise ValueError(f"{self._lines} cannot be read ({error.strerror}); make it readable") from error
         kept = []
-        for text in self._lines.read_text().splitlines() if self._lines.exists() else ():
-            try:
-                record = json.loads(text)
-                step = record.pop("step")
-            except (ValueError, KeyError):  # a killed process may leave an incomplete line
-                _log.warning("%s: unreadable line dropped: %.60s", self._lines, text)
-                continue
-            if step <= last_step:
-                kept.append((step, {name: math.nan if value is None else value for name, value in record.items()}))
+        for number, text in enumerate(lines, start=1):
+            record = _record(text)
+            if record is None:  # a killed process may leave an incomplete line
+                _log.warning("%s: line %d is no record of metrics and is dropped: %.60r", self._lines, number, text)
+            elif record[0] <= last_step:
+                kept.append(record)
         return kept
+
+
+def _record(text: bytes) -> tuple[int, Row] | None:
+    """Return step and metrics of a line that `_line` wrote, or None for any other."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    step = record.pop("step", None) if isinstance(record, dict) else None
+    if type(step) is not int or not all(value is None or type(value) in (int, float) for value in record.values()):
+        return None
+    return step, {name: math.nan if value is None else value for name, value in record.items()}
 
 
 def _line(step: int, metrics: Mapping[str, float]) -> str:

@@ -1,0 +1,408 @@
+"""Whatever a file or an answer holds, it is refused in one clear line or accepted by a rule: no traceback, no silence.
+
+Every class of input has a valid example, a generator that damages it from a seed, the one place that opens it, and the
+rule that an accepted input meets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import random
+import shutil
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flow_grpo.algorithm.run_state import RunState, fingerprint
+from flow_grpo.data.camera_files import read_cameras
+from flow_grpo.data.exclude import read_verdicts, write_verdicts
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.trajectories import read_path
+from flow_grpo.data.video_io import read_video, video_size
+from flow_grpo.maths.poses import check_poses
+from flow_grpo.models.adapters import Ema
+from flow_grpo.models.codec import Codec
+from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.models.texts import TextEncoder
+from flow_grpo.records import Condition
+from flow_grpo.rewards.remote import protocol
+from flow_grpo.rewards.remote.http_client import Client, ServiceError
+from flow_grpo.runtime.checkpoints import resume
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.schema import Config
+from tests.damage import damaged_bytes, damaged_json, damaged_text, ends
+from tests.data.test_multicam import FRAMES, extrinsics, write_scene
+from tests.scripted_server import HEALTH, scores
+from tests.tiny_models import CPU, make_tiny_folder
+from tests.toy import ToyPolicy
+
+TOKEN = "t0ken-of-the-judge"
+ROOT = Path(__file__).parents[2]
+
+Attempt = Callable[[random.Random], object]
+"""Damages an input, opens it and asserts the rule of what is accepted; ValueError or ServiceError for a refusal."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a scene in val/, a model in model/ and a checkpoint in saved/."""
+    folder = tmp_path_factory.mktemp("damage")
+    write_scene(folder / "val" / "f18_aperture10" / "scene1", captions="metadata.csv")
+    make_tiny_folder(folder / "model")
+    a_run().save(folder / "saved", keep=1, ranks=Ranks())
+    return folder
+
+
+def a_run() -> RunState:
+    policy = ToyPolicy(0)
+    weights = policy.trained_parameters()
+    return RunState(
+        module=policy.net,
+        optimizer=torch.optim.AdamW(weights, lr=1e-3),
+        sampler=DistributedKRepeatSampler(24, 4, 4, 1, 0, seed=1),
+        ema=Ema(weights, 0.5),
+        device=CPU,
+        identity={"model": fingerprint(policy.net)},
+    )
+
+
+@contextlib.contextmanager
+def changed(file: Path, content: bytes) -> Iterator[None]:
+    """A file has other content inside the block."""
+    kept = file.read_bytes()
+    file.write_bytes(content)
+    try:
+        yield
+    finally:
+        file.write_bytes(kept)
+
+
+# --- data
+
+
+def cameras(place: Path) -> Attempt:
+    file = place / "camera_extrinsics.json"
+
+    def attempt(draw: random.Random) -> None:
+        file.write_bytes(damaged_text(extrinsics(), draw))
+        poses = read_cameras(file, ("cam01", "cam10"), FRAMES)
+        assert poses.shape == (2, FRAMES, 4, 4)
+        check_poses(poses)
+
+    return attempt
+
+
+def scene(place: Path) -> Attempt:
+    folder = place / "val" / "f18_aperture10" / "scene1"
+    presets = {"cam01": "zoom_in", "cam02": "pan_left"}
+
+    def attempt(draw: random.Random) -> None:
+        if draw.random() < 0.5:
+            file, content = folder / "cameras" / "presets.json", damaged_text(presets, draw)
+        else:
+            file = folder / "metadata.csv"
+            content = damaged_bytes(file.read_bytes(), draw)
+        file.touch()
+        with changed(file, content):
+            data = MultiCamDataset(place, "val", (FRAMES, 16, 24), prompt="a room")
+            found = [data.condition(index) for index in range(len(data))]
+        for one in found:
+            assert one.prompt.strip() and (one.preset is None or one.preset.strip())
+
+    (folder / "cameras" / "presets.json").write_text(json.dumps(presets))
+    return attempt
+
+
+def video(place: Path) -> Attempt:
+    original = next((place / "val").rglob("cam01.mp4")).read_bytes()
+
+    def attempt(draw: random.Random) -> None:
+        file = place / f"film{draw.choice(['.mp4', '.mkv', '.avi'])}"
+        file.write_bytes(damaged_bytes(original, draw))
+        video_size(file)
+        pixels = read_video(file, FRAMES)
+        assert pixels.shape[:2] == (3, FRAMES) and pixels.dtype == torch.uint8
+
+    return attempt
+
+
+def trajectory(place: Path) -> Attempt:
+    poses = [[[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0.1 * step], [0, 0, 0, 1]] for step in range(4)]
+
+    def attempt(draw: random.Random) -> None:
+        file = place / "path.json"
+        file.write_bytes(damaged_text({"poses": poses, "fps": 15, "relative": True}, draw))
+        found = read_path(file, 3)
+        assert found.shape == (3, 4, 4)
+        check_poses(found)
+
+    return attempt
+
+
+def verdicts(place: Path) -> Attempt:
+    file = place / "verdicts.json"
+    files = {"val/scene1": "a hash"}
+    write_verdicts({"val/scene1": {"cam01": "", "cam02": "blurred"}}, {"height": 16}, files, file)
+    content = json.loads(file.read_text())
+
+    def attempt(draw: random.Random) -> None:
+        file.write_bytes(damaged_text(content, draw))
+        for row in read_verdicts(file, {"height": 16}, files).values():
+            assert all(isinstance(text, str) for text in row.values())
+
+    return attempt
+
+
+def metrics(place: Path) -> Attempt:
+    """What is no record is dropped with a warning, so nothing is refused."""
+
+    def attempt(draw: random.Random) -> None:
+        folder = place / "metrics"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        files = MetricFiles(folder)
+        for step in range(3):
+            files.append({"a": float(step)}, step)
+        lines = folder / "metrics.jsonl"
+        lines.write_bytes(damaged_bytes(lines.read_bytes(), draw) + damaged_text({"step": 1, "a": 2.0}, draw))
+        for row in MetricFiles(folder, resumed_step=2).rows.values():
+            assert all(isinstance(value, int | float) for value in row.values())
+
+    return attempt
+
+
+# --- models
+
+
+def model(place: Path) -> Attempt:
+    def text_encoder(folder: Path) -> None:
+        TextEncoder.from_folder(folder, torch.float32, device=CPU)._open_parts()
+
+    def codec(folder: Path) -> None:
+        made = Codec.from_folder(folder / "vae", device=CPU)
+        assert made.decode(made.encode(torch.rand(3, 5, 16, 24))[None]).shape == (1, 3, 5, 16, 24)
+
+    def transformer(folder: Path) -> None:
+        load_recam_transformer(folder / "transformer")
+
+    parts = {"text_encoder": text_encoder, "tokenizer": text_encoder, "vae": codec, "transformer": transformer}
+
+    def attempt(draw: random.Random) -> None:
+        part = draw.choice(list(parts))
+        file = draw.choice(sorted(file for file in (place / "model" / part).iterdir() if file.is_file()))
+        content = file.read_bytes()
+        broken = damaged_text(json.loads(content), draw) if file.suffix == ".json" else damaged_bytes(content, draw)
+        with changed(file, broken):
+            parts[part](place / "model")
+
+    return attempt
+
+
+# --- checkpoints
+
+
+def checkpoint(place: Path) -> Attempt:
+    original = place / "saved" / "checkpoint_000000"
+
+    def fit(folder: Path) -> None:
+        """Make the manifest vouch for the files as they are."""
+        manifest = json.loads((original / "manifest.json").read_text())
+        for name, entry in manifest["files"].items():
+            content = (folder / name).read_bytes()
+            entry |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def attempt(draw: random.Random) -> None:
+        run = place / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        folder = Path(shutil.copytree(original, run / original.name))
+        file = draw.choice(sorted(folder.iterdir()))
+        content = file.read_bytes()
+        file.write_bytes(
+            damaged_text(json.loads(content), draw) if file.suffix == ".json" else damaged_bytes(content, draw)
+        )
+        if file.name != "manifest.json" and draw.random() < 0.8:
+            fit(folder)
+        state = a_run()
+        found = resume.find(draw.choice(["auto", str(folder)]), run, ranks=Ranks())
+        assert found is not None
+        state.restore(found, ranks=Ranks())
+        assert state.finished == 0 and state.train_seconds >= 0
+        assert all(weight.is_floating_point() for weight in state.module.parameters())
+
+    return attempt
+
+
+# --- the network
+
+
+def answer(place: Path) -> Attempt:
+    """Answers of a server, as bytes on the wire."""
+    body = json.dumps(scores(0.5, None, model=f"judge {TOKEN}")).encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    listening = socket.create_server(("127.0.0.1", 0))
+    said = [b""]
+
+    def serve() -> None:
+        while True:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(said[0])
+
+    threading.Thread(target=serve, daemon=True).start()
+    client = Client("http://{}:{}".format(*listening.getsockname()), delays_s=())
+
+    def attempt(draw: random.Random) -> None:
+        content = damaged_text(json.loads(body), draw) if draw.random() < 0.7 else body
+        whole = head % len(content) + content
+        said[0] = whole if draw.random() < 0.6 else damaged_bytes(whole, draw)
+        reply = protocol.read_reply(client.ask("/score", 20.0), "beauty", 2)
+        assert len(reply.values) == len(reply.causes) == 2 and reply.values.dtype == torch.float32
+        assert all(
+            bool(value.isfinite()) != bool(cause) for value, cause in zip(reply.values, reply.causes, strict=True)
+        )
+        assert TOKEN not in str(reply)
+
+    return attempt
+
+
+def health(place: Path) -> Attempt:
+    def attempt(draw: random.Random) -> None:
+        found = protocol.read_health(protocol.read_object(damaged_text(HEALTH, draw), "health"), "beauty")
+        assert "beauty" in found.rewards and isinstance(found.max_bytes, int)
+
+    return attempt
+
+
+def request(place: Path) -> Attempt:
+    """Requests to a server."""
+    pixels = np.zeros((1, 2, 8, 8, 3), np.uint8)
+    eye = torch.eye(4, dtype=torch.float64)
+    one = Condition(
+        index=0, gid=0, slot=0, prompt="a room", source_video=torch.zeros(3, 2, 8, 8), target_poses=eye.expand(2, 4, 4),
+        scene="val/scene1", source_camera="cam01", target_camera="cam02",
+    )  # fmt: skip
+    meta = {"protocol": 1, "reward": "beauty", "fps": 15.0, "samples": [protocol.describe(one)]}
+
+    def attempt(draw: random.Random) -> None:
+        message = protocol.encode(damaged_json(meta, draw) if draw.random() < 0.5 else meta, {"videos": pixels})
+        body = b"".join(message.chunks)
+        body = body if draw.random() < 0.4 else damaged_bytes(body, draw)
+        found, arrays = protocol.decode(message.content_type, bytearray(body))
+        assert found["protocol"] == 1
+        samples = found.get("samples")
+        for sample in samples if isinstance(samples, list) else ():
+            protocol.rebuild(sample, None, None, (2, 8, 8))
+        assert all(array.dtype == np.uint8 for array in arrays.values())
+
+    return attempt
+
+
+# --- recipes
+
+
+def recipe(place: Path) -> Attempt:
+    sections = [
+        "sample",
+        "reward.weights",
+        "data",
+        "train",
+        "eval",
+        "data.prompt",
+        "reward",
+        "num_epochs",
+        "model.path",
+    ]
+    values = ["None", "3", "-1", "10**400", "'x'", "[]", "{}", "float('nan')", "object()", "lambda: 0", "ConfigDict()"]
+    ways = ["config.{} = {}", "with config.unlocked(), config.ignore_type(): config.{} = {}"]
+
+    def attempt(draw: random.Random) -> None:
+        lines = [draw.choice(ways).format(draw.choice(sections), draw.choice(values))]
+        if draw.random() < 0.3:
+            lines += [draw.choice(["sys.exit(0)", "raise OSError", "return", "return 5", "1 / 0", "del config", "def"])]
+        text = "\n    ".join(["def run():", "config = toy()", *lines, "return config"])
+        text = f"import sys\nfrom ml_collections import ConfigDict\nfrom tests.toy_recipe import toy\n\n\n{text}\n"
+        file = place / "recipe.py"
+        file.write_bytes(damaged_bytes(text.encode(), draw) if draw.random() < 0.1 else text.encode())
+        words = draw.choice([[], ["--config.sample.k=8"], ["--config.reward.weights.source_match=0.5"]])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert isinstance(load_config(f"{file}:run", words), Config)
+
+    return attempt
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A class of input: how an attempt is made, and of how many cases the suite tries."""
+
+    make: Callable[[Path], Attempt]
+    cases: int
+
+
+KINDS = {
+    "camera file": Kind(cameras, 80),
+    "captions and presets": Kind(scene, 20),
+    "video": Kind(video, 30),
+    "trajectory": Kind(trajectory, 60),
+    "verdicts": Kind(verdicts, 40),
+    "metrics": Kind(metrics, 10),
+    "model part": Kind(model, 30),
+    "checkpoint": Kind(checkpoint, 80),
+    "answer": Kind(answer, 60),
+    "health": Kind(health, 40),
+    "request": Kind(request, 80),
+    "recipe": Kind(recipe, 60),
+}
+
+
+def tally(name: str, place: Path, numbers: range, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Return how many cases were refused and how many accepted; AssertionError listing all that were neither."""
+    monkeypatch.setenv("FLOW_GRPO_REWARD_TOKEN", TOKEN)
+    attempt, refused, accepted, wrong = KINDS[name].make(place), 0, 0, []
+    for number in numbers:
+        said = ""
+        try:
+            with ends():
+                attempt(random.Random(f"{name} {number}"))
+            accepted += 1
+            continue
+        except (ValueError, ServiceError) as error:
+            said = str(error)
+        except Exception as error:  # noqa: BLE001 - listed below
+            wrong.append(f"{name} {number}: {type(error).__name__}: {error!s:.300}")
+            continue
+        refused += 1
+        if not said or len(said.splitlines()) != 1 or TOKEN in said or len(said) > 2000:
+            wrong.append(f"{name} {number}: said {said!r:.300}")
+    assert not wrong, "\n".join(wrong)
+    return refused, accepted
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_damaged_input_is_refused_in_one_line_or_accepted_by_rule(name, place, monkeypatch):
+    refused, _ = tally(name, place, range(KINDS[name].cases), monkeypatch)
+    assert refused >= KINDS[name].cases // 4 or name == "metrics", f"only {refused} cases did damage"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_ten_times_as_many_damaged_inputs_are_refused_or_accepted_by_rule(name, place, monkeypatch):
+    tally(name, place, range(1000, 1000 + 10 * KINDS[name].cases), monkeypatch)
+
+
+def test_the_suite_tries_at_least_300_damaged_inputs():
+    assert sum(kind.cases for kind in KINDS.values()) >= 300
