@@ -70,6 +70,18 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     return config, lines
 
 
+def rewards_in_words(spec: str, config: Config) -> str:
+    """Return one line: the rewards of a run with their weights, and which of them are not as the recipe has them."""
+    recipe, said = load_config(spec).reward.weights, []
+    for name, weight in config.reward.weights.items():
+        before = recipe.get(name)
+        note = " (not in the recipe)" if before is None else "" if before == weight else f" (recipe: {before:g})"
+        said.append(f"{name} {weight:g}{note}")
+    joined = recipe.keys() != config.reward.weights.keys()
+    way_out = "; the recipe's stay: a weight of 0 takes one out of training" if joined else ""
+    return f"rewards and their weights: {', '.join(said)}{way_out}"
+
+
 def record(
     run_folder: Path, config: Config, spec: str, *, checkpoint: Path | None, epoch: int, ranks: int, device: str
 ) -> None:
