@@ -66,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = None
     try:
         config, spec = read_command_line(argv)
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(starts.rewards_in_words(spec, config), flush=True)
+        say_rewards(spec, config)
         if config.dry_run:
             show_plan(config, int(os.environ.get("WORLD_SIZE", "1")))
             return 0
@@ -103,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             trainer.lock.release()
         process_group.shut_down(ranks)
     return 0
+
+
+def say_rewards(spec: str, config: Config) -> None:
+    """Print the rewards of the run, on rank 0: own ones join the recipe's."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(starts.rewards_in_words(spec, config), flush=True)
 
 
 def show_plan(config: Config, devices: int) -> None:

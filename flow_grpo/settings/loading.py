@@ -49,12 +49,36 @@ def load_config(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any
         _set(values, path, _parsed(path, text))
     if values["sample"]["num_image_per_prompt"] == size:  # follows k, as in the recipe, unless it was set itself
         values["sample"]["num_image_per_prompt"] = values["sample"]["k"]
-    try:
-        config = SCHEMA.validate_python(values)
-    except ValidationError as error:
-        raise _refused(error.errors()[0]) from None
+    config = _validated(values)
     check(config)
     return config
+
+
+def from_dict(plain: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration that `to_dict` gave, perhaps of an earlier version of this project.
+
+    Knobs that no longer exist are left out, and those that did not exist have their defaults. `overrides` are as those
+    of `load_config`.
+
+    Raises:
+        ConfigError: a value is out of its knob's bounds, or does not fit the others.
+    """
+    values = to_dict(Config())
+    for path, value in knob_values(plain).items():
+        if path in KNOBS:
+            _set(values, path, value)
+    for path, text in _assignments(overrides):
+        _set(values, path, _parsed(path, text))
+    config = _validated(values)
+    check(config)
+    return config
+
+
+def _validated(values: dict[str, Any]) -> Config:
+    try:
+        return SCHEMA.validate_python(values)
+    except ValidationError as error:
+        raise _refused(error.errors()[0]) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
