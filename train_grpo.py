@@ -43,7 +43,7 @@ from flow_grpo.preflight.doctor import fast as doctor
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.plan import as_text, largest_size, make_plan
 from flow_grpo.records import TrainingBatch
-from flow_grpo.rewards.base import check_name
+from flow_grpo.rewards.base import check_name, try_own
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime import starts
 from flow_grpo.runtime.checkpoints import resume
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = None
     try:
         config, spec = read_command_line(argv)
+        say_rewards(spec, config)
         if config.dry_run:
             show_plan(config, int(os.environ.get("WORLD_SIZE", "1")))
             return 0
@@ -101,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             trainer.lock.release()
         process_group.shut_down(ranks)
     return 0
+
+
+def say_rewards(spec: str, config: Config) -> None:
+    """Print the rewards of the run, on rank 0: own ones join the recipe's."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(starts.rewards_in_words(spec, config), flush=True)
 
 
 def show_plan(config: Config, devices: int) -> None:
@@ -278,6 +285,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         policy = build_policy(config, device)
         check_sizes(policy, train, held_out)
         rewards = parts.build_rewards(config, config.reward.weights, ranks)
+        try_own(rewards, train.condition(0))
         cameras = pooled(train.cameras())
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
     state = distribute_model(config, policy, train, device, ranks)

@@ -1,22 +1,32 @@
 r"""Measure how well generated videos follow their camera paths, by structure from motion on each video.
 
+    python tools/evaluate.py outputs/first/generated --focal-px 1225.6
+
+reads a folder of `tools/generate.py` as it is; where it made each video before and after training, both are measured
+and compared video by video. A run's held-out conditions, generated with its adapter and without:
+
+    python tools/evaluate.py --run outputs/first --out outputs/first/evaluation
+
+The same for a recipe and an adapter, or (while the run is training) a checkpoint, without "before":
+
+    python tools/evaluate.py --config config/grpo.py:my_recam_1gpu --adapter outputs/first/adapter --out evaluation
+    python tools/evaluate.py --config ... --checkpoint outputs/first/checkpoints/checkpoint_000010 --out evaluation
+
+After --run and --config any knob can follow as --config.section.knob=value. Videos of any other origin:
+
     python tools/evaluate.py --videos results --cameras camera_extrinsics.json --focal-px 630.3 --out evaluation
 
 `--cameras` is JSON of video name -> T OpenCV camera-to-world 4x4 matrices in metres, or a MultiCamVideo camera file;
 ReCamMaster's result folders (cam_type1/video0.mp4 ...) are read as they are. `tools/evaluation/inputs.py` describes
 both formats, docs/evaluation.md the metrics. No reward uses this estimator, unless a source came without poses.
-Alternatively generate a recipe's held-out conditions first, with a trained adapter:
-
-    python tools/evaluate.py --config config/grpo.py:my_recam_1gpu --adapter outputs/first/adapter --out evaluation
-
-(while the run is training: `--checkpoint outputs/first/checkpoints/checkpoint_000010`); any knob can follow as
---config.section.knob=value. Outputs in --out:
+Outputs in --out:
 
     metrics.json                 settings, one row per video, and the summary: means, intervals, failure rate
     rows.csv summary.csv         the same as tables
     summary.md                   the same as text
     plots/VIDEO.png              commanded and estimated path
     rows/VIDEO.json              finished rows; the next call reuses them and measures only what changed
+    before/                      all of this for the videos before training
 
 A video whose path cannot be estimated is a row with registered=false. Exit code: 0, or 2 for invalid arguments or
 inputs, checked before the first estimate.
@@ -57,8 +67,8 @@ from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.reporting.path_plots import draw_paths
 from flow_grpo.runtime.atomic_file import write_atomically
 from tools.common import fail, make_parser
-from tools.evaluation.inputs import Task, find_tasks
-from tools.evaluation.tables import compare, read_baseline, summarise, write_tables
+from tools.evaluation.inputs import Task, find_generated, find_tasks
+from tools.evaluation.tables import baseline_lines, compare, read_baseline, summarise, write_tables
 
 MOST_SECONDS = 900.0  # per video: about 18 times the usual time at 480x832
 
@@ -76,44 +86,81 @@ class Finished:
 def main(words: Sequence[str] | None = None) -> int:
     """Evaluate and return the exit code."""
     try:
-        args, overrides = _parser().parse_known_args(words)
+        given = list(sys.argv[1:] if words is None else words)
+        # Not a positional of argparse, which would take the value of an override such as --config.eval.num_steps 8.
+        folder = ["--folder"] if given and not given[0].startswith("-") else []
+        args, overrides = _parser().parse_known_args([*folder, *given])
         check_options(args, overrides)
-        videos, cameras = generate_videos(args, overrides) if args.config else (args.videos, args.cameras)
-        tasks = find_tasks(videos, cameras, args.focal_px)
         settings = {"estimator": motion.name(), "most_frames": MOST_FRAMES}
-        keys = [input_hash(task, settings) for task in tasks]
+        tasks, before = tasks_of(args, overrides)
         asked = [{"video": task.name, "asked": command_hash(task)} for task in tasks]
         baseline = read_baseline(args.baseline, settings, asked) if args.baseline else None
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         return fail(error)
+    against = "the baseline"
+    print(f"measuring {len(tasks)} videos" + f", and {len(before)} before training" * bool(before), flush=True)
+    if before:
+        against = "the same before training"
+        baseline = rows_of(before, settings, args, args.out / "before")
+        write_tables(args.out / "before", settings, baseline, summarise(baseline))
+    rows = rows_of(tasks, settings, args, args.out)
+    summary = summarise(rows)
+    if baseline is not None:
+        summary["baseline"] = compare(rows, baseline, against)
+        print("\n".join(baseline_lines(summary["baseline"])), flush=True)
+    write_tables(args.out, settings, rows, summary)
+    failed = f"{summary['videos'] - summary['registered']} not registered ({summary['failure_rate']:.1%})"
+    print(f"{len(rows)} videos; {failed}; {args.out / 'summary.md'}", flush=True)
+    return 0
+
+
+def rows_of(
+    tasks: Sequence[Task], settings: dict[str, Any], args: argparse.Namespace, out: Path
+) -> list[dict[str, Any]]:
+    """Measure videos into `out`, with plots of their paths if asked for, and return their rows in order."""
     found: dict[str, Finished] = {}
-    measured = measure(tasks, keys, args.out, args.workers, args.seconds)
+    keys = [input_hash(task, settings) for task in tasks]
+    measured = measure(tasks, keys, out, args.workers, args.seconds)
     for task, finished in tqdm(measured, total=len(tasks), desc="videos", unit="video", disable=None):
         found[task.name] = finished
         if args.plots:
-            plot(task, finished, args.out)
-    rows = [found[task.name].row for task in tasks]
-    summary = summarise(rows)
-    if baseline is not None:
-        summary["baseline"] = compare(rows, baseline)
-    write_tables(args.out, settings, rows, summary)
+            plot(task, finished, out)
     reused = sum(finished.cached for finished in found.values())
-    failed = f"{summary['videos'] - summary['registered']} not registered ({summary['failure_rate']:.1%})"
-    print(f"{len(rows)} videos, {reused} of them measured before; {failed}; {args.out / 'summary.md'}", flush=True)
-    return 0
+    if reused:
+        print(f"{reused} of {len(tasks)} videos were measured before", flush=True)
+    return [found[task.name].row for task in tasks]
+
+
+def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[Task], list[Task]]:
+    """Return the videos to judge, and the same before training where there are any; generate them if asked for.
+
+    Raises:
+        ValueError: unusable input.
+    """
+    if args.folder:
+        after, before = find_generated(args.folder, args.focal_px)
+    elif args.run or args.config:
+        after, before = generated_tasks(args, overrides)
+    else:
+        after, before = find_tasks(args.videos, args.cameras, args.focal_px), []
+    return after, [] if args.baseline or not args.before else before
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--videos", type=Path, help="folder, searched recursively")
+    add("--folder", type=Path, help="or as the first word: folder of tools/generate.py, searched recursively")
+    add("--run", type=Path, help="folder of a run, outputs/NAME: generate its held-out conditions")
+    add("--videos", type=Path, help="folder of other videos, searched recursively; with --cameras")
     add("--cameras", type=Path, help="JSON of video -> matrices, or camera_extrinsics.json")
     add("--focal-px", type=float, help="focal length in pixels of videos whose own is not known")
-    add("--config", metavar="FILE:RECIPE", help="generate this recipe's held-out conditions instead of --videos")
+    add("--config", metavar="FILE:RECIPE", help="generate this recipe's held-out conditions")
     add("--adapter", type=Path, help="with --config: adapter folder of a run; default: the base model")
     add("--checkpoint", type=Path, help="with --config: instead of --adapter")
-    add("--out", type=Path, required=True, help="output folder; an existing one is continued")
+    add("--out", type=Path, help="output folder; an existing one is continued; default: FOLDER/evaluation")
+    before_help = "leave out the videos before training, of FOLDER or --run; --baseline does so, too"
+    add("--no-before", dest="before", action="store_false", help=before_help)
     add("--baseline", type=Path, help="metrics.json of other videos with the same names, for paired differences")
     add("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one, without a time limit")
     add("--seconds", type=float, default=MOST_SECONDS, help="time limit per video")
@@ -122,16 +169,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Raise ValueError for contradicting options, values out of bounds, and overrides without --config."""
-    given = [args.videos is not None, args.cameras is not None]
-    if args.config and any(given):
-        raise ValueError("--config generates the videos itself, must be given without --videos and --cameras")
-    if not args.config and not all(given):
-        raise ValueError("--videos and --cameras are both needed, or --config FILE:RECIPE to generate the videos first")
+    """Raise ValueError for contradicting options, values out of bounds, and overrides without a configuration."""
+    ways = {"FOLDER": args.folder, "--run": args.run, "--config": args.config, "--videos": args.videos or args.cameras}
+    given = [way for way, value in ways.items() if value is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "none"
+        raise ValueError(f"got {got}, must be one of FOLDER, --run, --config, or --videos with --cameras; see --help")
+    if given == ["--videos"] and (args.videos is None or args.cameras is None):
+        raise ValueError("--videos and --cameras are both needed; a folder of tools/generate.py goes without either")
+    if args.out is None and args.folder is None:
+        raise ValueError("--out FOLDER is needed, the folder of the results")
+    args.out = args.out or args.folder / "evaluation"
     if args.adapter and args.checkpoint:
         raise ValueError("--adapter and --checkpoint both say what was trained, must be one of them")
-    if not args.config and (overrides or args.adapter or args.checkpoint):
-        word = overrides[0] if overrides else "--adapter" if args.adapter else "--checkpoint"
+    if not args.config and (args.adapter or args.checkpoint or (overrides and not args.run)):
+        word = "--adapter" if args.adapter else "--checkpoint" if args.checkpoint else overrides[0]
         raise ValueError(f"{word} is no option without --config FILE:RECIPE; see --help")
     if args.focal_px is not None and not 0 < args.focal_px < math.inf:
         raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 630.3")
@@ -141,19 +193,26 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ValueError(f"--out {args.out} is a file, must be a folder")
 
 
-def generate_videos(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path, Path]:
-    """Generate the recipe's held-out conditions and return folder and camera file; ValueError for unusable input."""
+def generated_tasks(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[Task], list[Task]]:
+    """Generate the held-out conditions of --config, or of --run, also before training; ValueError if they cannot be."""
     # Imported here: the estimating processes load this file too and need no model.
+    from flow_grpo.runtime.starts import configuration_of
     from flow_grpo.settings.loading import load_config
     from tools.evaluation.videos import make_videos
     from tools.export_adapter import export
 
+    if args.run:
+        config = configuration_of(args.run, overrides)
+        made = [make_videos(config, args.run / "adapter", args.out, args.focal_px)]
+        made += [make_videos(config, None, args.out / "before", args.focal_px)] if args.before else []
+        after, *before = (find_tasks(*places, args.focal_px) for places in made)
+        return after, before[0] if before else []
     config = load_config(args.config, overrides)
     if not args.checkpoint:
-        return make_videos(config, args.adapter, args.out, args.focal_px)
+        return find_tasks(*make_videos(config, args.adapter, args.out, args.focal_px), args.focal_px), []
     with tempfile.TemporaryDirectory() as place:  # not in --out, which may still be rejected for holding other videos
         export(config, args.checkpoint, Path(place))
-        return make_videos(config, Path(place), args.out, args.focal_px)
+        return find_tasks(*make_videos(config, Path(place), args.out, args.focal_px), args.focal_px), []
 
 
 def command_hash(task: Task) -> str:

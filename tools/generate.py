@@ -1,13 +1,20 @@
 r"""Re-render videos along new camera paths with a ReCam model and, optionally, a trained adapter.
 
-    python tools/generate.py --model models/recammaster-wan2.1-1.3b --adapter outputs/first/adapter \
-        --source holiday.mp4 --camera arc_left:0.5 zoom_in+pan_left orbit.json
+    python tools/generate.py --run outputs/first --source holiday.mp4 --camera arc_left:0.5 zoom_in+pan_left orbit.json
+    python tools/evaluate.py outputs/first/generated --focal-px 1225.6
+
+With --run, model, adapter, video size, steps, guidance, prompts and dtype are those of the run's evaluations, and every
+video is made without the adapter, too (--no-before leaves that out). Without a run:
+
+    python tools/generate.py --model models/recammaster-wan2.1-1.3b --source holiday.mp4 --camera arc_left
 
 Each source (a video or a folder of videos; its first --frames frames are used) is rendered along each camera: a preset
-with a scale, or a JSON file of poses, see `flow_grpo/data/trajectories.py`. Outputs, next to the source or in --out:
+with a scale, or a JSON file of poses, see `flow_grpo/data/trajectories.py`. Outputs in --out, in the run's folder
+generated/, or next to the source; tools/evaluate.py FOLDER reads them:
 
     holiday_arc_left-0.5.mp4          the generated video (no colon: file names with one read as a host or a drive)
-    holiday_arc_left-0.5_beside.mp4   source | generated
+    holiday_arc_left-0.5_before.mp4   the same without the adapter
+    holiday_arc_left-0.5_beside.mp4   source | before | generated
     holiday_arc_left-0.5.json         all settings and poses; the arguments in "again" reproduce this video
 
 Sampling is a deterministic ODE; the initial noise depends on --seed and the video's number only.
@@ -17,6 +24,7 @@ Exit code: 0, or 2 for invalid arguments or inputs, checked before the first vid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,9 +33,10 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
@@ -35,24 +44,29 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from config.base import get_config
-from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
+from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models import codec
-from flow_grpo.models.adapter_files import LORA_FILE, load_adapter
+from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, largest_video, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.ranks.sharding import on_every_call
 from flow_grpo.runtime.reporting.clips import side_by_side
+from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.runtime.video_file import write_video
 from tools.common import fail
+from tools.generation.options import parse
+from tools.generation.records import AFTER, BEFORE, BESIDE, RECORD, TOOL, record_of
 
-TOOL = "tools/generate.py"  # marks records of generated videos, which are never taken as sources
-ENDINGS = (".mp4", "_beside.mp4", ".json")
+# By the ending of its files: a policy, and the context in which it is the model before or after training.
+Versions: TypeAlias = dict[str, tuple[RecamPolicy, Callable[[], AbstractContextManager[None]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,67 +81,58 @@ class Request:
     name: str  # common prefix of the output files
 
     def file(self, ending: str) -> Path:
-        """Return the output file with one of `ENDINGS`."""
+        """Return the output file with one of the endings of tools/generation/records.py."""
         return self.folder / f"{self.name}{ending}"
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError instead of printing the usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ValueError."""
-        raise ValueError(message)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Generate all videos and return the exit code."""
     try:
-        args = options().parse_args(words)
+        args = parse(words, __doc__)
         sigmas = check_settings(args)
         dataset, requests = plan(args)
-        policy = load(args)
+        print(in_words(args, len(requests)), flush=True)
+        versions = load(args)
     except (ValueError, OSError) as error:
         return fail(error)
     for request in requests:
         begun = time.perf_counter()
         condition = dataset.condition(request.index, gid=request.number)
-        video = generate(policy, condition, sigmas, args.seed)
-        write(request, condition, video, describe(args, request, condition, policy.device))
-        place, seconds = f"{request.index + 1}/{len(requests)}", time.perf_counter() - begun
-        output = request.file(".mp4")
-        print(f"{place} {request.source.name} along {request.camera}: {output} ({seconds:.1f} s)", flush=True)
+        place = f"{request.index + 1}/{len(requests)} {request.source.name} along {request.camera}"
+        videos = {}
+        with steps_shown(versions, args.steps, place):
+            for ending, (policy, inside) in versions.items():
+                with inside():
+                    videos[ending] = generate(policy, condition, sigmas, args.seed)
+        record = describe(args, request, condition, policy.device)
+        write(request, condition, videos, record)
+        print(f"{place}: {request.file(AFTER)} ({time.perf_counter() - begun:.1f} s)", flush=True)
+    focal = "" if record["focal_px"] else " --focal-px PIXELS"
+    for folder in sorted({request.folder for request in requests}):
+        print(f"measure the cameras: python tools/evaluate.py {folder}{focal}", flush=True)
     return 0
 
 
-def options() -> Parser:
-    """Return the argument parser."""
-    defaults = get_config()
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder in diffusers layout, see tools/convert_recammaster.py")
-    add("--source", type=Path, nargs="+", action="extend", required=True, help="videos, or folders of videos")
-    add("--camera", nargs="+", action="extend", required=True, help="presets such as arc_left:0.5, or path.json")
-    add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")
-    add("--prompt", default=defaults.data.prompt, help="what the source shows, in a sentence or two")
-    add("--negative-prompt", default=WAN_NEGATIVE_PROMPT, help="unused without guidance")
-    add("--max-prompt-tokens", type=int, default=defaults.model.max_prompt_tokens, help="as in training")
-    add("--out", type=Path, help="output folder; default: next to each source")
-    add("--overwrite", action="store_true", help="replace existing outputs")
-    add("--steps", type=int, default=50, help="denoising steps")
-    add("--shift", type=float, default=5.0, help="timestep shift of the noise schedule")
-    add("--guidance", type=float, default=5.0, help="classifier-free guidance scale; 1: off, half the compute")
-    add("--seed", type=int, default=0, help="of the initial noise")
-    add("--first-number", type=int, default=0, help="number of the first video; each next one counts up")
-    add("--frames", type=int, default=81, help="per video; 4n+1 for Wan's codec")
-    add("--height", type=int, default=480, help="pixels; sources are resized and centre-cropped")
-    add("--width", type=int, default=832, help="pixels")
-    add("--device", default="auto", help="auto picks the best one available")
-    add("--offload", action="store_true", help="keep text encoder and codec on the CPU while unused, to save memory")
-    tiles = "run the codec in tiles, to save memory; slightly changes the output; recammaster: the original's tiles"
-    add("--tiling", nargs="?", const="diffusers", choices=("diffusers", "recammaster"), help=tiles)
-    add("--round-timestep", action="store_true", help="round timesteps to bf16, as ReCamMaster's own code does")
-    add("--dtype", choices=sorted(DTYPES), default="bf16", help="compute dtype of the transformer")
-    return parser
+def in_words(args: argparse.Namespace, count: int) -> str:
+    """Return one line: what is generated, and with which settings."""
+    size, guidance = f"{args.frames}x{args.height}x{args.width}", f"guidance {args.guidance:g}"
+    adapter = f"adapter {args.adapter}" if args.adapter else "no adapter"
+    twice = ", before and after training" if args.before else ""
+    settings = f"{args.model}, {adapter}, {args.steps} steps, shift {args.shift:g}, {guidance}, {args.dtype}"
+    return f"{count} video(s) of {size}{twice}: {settings}" + (f" (settings of {args.run})" if args.run else "")
+
+
+@contextlib.contextmanager
+def steps_shown(versions: Versions, steps: int, text: str) -> Iterator[None]:
+    """Context with a bar on a terminal that counts the network's calls, one a denoising step."""
+    networks = {id(policy.module): policy.module for policy, _ in versions.values()}
+    with tqdm(total=steps * len(versions), desc=text, unit="step", leave=False, disable=None) as bar:
+        hooks = [on_every_call(network, bar.update) for network in networks.values()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def check_settings(args: argparse.Namespace) -> Tensor:
@@ -137,13 +142,23 @@ def check_settings(args: argparse.Namespace) -> Tensor:
             f"--guidance is {args.guidance:g} and --max-prompt-tokens {args.max_prompt_tokens}, must be finite and at "
             "least 1"
         )
+    if args.focal_px is not None and not 0 < args.focal_px < math.inf:
+        raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 630.3")
+    if not 1 <= args.steps <= 1000 or not 0 < args.shift < math.inf:
+        raise ValueError(f"--steps is {args.steps} and --shift {args.shift:g}, must be within 1..1000 and above 0")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file, must be a folder")
-    if args.adapter is not None and not any((args.adapter / name).is_file() for name in (LORA_FILE, "config.json")):
+    if args.adapter is not None and not args.adapter.is_dir():
         raise ValueError(
-            f"--adapter {args.adapter} holds neither {LORA_FILE} nor a transformer's config.json; give the adapter "
-            "folder of a run, such as outputs/RUN/adapter"
+            f"--adapter {args.adapter} is no folder, must be the adapter folder of a run, such as outputs/RUN/adapter; "
+            "tools/export_adapter.py makes one of a checkpoint"
         )
+    check_size(args)
+    return flow_sigmas(args.steps, args.shift)
+
+
+def check_size(args: argparse.Namespace) -> None:
+    """Raise ValueError for a --model without its parts, or a video size that it cannot make."""
     for part in ("vae", "transformer"):
         if not (args.model / part / "config.json").is_file():
             raise ValueError(
@@ -166,7 +181,6 @@ def check_settings(args: argparse.Namespace) -> Tensor:
             f"--frames is {args.frames}, --height {args.height} and --width {args.width}, must be at most "
             f"{largest[0]}, {largest[1]} and {largest[2]}, where the model's rotary positions end"
         )
-    return flow_sigmas(args.steps, args.shift)
 
 
 def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
@@ -181,7 +195,10 @@ def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         size = (args.frames, args.height, args.width)
-        dataset = UserVideos(list(find_sources(args.source)), args.camera, size, prompt=args.prompt)
+        sources = list(find_sources(args.source))
+        for source in sources:
+            check_length(source, args.frames)
+        dataset = UserVideos(sources, args.camera, size, prompt=args.prompt)
     for warning in caught:
         print("warning:", " ".join(str(warning.message).split()), file=sys.stderr, flush=True)
     requests = []
@@ -208,24 +225,23 @@ def find_sources(places: Sequence[Path]) -> Iterator[Path]:
         if not place.is_dir():
             yield place
             continue
-        found = [video for video in find_videos(place) if not is_generated(video)]
+        found = [video for video in find_videos(place) if record_of(video) is None]
         if not found:
             raise ValueError(f"{place} holds only videos that this tool made, must hold sources")
         yield from found
 
 
-def is_generated(video: Path) -> bool:
-    """Return whether the record next to a video says that this tool generated it."""
-    try:
-        record = json.loads(video.with_name(f"{video.stem.removesuffix('_beside')}.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and record.get("tool") == TOOL
+def check_length(source: Path, frames: int) -> None:
+    """Raise ValueError, in the words of this tool's options, for a source with fewer frames than are needed."""
+    if not source.is_file():
+        raise ValueError(f"--source {source} does not exist; give a video or a folder of videos")
+    if (found := video_size(source)[0]) < frames:
+        raise ValueError(f"--source {source} is too short, got {found} of {frames} frames; pass fewer --frames")
 
 
 def check_outputs(requests: Sequence[Request], overwrite: bool) -> None:
     """Raise ValueError for outputs that overwrite each other, an input or, without `overwrite`, an existing file."""
-    files = [request.file(ending).resolve() for request in requests for ending in ENDINGS]
+    files = [request.file(end).resolve() for request in requests for end in (AFTER, BEFORE, BESIDE, RECORD)]
     inputs = {Path(name).resolve() for request in requests for name in (request.source, request.camera)}
     twice = [file for file, count in Counter(files).items() if count > 1]
     if twice:
@@ -239,15 +255,28 @@ def check_outputs(requests: Sequence[Request], overwrite: bool) -> None:
         )
 
 
-def load(args: argparse.Namespace) -> RecamPolicy:
-    """Return the policy on its device; ValueError for an unusable model or adapter."""
+def load(args: argparse.Namespace) -> Versions:
+    """Return the versions to sample from on their device; ValueError for an unusable model or adapter."""
     device = device_api.resolve(args.device)
     device_api.setup(device)
     print(device_api.describe(device, args.device), flush=True)
-    loading = {"offload": args.offload, "tiles": args.tiling or ""}
-    sampling: dict[str, Any] = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
-    sampling |= {"max_prompt_tokens": args.max_prompt_tokens, "round_timestep": args.round_timestep}
-    return load_policy(args.model, args.adapter, DTYPES[args.dtype], device, loading, **sampling)
+    print(f"loading {args.model}", flush=True)
+    tiles = "" if args.tiling in (None, "off") else args.tiling
+    networks = load_networks(args.model, DTYPES[args.dtype], device, offload=args.offload, tiles=tiles)
+    making: dict[str, Any] = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
+    making |= {"max_prompt_tokens": args.max_prompt_tokens, "round_timestep": args.round_timestep}
+    making |= {"dtype": DTYPES[args.dtype], "device": device}
+    making["store"] = TensorStore()  # both versions take the same encodings
+    base, own = networks.transformer, networks
+    if args.adapter is not None:
+        own = dataclasses.replace(networks, transformer=load_adapter(base, args.adapter, DTYPES[args.dtype]))
+    after = RecamPolicy(own, **making)
+    versions: Versions = {AFTER: (after, contextlib.nullcontext)}
+    if not args.before:
+        return versions
+    if own.transformer is base:  # LoRA, added in place
+        return {BEFORE: (after, after.reference)} | versions
+    return {BEFORE: (RecamPolicy(networks, **making), contextlib.nullcontext)} | versions
 
 
 def load_policy(
@@ -297,12 +326,15 @@ def describe(args: argparse.Namespace, request: Request, condition: Condition, d
         "camera": request.camera if condition.preset else Path(request.camera).resolve(),
         "out": request.folder.resolve(),
         "first_number": request.number,
+        "focal_px": args.focal_px or lens_px(request.source, condition.size),
         "device": device.type,
     }
-    settings = {name: value for name, value in (vars(args) | own).items() if name != "overwrite"}
+    settings = {name: value for name, value in (vars(args) | own).items() if name not in ("overwrite", "run")}
     return {
         "tool": TOOL,
         **{name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
+        "run": str(args.run or ""),
+        "camera_name": condition.camera,
         "fps": VIDEO_FPS,
         "torch": torch.__version__,
         "again": [
@@ -312,18 +344,30 @@ def describe(args: argparse.Namespace, request: Request, condition: Condition, d
     }
 
 
+def lens_px(source: Path, size: tuple[int, int, int]) -> float | None:
+    """Return the focal length in pixels of a video of `size` made from a source in MultiCamVideo's folders, or None."""
+    lenses = [match for part in source.resolve().parts if (match := LENS_FOLDER.fullmatch(part))]
+    if not lenses:
+        return None
+    return float(fitted_intrinsics(float(lenses[-1].group(1)), video_size(source)[1:], *size[1:])[0])
+
+
 def _argument(name: str, value: object) -> str:
     option = f"--{name.replace('_', '-')}"
     return option if value is True else f"{option}={value}"
 
 
-def write(request: Request, condition: Condition, video: Tensor, record: dict[str, Any]) -> None:
-    """Write a video (3, T, h, w), source and video side by side, and the record as JSON, one entry per line."""
+def write(request: Request, condition: Condition, videos: Mapping[str, Tensor], record: dict[str, Any]) -> None:
+    """Write videos (3, T, h, w) by their ending, all beside the source, and the record, one entry per line."""
     lines = [f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in record.items()]
     # The record is written first: a later call would take a video without one for a source.
-    request.file(".json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    write_video(request.file(".mp4"), video, fps=VIDEO_FPS)
-    write_video(request.file("_beside.mp4"), side_by_side(condition, video), fps=VIDEO_FPS)
+    request.file(RECORD).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    if BEFORE not in videos:  # of an earlier call with other settings
+        request.file(BEFORE).unlink(missing_ok=True)
+    for ending, video in videos.items():
+        write_video(request.file(ending), video, fps=VIDEO_FPS)
+    beside = side_by_side(condition, torch.cat(list(videos.values()), dim=-1))
+    write_video(request.file(BESIDE), beside, fps=VIDEO_FPS)
 
 
 if __name__ == "__main__":

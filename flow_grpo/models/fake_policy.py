@@ -23,6 +23,7 @@ from flow_grpo.models.recam_policy import DTYPES, Networks, RecamPolicy
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.records import Condition, Conditioning, Guidance
+from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.schema import Config, ModelConfig
 
 # transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
@@ -72,10 +73,14 @@ class FakePolicy(RecamPolicy):
         fake_mode: the context in which newly created tensors are fake.
 
     Raises:
+        ConfigError: the recipe's policy is another.
         ValueError: the codec's scale factors contradict its layers.
     """
 
     def __init__(self, config: Config) -> None:
+        if config.model.kind != "recam":
+            text = "must be recam for a dry run or a plan, which know no other network; train without"
+            raise refusal("model.kind", config.model.kind, text)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         device, model, codec = torch.device("cpu"), config.model, codec_config(config.model.path)
         settings = transformer_config(model.path)

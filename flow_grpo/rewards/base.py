@@ -1,6 +1,7 @@
 """The interface of rewards, the list of all rewards, and `RewardSet`, which runs several.
 
-A new reward is one file with a class like `Reward`, and one line in `REWARDS`.
+A new reward is one file with a class like `Reward`, and one line in `REWARDS`; or, outside of this package, a function
+or class that a run names by its place, see `rewards/own.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.own import KNOB, build_own, find_own
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
 from flow_grpo.rewards.room_fit import ROOM_FILE
 from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.own_code import is_own, why_it_fails
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ SCENE_FILES: Mapping[str, str] = dict.fromkeys(("room_pose", "room_rot", "room_t
 
 
 def check_name(name: str, servers: Mapping[str, str]) -> None:
-    """Refuse a name that is neither in `REWARDS` nor "remote:<name>" with a name of `servers`.
+    """Refuse a name that is neither in `REWARDS`, nor "remote:<name>" with a name of `servers`, nor FILE.py:NAME.
 
     Raises:
         ConfigError: for such a name, with the known ones.
@@ -84,11 +87,14 @@ def check_name(name: str, servers: Mapping[str, str]) -> None:
     known = [*REWARDS, *(f"remote:{served}" for served in servers)]
     if name in known:
         return
+    if is_own(name):
+        find_own(name)
+        return
     close = difflib.get_close_matches(name, known, n=1)
     way_out = f"did you mean {close[0]!r}?" if close else "pass --config.reward.weights.NAME=1 with one of them"
     if name.startswith("remote:"):
         way_out = f"say where: --config.reward.remote.{name[7:]}=http://127.0.0.1:8000"
-    raise refusal("reward.weights", name, f"must be one of {', '.join(map(repr, known))}; {way_out}")
+    raise refusal(KNOB, name, f"must be one of {', '.join(map(repr, known))} or FILE.py:NAME; {way_out}")
 
 
 class RewardSet:
@@ -189,21 +195,42 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
     )
 
 
+def try_own(rewards: RewardSet, condition: Condition) -> None:
+    """Score a source video twice with every reward of the user's own, which otherwise fails samples of a whole run.
+
+    Raises:
+        ConfigError: one fails, or does not return what a reward returns.
+    """
+    videos, conditions = torch.stack([condition.source_video] * 2), (condition, condition)
+    for reward in rewards.rewards:
+        if not is_own(reward.name):
+            continue
+        try:
+            _checked(reward, reward(videos, conditions), 2)
+        except Exception as error:
+            file = Path(reward.name.partition(":")[0])
+            text = f"must score videos of shape {tuple(videos.shape)}, {why_it_fails(str(file), file, error)}"
+            raise refusal(KNOB, reward.name, f"{text}; correct it") from error
+
+
 def build_reward(
     name: str, *, data_root: str | Path, servers: Mapping[str, str] | None = None, timeout_s: float = 120.0
 ) -> Reward:
     """Return a reward by name.
 
     Args:
-        name: one of `REWARDS`, or "remote:<name>" with a name of `servers`.
+        name: one of `REWARDS`, "remote:<name>" with a name of `servers`, or FILE.py:NAME.
         data_root: dataset folder, for rewards that read scene files.
         servers: name -> http://HOST:PORT of rewards that other processes compute.
         timeout_s: time limit of one attempt to ask such a server.
 
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: for an unknown name, or an own reward that cannot be loaded.
     """
     check_name(name, servers or {})
+    if is_own(name):
+        own: Reward = build_own(name)
+        return own
     if name.startswith("remote:"):
         served = name.removeprefix("remote:")
         return RemoteReward(served, (servers or {})[served], RetryPolicy(timeout_s=timeout_s))

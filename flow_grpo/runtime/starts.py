@@ -22,7 +22,7 @@ from typing import Any
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.settings.errors import ConfigError
-from flow_grpo.settings.loading import knob_values, load_config, to_dict
+from flow_grpo.settings.loading import from_dict, knob_values, load_config, to_dict
 from flow_grpo.settings.schema import KNOBS, Config
 
 CONFIG, STARTS, CHECKPOINTS = "config.json", "starts", "checkpoints"
@@ -70,6 +70,18 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     return config, lines
 
 
+def rewards_in_words(spec: str, config: Config) -> str:
+    """Return one line: the rewards of a run with their weights, and which of them are not as the recipe has them."""
+    recipe, said = load_config(spec).reward.weights, []
+    for name, weight in config.reward.weights.items():
+        before = recipe.get(name)
+        note = " (not in the recipe)" if before is None else "" if before == weight else f" (recipe: {before:g})"
+        said.append(f"{name} {weight:g}{note}")
+    joined = recipe.keys() != config.reward.weights.keys()
+    way_out = "; the recipe's stay: a weight of 0 takes one out of training" if joined else ""
+    return f"rewards and their weights: {', '.join(said)}{way_out}"
+
+
 def record(
     run_folder: Path, config: Config, spec: str, *, checkpoint: Path | None, epoch: int, ranks: int, device: str
 ) -> None:
@@ -105,6 +117,17 @@ def record(
 def begin(run_folder: Path, config: Config) -> None:
     """Make a start's configuration the run's: the next resume goes on with it. For one process only."""
     write_atomically(run_folder / CONFIG, json.dumps(to_dict(config), indent=1))
+
+
+def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration that a run trained with last, with `overrides` as in `load_config` on top.
+
+    Raises:
+        ValueError: the folder is no run's, its configuration is damaged, or an override cannot work.
+    """
+    if not (run_folder / CONFIG).is_file():
+        raise ValueError(f"--run {run_folder} has no {CONFIG}, must be the folder of a run, such as outputs/first")
+    return from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
 
 
 def next_commands(run_folder: Path) -> list[str]:

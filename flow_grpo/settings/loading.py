@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import importlib.util
 import inspect
 import json
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.errors import ConfigError, refusal
+from flow_grpo.settings.own_code import import_file, why_it_fails
 from flow_grpo.settings.schema import KNOBS, Config
 from flow_grpo.settings.values import notation, parse
 
@@ -50,12 +49,36 @@ def load_config(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any
         _set(values, path, _parsed(path, text))
     if values["sample"]["num_image_per_prompt"] == size:  # follows k, as in the recipe, unless it was set itself
         values["sample"]["num_image_per_prompt"] = values["sample"]["k"]
-    try:
-        config = SCHEMA.validate_python(values)
-    except ValidationError as error:
-        raise _refused(error.errors()[0]) from None
+    config = _validated(values)
     check(config)
     return config
+
+
+def from_dict(plain: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration that `to_dict` gave, perhaps of an earlier version of this project.
+
+    Knobs that no longer exist are left out, and those that did not exist have their defaults. `overrides` are as those
+    of `load_config`.
+
+    Raises:
+        ConfigError: a value is out of its knob's bounds, or does not fit the others.
+    """
+    values = to_dict(Config())
+    for path, value in knob_values(plain).items():
+        if path in KNOBS:
+            _set(values, path, value)
+    for path, text in _assignments(overrides):
+        _set(values, path, _parsed(path, text))
+    config = _validated(values)
+    check(config)
+    return config
+
+
+def _validated(values: dict[str, Any]) -> Config:
+    try:
+        return SCHEMA.validate_python(values)
+    except ValidationError as error:
+        raise _refused(error.errors()[0]) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -97,14 +120,12 @@ def _run_recipe(spec: str) -> ConfigDict:
 
 def _recipes(path: Path) -> dict[str, Callable[[], object]]:
     """Return the public functions that a recipe file defines itself and that can be called without arguments."""
-    spec = importlib.util.spec_from_file_location(f"recipes_of_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file() or path.suffix != ".py":
         raise ConfigError(
             f"--config: no Python file {path} in {Path.cwd()}; run from the project's folder or give the full path"
         )
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = import_file(path)
     except (Exception, SystemExit) as error:
         raise _recipe_fails(f"recipe file {path}", path, error) from error
     own = {n: f for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
@@ -113,11 +134,7 @@ def _recipes(path: Path) -> dict[str, Callable[[], object]]:
 
 def _recipe_fails(what: str, file: Path, error: BaseException) -> ConfigError:
     """Return the error to raise for a recipe's own, with the last line of its file that was on the way."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    place = f" in line {lines[-1]}" if lines else ""
-    # A ConfigDict lists all it holds, as objects with addresses.
-    text = re.sub(r" Other fields present: .*?(?=Did you mean|$)", " ", " ".join(str(error).split()))
-    return ConfigError(f"--config: {what} fails{place}: {type(error).__name__}: {text}; correct it or choose another")
+    return ConfigError(f"--config: {why_it_fails(what, file, error)}; correct it or choose another")
 
 
 def _assignments(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:

@@ -93,7 +93,9 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """Which policy, and which of its weights are trained."""
 
-    kind: Text = knob("recam", "policy: a name in POLICIES of flow_grpo/models/registry.py", min_length=1)
+    kind: Text = knob(
+        "recam", "policy: a name in POLICIES of flow_grpo/models/registry.py, or FILE.py:NAME", min_length=1
+    )
     path: Place = knob("models/recammaster-wan2.1-1.3b", "model folder in diffusers layout", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "of frozen weights and autocast; trained weights stay fp32")
     trained: Literal["lora", "camera", "attention", "full"] = knob(
@@ -189,7 +191,10 @@ class SampleConfig(Section):
 class RewardConfig(Section):
     """Which rewards, and how they become advantages."""
 
-    weights: dict[Text, Weight] = knob({"target_view": 1.0}, "reward -> weight; 0 measures it without training on it")
+    weights: dict[Text, Weight] = knob(
+        {"target_view": 1.0},
+        "reward, or FILE.py:NAME of an own one -> weight; 0 measures it without training on it",
+    )
     schedules: dict[Text, Schedule] = knob(
         {}, "reward -> (epoch, weight) points that replace its weight: linear in between, constant outside"
     )

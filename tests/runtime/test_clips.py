@@ -35,3 +35,10 @@ def test_rows_with_different_columns_make_one_table():
     log_rows(Recorder(), "eval/presets", [{"a": 1}, {"b": 2}], 7)
     log_rows(Recorder(), "eval/presets", [], 8)
     assert tables == [("eval/presets", ["a", "b"], [[1, ""], ["", 2]], 7)]
+
+
+def test_a_file_is_named_after_own_rewards_without_their_folder_and_without_a_colon():
+    shown = condition(3)
+    clip = make_clip(shown, shown.source_video, {"some/folder/mine.py:warmth": 0.5, "remote:judge": 1.0})
+    assert clip.name.endswith("_mine.py-warmth_0.500_remote-judge_1.000") and not set(clip.name) & set("/:\\")
+    assert "some/folder/mine.py:warmth 0.500" in clip.caption

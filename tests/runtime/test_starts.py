@@ -125,3 +125,12 @@ def test_every_start_is_on_record(tmp_path):
     assert (second["config"]["seed"], second["epoch"]) == (0, 10)
     assert second["checkpoint"] == str(run / "checkpoints/c") and "torch" in second["versions"]
     assert first["command"] and first["recipe"] == TOY and first["commit"] == starts.commit() != ""
+
+
+def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():
+    recipe = starts.rewards_in_words(TOY, load_config(TOY))
+    assert recipe.startswith("rewards and their weights: ") and "recipe" not in recipe
+    words = ["--config.reward.weights.exposure=0.5", "--config.reward.weights.target_view=0"]
+    said = starts.rewards_in_words(TOY, load_config(TOY, words))
+    assert "exposure 0.5 (not in the recipe)" in said and "target_view 0 (recipe: 1)" in said
+    assert said.endswith("the recipe's stay: a weight of 0 takes one out of training")

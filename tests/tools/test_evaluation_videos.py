@@ -14,6 +14,8 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.keys import key
 from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.runtime import starts
+from flow_grpo.settings.loading import load_config
 from tools import evaluate
 from tools.evaluation import videos
 from tools.generate import generate
@@ -63,6 +65,24 @@ def test_the_generated_conditions_are_those_of_a_runs_evaluations(world, tmp_pat
     assert asked == [(condition.index, condition.index, key("eval", "noise")) for condition in conditions]
 
 
+def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_training(world, tmp_path, capsys):
+    run, out = tmp_path / "first", tmp_path / "out"
+    given = words(world, out, eval__num_conditions=2)
+    run.mkdir()
+    starts.begin(run, load_config(given[1], [word for word in given if word.startswith("--config.")]))
+    transformer = load_recam_transformer(ROOT / "assets" / "tiny_recam" / "transformer")
+    transformer.proj_out.weight.data *= 1.05
+    transformer.save_pretrained(run / "adapter")
+    asked = ["--run", str(run), "--out", str(out), "--workers", "0", "--no-plots"]
+    assert evaluate.main([*asked, "--config.eval.num_steps", "1"]) == 0
+    assert "measuring 2 videos, and 2 before training" in capsys.readouterr().out
+    after, before = (sorted((place / videos.VIDEOS).iterdir()) for place in (out, out / "before"))
+    assert [film.name for film in after] == [film.name for film in before]
+    assert all(one.read_bytes() != other.read_bytes() for one, other in zip(after, before, strict=True))
+    record = json.loads((out / videos.RECORD).read_text())["settings"]
+    assert (record["eval"]["num_steps"], record["eval"]["num_conditions"]) == (1, 2)
+
+
 def test_an_adapter_changes_the_videos(world, tmp_path):
     transformer = load_recam_transformer(ROOT / "assets" / "tiny_recam" / "transformer")
     transformer.proj_out.weight.data *= 1.05
@@ -109,7 +129,7 @@ def test_a_folder_of_videos_with_other_settings_is_refused(world, tmp_path, caps
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--videos", "x"], "--config generates the videos itself"),
+        (["--videos", "x"], "got --config and --videos, must be one of"),
         (["--adapter", "nowhere"], "--adapter nowhere is no folder"),
         (["--config.eval.num_conditions=1000"], "eval.num_conditions=1000 must be within 1.."),
         (["--config.model.path=nowhere"], "model.path 'nowhere'"),
@@ -125,7 +145,6 @@ def test_unusable_arguments_are_one_line(world, tmp_path, capsys, more, message)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "--videos and --cameras are both needed, or --config FILE:RECIPE"),
         (["--videos", "a", "--cameras", "b", "--stpes=3"], "--stpes=3 is no option without --config"),
         (["--videos", "a", "--cameras", "b", "--adapter", "c"], "--adapter is no option without --config"),
     ],

@@ -18,11 +18,16 @@ from flow_grpo.data.video_io import fit_video, read_video, video_size
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.models import adapter_files, adapters
 from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.runtime import starts
 from flow_grpo.runtime.video_file import write_video
+from flow_grpo.settings.loading import load_config
 from tests.models.test_adapters import LORA, move
 from tools import generate
+from tools.evaluation.inputs import find_generated
+from tools.generation import options
 
-MODEL = Path(__file__).parents[2] / "assets" / "tiny_recam"
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "assets" / "tiny_recam"
 SIZE = ["--frames", "5", "--height", "24", "--width", "32", "--max-prompt-tokens", "8"]
 
 
@@ -73,6 +78,9 @@ def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(so
     output = capsys.readouterr()
     assert output.err == ""
     assert f"1/1 room.mp4 along arc_left:0.5: {source.with_name('room_arc_left-0.5.mp4')} (" in output.out
+    first, *_, last = output.out.splitlines()
+    assert first.startswith(f"1 video(s) of 5x24x32: {MODEL}, no adapter, 2 steps, shift 5, guidance 1, fp32")
+    assert last == f"measure the cameras: python tools/evaluate.py {source.parent} --focal-px PIXELS"
 
 
 def test_the_side_by_side_video_shows_source_left_and_result_right(source):
@@ -131,6 +139,10 @@ def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tm
         "offload": True,
         "tiling": None,
         "round_timestep": False,
+        "before": False,
+        "focal_px": None,
+        "run": "",
+        "camera_name": "tilt_up",
         "fps": 15,
         "torch": torch.__version__,
     }
@@ -208,12 +220,15 @@ def test_a_path_outside_the_training_range_is_one_line_and_a_video(source, capsy
         (["--camera", "nowhere.json"], "nowhere.json cannot be read"),
         (["--source", "nowhere.mp4"], "nowhere.mp4 does not exist"),
         (["--source", str(MODEL)], "is no folder with videos"),
-        (["--frames", "9"], "is too short, got 7 of 9 frames"),
+        (["--frames", "9"], "room.mp4 is too short, got 7 of 9 frames; pass fewer --frames"),
         (["--frames", "0"], "--frames is 0, must be"),
         (["--frames", "33"], "--frames is 33, --height 24 and --width 32, must be at most 32, 512 and 512"),
         (["--height", "25"], "--height is 25 and --width 32, must be multiples of "),
         (["--width", "0"], "--width 0, must be"),
-        (["--steps", "0"], "num_steps is 0"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--width", "832"], "--frames is 5, --height 24 and --width 832, must be at most 32, 512 and 512"),
+        (["--focal-px", "0"], "--focal-px is 0, must be the focal length"),
+        (["--before"], "--before shows the model without its --adapter, which is not given"),
         (["--guidance", "nan"], "--guidance is nan"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0, must be"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
@@ -243,7 +258,7 @@ def test_frames_must_fit_a_codec_that_compresses_time(source, tmp_path, capsys):
 def test_existing_results_are_kept_without_overwrite(source, capsys):
     file = source.with_name("room_arc_left-0.5.json")
     file.write_text("kept")
-    assert "1 of 3 results exist already" in refusal(capsys, words(source))
+    assert "1 of 4 results exist already" in refusal(capsys, words(source))
     assert file.read_text() == "kept"
 
 
@@ -275,3 +290,83 @@ def test_an_adapter_of_another_model_is_one_line(source, tmp_path, capsys):
     assert generate.main(words(source, "--adapter", folder)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"error: adapter {folder} lacks camera_modules.safetensors with 10 tensors; copy the whole folder"
+
+
+def finished_run(folder: Path, trained: str = "lora", **knobs: object) -> Path:
+    """Return the folder of a run of the demo with an adapter and other settings than this tool's."""
+    words = [f"--config.{name.replace('__', '.')}={value}" for name, value in knobs.items()]
+    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.model.path={MODEL}", *words])
+    folder.mkdir(parents=True)
+    starts.begin(folder, config)
+    saved_adapter(folder / "adapter", trained=trained)
+    return folder
+
+
+@pytest.mark.parametrize("trained", ["lora", "camera"])
+def test_a_run_gives_every_setting_and_each_video_is_made_before_and_after(source, tmp_path, trained):
+    run = finished_run(tmp_path / "first", trained, eval__num_steps=2, data__prompt="a room", sample__shift=2.5)
+    given = ["--run", str(run), "--source", str(source), "--camera", "arc_left:0.5", "--device", "cpu"]
+    assert generate.main(given) == 0
+    own = {"after": "", "before": "_before"}
+    found = {name: read_video(run / "generated" / f"room_arc_left-0.5{end}.mp4", 5) for name, end in own.items()}
+    record = json.loads((run / "generated" / "room_arc_left-0.5.json").read_text())
+    wanted = {"steps": 2, "shift": 2.5, "guidance": 1.0, "frames": 5, "height": 24, "width": 32, "dtype": "fp32"}
+    wanted |= {"prompt": "a room", "max_prompt_tokens": 8, "before": True, "run": str(run)}
+    assert {name: record[name] for name in wanted} == wanted
+    plain = ["--steps", "2", "--shift", "2.5", "--prompt", "a room", "--out", tmp_path / "plain"]
+    assert torch.equal(made(source, *plain), found["before"])
+    assert torch.equal(made(source, *plain, "--adapter", run / "adapter"), found["after"])
+    assert (found["after"].float() - found["before"].float()).abs().mean() > 1
+    assert video_size(run / "generated" / "room_arc_left-0.5_beside.mp4") == (5, 240, 960)
+    assert generate.main([*record["again"], f"--out={tmp_path / 'again'}"]) == 0
+    for name, end in own.items():
+        assert torch.equal(read_video(tmp_path / "again" / f"room_arc_left-0.5{end}.mp4", 5), found[name])
+
+
+def test_options_that_are_given_win_over_the_run_s(source, tmp_path):
+    run = finished_run(tmp_path / "first", eval__guidance_scale=3, eval__negative_prompt="dark")
+    given = ["--run", str(run), "--source", str(source), "--camera", "tilt_up"]
+    args = options.parse([*given, "--steps", "3", "--guidance", "1", "--no-before", "--out", "here"], None)
+    assert (args.steps, args.guidance, args.before, args.out) == (3, 1.0, False, Path("here"))
+    assert (args.negative_prompt, args.adapter, args.width) == ("dark", run / "adapter", 32)
+    assert options.parse(given, None).guidance == 3.0
+
+
+def test_a_folder_that_is_no_run_s_and_a_run_without_adapter_are_refused(source, tmp_path, capsys):
+    given = ["--source", str(source), "--camera", "tilt_up"]
+    assert "--model FOLDER is needed, or --run outputs/NAME" in refusal(capsys, given)
+    assert "has no config.json, must be the folder of a run" in refusal(capsys, ["--run", str(tmp_path), *given])
+    run = finished_run(tmp_path / "first")
+    shutil.rmtree(run / "adapter")
+    assert "tools/export_adapter.py makes one of a checkpoint" in refusal(capsys, ["--run", str(run), *given])
+    other = finished_run(tmp_path / "other", model__kind="mine.py:Mine")
+    assert "trained the policy mine.py:Mine; only recam" in refusal(capsys, ["--run", str(other), *given])
+
+
+def test_the_focal_length_of_multicam_sources_is_recorded(source, tmp_path):
+    folder = tmp_path / "val" / "f18_aperture10" / "scene1" / "videos"
+    shutil.copytree(source.parent, folder)
+    made(folder / "room.mp4")
+    # 18 mm of 23.76 at the 40 columns of the film, which is reduced to 32.
+    record = json.loads((folder / "room_arc_left-0.5.json").read_text())
+    assert record["focal_px"] == pytest.approx(18 / 23.76 * 32, rel=0.02)
+    made(folder / "room.mp4", "--focal-px", 77)
+    assert json.loads((folder / "room_arc_left-0.5.json").read_text())["focal_px"] == 77
+
+
+def test_evaluate_reads_the_folder_as_it_is_with_before_beside_after(source, tmp_path):
+    write_video(source.with_name("dog.mp4"), film(1), lossless=True)
+    run = finished_run(tmp_path / "first", eval__num_steps=1)
+    cameras = ["--camera", "arc_left:0.5", "zoom_in"]
+    given = ["--run", str(run), "--source", str(source.parent), *cameras, "--device", "cpu", "--focal-px", "30"]
+    assert generate.main(given) == 0
+    after, before = find_generated(run / "generated", None)
+    names = [f"{video}_{camera}.mp4" for video in ("dog", "room") for camera in ("arc_left-0.5", "zoom_in")]
+    assert [task.name for task in after] == [task.name for task in before] == names
+    assert [task.file.name for task in before] == [name.replace(".mp4", "_before.mp4") for name in names]
+    assert [task.camera_type for task in after] == ["arc_left:0.5", "zoom_in"] * 2
+    assert len({task.source for task in after}) == 2 and {task.focal_px for task in after} == {30.0}
+    assert torch.equal(after[1].commanded, preset_path("zoom_in", 5))
+    (run / "generated" / "dog_zoom_in_before.mp4").unlink()
+    with pytest.raises(ValueError, match=r"dog_zoom_in.json has no dog_zoom_in_before.mp4; generate it again"):
+        find_generated(run / "generated", None)

@@ -270,3 +270,47 @@ def test_unusable_arguments_are_one_line_and_exit_code_2_before_anything_is_meas
 def test_without_pycolmap_it_says_where_to_evaluate(place, capsys, monkeypatch):
     monkeypatch.setattr(evaluate.motion, "pycolmap", None)
     assert "x86" in refusal(capsys, words(place))
+
+
+def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(place, capsys):
+    """Recorded focal length and poses are taken; the picture beside the source is no video to judge."""
+    folder = place / "generated"
+    for name, after, before in (("a", FINE, WORSE), ("b", PARTLY, LOST)):
+        film(folder / f"{name}.mp4", after)
+        film(folder / f"{name}_before.mp4", before)
+        film(folder / f"{name}_beside.mp4", FINE)
+        record = {"tool": "tools/generate.py", "poses": preset_path("arc_left", FRAMES).tolist(), "source": name}
+        (folder / f"{name}.json").write_text(json.dumps(record | {"camera_name": "arc_left", "before": True}))
+    given = [str(folder), "--workers", "0", "--no-plots"]
+    assert "--focal-px is None, must be the focal length in pixels" in refusal(capsys, given)
+    given += ["--focal-px", "30"]
+    assert evaluate.main(given) == 0
+    out = folder / "evaluation"
+    after, before = (json.loads((part / "metrics.json").read_text()) for part in (out, out / "before"))
+    assert list(by_name(after)) == list(by_name(before)) == ["a.mp4", "b.mp4"]
+    compared = after["summary"]["baseline"]
+    change = by_name(after)["a.mp4"]["rot_deg_mean"] - by_name(before)["a.mp4"]["rot_deg_mean"]
+    assert compared["metrics"]["rot_deg_mean"]["mean"] == pytest.approx(change)
+    assert compared["metrics"]["rot_deg_mean"]["rows"] == 1 and compared["only_registered_here"] == 1
+    said = capsys.readouterr().out
+    assert "measuring 2 videos, and 2 before training" in said and "Minus the same before training, over 2" in said
+    CALLS.clear()
+    assert evaluate.main([*given, "--no-before", "--out", str(place / "alone")]) == 0
+    assert CALLS == ["a.mp4", "b.mp4"]
+    assert "baseline" not in json.loads((place / "alone" / "metrics.json").read_text())["summary"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "got none, must be one of FOLDER, --run, --config, or --videos with --cameras"),
+        (["somewhere", "--run", "else"], "got FOLDER and --run, must be one of"),
+        (["--videos", "a"], "--videos and --cameras are both needed"),
+        (["--run", "nowhere"], "--out FOLDER is needed"),
+        (["--run", "nowhere", "--out", "out"], "--run nowhere has no config.json, must be the folder of a run"),
+        (["nowhere"], "nowhere holds no record of tools/generate.py; for other videos give --videos and --cameras"),
+        (["somewhere", "--config.sample.k=3"], "--config.sample.k=3 is no option without --config"),
+    ],
+)
+def test_one_origin_of_the_videos_must_be_given(capsys, given, message):
+    assert message in refusal(capsys, given)

@@ -7,6 +7,8 @@ Two formats of camera files, distinguished by their keys:
         POSES: one OpenCV camera-to-world 4x4 matrix in metres per frame; the other keys are optional
     {"frame0": {"cam01": "[r r r 0] ...", ...}, ...}
         MultiCamVideo's camera_extrinsics.json: video0.mp4 in a folder cam_type3 follows cam03, and so does cam03.mp4
+
+Videos of `tools/generate.py` need none: their records hold the poses.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from flow_grpo.data.trajectories import VIDEO_ENDINGS
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rotation_angle_deg
 from flow_grpo.runtime.json_files import read_json_object
+from tools.generation.records import AFTER, BEFORE, BESIDE, record_of, records_below
 
 FRAME_KEY = re.compile(r"frame\d+")
 TYPE_FOLDER = re.compile(r"cam_type(\d+)")  # of ReCamMaster's inference_recammaster.py
@@ -64,12 +67,51 @@ def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task
         raise ValueError(f"--videos {folder} is no folder, must hold videos ending in {', '.join(VIDEO_ENDINGS)}")
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in VIDEO_ENDINGS)
     files = [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
+    files = [file for file in files if not (file.name.endswith(BESIDE) and record_of(file))]
     if not files:
         raise ValueError(f"--videos {folder} holds no video, must hold files ending in {', '.join(VIDEO_ENDINGS)}")
     content = read_json_object(cameras, "write it again")
     if content and all(FRAME_KEY.fullmatch(key) for key in content):
         return [_from_extrinsics(file, folder, cameras, len(content), focal_px) for file in files]
     return [_from_poses(file, folder, cameras, content, focal_px) for file in files]
+
+
+def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Task], list[Task]]:
+    """Return the videos below a folder that tools/generate.py made, and those of them made before training.
+
+    Both carry the same names. `focal_px` is of videos whose record has none.
+
+    Raises:
+        ValueError: no such video, one is missing or has another number of frames, or its focal length is not known.
+    """
+    after, before = [], []
+    for file, record in records_below(folder):
+        video = file.with_suffix(AFTER)
+        name = video.relative_to(folder).as_posix()
+        place = f"record {file}"
+        poses = _read_matrices(record.get("poses"), place)
+        # Records of earlier versions have no camera_name.
+        kind, source, focal = (
+            record.get("camera_name", record.get("camera")),
+            record.get("source"),
+            record.get("focal_px"),
+        )
+        if not isinstance(kind, str) or not isinstance(source, str):
+            raise ValueError(f"{place} names no camera or no source; generate the video again")
+        focal = _focal(focal_px, "--focal-px") if focal is None else _focal(focal, f"{place}: focal_px")
+        made = [(video, after)] + [(file.with_name(f"{file.stem}{BEFORE}"), before)] * bool(record.get("before"))
+        for result, found in made:
+            if not result.is_file():
+                raise ValueError(
+                    f"{place} has no {result.name}; generate it again with --overwrite, or remove the record"
+                )
+            _check_count(result, result.name, len(poses), file)
+            found.append(Task(result, name, relative(poses[0], poses), kind, source, focal))
+    if not after:
+        raise ValueError(
+            f"{folder} holds no record of tools/generate.py; for other videos give --videos and --cameras, see --help"
+        )
+    return after, before
 
 
 def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal_px: float | None) -> Task:

@@ -105,11 +105,15 @@ def read_baseline(file: Path, settings: Mapping[str, Any], rows: Sequence[Row]) 
     return [theirs[row["video"]] for row in common]
 
 
-def compare(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, Any]:
-    """Return the paired differences, rows minus baseline, with intervals over sources; negative is better."""
+def compare(rows: Sequence[Row], baseline: Sequence[Row], against: str) -> dict[str, Any]:
+    """Return the paired differences, rows minus baseline, with intervals over sources; negative is better.
+
+    `against` names the baseline in the tables.
+    """
     ours = {row["video"]: row for row in rows}
     changes = [_difference(ours[row["video"]], row) for row in baseline]
     return {
+        "against": against,
         "videos": len(changes),
         "only_registered_here": sum(change["failed"] < 0 for change in changes),
         "only_registered_in_baseline": sum(change["failed"] > 0 for change in changes),
@@ -161,7 +165,7 @@ def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mappi
         "this estimator.",
     ]
     if "baseline" in summary:
-        lines += ["", *_baseline_lines(summary["baseline"])]
+        lines += ["", *baseline_lines(summary["baseline"])]
     head = ["video", "camera type", "registered", "frames found", *shown, "cause"]
     lines += ["", *markdown_table(head, [_video_cells(row, shown) for row in rows])]
     return "\n".join(lines) + "\n"
@@ -173,11 +177,12 @@ def _video_cells(row: Row, shown: Sequence[str]) -> list[str]:
     return [*cells, *(_number(row[name]) for name in shown), row["cause"]]
 
 
-def _baseline_lines(compared: Mapping[str, Any]) -> list[str]:
+def baseline_lines(compared: Mapping[str, Any]) -> list[str]:
+    """Return a sentence and a table of what `compare` found."""
     found = {"failure_rate": compared["failure_rate"]} | compared["metrics"]
     head = (
-        f"Minus the baseline, over {compared['videos']} common videos; below 0 is better, and an interval without 0 "
-        f"tells the two apart. Registered here only: {compared['only_registered_here']}, in the baseline only: "
+        f"Minus {compared['against']}, over {compared['videos']} common videos; below 0 is better, and an interval "
+        f"without 0 tells the two apart. Registered here only: {compared['only_registered_here']}, there only: "
         f"{compared['only_registered_in_baseline']}."
     )
     rows = [[name, _with_interval(cell), str(cell["rows"])] for name, cell in found.items()]

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -118,9 +119,16 @@ def unwrap(module: nn.Module) -> nn.Module:
     return inner
 
 
-def on_every_call(module: nn.Module, callback: Callable[[], object]) -> None:
-    """Run `callback` after every forward pass of the network, in rollouts (which bypass the wrapper) and updates."""
-    unwrap(module).register_forward_hook(lambda *_: callback())
+def on_every_call(module: nn.Module, callback: Callable[[], object]) -> RemovableHandle:
+    """Run `callback` after every forward pass of the network, in rollouts (which bypass the wrapper) and updates.
+
+    The handle that is returned can end it.
+    """
+
+    def called(*_: object) -> None:
+        callback()
+
+    return unwrap(module).register_forward_hook(called)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,12 +35,13 @@ class Clip:
 def make_clip(condition: Condition, generated: Tensor, rewards: Mapping[str, float]) -> Clip:
     """Return the clip of one sample, whose generated video is (3, T, h, w)."""
     values = " ".join(f"{name} {value:.3f}" for name, value in rewards.items())
+    short = " ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in rewards.items())
     path = f"{condition.source_camera} to {condition.target_camera}"
     if condition.preset:
         path += f" ({condition.preset})"
     return Clip(
         video=side_by_side(condition, generated.nan_to_num(0.0, 1.0, 0.0)),  # a broken sample is shown as well
-        name=f"{condition.scene}_{condition.target_camera}_{values.replace(' ', '_')}".replace("/", "-"),
+        name=re.sub(r"[/:\\]", "-", f"{condition.scene}_{condition.target_camera}_{short.replace(' ', '_')}"),
         caption=f"{condition.scene}, {path}: {values} (source | generated | target)",
     )
 

@@ -179,7 +179,7 @@ def print_before_after(
             interval = "" if found is None or math.isnan(found.low) else f"[{found.low:+.4f}, {found.high:+.4f}]"
             percent = f"{100 * change / abs(before[name]):+.1f}" if before[name] else ""
             table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}", f"{change:+.4f}", interval, percent)
-            best = (floor or {}).get(name.replace("eval/", "eval_floor/"))
+            best = (floor or {}).get(name.replace("eval/", "eval_floor/", 1))
             if best is not None:
                 table.add_row("  floor", "", f"{best:.4f}")
     console.print(table)

@@ -67,7 +67,7 @@ def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
 
 def _draw_held_out(axes: Any, rows: Rows, name: str) -> None:
     steps, values = _points(rows, name)
-    change = name.replace("eval/", "eval_change/")
+    change = name.replace("eval/", "eval_change/", 1)
     middle, low, high = (
         np.array([rows[step].get(f"{change}{end}", math.nan) for step in steps]) for end in ("", "_low", "_high")
     )

@@ -1,0 +1,102 @@
+"""Rewards of the user's own, named by their place: functions, classes, and what is refused before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flow_grpo.rewards.base import build_reward_set, check_name, try_own
+from flow_grpo.settings.errors import ConfigError
+from tests.toy import condition
+
+CONDITIONS = tuple(condition(number) for number in range(3))
+VIDEOS = torch.stack([each.source_video for each in CONDITIONS])
+CLASS = """
+from flow_grpo.rewards.results import all_valid
+
+
+class Warmth:
+    floor = 0.25
+    measures = ("red",)
+
+    def __call__(self, videos, conditions):
+        red = videos[:, 0].mean(dim=(1, 2, 3))
+        return all_valid(conditions, red - videos[:, 2].mean(dim=(1, 2, 3)), {"red": red})
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Return a function that writes my_rewards.py in the working directory and returns the name of a reward in it."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str) -> str:
+        Path("my_rewards.py").write_text(text)
+        return f"my_rewards.py:{name}"
+
+    return write
+
+
+def test_a_plain_function_is_a_reward_beside_others(own):
+    name = own(
+        "def warmth(videos, conditions):\n    return (videos[:, 0] - videos[:, 2]).double().mean((1, 2, 3))\n", "warmth"
+    )
+    rewards = build_reward_set({name: 1.0, "sharpness": 0.5}, data_root=".")
+    result = rewards(VIDEOS, CONDITIONS)[name]
+    assert torch.allclose(result.values, (VIDEOS[:, 0] - VIDEOS[:, 2]).mean((1, 2, 3)))
+    assert result.values.dtype == torch.float32 and result.valid.all() and result.info == {}
+    assert rewards.floors[name] == 0.0
+
+
+def test_a_class_keeps_its_floor_and_measures_under_the_name_that_the_run_gives_it(own):
+    name = own(CLASS, "Warmth")
+    rewards = build_reward_set({name: 1.0}, data_root=".")
+    assert rewards.floors == {name: 0.25}
+    assert set(rewards(VIDEOS, CONDITIONS)[name].info) == {"red"}
+    try_own(rewards, CONDITIONS[0])
+
+
+def test_a_value_that_is_no_number_is_a_fault_and_no_score(own):
+    name = own("def warmth(videos, conditions):\n    return videos.mean((1, 2, 3, 4)) * float('nan')\n", "warmth")
+    result = build_reward_set({name: 1.0}, data_root=".")(VIDEOS, CONDITIONS)[name]
+    assert not result.valid.any() and result.faults.all() and result.causes[0] == "value is nan"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("def warmth(videos):\n    pass\n", "warmth", r"must take \(videos, conditions\) but takes \(videos\)"),
+        (
+            "class Warmth:\n    def __init__(self, scale):\n        pass\n",
+            "Warmth",
+            r"must take \(\) but takes \(scale\)",
+        ),
+        (
+            "class Warmth:\n    def __call__(self, videos):\n        pass\n",
+            "Warmth",
+            r"must take \(self, videos, conditions\)",
+        ),
+        ("", "warmth", "must name a function or class of my_rewards.py"),
+    ],
+)
+def test_other_arguments_are_refused_before_anything_is_loaded(own, text, name, message):
+    with pytest.raises(ConfigError, match=message):
+        check_name(own(text, name), {})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return videos.mean()", r"returned shape \(\), must return a tensor of shape \(2,\), one score a video"),
+        ("return videos.mean((2, 3, 4))", r"returned shape \(2, 3\), must"),
+        ("return [1.0, 2.0]", "returned list, must return a tensor"),
+        ("return videos[:, 7].mean()", "my_rewards.py fails in line 2: IndexError"),
+    ],
+)
+def test_what_fails_or_has_another_shape_is_refused_on_a_trial_before_the_run(own, body, message):
+    rewards = build_reward_set({own(f"def warmth(videos, conditions):\n    {body}\n", "warmth"): 1.0}, data_root=".")
+    with pytest.raises(ConfigError, match=message) as refused:
+        try_own(rewards, CONDITIONS[0])
+    assert "\n" not in str(refused.value)

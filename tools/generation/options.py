@@ -1,0 +1,113 @@
+"""The options of `tools/generate.py`, and what `--run` takes from a run."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import BooleanOptionalAction
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from config.base import get_config
+from config.grpo import WAN_NEGATIVE_PROMPT
+from flow_grpo.algorithm.build import eval_guidance
+from flow_grpo.models.recam_policy import DTYPES
+from flow_grpo.preflight.plan import largest_size
+from flow_grpo.runtime import starts
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ValueError instead of printing the usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(message)
+
+
+def parse(words: Sequence[str] | None, doc: str | None) -> argparse.Namespace:
+    """Return the options; with --run, those that are not given are the run's.
+
+    Raises:
+        ValueError: bad options, or no folder of a run.
+    """
+    parser = _parser(doc)
+    args = parser.parse_args(words)
+    if args.run is not None:
+        parser.set_defaults(**of_run(args.run))
+        args = parser.parse_args(words)
+    if args.model is None:
+        raise ValueError("--model FOLDER is needed, or --run outputs/NAME to take the model of a run")
+    if args.before and args.adapter is None:
+        raise ValueError("--before shows the model without its --adapter, which is not given; drop --before")
+    return args
+
+
+def of_run(folder: Path) -> dict[str, Any]:
+    """Return option -> what the evaluations of a run used, and the run's adapter.
+
+    Raises:
+        ValueError: the folder is no run's, or the run trained another kind of policy.
+    """
+    config = starts.configuration_of(folder)
+    if config.model.kind != "recam":
+        raise ValueError(f"--run {folder} trained the policy {config.model.kind}; only recam can be sampled from here")
+    guidance = eval_guidance(config)
+    frames, height, width = largest_size(config)
+    return {
+        "model": Path(config.model.path),
+        "adapter": folder / "adapter",
+        "prompt": config.data.prompt,
+        "negative_prompt": guidance.negative_prompt,
+        "guidance": guidance.scale,
+        "max_prompt_tokens": config.model.max_prompt_tokens,
+        "steps": config.eval.num_steps,
+        "shift": config.sample.shift,
+        "frames": frames,
+        "height": height,
+        "width": width,
+        "dtype": config.model.dtype,
+        "offload": config.model.offload,
+        "tiling": config.model.vae_tiles if config.model.vae_tiling else None,
+        "round_timestep": config.model.round_timestep,
+        "before": True,
+        "out": folder / "generated",
+    }
+
+
+def _parser(doc: str | None) -> Parser:
+    defaults = get_config()
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--run", type=Path, help="folder of a run, outputs/NAME: the options below that are not given are its own")
+    add("--source", type=Path, nargs="+", action="extend", required=True, help="videos, or folders of videos")
+    add("--camera", nargs="+", action="extend", required=True, help="presets such as arc_left:0.5, or path.json")
+    add("--model", type=Path, help="folder in diffusers layout, see tools/convert_recammaster.py")
+    add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")
+    before_help = "make every video without the adapter, too; on with --run"
+    add("--before", action=BooleanOptionalAction, default=False, help=before_help)
+    add("--prompt", default=defaults.data.prompt, help="what the source shows, in a sentence or two")
+    add("--negative-prompt", default=WAN_NEGATIVE_PROMPT, help="unused without guidance")
+    add("--max-prompt-tokens", type=int, default=defaults.model.max_prompt_tokens, help="as in training")
+    add("--out", type=Path, help="output folder; default: next to each source, with --run its folder generated/")
+    add("--overwrite", action="store_true", help="replace existing outputs")
+    add("--steps", type=int, default=50, help="denoising steps")
+    add("--shift", type=float, default=5.0, help="timestep shift of the noise schedule")
+    add("--guidance", type=float, default=5.0, help="classifier-free guidance scale; 1: off, half the compute")
+    add("--seed", type=int, default=0, help="of the initial noise")
+    add("--first-number", type=int, default=0, help="number of the first video; each next one counts up")
+    add("--frames", type=int, default=81, help="per video; 4n+1 for Wan's codec")
+    add("--height", type=int, default=480, help="pixels; sources are resized and centre-cropped")
+    add("--width", type=int, default=832, help="pixels")
+    focal_help = (
+        "focal length of the generated videos in pixels, recorded for tools/evaluate.py; of MultiCamVideo known"
+    )
+    add("--focal-px", type=float, help=focal_help)
+    add("--device", default="auto", help="auto picks the best one available")
+    offload_help = "keep text encoder and codec on the CPU while unused, to save memory"
+    add("--offload", action=BooleanOptionalAction, default=False, help=offload_help)
+    tiles = "run the codec in tiles, to save memory; slightly changes the output; recammaster: the original's tiles"
+    add("--tiling", nargs="?", const="diffusers", choices=("diffusers", "recammaster", "off"), help=tiles)
+    rounded = "round timesteps to bf16, as ReCamMaster's own code does"
+    add("--round-timestep", action=BooleanOptionalAction, default=False, help=rounded)
+    add("--dtype", choices=sorted(DTYPES), default="bf16", help="compute dtype of the transformer")
+    return parser
