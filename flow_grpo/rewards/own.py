@@ -66,6 +66,6 @@ def build_own(name: str) -> Any:
     found = find_own(name)
     if not inspect.isclass(found):
         return FunctionReward(name, found)
-    reward = found()
+    reward: Any = found()
     reward.name = name  # the class cannot know how the run names it
     return reward

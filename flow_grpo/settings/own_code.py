@@ -83,7 +83,7 @@ def import_file(file: Path) -> ModuleType:
 _imported_once = functools.cache(import_file)
 
 
-def why_it_fails(what: str, file: Path, error: Exception) -> str:
+def why_it_fails(what: str, file: Path, error: BaseException) -> str:
     """Return "WHAT fails in line 3: ..." for an error of a file's own; the line is its last one on the way."""
     files = {str(file), str(file.resolve())}
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
