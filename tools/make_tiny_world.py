@@ -44,7 +44,7 @@ def main() -> None:
     )
     try:
         write_tiny_world(args.root, spec)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     clips = 10 * sum(spec.scenes.values())
     print(f"{clips} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {args.root}")

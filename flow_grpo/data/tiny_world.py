@@ -19,7 +19,7 @@ from torch import Tensor
 from flow_grpo.data.multicam import SENSOR_MM
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path
-from flow_grpo.maths.room import Room, random_room, render_video, stack_rooms
+from flow_grpo.maths.room import RAYS_AT_ONCE, SUPERSAMPLE, Room, random_room, render_video, stack_rooms
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.json_files import read_json
 from flow_grpo.runtime.video_file import write_video
@@ -141,15 +141,18 @@ def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
 
 def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
     names = [f"cam{camera + 1:02d}" for camera in range(len(scene.presets))]
-    videos = film(spec, [scene], list(range(len(names))))
+    rays = spec.frames * spec.height * spec.width * SUPERSAMPLE**2
+    at_once = max(1, RAYS_AT_ONCE // rays)  # cameras: large clips are not all in memory
     (folder / "videos").mkdir(parents=True)
     (folder / "cameras").mkdir()
     with (folder / "metadata.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["file_name", "text"])
-        for name, video in zip(names, videos, strict=True):
-            write_video(folder / "videos" / f"{name}.mp4", video, lossless=True)
-            writer.writerow([f"{name}.mp4", caption(video)])
+        for first in range(0, len(names), at_once):
+            cameras = range(len(names))[first : first + at_once]
+            for camera, video in zip(cameras, film(spec, [scene], list(cameras)), strict=True):
+                write_video(folder / "videos" / f"{names[camera]}.mp4", video, lossless=True)
+                writer.writerow([f"{names[camera]}.mp4", caption(video)])
     matrices = opencv_to_multicam(scene.poses)
     extrinsics = {
         f"frame{frame}": {name: _matrix_text(matrices[camera, frame]) for camera, name in enumerate(names)}
@@ -166,17 +169,21 @@ def _matrix_text(matrix: Tensor) -> str:
 
 
 def ensure_tiny_world(root: str | Path, name: str) -> None:
-    """Write tiny world `name` at `root` unless it exists already.
+    """Write tiny world `name` at `root` unless it exists already; several processes may do so at once.
 
     Raises:
         ValueError: unknown name, or `root` holds something else.
+        OSError: `root` cannot be written.
     """
     if name not in TINY_WORLDS:
         raise ValueError(f"data.tiny_world: got {name!r}, known are {sorted(TINY_WORLDS)}")
     root, spec = Path(root), TINY_WORLDS[name]
     if not root.exists():
-        write_tiny_world(root, spec)
-        return
+        try:
+            write_tiny_world(root, spec)
+        except OSError:
+            if not (root / "world.json").is_file():
+                raise  # else another process was faster, and what it wrote is judged below
     record, way_out = root / "world.json", "delete the folder or choose another --config.data.root"
     if not record.is_file() or read_json(record, way_out) != json.loads(json.dumps(dataclasses.asdict(spec))):
         raise ValueError(f"data.root: {root} exists but is not the tiny world {name!r} of this version; {way_out}")

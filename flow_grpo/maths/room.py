@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 FACES = 6  # x-, x+, y-, y+, z-, z+
+SUPERSAMPLE = 4  # rays per pixel and axis
+RAYS_AT_ONCE = 4_000_000  # of all videos together, about a gigabyte; larger calls are rendered in bands of rows
 HOUSE_SEED = 8  # seed of the five faces that all rooms share
 
 
@@ -179,7 +181,7 @@ def _texture(room: Room, face: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 
 def render_video(
-    room: Room, poses: Tensor, intrinsics: Tensor, height: int, width: int, supersample: int = 4
+    room: Room, poses: Tensor, intrinsics: Tensor, height: int, width: int, supersample: int = SUPERSAMPLE
 ) -> Tensor:
     """Return videos (B, 3, F, height, width) in [0, 1], box-filtered over `supersample`^2 rays per pixel.
 
@@ -191,7 +193,12 @@ def render_video(
         width: columns of the video in pixels.
         supersample: rays per pixel and axis.
     """
-    rays = pixel_rays(intrinsics, height, width, supersample)
-    colours = render(room, poses, rays).reshape(*poses.shape[:2], height, supersample, width, supersample, 3)
-    colours = colours.mean(dim=(3, 5))
-    return colours.permute(0, 4, 1, 2, 3).contiguous()
+    rays = pixel_rays(intrinsics, height, width, supersample).unflatten(0, (height, -1))
+    batch, frames = poses.shape[:2]
+    rows = max(1, RAYS_AT_ONCE // (batch * frames * rays.shape[1]))
+    bands = []
+    for band in rays.split(rows):
+        colours = render(room, poses, band.flatten(0, 1))
+        colours = colours.reshape(batch, frames, len(band), supersample, width, supersample, 3)
+        bands.append(colours.mean(dim=(3, 5)))
+    return torch.cat(bands, dim=2).permute(0, 4, 1, 2, 3).contiguous()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from flow_grpo.data import tiny_world
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import (
     TINY_WORLDS,
@@ -19,8 +22,9 @@ from flow_grpo.data.tiny_world import (
     make_scene,
     write_tiny_world,
 )
+from flow_grpo.maths import room
 from flow_grpo.maths.poses import PRESETS
-from flow_grpo.maths.room import Room, render_video, stack_rooms
+from flow_grpo.maths.room import Room, render, render_video, stack_rooms
 
 SPEC = WorldSpec(seed=5, scenes={"train": 2, "val": 1})
 
@@ -80,8 +84,8 @@ def test_what_is_written_is_read_back_as_it_was_filmed(root: Path) -> None:
         assert torch.allclose(world, scene.poses[target], atol=1e-6)
         assert torch.allclose(condition.intrinsics, SPEC.intrinsics())
         assert condition.prompt == caption(videos[target])
-    room = Room.from_dict(json.loads((root / condition.scene / "room.json").read_text()))
-    rendered = render_video(stack_rooms([room]), world[None].float(), condition.intrinsics, 24, 32)[0]
+    seen = Room.from_dict(json.loads((root / condition.scene / "room.json").read_text()))
+    rendered = render_video(stack_rooms([seen]), world[None].float(), condition.intrinsics, 24, 32)[0]
     assert (rendered - condition.target_video).abs().max() < 2.5 / 255
 
 
@@ -91,6 +95,43 @@ def test_train_and_held_out_scenes_never_overlap() -> None:
         make_scene(spec, split, n).room.phase[1] for split in spec.scenes for n in range(1, spec.scenes[split] + 1)
     ]
     assert len(torch.unique(torch.stack(walls), dim=0)) == sum(spec.scenes.values())
+
+
+@pytest.mark.parametrize("rays", [1, 3 * 5 * 24 * 32 * 16])
+def test_large_clips_are_rendered_in_slices_and_have_the_same_pixels(
+    rays: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for module in (tiny_world, room):
+        monkeypatch.setattr(module, "RAYS_AT_ONCE", rays)
+    monkeypatch.setattr(room, "render", lambda *given: calls.append(given[1].shape[0]) or render(*given))
+    write_tiny_world(tmp_path / "sliced", SPEC)
+    assert len(calls) == (3 * 10 * 24 if rays == 1 else 3 * 4) and max(calls) == (1 if rays == 1 else 3)
+    whole = {file.relative_to(root): file.read_bytes() for file in root.rglob("*.*")}
+    assert whole == {
+        file.relative_to(tmp_path / "sliced"): file.read_bytes() for file in tmp_path.rglob("sliced/**/*.*")
+    }
+
+
+def test_a_world_that_another_process_writes_meanwhile_is_used_and_another_kind_is_refused(tmp_path: Path) -> None:
+    def faster(name: str) -> Callable[[Path, WorldSpec], None]:
+        def write(folder: Path, spec: WorldSpec) -> None:
+            write_tiny_world(folder, TINY_WORLDS[name])  # the other process's
+            write_tiny_world(folder, spec)
+
+        return write
+
+    with mock.patch.object(tiny_world, "write_tiny_world", faster("unit_test")):
+        ensure_tiny_world(tmp_path / "world", "unit_test")
+        assert [path.name for path in tmp_path.iterdir()] == ["world"]
+        with (
+            mock.patch.dict(TINY_WORLDS, {"other": dataclasses.replace(TINY_WORLDS["unit_test"], seed=9)}),
+            pytest.raises(ValueError, match="is not the tiny world 'other'"),
+        ):
+            ensure_tiny_world(tmp_path / "second", "other")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        ensure_tiny_world(tmp_path / "file" / "world", "unit_test")
 
 
 def test_ensure_writes_once_and_refuses_another_folder(tmp_path: Path) -> None:
