@@ -102,7 +102,7 @@ def show_plan(config: Config, devices: int) -> None:
     """Print the tensor shapes of an epoch and the plan of memory and time, on rank 0, without loading weights.
 
     Raises:
-        ValueError: the recipe's videos do not fit its model.
+        ValueError: the recipe's videos do not fit its model, or the device cannot be started.
     """
     if int(os.environ.get("RANK", "0")):
         return
@@ -113,6 +113,7 @@ def show_plan(config: Config, devices: int) -> None:
     print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
     print(dry_run.as_text(tensors))
     device = device_api.resolve(config.device)
+    device_api.select(device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
     print(f"plan at {ASSUMED_RATE / 1e12:.0f} TFLOP/s and {limit:.0f} GiB a device (tools/plan.py takes others):")
     print(as_text(make_plan(config, devices, ASSUMED_RATE), limit, config, devices), flush=True)

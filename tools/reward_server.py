@@ -68,6 +68,7 @@ def build(args: argparse.Namespace) -> RewardServer:
         judge: Judge = LocalJudge(build_reward(args.reward, data_root=args.data_root))
     else:
         found = device.resolve(args.device)
+        device.select(found)
         judge = build_adapter(args.reward, Settings(args.weights, args.code, found, args.frames))
     service = ScoringService(judge, args.max_mb * 2**20)
     return RewardServer((args.host, args.port), service, timeout_s=args.timeout, token=token)

@@ -107,6 +107,15 @@ def test_the_device_must_support_the_model_s_dtype_and_be_intended():
         assert status(machine.check_device(CPU, config(dtype="bf16"), Ranks())) == "fail"
 
 
+def test_a_chip_without_fused_attention_is_named():
+    with (
+        mock.patch.object(device_api, "fuses_attention", return_value=False),
+        mock.patch.object(device_api, "name", return_value="Ascend910A"),
+    ):
+        found = machine.check_device(CPU, config(), Ranks())
+    assert found.status == "warn" and found.way_out.startswith("Ascend910A has no fused attention kernel")
+
+
 @pytest.fixture
 def accelerators():
     with (
@@ -152,6 +161,11 @@ def _group(ranks: Ranks) -> list[str]:
         alone = machine.check_backends(CPU, ranks)
     with mock.patch.object(torch.distributed, "all_reduce", side_effect=RuntimeError("No backend type")):
         refused = status(machine.check_backends(CPU, ranks))
+    bytes_too = status(machine.check_backends(CPU, ranks, gathers_bytes=True))
+    with mock.patch.object(torch.distributed, "all_gather_into_tensor", side_effect=RuntimeError("type 1")):
+        no_bytes = machine.check_backends(CPU, ranks, gathers_bytes=True)
+        assert status(machine.check_backends(CPU, ranks)) == bytes_too == "ok"
+    assert no_bytes.status == "fail" and no_bytes.way_out.startswith("no all-gather of uint8 on cpu")
     return [f"{fine.status} {fine.measured}", mixed_up, f"{alone.status} {alone.way_out}", refused]
 
 
