@@ -14,7 +14,6 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     MPLBACKEND="Agg",
     TOKENIZERS_PARALLELISM="false",
-    TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     WANDB_MODE="offline",
     WANDB_SILENT="true",
 )
@@ -22,6 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+
+import flow_grpo.models  # noqa: F401 - before diffusers, which otherwise imports any installed torch_npu unguarded
 
 # Has no wheel for Linux on aarch64, where nothing but the evaluation is missing.
 if importlib.util.find_spec("pycolmap") is None:

@@ -138,6 +138,34 @@ def test_programs_import_the_library_before_anything_that_imports_torch() -> Non
     refuse(wrong)
 
 
+def test_programs_guard_the_model_libraries_that_they_and_their_helpers_import() -> None:
+    """diffusers and transformers import torch_npu; flow_grpo.models loads it first, or hides one that cannot load."""
+    guarded, wrong = 0, []
+    for program in filter(_is_program, sources("tools")):
+        names = [name for node in program.tree.body for name in imports(node)]
+        reaching = [place for place, name in enumerate(names) if _reaches_model_libraries(name)]
+        if reaching or any(map(_reaches_model_libraries, imports(program.tree))):
+            guarded += 1
+            if not any(name.startswith("flow_grpo.models") for name in names[: min(reaching, default=len(names))]):
+                wrong.append(f"{program.path} reaches diffusers or transformers before flow_grpo.models")
+    assert guarded >= 4
+    refuse(wrong)
+
+
+@functools.cache
+def _reaches_model_libraries(name: str) -> bool:
+    """Return whether an imported name is a model library's, or a module below tools/ that imports one."""
+    if name.partition(".")[0] in ("diffusers", "transformers"):
+        return True
+    parts = name.split(".")
+    helpers = [f"{'/'.join(parts[:end])}.py" for end in range(2, len(parts) + 1)] if parts[0] == "tools" else []
+    return (
+        any(_reaches_model_libraries(other) for helper in sources(*helpers) for other in imports(helper.tree))
+        if helpers
+        else False
+    )
+
+
 def _is_program(source: Source) -> bool:
     return any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in source.tree.body)
 
