@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -225,6 +225,18 @@ DATA = [
         lambda s: [(x / "cameras/presets.json").write_text('{"cam01": 5}') for x in s.scenes()],
         "presets.json ... cam01 ... 5 ... must be ... export",
     ),
+    (
+        lambda s: (s.folder / "world/train/other").symlink_to(s.scenes()[0]),
+        "training video ... other/videos/cam01.mp4 ... held-out video ... must not be trained on ... remove one",
+    ),
+    (
+        lambda s: shutil.copytree(s.scenes()[0], s.folder / "world/train/other"),
+        "training video ... other/videos/cam01.mp4 ... held-out video ... must not be trained on ... remove one",
+    ),
+    (
+        lambda s: (s.folder / "world/train/other").symlink_to(s.scenes("train")[0]),
+        "again, its scenes would count twice ... remove the link",
+    ),
     (knob("data.exclude", "nowhere.json"), "nowhere.json ... No such file ... make it with tools/check_sources.py"),
     (lambda s: knob("data.exclude", s.file("v.json", "[1]"))(s), "v.json ... holds a list ... must be a JSON object"),
     (
@@ -305,6 +317,15 @@ def _change_config(part: str, **values: object) -> Callable[[Setup], None]:
     return spoil
 
 
+def _change_weights(part: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Setup], None]:
+    def spoil(setup: Setup) -> None:
+        state = load_file(_weights(setup, part))
+        change(state)
+        save_file(state, _weights(setup, part), {"format": "pt"})
+
+    return spoil
+
+
 def _half_the_tensors(setup: Setup) -> None:
     save_file({"patch_embedding.weight": torch.zeros(24, 4, 1, 2, 2)}, _weights(setup, "transformer"), {"format": "pt"})
 
@@ -344,6 +365,19 @@ MODEL = [
         lambda s: s.file("model/tokenizer/tokenizer.json", "{"),
         "tokenizer ... tokenizer.json ... not JSON ... download it again",
     ),
+    (
+        _change_weights("text_encoder", lambda state: state.pop("encoder.final_layer_norm.weight")),
+        "text_encoder lacks the weights ... encoder.final_layer_norm.weight ... download it again",
+    ),
+    (
+        _change_weights("vae", lambda state: state.pop("decoder.conv_in.weight")),
+        "vae does not hold the weights ... decoder.conv_in.weight ... download vae/ again",
+    ),
+    (
+        _change_weights("transformer", lambda state: state.update({n: v.to(torch.int8) for n, v in state.items()})),
+        "transformer ... must hold BF16, F16 or F32 only ... I8 ... give such weights",
+    ),
+    (_change_config("text_encoder", model_type="nobodys"), "text_encoder cannot be loaded ... download it again"),
     (knobs(model__trained="lora", model__lora_targets="nothing"), "lora_targets ... 'nothing'"),
     (
         lambda s: knob("model.encodings", s.file("taken"))(s),
@@ -398,6 +432,7 @@ RESUME = [
     ),
     (resumed(lambda c: (c / "rank_0.json").unlink()), "resume= ... rank_0.json does not exist ... give a folder"),
     (_manifest(lambda m: m.pop("step")), "resume= ... manifest.json ... step ... give a folder"),
+    (_manifest(lambda m: m.update(format=99)), "resume= ... format=99 ... reads 1 ... use the version that saved it"),
     (_manifest(lambda m: m.update(world_size="two")), "resume= ... manifest.json ... world_size ... give a folder"),
     (_manifest(_outside("../../world/world.json")), "resume= ... ../../world/world.json ... give a folder"),
     (_manifest(_outside("/etc/passwd")), "resume= ... /etc/passwd ... give a folder"),

@@ -218,7 +218,10 @@ class RunState:
                 f"{found.path} holds the optimizer's state in {saved} part(s), this run needs {here}: ZeRO-2 "
                 "goes on with as many ranks and train.sharding='zero2'; resume as it was saved, or start afresh"
             )
-        return shared if found.per_rank is None else found.per_rank.get("moments", shared)
+        moments = shared if found.per_rank is None else found.per_rank.get("moments", shared)
+        if moments is None:
+            raise ValueError(f"{found.path} holds no state of the optimizer; resume from another checkpoint")
+        return moments
 
     def _own(self, path: str, values: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor that was saved under "trained", "moments" or "ema"."""

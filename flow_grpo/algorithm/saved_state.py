@@ -38,12 +38,15 @@ Count = Annotated[StrictInt, Field(ge=0)]
 Numbers = dict[StrictStr, StrictFloat]
 
 
+Moments = dict[Count, dict[StrictStr, Annotated[Any, PlainValidator(_moment)]]]
+
+
 class Learned(TypedDict):
     """What an optimizer step changes."""
 
     trained: Weights
     ema: Weights | None
-    moments: NotRequired[dict[Count, dict[StrictStr, Annotated[Any, PlainValidator(_moment)]]]]
+    moments: NotRequired[Moments]
 
 
 class Random(TypedDict):
@@ -82,6 +85,7 @@ class OfRank(TypedDict):
     """What every rank has of its own."""
 
     random: Random
+    moments: NotRequired[Moments]  # its part of them under ZeRO-2
 
 
 def check_saved(path: Path, kind: type[Any], state: Mapping[str, Any]) -> None:

@@ -117,12 +117,16 @@ def read_path(file: Path, num_frames: int) -> Tensor:
     content = read_json(file, "write the trajectory again")
     entries: dict[str, Any] = content if isinstance(content, dict) else {"poses": content}
     if not {"poses"} <= set(entries) <= {"poses", "fps", "relative"}:
-        raise ValueError(f"trajectory file {file} has {sorted(entries)}, must have poses and may have fps, relative")
+        raise ValueError(
+            f"trajectory file {file} has {sorted(entries)!r:.200}, must have poses and may have fps, relative"
+        )
     fps, from_first = entries.get("fps"), entries.get("relative", False)
     if not isinstance(from_first, bool):
-        raise ValueError(f"trajectory file {file}: relative is {from_first!r}, must be true or false")
+        raise ValueError(f"trajectory file {file}: relative is {from_first!r:.60}, must be true or false")
     if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf):
-        raise ValueError(f"trajectory file {file}: fps is {fps!r}, must be a number above 0; leave it out to stretch")
+        raise ValueError(
+            f"trajectory file {file}: fps is {fps!r:.60}, must be a number above 0; leave it out to stretch"
+        )
     try:
         poses = torch.tensor(entries["poses"], dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -280,7 +280,7 @@ def load_recam_transformer(folder: str | Path, dtype: torch.dtype = torch.float3
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
         problem = f"{len(wrong)} missing or unexpected tensors such as {wrong[0]}" if wrong else ""
     except (ValueError, RuntimeError, TypeError, OSError) as error:
-        problem = str(error).partition(". If you want")[0]
+        problem = " ".join(str(error).partition(". If you want")[0].split())[:300]
     if model is None or problem:
         raise ValueError(f"{folder}: the weights are not those of config.json ({problem}); download it again")
     model.eval()

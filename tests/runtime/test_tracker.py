@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -238,3 +241,49 @@ def test_a_resumed_wandb_run_keeps_its_id_and_a_fresh_one_gets_another(tmp_path:
         Tracker(tmp_path, CONFIG, ("wandb",), ALONE, resumed_step=resumed_step)
         ids.append(wandb.init.call_args.kwargs["id"])
     assert ids[0] == ids[1] != ids[2]
+
+
+def records(file: Path) -> list[Any]:
+    """Return the records of a .wandb file: a LevelDB log (blocks of 32 KiB, 7 bytes before every piece)."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, place, piece, found = file.read_bytes(), 7, b"", []
+    assert content[:4] == b":W&B"
+    while place < len(content):
+        left = 2**15 - place % 2**15
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        piece += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(piece)
+            found.append(record)
+            piece = b""
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_restarted_offline_leaves_all_its_epochs_under_one_id_for_wandb_sync(tmp_path: Path) -> None:
+    """In processes of their own, as a restarted run is; uploading is not tried."""
+    pytest.importorskip("wandb")
+    start = (
+        "import sys; from pathlib import Path; from flow_grpo.runtime.reporting.tracker import Tracker; "
+        "from flow_grpo.runtime.ranks.process_group import Ranks; folder, resumed, steps = sys.argv[1:]; "
+        "tracker = Tracker(Path(folder), {}, ('wandb',), Ranks(), resumed_step=int(resumed) if resumed else None); "
+        "[tracker.log({'reward/x': float(step)}, int(step)) for step in steps]; tracker.close()"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    for resumed, steps in (("", "123"), ("2", "34")):
+        command = [sys.executable, "-c", start, str(tmp_path / "run"), resumed, steps]
+        subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
+    epochs, ids = [], set()
+    for file in sorted((tmp_path / "run").rglob("*.wandb")):
+        for record in records(file):
+            ids |= {record.run.run_id} if record.HasField("run") else set()
+            row = {item.key: json.loads(item.value_json) for item in record.history.item if item.key}
+            epochs += [(row["train/epoch"], row["reward/x"])] if "reward/x" in row else []
+    assert ids == {(tmp_path / "run" / "wandb_run_id.txt").read_text()}
+    assert epochs == [(1, 1.0), (2, 2.0), (3, 3.0), (3, 3.0), (4, 4.0)]
