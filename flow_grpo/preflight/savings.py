@@ -140,8 +140,8 @@ def _assumptions(config: Config, devices: int, rate: float, limit: float) -> lis
         f"  sizes of the network: {network}",
         f"  every video {frames}x{rows}x{columns}; every group carries a signal, and no round is resampled",
         "  not counted in seconds: rewards, evaluation, copies between device and CPU memory, waiting of ranks",
-        "  not counted in GiB: fragmentation, kernel workspaces, other processes (leave a tenth of the device free), and",
-        "  what model.vae_tiling saves in decoding",
+        "  not counted in GiB: fragmentation, kernel workspaces, other processes (leave a tenth of the device free),",
+        "  and what model.vae_tiling saves in decoding",
     ]
 
 

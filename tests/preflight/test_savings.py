@@ -54,7 +54,7 @@ def test_every_knob_that_saves_memory_is_listed_with_its_gib_and_seconds():
     [
         (30, "it does (30.0 GiB, 100 s an epoch): --config.model.encodings=FOLDER (tools/precompute.py)"),
         (29, "it does (29.0 GiB, 107 s an epoch): --config.model.offload=true"),
-        (9, "no knob helps enough: take fewer frames or a smaller size"),
+        (8, "no knob helps enough: take fewer frames or a smaller size"),
     ],
 )
 def test_what_does_not_fit_ends_with_the_fewest_and_of_those_the_fastest_knobs(limit, ending):
