@@ -41,7 +41,8 @@ from flow_grpo.models.registry import build_policy
 from flow_grpo.preflight import dry_run
 from flow_grpo.preflight.doctor import fast as doctor
 from flow_grpo.preflight.doctor.context import DoctorContext
-from flow_grpo.preflight.plan import as_text, largest_size, make_plan
+from flow_grpo.preflight.plan import largest_size
+from flow_grpo.preflight.savings import report
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.base import check_name, try_own
 from flow_grpo.runtime import device as device_api
@@ -120,15 +121,13 @@ def show_plan(config: Config, devices: int) -> None:
         return
     size = largest_size(config)
     tensors = dry_run.epoch_tensors(config, size, devices)
-    if not Path(config.model.path).is_dir():
-        print(f"no model folder {config.model.path}: shapes and sizes are those of Wan2.1-T2V-1.3B")
     print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
-    print(dry_run.as_text(tensors))
+    print(dry_run.as_text(tensors), flush=True)
     device = device_api.resolve(config.device)
     device_api.select(device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
-    print(f"plan at {ASSUMED_RATE / 1e12:.0f} TFLOP/s and {limit:.0f} GiB a device (tools/plan.py takes others):")
-    print(as_text(make_plan(config, devices, ASSUMED_RATE), limit, config, devices), flush=True)
+    print("the plan, as tools/plan.py makes it for any device:", flush=True)
+    print(report(config, devices, ASSUMED_RATE, round(limit, 1))[0], flush=True)
 
 
 def examine(trainer: Trainer) -> None:

@@ -4,7 +4,8 @@
 
 --tflops is the device's sustained rate on this model, not the data sheet's; tools/device_report.py measures it.
 Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. flow_grpo/preflight/plan.py says what each line
-counts.
+counts; each knob that saves memory is listed with its GiB and seconds, and what does not fit ends with the fewest
+knobs with which it does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from flow_grpo.preflight.plan import as_text, make_plan
+from flow_grpo.preflight.plan import make_plan
+from flow_grpo.preflight.savings import report
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, load_config
 
@@ -38,16 +40,18 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         config = load_config(known.config, overrides)
         check_world(config, known.devices)
-        limit = parse_memory(known.memory)
-        plan = make_plan(config, known.devices, known.tflops * 1e12)
+        limit, rate = parse_memory(known.memory), known.tflops * 1e12
+        if known.json:
+            plan = make_plan(config, known.devices, rate)
+            fits = plan.most_gib <= limit
+            print(json.dumps(dataclasses.asdict(plan) | {"fits": fits}))
+        else:
+            print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
+            text, fits = report(config, known.devices, rate, limit)
+            print(text)
     except ConfigError as error:
         print("error:", error, file=sys.stderr)
         return 2
-    fits = plan.most_gib <= limit
-    if known.json:
-        print(json.dumps(dataclasses.asdict(plan) | {"fits": fits}))
-    else:
-        print(as_text(plan, limit, config, known.devices))
     return 0 if fits else 1
 
 

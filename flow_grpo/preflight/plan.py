@@ -8,6 +8,7 @@ decoding has the highest peak.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from flow_grpo.maths.schedule import windows
 from flow_grpo.models.fake_policy import FakePolicy, transformer_config
 from flow_grpo.models.recam_policy import DTYPES
 from flow_grpo.preflight.footprint import Footprint, footprint, peak_bytes
-from flow_grpo.settings.schema import Config
+from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
 
 # Wan 2.1: the UMT5-XXL encoder, the codec, and the codec's decoder.
@@ -100,16 +101,11 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         rate: operations per second that a device sustains on this model.
     """
     sample, train, model = config.sample, config.train, config.model
-    policy = FakePolicy(config)
-    latents = policy.latent_size(largest_size(config))
-    decode_flops = decoding_flops(policy, latents)
-    decode_bytes = decoding_bytes(policy, latents, sample.train_batch_size)
+    latents, decode_flops = _decoding(model.kind, model.path, largest_size(config))
+    decode_bytes = _decoding_peak(model.path, model.vae_slicing, latents, sample.train_batch_size)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
-    counted = {
-        n: footprint(transformer_config(model.path), latents, model, rows=n * copies, dtype=DTYPES[model.dtype])
-        for n in rows
-    }
+    counted = {n: _counted(_network_of(model), latents, DTYPES[model.dtype], n * copies) for n in rows}
     rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
     calls = sample.num_batches_per_epoch * longest_rollout(config)
     trained = (train.copies or sample.k) / sample.k  # where every group carries a signal
@@ -143,6 +139,33 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         / GIB,
         **{name: value / GIB for name, value in memory.items()},
     )
+
+
+# Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
+@functools.cache
+def _counted(model: ModelConfig, latents: tuple[int, int, int, int], dtype: torch.dtype, rows: int) -> Footprint:
+    return footprint(transformer_config(model.path), latents, model, rows=rows, dtype=dtype)
+
+
+@functools.cache
+def _decoding(kind: str, path: str, size: tuple[int, int, int]) -> tuple[tuple[int, int, int, int], float]:
+    """Return (C, F, H, W) of a video's latents, and the operations of decoding them."""
+    policy = FakePolicy(dataclasses.replace(Config(), model=ModelConfig(kind=kind, path=path)))
+    latents = policy.latent_size(size)
+    return latents, decoding_flops(policy, latents)
+
+
+@functools.cache
+def _decoding_peak(path: str, slicing: bool, latents: tuple[int, int, int, int], rows: int) -> float:
+    policy = FakePolicy(dataclasses.replace(Config(), model=ModelConfig(path=path, vae_slicing=slicing)))
+    return decoding_bytes(policy, latents, rows)
+
+
+def _network_of(model: ModelConfig) -> ModelConfig:
+    """Return the settings that decide what a call of the transformer costs; all others have their defaults."""
+    names = ("path", "trained", "lora_rank", "lora_targets", "lora_full_modules")
+    names += ("gradient_checkpointing", "max_prompt_tokens")
+    return ModelConfig(**{name: getattr(model, name) for name in names})
 
 
 def decoding_flops(policy: FakePolicy, latents: tuple[int, int, int, int]) -> float:
@@ -316,32 +339,3 @@ def _stored_elements(config: Config, part: str) -> int:
         with safe_open(file, framework="pt") as opened:
             count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
     return count
-
-
-def advice(config: Config, devices: int) -> list[str]:
-    """Return settings that save memory, the cheapest first, for a recipe that does not fit."""
-    model, train = config.model, config.train
-    tries: list[tuple[bool, str]] = [
-        (not model.gradient_checkpointing, "--config.model.gradient_checkpointing=true"),
-        (train.batch_size > 1, "--config.train.batch_size=1"),
-        (not model.encodings, "tools/precompute.py and --config.model.encodings=FOLDER"),
-        (not config.sample.offload and not config.dynamic_sampling.enabled, "--config.sample.offload=true"),
-        (not model.offload, "--config.model.offload=true"),
-        (model.dtype == "fp32", "--config.model.dtype=bf16"),
-        (train.sharding == "ddp" and devices > 1, "--config.train.sharding=fsdp2"),
-        (model.trained != "lora", "--config.model.trained=lora"),
-        (True, "fewer frames or a smaller size"),
-    ]
-    return [text for useful, text in tries if useful]
-
-
-def as_text(plan: Plan, limit: float, config: Config, devices: int) -> str:
-    """Return one line per cost, and whether the plan fits `limit` GiB."""
-    lines = [
-        f"{name:20s} {value:>14,}" if isinstance(value, int) else f"{name:20s} {value:>14,.{0 if value >= 100 else 2}f}"
-        for name, value in dataclasses.asdict(plan).items()
-    ]
-    if plan.most_gib <= limit:
-        return "\n".join([*lines, f"fits: {plan.most_gib:.1f} of {limit:g} GiB at the peak"])
-    tries = ", ".join(advice(config, devices)[:4])
-    return "\n".join([*lines, f"does not fit: {plan.most_gib:.1f} of {limit:g} GiB at the peak; try {tries}"])

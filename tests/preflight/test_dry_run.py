@@ -96,7 +96,8 @@ def test_rank_0_alone_prints_shapes_and_plan(capsys, monkeypatch):
     words = ["--config", "config/grpo.py:tiny_recam", "--config.dry_run"]
     assert train_grpo.main(words) == 0
     said = capsys.readouterr().out
-    assert "[64, 1, 32, 5, 3, 4]" in said and "samples_per_epoch               128" in said
+    assert "[64, 1, 32, 5, 3, 4]" in said and f"{'samples_per_epoch':30s} {128:>14}" in said
+    assert "what saves memory, each alone" in said and "assumed:" in said
     assert said.splitlines()[-1].startswith("fits: ")
     monkeypatch.setenv("RANK", "1")
     assert train_grpo.main(words) == 0
