@@ -25,10 +25,10 @@ MAY_NAME_DEVICES = {
     "flow_grpo/runtime/device.py",
     "flow_grpo/settings/schema.py",  # lists what a user may write for config.device
     # Read a vendor's wheel, and stand in for its device.
-    "tools/audit_npu.py",
-    "tools/audit/names.py",
-    "tools/audit/step.py",
-    "tools/audit/wheel.py",
+    "tools/dev/audit_npu.py",
+    "tools/dev/audit/names.py",
+    "tools/dev/audit/step.py",
+    "tools/dev/audit/wheel.py",
 }
 CPU_MATHS = (
     # Poses, rewards and noise levels are on the CPU; sde.py and loss.py take tensors of the device.

@@ -16,8 +16,7 @@ import train_grpo
 from flow_grpo.algorithm.update import updater
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.rewards.sharpness import Sharpness
-from tools import soak
-from tools.dev import soak_rank
+from tools.dev import soak, soak_rank
 
 EPOCHS = 4
 # Called with run folder, kind of damage, and "launcher" or a rank: a launcher starts two ranks and ends them when one
