@@ -18,22 +18,9 @@ COMMANDS = sorted(
     if "__main__" in file.read_text(encoding="utf-8")
 )
 FOR_USERS = [
-    "check_dataset",
-    "check_sources",
-    "convert_recammaster",
-    "device_report",
-    "doctor",
-    "evaluate",
-    "export_adapter",
-    "finetune_recam",
-    "generate",
-    "learning_study",
-    "make_tiny_world",
-    "measure_signal",
-    "plan",
-    "precompute",
-    "random_model",
-    "reward_server",
+    *("check_dataset", "check_sources", "convert_recammaster", "device_report", "doctor", "evaluate"),
+    *("export_adapter", "finetune_recam", "generate", "learning_study", "make_tiny_world", "measure_signal"),
+    *("plan", "precompute", "random_model", "reward_server"),
 ]
 PROGRAM_OF_ANOTHER = "dev/soak_rank"  # torchrun starts it for tools/dev/soak.py
 
