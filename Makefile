@@ -46,7 +46,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/python tools/bench.py --config $(RECIPE) --json $(ARGS)
+	$(BIN)/python tools/dev/bench.py --config $(RECIPE) --json $(ARGS)
 
 # The generated pages: a test fails when one is stale.
 docs: setup

@@ -296,17 +296,11 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
     with raise_on_all_ranks(ranks):
         if ranks.is_main:
             lock.take()
-        resumed_step = None if path is None else state.finished
-        if ranks.is_main:
+            place = device_api.describe(device, config.device)
             starts.record(
-                run_folder,
-                config,
-                spec,
-                checkpoint=path,
-                epoch=state.finished,
-                ranks=ranks.world_size,
-                device=device_api.describe(device, config.device),
+                run_folder, config, spec, checkpoint=path, epoch=state.finished, ranks=ranks.world_size, device=place
             )
+        resumed_step = None if path is None else state.finished
         tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=resumed_step)
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
     progress = Progress(config.num_epochs, ranks, finished=state.finished, seconds=seconds)

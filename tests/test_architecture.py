@@ -25,10 +25,10 @@ MAY_NAME_DEVICES = {
     "flow_grpo/runtime/device.py",
     "flow_grpo/settings/schema.py",  # lists what a user may write for config.device
     # Read a vendor's wheel, and stand in for its device.
-    "tools/audit_npu.py",
-    "tools/audit/names.py",
-    "tools/audit/step.py",
-    "tools/audit/wheel.py",
+    "tools/dev/audit_npu.py",
+    "tools/dev/audit/names.py",
+    "tools/dev/audit/step.py",
+    "tools/dev/audit/wheel.py",
 }
 CPU_MATHS = (
     # Poses, rewards and noise levels are on the CPU; sde.py and loss.py take tensors of the device.
@@ -43,7 +43,8 @@ CPU_MATHS = (
 )
 # Keep float64 inputs as float64; only tests pass them, on the CPU.
 KEEP_DOUBLES = {("flow_grpo/maths/sde.py", "_like"), ("flow_grpo/maths/sde.py", "_full_precision")}
-UNREAD = {("sample", "num_image_per_prompt")}  # only compared with sample.k, by the checks
+# Only compared with sample.k, by the checks; read by `ModelConfig.tiles`.
+UNREAD = {("sample", "num_image_per_prompt"), ("model", "vae_tiles"), ("model", "vae_tiling")}
 
 
 @dataclasses.dataclass(frozen=True)

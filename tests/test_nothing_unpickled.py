@@ -26,7 +26,7 @@ from tools import convert_recammaster, generate
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
 RUNNERS = {"eval", "exec", "compile", "__import__"}
 ARCHIVES = {"tarfile", "unpack_archive", "extract", "extractall"}  # names in them may leave the folder
-RECIPES = "flow_grpo/settings/loading.py"  # a recipe is a program, which its user names
+RECIPES = "flow_grpo/settings/own_code.py"  # recipes and code of a user's own are programs, which the user names
 
 
 def _unsafe(path: str, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:

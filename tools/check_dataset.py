@@ -311,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"dataset {args.root} has no split {' or '.join(missing)}; name folders below the root")
     settings = Settings(args.root, args.decode, args.frames, args.size, tuple(args.max_step))
     folders = [folder for split in splits for folder in scene_folders(args.root / split)]
+    print(f"checking {len(folders)} scenes of {args.root}", flush=True)
     try:
         report = summarise(settings, check(settings, folders, args.workers))
     except BrokenProcessPool:

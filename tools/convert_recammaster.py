@@ -55,6 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args = options().parse_args(words)
     try:
         _check(args)
+        print(f"writing {args.out}", flush=True)
         lines = back(args) if args.back else forward(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}".replace("\n", " "), file=sys.stderr)

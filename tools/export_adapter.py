@@ -38,7 +38,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if args.out.exists():
             raise ValueError(f"--out {args.out} exists, must be a new folder")
-        export(load_config(args.config, overrides), args.checkpoint, args.out)
+        config = load_config(args.config, overrides)
+        print(f"exporting {args.checkpoint}", flush=True)
+        export(config, args.checkpoint, args.out)
     except (ValueError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
         return 2

@@ -42,11 +42,12 @@ def main() -> None:
         translation=tuple(args.translation),
         rotation=tuple(args.rotation),
     )
+    clips = 10 * sum(spec.scenes.values())
+    print(f"rendering {clips} clips", flush=True)
     try:
         write_tiny_world(args.root, spec)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
-    clips = 10 * sum(spec.scenes.values())
     print(f"{clips} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {args.root}")
 
 

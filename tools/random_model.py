@@ -96,6 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         sizes = Sizes(**given)
         sizes.check()
+        print(f"writing {out}", flush=True)
         record = write_model(out, sizes)
     except ValueError as error:
         print("error:", error, file=sys.stderr)

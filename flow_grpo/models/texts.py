@@ -56,9 +56,9 @@ class TextEncoder:
         parts = folder / "text_encoder", folder / "tokenizer"
         check_component(parts[0])
         check_json(parts[1])
+        identity = f"{files_key(parts[0])} {files_key(parts[1])} {dtype}"
         _load_network(parts[0], dtype, device_map="meta")  # reads headers only
         _load_tokenizer(parts[1])
-        identity = f"{files_key(parts[0])} {files_key(parts[1])} {dtype}"
         return cls(lambda: _load(*parts, dtype), identity, device=device, offload=offload)
 
     @property

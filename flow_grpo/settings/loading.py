@@ -173,13 +173,19 @@ def _parsed(path: str, text: str | None) -> Any:
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
     table = _table_of(path)
     names = [*table.split("."), path.removeprefix(f"{table}.")] if table else path.split(".")
-    for name in names[:-1]:
-        values = values[name]
-    values[names[-1]] = value
-    if table:  # in the order of a recipe's, wherever the entry came from
-        ordered = sorted(values.items())
-        values.clear()
-        values.update(ordered)
+    try:
+        for name in names[:-1]:
+            values = values[name]
+        values[names[-1]] = value
+        if table:  # in the order of a recipe's, wherever the entry came from
+            ordered = sorted(values.items())
+            values.clear()
+            values.update(ordered)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"config.{path}: the recipe has no section that takes it ({' '.join(str(error).split())[:200]}); start it "
+            "from config/base.py's get_config()"
+        ) from None
 
 
 def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

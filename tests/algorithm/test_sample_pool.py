@@ -12,7 +12,7 @@ from flow_grpo.records import Conditioning, Trajectory
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.rounds import Rounds, kinds_of, rows_by_position
 from tests.workers import run_ranks
-from tools.bench_cases.exchange import peak_mib, resident_mib
+from tools.dev.bench_cases.exchange import peak_mib, resident_mib
 
 
 def parts_of(batches):

@@ -22,7 +22,7 @@ from flow_grpo.data.dynamic_batch import DistributedWeightedSampler as Weighted
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler, LimitedPointsCollateFn, sample_cost, video_tokens
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.workers import run_ranks
-from tools.bench_cases import packing
+from tools.dev.bench_cases import packing
 
 PAGE = Path(__file__).parents[2] / "docs" / "cost_limited_batches.md"
 

@@ -18,7 +18,7 @@ import pytest
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.runtime.checkpoints import checkpoint
 from tests.tiny_models import make_tiny_folder
-from tools.soak import Family
+from tools.dev.soak import Family
 
 pytestmark = pytest.mark.slow
 

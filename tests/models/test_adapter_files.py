@@ -182,5 +182,5 @@ def test_an_adapter_is_replaced_as_a_whole_and_one_that_cannot_be_written_leaves
             saved(trained_model(), folder)
     assert sorted(folder.iterdir()) == before
     names = {path.name for path in saved(trained_model(), folder).iterdir()}
-    assert names == {adapter_files.LORA_FILE, adapter_files.CAMERA_FILE}
+    assert names == {adapter_files.LORA_FILE, adapter_files.CAMERA_FILE, adapter_files.CARD}
     assert list(tmp_path.iterdir()) == [folder]

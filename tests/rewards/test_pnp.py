@@ -14,7 +14,7 @@ from flow_grpo.maths.poses import PRESETS, preset_path, rot_err, trans_err
 from flow_grpo.rewards.camera.anchors import Film, Source, make_source
 from flow_grpo.rewards.camera.features import Features, find_features
 from flow_grpo.rewards.camera.pnp import GATE, Located, View, camera_matrix, locate, locate_video
-from tools.hacking.textured_room import LARGE, SMALL, film, grey, intrinsics, slowed, source_path, spoiled
+from tools.dev.hacking.textured_room import LARGE, SMALL, film, grey, intrinsics, slowed, source_path, spoiled
 
 FRAMES, ALL_FRAMES = 5, 21
 DEGRADED = ("sprite, JPEG 70", "sprite, blur, JPEG 70")

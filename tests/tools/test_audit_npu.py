@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests import workers
-from tools import audit_npu
-from tools.audit import names, step
-from tools.audit.names import Use
-from tools.audit.wheel import UnreadableWheelError, Wheel
+from tools.dev import audit_npu
+from tools.dev.audit import names, step
+from tools.dev.audit.names import Use
+from tools.dev.audit.wheel import UnreadableWheelError, Wheel
 
 CPU_CLASS = "class profile:\n    def __init__(self, *, activities=None, on_trace_ready=None): ..."
 FILES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import bench
-from tools.bench_cases import exchange
+from tools.dev import bench
+from tools.dev.bench_cases import exchange
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,15 +11,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = sorted(file.stem for file in (ROOT / "tools").glob("*.py") if file.stem != "common")
+COMMANDS = sorted(
+    file.relative_to(ROOT / "tools").with_suffix("").as_posix()
+    for place in ("*.py", "dev/*.py")
+    for file in (ROOT / "tools").glob(place)
+    if "__main__" in file.read_text(encoding="utf-8")
+)
+FOR_USERS = [
+    *("check_dataset", "check_sources", "convert_recammaster", "device_report", "doctor", "evaluate"),
+    *("export_adapter", "finetune_recam", "generate", "learning_study", "make_tiny_world", "measure_signal"),
+    *("plan", "precompute", "random_model", "reward_server"),
+]
+PROGRAM_OF_ANOTHER = "dev/soak_rank"  # torchrun starts it for tools/dev/soak.py
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def test_what_users_never_need_is_out_of_their_sight():
+    assert [name for name in COMMANDS if not name.startswith("dev/")] == FOR_USERS
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != PROGRAM_OF_ANOTHER])
 def test_a_command_has_an_example_in_its_help(name):
-    assert f"tools/{name}.py " in (importlib.import_module(f"tools.{name}").__doc__ or "")
+    module = importlib.import_module(f"tools.{name.replace('/', '.')}")
+    assert f"python tools/{name}.py" in (module.__doc__ or "") or f" tools/{name}.py " in (module.__doc__ or "")
 
 
-@pytest.mark.parametrize("name", ["run_table", "soak"])  # one without and one with processes of its own
+@pytest.mark.parametrize("name", ["dev/run_table", "dev/soak", "generate"])  # without and with processes of their own
 def test_a_command_runs_from_any_directory(tmp_path, name):
     bare = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), "--help"]

@@ -19,7 +19,7 @@ from tests.models.test_convert import checkpoint, same
 from tests.models.test_recam_transformer import base_wan, inputs
 from tests.tiny_models import make_tiny_folder, tiny_transformer
 from tools import convert_recammaster as tool
-from tools.bench_cases.exchange import peak_mib, resident_mib
+from tools.dev.bench_cases.exchange import peak_mib, resident_mib
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from matplotlib.image import imread
 
 from flow_grpo.runtime.video_file import write_video
-from tools.demo_picture import clips, draw
+from tools.dev.demo_picture import clips, draw
 
 
 def film(path, level: float) -> None:

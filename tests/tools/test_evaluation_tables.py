@@ -61,12 +61,15 @@ def test_intervals_are_over_sources():
 def test_differences_are_taken_video_by_video():
     ours = [row("a", 1.0), row("b", 5.0), row("c", 3.0), row("d", None)]
     theirs = [row("a", 2.0), row("b", 6.0), row("c", None), row("d", 0.1)]
-    compared = compare(ours, theirs)
+    compared = compare(ours, theirs, "theirs")
     cell = compared["metrics"]["rot_deg_mean"]
     assert (cell["mean"], cell["low"], cell["high"], cell["rows"]) == (-1, -1, -1, 2)
     assert (compared["only_registered_here"], compared["only_registered_in_baseline"]) == (1, 1)
     assert compared["failure_rate"]["mean"] == 0
-    assert compare(ours[3:], theirs[3:])["failure_rate"]["mean"] == 1 and compare(ours[3:], theirs[3:])["metrics"] == {}
+    assert (
+        compare(ours[3:], theirs[3:], "theirs")["failure_rate"]["mean"] == 1
+        and compare(ours[3:], theirs[3:], "theirs")["metrics"] == {}
+    )
     text = as_markdown(SETTINGS, ours, summarise(ours) | {"baseline": compared})
     assert "over 4 common videos" in text and "| rot_deg_mean | -1 [-1, -1] | 2 |" in text
 

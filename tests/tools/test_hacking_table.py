@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flow_grpo.rewards.base import REWARDS
-from tools.hacking.tricks import COMMANDS, EXACT, HARMLESS, Stage, stage
-from tools.hacking_table import (
+from tools.dev.hacking.tricks import COMMANDS, EXACT, HARMLESS, Stage, stage
+from tools.dev.hacking_table import (
     BEGIN,
     END,
     PAGE,
@@ -123,10 +123,10 @@ def test_the_page_is_rewritten_between_its_markers_only(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nOUTDATED\n{END}\nafter\n")
     for _ in range(2):
-        write_between(page, report(by_hand(), (240, 416), 21, "python tools/hacking_table.py"))
+        write_between(page, report(by_hand(), (240, 416), 21, "python tools/dev/hacking_table.py"))
     text = page.read_text()
     assert text.startswith(
-        f"before\n{BEGIN}\n\n    python tools/hacking_table.py\n\n21 frames of 240x416, mean over pan_right"
+        f"before\n{BEGIN}\n\n    python tools/dev/hacking_table.py\n\n21 frames of 240x416, mean over pan_right"
     )
     assert text.endswith(f"| *CPU-s a video* | 1.2 | 0.0 |\n\n{END}\nafter\n") and "OUTDATED" not in text
     page.write_text("no markers\n")

@@ -14,7 +14,7 @@ import torch
 
 from flow_grpo.data.tiny_world import make_scene
 from flow_grpo.maths.poses import PRESETS, preset_path, rotation_vector
-from tools import pretrain_codec, pretrain_tiny
+from tools.dev import pretrain_codec, pretrain_tiny
 
 
 def test_the_untrained_codec_is_the_best_linear_one():

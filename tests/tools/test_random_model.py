@@ -129,7 +129,7 @@ def test_without_options_it_is_wan_1_3b():
 def test_output_and_record_state_parameters_and_bytes(tmp_path, capsys):
     out = tmp_path / "model"
     assert random_model.main(words(out)) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    _, line = capsys.readouterr().out.splitlines()
     counts = {name: parameters_of(out / name) for name in ("transformer", "vae", "text_encoder")}
     listed = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     assert line.startswith(f"random weights in {out}: {listed} parameters, ")

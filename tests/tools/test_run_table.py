@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools import run_table
+from tools.dev import run_table
 
 
 @pytest.fixture

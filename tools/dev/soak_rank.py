@@ -1,4 +1,4 @@
-"""A rank of `train_grpo.py` with an injected fault; `tools/soak.py` lets torchrun start it instead.
+"""A rank of `train_grpo.py` with an injected fault; `tools/dev/soak.py` lets torchrun start it instead.
 
 The environment variable FLOW_GRPO_SOAK holds JSON: {"fault": NAME, "epoch": N, "rank": R}. In the N-th epoch of the
 process, counted from 0, on rank R:

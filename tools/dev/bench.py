@@ -1,8 +1,8 @@
 """Measure the overhead of the library, as ratios within one run; --json prints one object.
 
-    python tools/bench.py --config config/grpo.py:tiny_recam --json --config.sample.train_batch_size=32
-    python tools/bench.py dynamic-sampling --json
-    python tools/bench.py packing --json
+    python tools/dev/bench.py --config config/grpo.py:tiny_recam --json --config.sample.train_batch_size=32
+    python tools/dev/bench.py dynamic-sampling --json
+    python tools/dev/bench.py packing --json
 
 The first command times the phases of an epoch against the transformer calls alone; the second moves a group of 32 MiB
 samples between 4 ranks, against gathering all samples as objects (`time_ratio`, `memory_ratio`); the third computes how
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
@@ -36,7 +36,7 @@ from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
-from tools.bench_cases import exchange, packing
+from tools.dev.bench_cases import exchange, packing
 from tools.common import make_parser
 
 CASES: dict[str, Callable[[], dict[str, float]]] = {

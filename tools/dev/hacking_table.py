@@ -1,8 +1,8 @@
 """Score trick videos with every reward that needs no weights, and show which reward notices which trick.
 
-python tools/hacking_table.py --size 240x416 --write-docs        # renew the table in docs/camera_rewards.md
-python tools/hacking_table.py --size 480x832 --out table.md      # to a file; without --out to the terminal
-python tools/hacking_table.py --sheet tricks.png                 # first, middle and last frames of every video
+python tools/dev/hacking_table.py --size 240x416 --write-docs        # renew the table in docs/camera_rewards.md
+python tools/dev/hacking_table.py --size 480x832 --out table.md      # to a file; without --out to the terminal
+python tools/dev/hacking_table.py --sheet tricks.png                 # first, middle and last frames of every video
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
@@ -34,11 +34,11 @@ from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
 from tools.common import image_size, make_parser, markdown_table
-from tools.hacking.tricks import COMMANDS, EXACT, Stage, stage
+from tools.dev.hacking.tricks import COMMANDS, EXACT, Stage, stage
 
 FACTOR = 3.0  # a reward notices a video scored this many floors below the exact one
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "camera_rewards.md"
-BEGIN, END = "<!-- hacking table: begin, written by tools/hacking_table.py -->", "<!-- hacking table: end -->"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "camera_rewards.md"
+BEGIN, END = "<!-- hacking table: begin, written by tools/dev/hacking_table.py -->", "<!-- hacking table: end -->"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,9 @@ def main() -> None:
         draw_sheet(stage(args.commands[0], args.size, args.frames), args.sheet)
         return
     size = f"{args.size[0]}x{args.size[1]}"
-    call = f"python tools/hacking_table.py --size {size} --frames {args.frames} --commands {' '.join(args.commands)}"
+    call = (
+        f"python tools/dev/hacking_table.py --size {size} --frames {args.frames} --commands {' '.join(args.commands)}"
+    )
     progress = functools.partial(print, file=sys.stderr, flush=True)
     try:
         scores = score(args.commands, args.size, args.frames, progress=progress)

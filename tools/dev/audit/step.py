@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from flow_grpo.runtime import device as device_api
-from tools.audit.names import Finding
+from tools.dev.audit.names import Finding
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 REGISTERED = "registered"
 WIDE = (torch.float64, torch.complex64, torch.complex128)
 # One fused operator on an NPU, forward and backward; elsewhere only its parts reach the dispatcher.

@@ -1,6 +1,6 @@
 """Pre-train the tiny ReCam model by flow matching, on camera labels of ambiguous scale. Resumable.
 
-    torchrun --nproc_per_node=2 tools/pretrain_tiny.py --work .work/base --out assets/tiny_recam
+    torchrun --nproc_per_node=2 tools/dev/pretrain_tiny.py --work .work/base --out assets/tiny_recam
 
 Two data sources are mixed, as if labels came from different pipelines. One moves its camera by decimetres to metres and
 labels it exactly. The other labels translations in decimetres, so that equal labels mean ten times less motion, and its
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which load accelerator plug-ins unguarded
 
@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
 from tools.common import make_parser
-from tools.tiny.probe import SHIFT, SURE, UNSURE, WEAKEST, Probe, encode, moved_less, predict, scene_cameras
-from tools.tiny.text import CAPTIONS, build_text_encoder, encode_captions
-from tools.tiny.training import Resumable, processes, save_tensors
+from tools.dev.tiny.probe import SHIFT, SURE, UNSURE, WEAKEST, Probe, encode, moved_less, predict, scene_cameras
+from tools.dev.tiny.text import CAPTIONS, build_text_encoder, encode_captions
+from tools.dev.tiny.training import Resumable, processes, save_tensors
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
@@ -291,7 +291,7 @@ def write_folder(training: Training, parts: dict[str, nn.Module], tokenizer: Pre
     began = {}
     if args.init is not None:
         began["began_as"] = json.loads((args.init / "pretraining.json").read_text(encoding="utf-8"))
-    training.write_record(out / "pretraining.json", "tools/pretrain_tiny.py", args, SETTINGS, data=data, **began)
+    training.write_record(out / "pretraining.json", "tools/dev/pretrain_tiny.py", args, SETTINGS, data=data, **began)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""Compare kinds of runs, several seeds each, by their evaluations before and after training.
 
-    python tools/run_table.py --metrics eval/sharpness eval/rot_err_deg \
+    python tools/dev/run_table.py --metrics eval/sharpness eval/rot_err_deg \
         --runs "sharpness alone=outputs/hack_0,outputs/hack_1" "with target_view=outputs/cure_0,outputs/cure_1"
 
 prints a Markdown table with a row per kind and metric: the value of the first evaluation, those of each run's last
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 from tools.common import fail, make_parser, markdown_table
 

@@ -121,7 +121,7 @@ def _condition(gid: int, slot: int) -> Condition:
     return Condition(gid, gid, slot, "", video, torch.eye(4, dtype=torch.float64)[None], "", "cam01", "cam02")
 
 
-RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
+RECIPE = f"{Path(__file__).resolve().parents[3]}/config/grpo.py:my_recam_8npu"
 
 
 def _pooled(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:

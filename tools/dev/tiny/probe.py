@@ -17,7 +17,7 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, camera_tokens
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.rewards.target_view import psnr_db
-from tools.tiny.text import CAPTIONS
+from tools.dev.tiny.text import CAPTIONS
 
 UNSURE = WorldSpec(seed=13, scenes={}, translation=(0.35, 0.65), rotation=(0.3, 1.0))  # labels that both sources have
 SURE = dataclasses.replace(UNSURE, translation=(0.15, 0.3))  # labels that only the first source has

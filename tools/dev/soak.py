@@ -1,6 +1,6 @@
 """Train under random faults for an hour, and check that every run ends bit for bit where an undisturbed one does.
 
-    python tools/soak.py --minutes 60 --out soak
+    python tools/dev/soak.py --minutes 60 --out soak
 
 A shrunk tiny recipe is trained once undisturbed on `--ranks` processes. Then it is trained again and again with a
 checkpoint after every epoch: each launch meets one random fault, dies from it or not, and is relaunched until the run
@@ -36,11 +36,11 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 from tools.common import fail, launcher, make_parser
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 INSIDE = ("nan", "reward", "slow")
 OUTSIDE = ("kill", "kill_all", "kill_save", "launcher", "worker", "term")
 KNOBS = {

@@ -1,7 +1,7 @@
 """Draw held-out conditions before and after training, frame by frame, from the evaluation videos of runs.
 
-python tools/demo_picture.py outputs/RUN --out docs/demo.png
-python tools/demo_picture.py outputs/A outputs/B --titles "by A" "by B" --out docs/both.png   # of one recipe
+python tools/dev/demo_picture.py outputs/RUN --out docs/demo.png
+python tools/dev/demo_picture.py outputs/A outputs/B --titles "by A" "by B" --out docs/both.png   # of one recipe
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.audit.wheel import Definition, Wheel
+from tools.dev.audit.wheel import Definition, Wheel
 
 VENDOR = ("torch_npu", "torch.npu")
 BACKEND = "hccl"

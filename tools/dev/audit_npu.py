@@ -1,7 +1,7 @@
 """Check this project against a release of torch_npu, without an NPU: the wheel is read, never installed.
 
-    python tools/audit_npu.py                               # downloads the wheel that matches requirements.txt
-    python tools/audit_npu.py --wheel torch_npu-2.13.0-....whl --json audit.json
+    python tools/dev/audit_npu.py                               # downloads the wheel that matches requirements.txt
+    python tools/dev/audit_npu.py --wheel torch_npu-2.13.0-....whl --json audit.json
 
 Checks that every torch_npu name used here exists and accepts the arguments it is called with; that every ATen operator
 of a tiny training step has an NPU kernel or decomposes into such; and that no float64 or complex tensor is on the
@@ -21,15 +21,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 from flow_grpo.runtime import device as device_api
-from tools.audit import names, step
-from tools.audit.names import Finding
-from tools.audit.wheel import Wheel
 from tools.common import fail, make_parser
+from tools.dev.audit import names, step
+from tools.dev.audit.names import Finding
+from tools.dev.audit.wheel import Wheel
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("flow_grpo", "config", "tools", "train_grpo.py")
 
 

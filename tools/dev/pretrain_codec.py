@@ -1,6 +1,6 @@
 """Train the tiny world's video codec: a small `AutoencoderKLWan`, 8x in space, each frame by itself. Resumable.
 
-    torchrun --nproc_per_node=2 tools/pretrain_codec.py --work .work/codec --out assets/tiny_recam
+    torchrun --nproc_per_node=2 tools/dev/pretrain_codec.py --work .work/codec --out assets/tiny_recam
 
 It starts as the best linear codec of 8x8-pixel patches and then learns to use their surroundings. Training clips show
 rooms that no dataset contains. The loss compares pixels and their differences in time at four scales; a small penalty
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which load accelerator plug-ins unguarded
 
@@ -29,7 +29,7 @@ from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.rewards.target_view import psnr_db
 from tools.common import make_parser
-from tools.tiny.training import Resumable, processes
+from tools.dev.tiny.training import Resumable, processes
 
 WORLD = WorldSpec(seed=11, scenes={}, translation=(0.03, 0.65), rotation=(0.1, 1.0))
 PATCH = 8  # pixels; a PATCH x PATCH square becomes one latent position
@@ -235,7 +235,7 @@ def write_codec(training: Training, args: argparse.Namespace) -> None:
     std = float((latents - mean.view(-1, 1, 1, 1)).std())
     codec.register_to_config(latents_mean=mean.tolist(), latents_std=[std] * len(mean))
     codec.half().save_pretrained(args.out / "vae")
-    training.write_record(args.out / "vae" / "pretraining.json", "tools/pretrain_codec.py", args, SETTINGS)
+    training.write_record(args.out / "vae" / "pretraining.json", "tools/dev/pretrain_codec.py", args, SETTINGS)
 
 
 if __name__ == "__main__":
