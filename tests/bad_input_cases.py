@@ -41,6 +41,7 @@ SMALL = {
     "eval.num_steps": 1,
     "eval.gold": "",
     "eval.videos": 0,
+    "eval.signal_groups": 0,
 }
 
 

@@ -216,7 +216,7 @@ def _train(ranks: Ranks, given: list[str]) -> int:
 
 def test_policy_raise_saves_and_stops_with_one_line(places, tmp_path, capsys):
     """The random model scores the same everywhere, so the first epoch has no signal."""
-    given = {"dynamic_sampling__enabled": "true", "reward__weights": "target_view=1"}
+    given = {"dynamic_sampling__enabled": "true", "reward__weights": "target_view=1", "eval__signal_groups": 0}
     assert train_grpo.main(words(places, tmp_path, **given, dynamic_sampling__policy="raise")) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "only 0 of 8 samples lie in groups that carry a signal after 3 resample(s)" in line
