@@ -92,6 +92,8 @@ def main(words: Sequence[str] | None = None) -> int:
         videos = tuple(Video.parse(text) for text in (options.videos or VIDEOS[size]).split(","))
         parts = _parts(options.parts)
         passed_on = _passed_on(options)
+        if options.part:  # this process measures; the one that waits for it leaves the device alone
+            device_api.setup(device)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -277,7 +279,6 @@ def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ..
     parts = kernels.PARTS
     if part not in parts:
         from tools.device.networks import PARTS as parts
-    device_api.setup(device)
     chosen = kernels.SIZES[size]
     setting = kernels.Setting(chosen, device, videos, options.rows, options.repeat)
     records: dict[str, Any] = {}
