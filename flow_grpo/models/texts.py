@@ -122,7 +122,7 @@ def _not_loaded(folder: Path, error: Exception) -> ValueError:
 def _load_network(folder: Path, dtype: torch.dtype, **placement: str) -> PreTrainedModel:
     """Load the network; ValueError if a tensor is missing or has another shape, which transformers would draw anew."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # every rank would draw one
-    level = transformers_logging.get_verbosity()  # type: ignore[no-untyped-call]
+    level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # its report is a table of lines
     try:
         network: PreTrainedModel
@@ -138,7 +138,7 @@ def _load_network(folder: Path, dtype: torch.dtype, **placement: str) -> PreTrai
     except Exception as error:  # transformers raises a different type for each kind of nonsense in config.json
         raise _not_loaded(folder, error) from error
     finally:
-        transformers_logging.set_verbosity(level)  # type: ignore[no-untyped-call]
+        transformers_logging.set_verbosity(level)
     wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if wrong:
         raise ValueError(f"{folder} lacks the weights of config.json for {summarize(wrong)}; download it again")
