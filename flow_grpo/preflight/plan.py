@@ -163,8 +163,8 @@ def _decoding_peak(path: str, slicing: bool, latents: tuple[int, int, int, int],
 
 def _network_of(model: ModelConfig) -> ModelConfig:
     """Return the settings that decide what a call of the transformer costs; all others have their defaults."""
-    names = ("path", "trained", "lora_rank", "lora_targets", "lora_full_modules")
-    names += ("gradient_checkpointing", "max_prompt_tokens")
+    lora = ("lora_rank", "lora_targets", "lora_full_modules")
+    names = ("path", "trained", *lora, "gradient_checkpointing", "max_prompt_tokens")
     return ModelConfig(**{name: getattr(model, name) for name in names})
 
 
