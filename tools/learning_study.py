@@ -271,7 +271,8 @@ def draw(records: dict[str, list[dict[str, Any]]]) -> None:
                 low, high = ([pick(point[metric] for point in same) for same in points] for pick in (min, max))
                 plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             plot.set(xlabel=unit, title=title)
-    figure.axes[0].legend(fontsize=8)
+    lines, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=8)
     figure.savefig(PLOT, dpi=110)
 
 

@@ -107,7 +107,7 @@ def _write(network: Any, folder: Path, ranks: Ranks) -> None:
     else:
         with ranks.sync_errors("saving the transformer"):
             if ranks.is_main:
-                network.save_pretrained(str(folder), variant=VARIANT)  # type: ignore[operator]
+                network.save_pretrained(str(folder), variant=VARIANT)
     with ranks.sync_errors("saving the adapter (card)"):
         if ranks.is_main:
             (folder / CARD).write_text(LORA_CARD if has_lora(network) else TRANSFORMER_CARD, encoding="utf-8")

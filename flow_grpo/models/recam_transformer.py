@@ -8,6 +8,7 @@ frame, L prompt tokens.
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,15 +121,18 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
     _cp_plan = None  # type: ignore[assignment]
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **settings: Any) -> ReCamTransformer3DModel:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike[Any] | None, **settings: Any
+    ) -> ReCamTransformer3DModel:
         """Load a folder as diffusers does, an exported transformer (`save_adapter`) included.
 
         Raises:
             OSError: it holds no weights.
         """
+        folder = str(pretrained_model_name_or_path)
         if any(Path(folder, settings.get("subfolder") or "").glob(f"*.{VARIANT}*")):
             settings = {"variant": VARIANT} | settings
-        loaded: Any = super().from_pretrained(str(folder), **settings)
+        loaded: Any = super().from_pretrained(folder, **settings)
         return cast(ReCamTransformer3DModel, loaded)
 
     # diffusers saves and restores the configuration through this signature: every field of config.json must be a
