@@ -270,8 +270,11 @@ def test_rank_0_prints_the_group_structure_with_the_recipe_s_shapes(run):
         "  期望的",
         "  k (",
         "Gather",
+        "k (",
+        "期望的",
+        "每个",
     )
-    lines = [line for line in run.lines if line.startswith((*words, "  每个"))]
+    lines = [line for line in run.lines if line.startswith(words)]
     prompts = [re.fullmatch(r"\[Batch (\d)\] Prompts \(前30字符\): \['(.+)', '(.+)'\]", line) for line in lines[: E.nb]]
     assert [match and int(match[1]) for match in prompts] == list(range(E.nb))
     assert lines[E.nb :] == [
@@ -283,9 +286,9 @@ def test_rank_0_prints_the_group_structure_with_the_recipe_s_shapes(run):
         f"  期望的总样本数: {E.local}",
         f"  k (group_size): {E.k}",
         f"Gather后的总样本数（所有GPU）: {E.W * E.local}",
-        f"  k (group_size): {E.k}",
-        f"  期望的唯一样本数: {E.W * E.local // E.k}",
-        f"  每个唯一样本应该有 {E.k} 个副本",
+        f"k (group_size): {E.k}",
+        f"期望的唯一样本数: {E.W * E.local // E.k}",
+        f"每个唯一样本应该有 {E.k} 个副本",
     ]
     groups = [line for line in run.lines if line.startswith("  group ")]
     assert len(groups) == E.W * E.local // E.k and all(line.count(" on rank ") == E.k for line in groups)

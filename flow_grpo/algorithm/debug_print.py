@@ -81,9 +81,9 @@ def gathered_lines(total: int, k: int) -> list[str]:
     """Return the lines that show the counts gathered from all ranks."""
     return [
         f"Gather后的总样本数（所有GPU）: {total}",
-        f"  k (group_size): {k}",
-        f"  期望的唯一样本数: {total // k}",
-        f"  每个唯一样本应该有 {k} 个副本",
+        f"k (group_size): {k}",
+        f"期望的唯一样本数: {total // k}",
+        f"每个唯一样本应该有 {k} 个副本",
     ]
 
 
