@@ -20,13 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler, get_worker_info
 
+from flow_grpo.data.already_sharded import AlreadySharded
 from flow_grpo.maths.keys import generator, key
 
 OVERSIZE = {"raise": "refused", "single": "a batch of its own", "drop": "left out"}
-PREPARED = (
-    "this batch sampler shards over the ranks itself: accelerator.prepare would shard once more and lose items; keep "
-    "its loader out of accelerator.prepare"
-)
 STRATEGIES = ("drop_largest", "drop_last")
 WORKER_SLOTS = 1024
 
@@ -41,7 +38,7 @@ def video_tokens(frames: int, height: int, width: int, *, temporal: int = 4, spa
     return ((frames - 1) // temporal + 1) * (height // spatial) * (width // spatial)
 
 
-class DynamicBatchSampler(Sampler[list[int]]):
+class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
     """Batches whose costs add up to at most `max_points`, equally many on every rank, covering each item once.
 
     Use it as `DataLoader(dataset, batch_sampler=sampler)`, never inside `accelerator.prepare`, which would shard again.
@@ -91,7 +88,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         structure: Callable[[int], Hashable] | None = None,
         oversize: str = "raise",
     ) -> None:
-        self.max_points, self.shuffle, self.drop_last, self.seed = max_points, shuffle, drop_last, seed
+        self.max_points, self.shuffle, self.seed, self._drops_last = max_points, shuffle, seed, drop_last
         self.num_replicas, self.rank = _ranks(num_replicas, rank)
         self._sampler, self._single = _unsharded(sampler), oversize == "single"
         self._costs = _read_costs(dataset, cost or getattr(dataset, "cost", None))
@@ -99,15 +96,6 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self._structures: list[Any] = [structure(index) if structure else 0 for index in range(len(self._costs))]
         self._check_oversized(oversize)
         self._plan(0)
-
-    @property
-    def batch_size(self) -> int:
-        """Refuse to be prepared: accelerate asks for it before it shards the batches once more.
-
-        Raises:
-            TypeError: always; every rank would lose all but one in W of its batches.
-        """
-        raise TypeError(PREPARED)
 
     def set_epoch(self, epoch: int) -> None:
         """Plan `epoch` unless it is the current one; new iterators start at its first row, existing ones are kept."""
@@ -179,16 +167,16 @@ class DynamicBatchSampler(Sampler[list[int]]):
         draws, ranks = self._draws(epoch), self.num_replicas
         batches, cost, structure = self._packed(draws), self._costs.__getitem__, self._structures.__getitem__
         oversized = len(draws) - sum(map(len, batches))
-        if self.drop_last and (len(batches) >= ranks or not epoch):
+        if self._drops_last and (len(batches) >= ranks or not epoch):
             # Before sorting, or the same cheap items would be dropped in every epoch.
             batches = batches[: len(batches) // ranks * ranks]
-        elif self.drop_last and self.rank == 0:
+        elif self._drops_last and self.rank == 0:
             _log.warning("epoch %d has only %d batches for %d ranks: the rest is filler", epoch, len(batches), ranks)
         # In sorted order the cost differences within all rows add up to at most the cost of the largest batch.
         order = sorted(range(len(batches)), key=lambda b: (-sum(map(cost, batches[b])), structure(batches[b][0])))
         rows: list[Any] = [order[first : first + ranks] for first in range(0, len(order), ranks)]
         if not rows:
-            got = f"{len(draws)} draws, {oversized} above max_points={self.max_points}, drop_last={self.drop_last}"
+            got = f"{len(draws)} draws, {oversized} above max_points={self.max_points}, drop_last={self._drops_last}"
             raise ValueError(f"epoch {epoch} has not one row of {ranks} batches ({got}); add data or keep the last row")
         rows.sort(key=min)  # batches are numbered in the order of their first items, so rows follow the dataset
         if self.shuffle:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from flow_grpo.data.dynamic_batch import PREPARED
+from flow_grpo.data.already_sharded import AlreadySharded
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, SampleKey
 
 
-class KRepeatIndices(Sampler[list[int]]):
+class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
     """This rank's batches of a `DistributedKRepeatSampler`, as lists of indices into the data set.
 
         batches = KRepeatIndices(DistributedKRepeatSampler(dataset, 2, 4, world_size, rank, seed=42))
@@ -30,15 +30,6 @@ class KRepeatIndices(Sampler[list[int]]):
     def __init__(self, sampler: DistributedKRepeatSampler) -> None:
         self.sampler = sampler
         self.epoch = 0
-
-    @property
-    def batch_size(self) -> int:
-        """Refuse to be prepared: accelerate asks for it before it shards the batches once more.
-
-        Raises:
-            TypeError: always; every rank would lose all but one in W of its batches.
-        """
-        raise TypeError(PREPARED)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iterators.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from flow_grpo.data.already_sharded import AlreadySharded
 from flow_grpo.maths.keys import generator, key
 
 LAYOUTS = ("spread", "shuffled", "contiguous")
@@ -38,7 +39,7 @@ class StaleBatchError(RuntimeError):
     """A batch was drawn for another step than the one being consumed."""
 
 
-class DistributedKRepeatSampler(Sampler[list[SampleKey]]):
+class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
     """An endless batch sampler in which every condition of a step appears exactly k times over the ranks.
 
         sampler = DistributedKRepeatSampler(dataset, batch_size=2, k=4, num_replicas=8, rank=rank, seed=42)
@@ -52,8 +53,7 @@ class DistributedKRepeatSampler(Sampler[list[SampleKey]]):
     Prefetching workers draw ahead of the consumer, so the iterator counts its own steps, every item carries its step,
     and `check` compares it with the step being consumed.
 
-    Never pass the loader through `accelerator.prepare`: it would shard again, and each rank would skip
-    all but one in W of its own batches. Only `check` notices, at the first or second batch.
+    Never pass the loader through `accelerator.prepare`: it would shard again, which is refused on several processes.
 
     Layouts, all with the same draws per round:
         spread: the copies of a group are on min(k, W) ranks, on k different ones if W >= k. The default.

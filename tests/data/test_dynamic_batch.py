@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -350,12 +349,6 @@ def test_two_processes_share_the_items_and_average_over_all_of_them(workers: int
     assert (first["of_rank"] + second["of_rank"]) / 2 != pytest.approx(22.5)
     rows = [a + b for a, b in zip(first["batches"], second["batches"], strict=True)]
     assert first["gradients"] == second["gradients"] == pytest.approx([sum(row) / len(row) for row in rows])
-
-
-def test_a_loader_that_would_be_sharded_twice_is_refused_by_accelerate_s_prepare() -> None:
-    loader = DataLoader(mixed(60), batch_sampler=DynamicBatchSampler(mixed(60), 20, num_replicas=2, rank=0))
-    with pytest.raises(TypeError, match=r"keep its loader out of accelerator\.prepare"):
-        prepare_data_loader(loader, num_processes=2, process_index=0, even_batches=False, put_on_device=False)
 
 
 def test_a_later_epoch_with_less_than_one_row_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, TensorDataset
 
 from flow_grpo.data.k_repeat_indices import KRepeatIndices
@@ -44,17 +43,6 @@ def test_an_epoch_is_repeated_until_the_next_is_named():
     assert list(own) != first
     with pytest.raises(ValueError, match="epoch is -1, must be at least 0"):
         own.set_epoch(-1)
-
-
-def test_a_prepared_loader_is_refused_on_several_processes_and_harmless_on_one():
-    own = batches()
-    loader = DataLoader(TensorDataset(VALUES), batch_sampler=own)
-    with pytest.raises(TypeError, match="would shard once more and lose items"):
-        prepare_data_loader(loader, num_processes=2, process_index=0, even_batches=False, put_on_device=False)
-    alone = batches(world_size=1)
-    loader = DataLoader(TensorDataset(VALUES), batch_sampler=alone)
-    prepared = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=False)
-    assert [batch[0].tolist() for batch in prepared] == [[100 + index for index in batch] for batch in alone]
 
 
 def under_accelerate(ranks: Ranks) -> list[list[int]]:
