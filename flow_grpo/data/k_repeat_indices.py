@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch.utils.data import Sampler
 
 from flow_grpo.data.already_sharded import AlreadySharded
-from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, SampleKey
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, SampleKey, StaleBatchError
 
 
 class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
@@ -21,7 +21,8 @@ class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
                 gids = [gid for _, gid, _, _ in keys]
 
     Indices alone do not tell groups apart: a condition may be drawn twice. `sample_keys` gives the group and the copy
-    of every row. As with torch's DistributedSampler, an epoch is repeated unless `set_epoch` names the next.
+    of every row. An epoch is delivered once, and again only after another `set_epoch`: a loop that forgets it would
+    train on the same conditions, and the same noise, for ever.
 
     Args:
         sampler: gives the plan; `num_batches_per_epoch` is the length of an epoch.
@@ -30,6 +31,7 @@ class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
     def __init__(self, sampler: DistributedKRepeatSampler) -> None:
         self.sampler = sampler
         self.epoch = 0
+        self._begun = False
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iterators.
@@ -39,7 +41,7 @@ class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
         """
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}, must be at least 0")
-        self.epoch = epoch
+        self.epoch, self._begun = epoch, False
 
     def sample_keys(self) -> list[list[SampleKey]]:
         """Return (step, gid, slot, index) of every row of this rank's batches of the epoch."""
@@ -52,6 +54,21 @@ class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
         return self.sampler.num_batches_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over the epoch's batches."""
+        """Return an iterator over the epoch's batches.
+
+        Raises:
+            StaleBatchError: batches of this epoch were delivered already.
+        """
+        if self._begun:
+            raise StaleBatchError(
+                f"epoch {self.epoch} was begun already; before iter(loader) call set_epoch({self.epoch + 1}), or "
+                f"set_epoch({self.epoch}) to deliver it again"
+            )
         # Not a generator function: the epoch must be read now, not when a prefetching loader asks for the first batch.
-        return iter([[index for *_, index in batch] for batch in self.sample_keys()])
+        return self._batches(self.epoch, self.sample_keys())
+
+    def _batches(self, epoch: int, keys: list[list[SampleKey]]) -> Iterator[list[int]]:
+        # Here and not in __iter__: a loader with workers calls that twice before its first batch.
+        self._begun = self._begun or epoch == self.epoch
+        for batch in keys:
+            yield [index for *_, index in batch]

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 from flow_grpo.data.k_repeat_indices import KRepeatIndices
-from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.workers import run_ranks
 
@@ -35,12 +35,30 @@ def test_a_plain_data_set_gets_the_planned_indices_epoch_by_epoch(workers):
     assert len(loader) == 2
 
 
-def test_an_epoch_is_repeated_until_the_next_is_named():
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_is_delivered_once_unless_it_is_named_again(workers):
+    own = batches()
+    loader = DataLoader(VALUES, batch_sampler=own, num_workers=workers, persistent_workers=workers > 0)
+    first = [batch.tolist() for batch in loader]
+    with pytest.raises(StaleBatchError, match=r"epoch 0 was begun already; before iter\(loader\) call set_epoch\(1\)"):
+        next(iter(loader))
+    own.set_epoch(0)
+    assert [batch.tolist() for batch in loader] == first
+    own.set_epoch(1)
+    assert [batch.tolist() for batch in loader] != first
+
+
+def test_an_iterator_keeps_its_epoch_when_the_next_is_named():
     own = batches()
     first = list(own)
-    assert list(own) == first
+    own.set_epoch(0)
+    running = iter(own)
     own.set_epoch(1)
-    assert list(own) != first
+    assert list(running) == first and list(own) != first
+
+
+def test_a_negative_epoch_is_refused():
+    own = batches()
     with pytest.raises(ValueError, match="epoch is -1, must be at least 0"):
         own.set_epoch(-1)
 
