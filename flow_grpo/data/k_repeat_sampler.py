@@ -11,7 +11,7 @@ nb batches per epoch, n conditions in the dataset. A step is one batch over all 
 from __future__ import annotations
 
 import itertools
-import warnings
+import logging
 from collections.abc import Hashable, Iterator, Sequence, Sized
 from functools import lru_cache
 from typing import Any
@@ -25,6 +25,7 @@ from flow_grpo.maths.keys import generator, key
 LAYOUTS = ("spread", "shuffled", "contiguous")
 StateValue = int | str
 
+_log = logging.getLogger(__name__)
 
 SampleKey = tuple[int, int, int, int]
 """One sample to generate: (step, gid, slot, index).
@@ -280,12 +281,19 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
                 f"layout contiguous needs num_batches_per_epoch * m = {nb * m} groups per round to be a multiple of "
                 f"num_replicas={ranks} ({given}, m={m}); change num_batches_per_epoch or use layout spread"
             )
-        if nb * m > n and self.rank == 0:
-            warnings.warn(
-                f"an epoch draws {nb * m} conditions from a dataset of {n}, so some come twice ({given}); harmless: "
-                "each draw is a group of its own",
-                stacklevel=3,
-            )
+        if self.rank == 0:
+            self._say_repeats(given)
+
+    def _say_repeats(self, given: str) -> None:
+        """Log that epochs draw a condition twice, or that some may."""
+        drawn, n = self.num_batches_per_epoch * self.conditions_per_batch, self.num_conditions
+        text = (
+            "an epoch draws %d conditions from a dataset of %d, so %s (%s); harmless: each draw is a group of its own"
+        )
+        if drawn > n:
+            _log.warning(text, drawn, n, "some come twice", given)
+        elif self.num_batches_per_epoch > 1 and (n % drawn or len(self._members) > 1):
+            _log.info(text, drawn, n, "one in which a pass over the dataset ends may hold a condition twice", given)
 
 
 def pass_length(n: int, m: int) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import re
-import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -321,13 +321,27 @@ def test_negative_steps_are_refused():
             call(-1)
 
 
-def test_an_epoch_larger_than_the_data_set_warns_on_the_first_rank_only():
-    with pytest.warns(UserWarning, match="an epoch draws 8 conditions from a dataset of 7"):
-        make(7)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make(7, rank=1)
-        make(8)
+def repeats(n: int, epochs: int) -> bool:
+    """Return whether one of the first epochs draws a condition twice."""
+    sampler = make(n)
+    steps = [[index for _, _, slot, index in flat(sampler.plan(step)) if slot == 0] for step in range(2 * epochs)]
+    drawn = [steps[2 * epoch] + steps[2 * epoch + 1] for epoch in range(epochs)]
+    return any(len(set(indices)) < len(indices) for indices in drawn)
+
+
+def test_the_first_rank_logs_where_an_epoch_may_draw_a_condition_twice(caplog):
+    caplog.set_level(logging.INFO)
+    make(7)
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert "an epoch draws 8 conditions from a dataset of 7, so some come twice" in caplog.text
+    caplog.clear()
+    make(97)
+    assert caplog.records[-1].levelno == logging.INFO and "may hold a condition twice" in caplog.text
+    assert repeats(97, 500)
+    caplog.clear()
+    for silent in (make(7, rank=1), make(97, rank=1), make(96), make(97, nb=1)):
+        assert not caplog.records, silent.state_dict()
+    assert not repeats(96, 100) and not repeats(97, 12)  # 12 epochs are the first pass of 97
 
 
 # --- structures: conditions of several video sizes
