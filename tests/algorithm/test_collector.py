@@ -122,6 +122,14 @@ def test_the_group_structure_is_printed_by_rank_0_with_debug_only(capsys):
         assert capsys.readouterr().out.count("[Batch 1] Prompts (前30字符): ") == (debug and rank == 0)
 
 
+def test_a_batch_s_prompts_are_printed_when_it_is_sampled(capsys):
+    sampling = collector(Ranks(), ToyPolicy(), train_batch_size=4)
+    sampling._on_batch = lambda count: print(f"sampled {count}")
+    sampling.collect(Clock(torch.device("cpu")))
+    lines = [line.partition("]")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines[:4] == ["sampled 4", "[Batch 0", "sampled 4", "[Batch 1"]
+
+
 def test_joining_batches_keeps_rows_in_order():
     policy = ToyPolicy()
     parts = [scored(policy, group(gid, 2), first=first) for gid, first in ((4, 0), (9, 2))]
