@@ -7,7 +7,7 @@ Of the recipe, device, output_root, data, model, sample.shift, checkpoint.keep a
 settings apply; the rest concerns GRPO. The loss of an item is the mean squared velocity error at one noise level,
 sigma = shift * u / (1 + (shift - 1) * u) with u uniform in [0, 1): as in ReCamMaster (train_recammaster.py of
 KwaiVGI/ReCamMaster, a uniform step of the shifted grid), without its weights, which favour middle levels. Sigma and
-noise depend on (seed, epoch, item) only, not on batch, rank or restart.
+noise depend on (seed, epoch, item, how often the epoch drew it before) only, not on batch, rank or restart.
 
 --weights FILE draws items by weight, with replacement: JSON of item or folder below the split -> weight, such as
 {"train/f18_aperture10": 2, "train/f24_aperture5/scene1/cam03": 0.5}; the longest name that fits an item counts, items
@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
+import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ from flow_grpo.data.dynamic_batch import (
     DistributedWeightedSampler,
     DynamicBatchSampler,
     LimitedPointsCollateFn,
-    video_tokens,
 )
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -71,6 +71,9 @@ from flow_grpo.settings.schema import Config
 from tools.common import make_parser
 
 POSITIVE = ("epochs", "max_points", "batch_size", "prefetch_factor", "checkpoint_every", "log_every")
+
+
+LARGEST = sys.float_info.max
 
 
 class ItemError(ValueError):
@@ -125,6 +128,8 @@ def read_command_line(words: Sequence[str] | None) -> tuple[argparse.Namespace, 
     for name, value in vars(args).items():
         if isinstance(value, int) and value < (least := int(name in POSITIVE)):
             raise ConfigError(f"--{name.replace('_', '-')}: got {value}, must be at least {least}")
+    if args.num_samples and args.weights is None:
+        raise ConfigError(f"--num-samples: got {args.num_samples} without --weights, which draws; give --weights FILE")
     overrides += [f"--config.run_name={args.run_name}"] if args.run_name else []
     overrides += ["--config.resume=auto"] if args.resume else []
     return args, load_config(args.config, overrides)
@@ -143,25 +148,16 @@ class Items(Dataset[Condition | str]):
             return f"item {index} cannot be read: {error}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Returns the target tokens of an item, 1 for one that cannot be read; sent to loader processes by pickle."""
-
-    temporal: int
-    spatial: int
-
-    def __call__(self, item: Condition | str) -> int:
-        """Return the item's tokens."""
-        if isinstance(item, str):
-            return 1
-        return video_tokens(*item.size, temporal=self.temporal, spatial=self.spatial)
+def item_tokens(by_size: Mapping[tuple[int, int, int], int], item: Condition | str) -> int:
+    """Return the target tokens of an item, 1 for one that cannot be read."""
+    return 1 if isinstance(item, str) else by_size[item.size]
 
 
 def item_weights(file: Path, dataset: MultiCamDataset) -> list[float]:
     """Return every item's weight by a file of names and weights; ValueError for an unusable one."""
     weights = read_json_object(file, "write it again")
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST:
             raise ValueError(f"--weights {file}: {name} has weight {weight!r}, must be a number of at least 0")
     found, unused = [], set(weights)
     for index in range(len(dataset)):
@@ -210,17 +206,18 @@ class Batches:
             seed=args.seed,
             cost=lambda index: tokens(dataset.size_of(index)),
         )
-        codec, patch = self.policy.codec, self.policy.module.config["patch_size"]  # type: ignore[union-attr, index]
-        self.limit = LimitedPointsCollateFn(
-            args.max_points, args.drop_strategy, cost=Tokens(codec.temporal, codec.spatial * patch[1])
-        )
+        collate: Callable[[list[Condition | str]], Any] = list
+        if training and not args.use_dynamic_batch:
+            by_size = {size: self.policy.tokens(size) for size in map(dataset.size_of, range(len(dataset)))}
+            cost = functools.partial(item_tokens, by_size)  # goes to loader processes by pickle, without the policy
+            collate = LimitedPointsCollateFn(args.max_points, args.drop_strategy, cost=cost)
         self._loader = make_loader(
             Items(dataset),
             self.plan,
             args.num_workers,
             persistent=training,
             prefetch_factor=args.prefetch_factor,
-            collate=self.limit if training and not args.use_dynamic_batch else list,
+            collate=collate,
         )
 
     def __iter__(self) -> Iterator[list[Condition]]:
@@ -255,10 +252,23 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
     return FineTuning(args, config, policy, optimizer, batches, held_out, identity, ranks, folder)
 
 
+def numbered(conditions: Sequence[Condition], before: Mapping[int, int]) -> list[Condition]:
+    """Return the conditions with their draw of the epoch as slot: 0, or for one drawn `before` how often it was."""
+    draws = Counter(before)
+    found = []
+    for condition in conditions:
+        found.append(dataclasses.replace(condition, slot=draws[condition.index]))
+        draws[condition.index] += 1
+    return found
+
+
 def flow_losses(policy: RecamPolicy, conditions: Sequence[Condition], shift: float, *seeds: object) -> Tensor:
-    """Return (B,) fp32 mean squared velocity errors; `seeds` and an item's index determine its sigma and noise."""
+    """Return (B,) fp32 mean squared velocity errors.
+
+    `seeds`, an item's index and, for one drawn again in the same epoch, its `slot` determine its sigma and noise.
+    """
     clean = policy.encode_targets(conditions)
-    sources = [generator("fine-tuning", *seeds, condition.index) for condition in conditions]
+    sources = [generator("fine-tuning", *seeds, c.index, *([c.slot] if c.slot else [])) for c in conditions]
     uniform = torch.stack([torch.rand((), generator=source) for source in sources])
     noise = torch.stack([torch.randn(clean.shape[1:], generator=source) for source in sources]).to(clean)
     sigma = (shift * uniform / (1 + (shift - 1) * uniform)).to(clean)
@@ -298,7 +308,8 @@ class FineTuning:
             adapters.load_trained_state(self.policy.module, found.state["trained"])
             load_moments(self.optimizer, self.policy.trained_parameters(), found.state["moments"])
         resume.commit(self.config.resume, path, folder, ranks=self.ranks)
-        self._sums, self._norm, self._begun = torch.zeros(2, dtype=torch.float64), 0.0, 0.0  # since the last report
+        # Since the last report.
+        self._sums, self._dropped, self._norm, self._begun = torch.zeros(2, dtype=torch.float64), 0, 0.0, 0.0
         self._files: MetricFiles | None = None
         if self.ranks.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -320,19 +331,21 @@ class FineTuning:
     def take_step(self, conditions: Sequence[Condition]) -> None:
         """Take one optimizer step on this rank's batch; log and save if due."""
         plan = self.batches.plan
+        conditions = numbered(conditions, plan.drawn_before(self.consumed))
         losses = flow_losses(self.policy, conditions, self.config.sample.shift, self.args.seed, plan.epoch)
         bad = [item.index for item, fine in zip(conditions, losses.isfinite().tolist(), strict=True) if not fine]
         error = RuntimeError(f"loss of items {bad} is not finite") if bad else None
         self.ranks.raise_if_any_failed(error, f"step {self.step + 1}")
         weight = plan.batch_weight(self.consumed)  # 0 for filler, which only keeps the collectives in step
-        items = self.ranks.all_gather(torch.tensor([weight * len(conditions)])).sum()  # some may have been dropped
-        (weight * losses.sum() * self.ranks.world_size / float(items)).backward()
+        items = int(self.ranks.all_gather(torch.tensor([weight * len(conditions)])).sum())  # less what was dropped
+        (weight * losses.sum() * self.ranks.world_size / items).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.config.train.max_grad_norm)
         if not norm.isfinite():  # the same on every rank: gradients are averaged already
             raise RuntimeError(f"gradient norm is {norm:g} in step {self.step + 1}: weights were left as they are")
         set_learning_rates(self.optimizer, UpdateHistory(taken=self.step).warm_up(self.config.train.warmup_steps))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._dropped += plan.real_items(self.consumed) - items
         self.step, self.consumed, self._norm = self.step + 1, self.consumed + 1, float(norm)
         self._sums += weight * torch.tensor([float(losses.detach().sum()), len(losses)])
         if self.step % self.args.log_every == 0:
@@ -343,12 +356,11 @@ class FineTuning:
     def log(self) -> None:
         """Log loss, gradient norm and speed since the last call."""
         total, items = self.ranks.all_gather(self._sums[None]).sum(dim=0).tolist()
-        dropped = float(self.ranks.all_gather(torch.tensor([self.batches.limit.dropped])).sum())
         if items:
             speed = items / (time.perf_counter() - self._begun)
             found = {"train/loss": total / items, "train/grad_norm": self._norm, "train/items_per_s": speed}
-            self._report(found | ({} if self.args.use_dynamic_batch else {"train/dropped": dropped}))
-        self._sums, self._begun = torch.zeros_like(self._sums), time.perf_counter()
+            self._report(found | ({} if self.args.use_dynamic_batch else {"train/dropped": float(self._dropped)}))
+        self._sums, self._dropped, self._begun = torch.zeros_like(self._sums), 0, time.perf_counter()
 
     def save(self) -> None:
         """Write a checkpoint."""

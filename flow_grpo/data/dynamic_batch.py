@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from hashlib import blake2b
 from typing import Any
@@ -120,6 +121,13 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
         """Return the number of items in row `number` over all ranks, without filler."""
         return sum(map(len, self._rows[number][: self._real[number]]))
 
+    def drawn_before(self, number: int) -> dict[int, int]:
+        """Return how often the epoch draws each item of row `number`'s batch of this rank in earlier batches.
+
+        Batches are in the order of rows, and within a row of ranks. Without a weighted sampler all counts are 0.
+        """
+        return self._before[number]
+
     def fingerprint(self) -> str:
         """Return a text that identifies the epoch's plan for all ranks."""
         digest = blake2b(repr((self._rows, self._real)).encode(), digest_size=8).hexdigest()
@@ -184,9 +192,22 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
             rows = [rows[number] for number in picked.tolist()]
         self._real = [len(row) for row in rows]
         self._rows = [[batches[b] for b in row] for row in rows]
+        self._before = self._count_draws()
         for row in self._rows:  # filler is the cheapest item of its row, so no rank waits for it
             row += [[min(itertools.chain(*row), key=cost)]] * (ranks - len(row))
         self.epoch, self._start, self.dropped_items = epoch, 0, oversized
+
+    def _count_draws(self) -> list[dict[int, int]]:
+        """Return `drawn_before` of every row; of a rank that is to hold filler, of none."""
+        seen: Counter[int] = Counter()
+        found: list[dict[int, int]] = []
+        for row in self._rows:
+            found.append({})
+            for rank, batch in enumerate(row):
+                if rank == self.rank:
+                    found[-1] = {index: seen[index] for index in batch}
+                seen.update(batch)
+        return found
 
     def _packed(self, draws: list[int]) -> list[list[int]]:
         """Return batches of one structure each, filled greedily in the order drawn."""

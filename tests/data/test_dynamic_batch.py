@@ -229,6 +229,19 @@ def test_weighted_draws_all_reach_the_batches_and_alone_are_equal_shares() -> No
         assert Counter(real(samplers)) == Counter(alone[0].global_draws(epoch))
 
 
+def test_a_draw_knows_how_often_the_epoch_drew_its_item_before_over_all_ranks() -> None:
+    samplers = make(mixed(), 3, sampler=Weighted(mixed(), [float(index % 5) for index in range(50)], 80), epoch=2)
+    seen: Counter[int] = Counter()
+    for number, row in enumerate(rows_of(samplers)):
+        for sampler, batch in zip(samplers, row, strict=True):
+            if sampler.batch_weight(number):
+                assert sampler.drawn_before(number) == {index: seen[index] for index in batch}
+                seen.update(batch)
+    assert max(seen.values()) > 2
+    once = make(mixed(), 3)
+    assert not any(sum(s.drawn_before(n).values()) for s in once for n in range(len(s)) if s.batch_weight(n))
+
+
 def test_draws_follow_the_weights() -> None:
     """The bounds are five standard deviations."""
     weights = torch.tensor([0.0, 1, 2, 0, 5, 2, 0])

@@ -93,11 +93,11 @@ def test_batches_of_fixed_size_drop_what_takes_them_above_the_token_limit(places
         places, tmp_path, "--no-use-dynamic-batch", "--batch-size", "3", "--max-points", "48", "--max-steps", "3"
     )
     run = made(given)
-    for batch in run.batches:
-        assert sum(run.policy.tokens(condition.size) for condition in batch) <= 48
-    assert run.batches.limit.dropped > 0
+    planned, kept = list(run.batches.plan), list(run.batches)
+    assert all(sum(run.policy.tokens(condition.size) for condition in batch) <= 48 for batch in kept)
     assert finetune_recam.main(given) == 0
-    assert metrics_of(tmp_path / "run", "train/dropped")[-1] >= 1
+    dropped = [len(whole) - len(rest) for whole, rest in zip(planned, kept, strict=True)]
+    assert metrics_of(tmp_path / "run", "train/dropped") == dropped[:3] and any(dropped[:3])
 
 
 def test_items_are_drawn_by_the_weights_of_a_file(places, tmp_path) -> None:
@@ -112,9 +112,36 @@ def test_items_are_drawn_by_the_weights_of_a_file(places, tmp_path) -> None:
     assert {names[index] for index in drawn} == {name for name in names[1:] if name.startswith(f"{scene}/")}
 
 
+def test_an_item_drawn_again_in_an_epoch_gets_other_noise_and_the_first_draw_that_of_an_unweighted_run(
+    places, tmp_path
+) -> None:
+    (tmp_path / "weights.json").write_text("{}")
+    given = ["--weights", str(tmp_path / "weights.json"), "--num-samples", "60", "--eval-items", "0"]
+    run = made(words(places, tmp_path, *given))
+    plan, draws = run.batches.plan, []
+    for number, batch in enumerate(run.batches):
+        draws += [(c.index, c.slot) for c in finetune_recam.numbered(batch, plan.drawn_before(number))]
+    assert len(set(draws)) == 60 and max(slot for _, slot in draws) > 1
+    assert {index for index, _ in draws} == {index for index, slot in draws if slot == 0}
+    one = run.batches.dataset.condition(3)
+    copies = [dataclasses.replace(one, slot=slot) for slot in (0, 1, 2)]
+    losses = finetune_recam.flow_losses(run.policy, copies, 3.0, 42, 0)
+    assert len(set(losses.tolist())) == 3
+    with mock.patch.object(finetune_recam, "flow_losses", wraps=finetune_recam.flow_losses) as called:
+        run.train()
+    trained = [(c.index, c.slot) for call in called.call_args_list for c in call.args[1]]
+    assert trained == draws
+
+
+def test_a_number_of_draws_without_weights_is_refused(places, tmp_path, capsys) -> None:
+    assert finetune_recam.main(words(places, tmp_path, "--num-samples", "50")) == 2
+    assert "--num-samples: got 50 without --weights" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ({"train": 10**400}, "must be a number of at least 0"),
         ({"train/nowhere": 1}, "'train/nowhere' names no item or folder; items are named like"),
         ({"train": -1}, "train has weight -1, must be a number of at least 0"),
         ({"train": 0}, "not all zero"),
