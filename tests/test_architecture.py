@@ -43,8 +43,7 @@ CPU_MATHS = (
 )
 # Keep float64 inputs as float64; only tests pass them, on the CPU.
 KEEP_DOUBLES = {("flow_grpo/maths/sde.py", "_like"), ("flow_grpo/maths/sde.py", "_full_precision")}
-# Only compared with sample.k, by the checks; read by `ModelConfig.tiles`.
-UNREAD = {("sample", "num_image_per_prompt"), ("model", "vae_tiles"), ("model", "vae_tiling")}
+UNREAD = {("sample", "num_image_per_prompt")}  # only compared with sample.k, by the checks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from flow_grpo.models.model_files import check_component, stored_shapes, summarize
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
+from flow_grpo.settings.schema import ModelConfig
 
 Half: TypeAlias = Literal["encoder", "decoder"]
 Tiles: TypeAlias = Literal["", "diffusers", "recammaster"]  # "": none
@@ -131,6 +132,11 @@ class Codec:
         if self._tiles == "diffusers":
             return ()
         return tuple(side * self.spatial for sides in _RECAMMASTER_TILES for side in sides)
+
+
+def tiles_of(model: ModelConfig) -> Tiles:
+    """Return the tiles that a configuration asks for."""
+    return model.vae_tiles if model.vae_tiling else ""
 
 
 def _check_weights(folder: Path) -> None:

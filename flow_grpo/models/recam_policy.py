@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flow_grpo.maths.poses import camera_tokens
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
-from flow_grpo.models.codec import Codec, Tiles
+from flow_grpo.models.codec import Codec, Tiles, tiles_of
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight, load_recam_transformer
 from flow_grpo.models.texts import TextEncoder
@@ -188,7 +188,7 @@ class RecamPolicy:
             DTYPES[model.dtype],
             device,
             offload=model.offload,
-            tiles=model.tiles,
+            tiles=tiles_of(model),
             slicing=model.vae_slicing,
         )
         apply_training_mode(networks.transformer, model)

@@ -129,11 +129,6 @@ class ModelConfig(Section):
         False, "torch.compile the repeated blocks where the device can; in bf16 needs train.old_log_prob='detach'"
     )
 
-    @property
-    def tiles(self) -> Literal["", "diffusers", "recammaster"]:
-        """Tiles that the codec works in, "" for whole pictures."""
-        return self.vae_tiles if self.vae_tiling else ""
-
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig(Section):

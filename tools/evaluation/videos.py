@@ -15,6 +15,7 @@ from flow_grpo.algorithm.evaluate import held_out_indices
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.codec import tiles_of
 from flow_grpo.models.recam_policy import DTYPES, RecamPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
@@ -103,7 +104,7 @@ def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
     model, guidance = config.model, parts.eval_guidance(config)
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
-    loading = {"offload": model.offload, "tiles": model.tiles, "slicing": model.vae_slicing}
+    loading = {"offload": model.offload, "tiles": tiles_of(model), "slicing": model.vae_slicing}
     sampling: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
     sampling |= {"max_prompt_tokens": model.max_prompt_tokens, "round_timestep": model.round_timestep}
     return load_policy(model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from config.base import get_config
 from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.algorithm.build import eval_guidance
+from flow_grpo.models.codec import tiles_of
 from flow_grpo.models.recam_policy import DTYPES
 from flow_grpo.preflight.plan import largest_size
 from flow_grpo.runtime import starts
@@ -67,7 +68,7 @@ def of_run(folder: Path) -> dict[str, Any]:
         "width": width,
         "dtype": config.model.dtype,
         "offload": config.model.offload,
-        "tiling": config.model.vae_tiles if config.model.vae_tiling else None,
+        "tiling": tiles_of(config.model) or None,
         "round_timestep": config.model.round_timestep,
         "before": True,
         "out": folder / "generated",
