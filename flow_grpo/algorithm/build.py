@@ -20,9 +20,9 @@ from flow_grpo.algorithm.update.matching import MatchingObjective
 from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.dataset import make_loader
-from flow_grpo.data.exclude import read_verdicts, settings_of
+from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.data.multicam import MultiCamDataset, Scene, contents_by_scene, find_scenes, set_aside
+from flow_grpo.data.multicam import MultiCamDataset, Scene, contents_by_scene, set_aside
 from flow_grpo.maths.schedule import flow_sigmas, step_weights, tail_levels, windows
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Guidance
@@ -40,10 +40,10 @@ def dataset(config: Config, split: str, choose: Callable[[list[Scene]], list[Sce
     Of the training split, the items that `data.exclude` names are left out.
     """
     data = config.data
-    exclude = None
-    if data.exclude and split == data.train_split:
-        contents = contents_by_scene(find_scenes(Path(data.root), split))
-        exclude = read_verdicts(Path(data.exclude), settings_of(data), contents)
+
+    def excluded(scenes: list[Scene]) -> Verdicts:
+        return read_verdicts(Path(data.exclude), settings_of(data), contents_by_scene(scenes))
+
     return MultiCamDataset(
         data.root,
         split,
@@ -52,7 +52,7 @@ def dataset(config: Config, split: str, choose: Callable[[list[Scene]], list[Sce
         reference=data.reference,
         buckets=[parse_bucket(text) for text in data.buckets],
         choose=choose,
-        exclude=exclude,
+        exclude=excluded if data.exclude and split == data.train_split else None,
     )
 
 

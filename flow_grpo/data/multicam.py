@@ -78,7 +78,7 @@ class MultiCamDataset(ConditionDataset):
         reference: str = "source",
         buckets: Sequence[Size] = (),
         choose: Callable[[list[Scene]], list[Scene]] = list,
-        exclude: Verdicts | None = None,
+        exclude: Callable[[list[Scene]], Verdicts] | None = None,
     ) -> None:
         """List the scenes of `<root>/<split>`; videos and camera files are read on demand.
 
@@ -90,7 +90,7 @@ class MultiCamDataset(ConditionDataset):
             reference: camera whose first frame is the origin of all poses: "source" (training) or "target" (presets).
             buckets: sizes to use instead of `size`; each scene takes the `nearest_bucket` of its first video.
             choose: returns those of the split's scenes to list; by default all.
-            exclude: items whose verdict is not "" are left out.
+            exclude: returns verdicts of the split's scenes; items whose verdict is not "" are left out.
 
         Raises:
             ValueError: missing or empty folder, scene without camera file or with fewer than two cameras, bad
@@ -101,9 +101,11 @@ class MultiCamDataset(ConditionDataset):
         if min(size) < 1:
             raise ValueError(f"dataset got (frames, height, width) = {size}; must be at least 1")
         self.root, self.prompt, self.reference = Path(root), prompt, reference
-        self.scenes = choose(find_scenes(self.root, split))
+        found = find_scenes(self.root, split)
+        verdicts = exclude(found) if exclude else {}
+        self.scenes = choose(found)
         everything = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
-        self._items = [(s, camera) for s, camera in everything if not (exclude or {}).get(s.name, {}).get(camera)]
+        self._items = [(s, camera) for s, camera in everything if not verdicts.get(s.name, {}).get(camera)]
         if not self._items:
             raise ValueError(
                 f"all {len(everything)} items of {self.root / split} are excluded; give data that can be measured, or "

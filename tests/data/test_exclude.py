@@ -61,7 +61,8 @@ def test_items_with_a_bad_verdict_are_left_out_and_the_others_stay_what_they_wer
     ensure_tiny_world(tmp_path / "world", "unit_test")
 
     def opened(exclude=None) -> MultiCamDataset:
-        return MultiCamDataset(tmp_path / "world", "train", (5, 24, 32), prompt="a room", exclude=exclude)
+        verdicts = None if exclude is None else lambda _: exclude
+        return MultiCamDataset(tmp_path / "world", "train", (5, 24, 32), prompt="a room", exclude=verdicts)
 
     whole = opened()
     names = [whole.name_of(index) for index in range(len(whole))]
