@@ -32,11 +32,10 @@ def paired_changes(before: Sequence[ConditionRow], after: Sequence[ConditionRow]
     The interval is a bootstrap over scenes, whose conditions share a source and are correlated; its ends are NaN with a
     single scene. `eval/<name>_valid` are the changes of the shares of conditions with a value.
     """
-    first = {(row["scene"], row["camera"]): _with_validity(row["values"]) for row in before}
     pairs = [
-        (row["scene"], first[row["scene"], row["camera"]], _with_validity(row["values"]))
-        for row in after
-        if (row["scene"], row["camera"]) in first
+        (row["scene"], _with_validity(old), _with_validity(row["values"]))
+        for old, row in zip(earlier_values(before, after), after, strict=True)
+        if old is not None
     ]
     found: dict[str, Interval] = {}
     for name in pairs[0][1].keys() & pairs[0][2].keys() if pairs else ():
@@ -45,6 +44,12 @@ def paired_changes(before: Sequence[ConditionRow], after: Sequence[ConditionRow]
         if finite:
             found[f"eval/{name}"] = mean_interval([value for _, value in finite], [scene for scene, _ in finite])
     return found
+
+
+def earlier_values(before: Sequence[ConditionRow], after: Sequence[ConditionRow]) -> list[dict[str, float] | None]:
+    """Return per row of `after` the values of the same condition in `before`; None where it was not measured."""
+    first = {(row["scene"], row["camera"]): row["values"] for row in before}
+    return [first.get((row["scene"], row["camera"])) for row in after]
 
 
 def rows_by_camera(rows: Sequence[ConditionRow]) -> dict[str, list[ConditionRow]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flow_grpo.algorithm.changes import ConditionRow
+from flow_grpo.algorithm.changes import ConditionRow, earlier_values
 from flow_grpo.maths.bootstrap import Interval
 
 LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
@@ -84,11 +84,8 @@ def best_and_worst(
         sign: 1 where more is better, -1 where less is.
         count: of each, fewer where there are not twice as many conditions whose value has changed.
     """
-    first = {(row["scene"], row["camera"]): row["values"] for row in before}
-    gains = []
-    for row in after:
-        earlier = first.get((row["scene"], row["camera"]), {})
-        gains.append(sign * (row["values"].get(name, math.nan) - earlier.get(name, math.nan)))
+    pairs = zip(earlier_values(before, after), after, strict=True)
+    gains = [sign * (row["values"].get(name, math.nan) - (old or {}).get(name, math.nan)) for old, row in pairs]
     moved = [place for place, gain in enumerate(gains) if math.isfinite(gain) and gain]
     order = sorted(moved, key=lambda place: -gains[place])
     count = min(count, len(order) // 2)
