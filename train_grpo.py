@@ -273,12 +273,12 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
     # A run draws from keyed generators only; this seed is for libraries that draw from torch's own.
     torch.manual_seed(config.seed)
     run_folder = Path(config.output_root) / run_name(config, spec, ranks)
-    lock = RunLock(run_folder)
+    lock, checkpoints = RunLock(run_folder), run_folder / "checkpoints"
     with raise_on_all_ranks(ranks):
         check_places(config, run_folder)
         if ranks.is_main and run_folder.exists():  # a new folder is made only once everything else is built
             lock.take()
-    path = resume.find(config.resume, run_folder / "checkpoints", ranks=ranks)
+    path = resume.find(config.resume, checkpoints, ranks=ranks)
     with raise_on_all_ranks(ranks):
         train, held_out = splits(config, ranks)
         policy = build_policy(config, device)
@@ -290,9 +290,8 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
     state = distribute_model(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
-        own = path.parent.resolve() == (run_folder / "checkpoints").resolve()
-        state.match_evaluation(evaluator.settings.measured_on, own=own)
-    from_own = resume.commit(config.resume, path, run_folder / "checkpoints", ranks=ranks)
+        state.match_evaluation(evaluator.settings.measured_on, own=resume.is_own(path, checkpoints))
+    from_own = resume.commit(config.resume, path, checkpoints, ranks=ranks)
     with raise_on_all_ranks(ranks):
         if ranks.is_main:
             lock.take()

@@ -163,7 +163,7 @@ def _resumed_run(config: Config, own: Path) -> Path | None:
     """Return the folder of the run that a start resumes from; None for a fresh start."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.resume not in ("", "auto"):
-        return Path(config.resume).resolve().parent.parent
+        return Path(os.path.realpath(config.resume)).parent.parent  # Path.resolve raises at a link to itself
     if config.run_name and (config.resume or restarted) and any((own / CHECKPOINTS).glob("checkpoint_*")):
         return own
     return None

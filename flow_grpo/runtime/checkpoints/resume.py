@@ -39,6 +39,11 @@ def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     return resolve(resume, folder, ranks=ranks)
 
 
+def is_own(path: Path, folder: Path) -> bool:
+    """Return whether a checkpoint is one of the run with this folder of checkpoints."""
+    return path.resolve().parent == folder.resolve()
+
+
 def commit(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> bool:
     """Make the resume permanent once the checkpoint that `find` returned is loaded. Collective call.
 
@@ -53,7 +58,7 @@ def commit(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> boo
     """
     ranks.raise_if_any_failed(None, "restoring")  # barrier: another rank may still be reading
     with ranks.sync_errors("giving up later checkpoints"):
-        own = path is not None and path.resolve().parent == folder.resolve()
+        own = path is not None and is_own(path, folder)
         if ranks.is_main and path is not None and own and resume not in ("", "auto") and path == Path(resume).resolve():
             _go_back(path, path.parent)
     ranks.mark_started()
