@@ -410,7 +410,7 @@ def test_under_fsdp2_a_broken_video_on_one_rank_stops_all_ranks(places, tmp_path
     ends = run_ranks(_train_into_a_broken_video, 2, words(places, tmp_path, **changes), str(data))
     assert [code for code, _ in ends] == [2, 2]
     (line,) = [line for _, said in ends for line in said.splitlines() if line.startswith("error: ")]
-    assert "error: video" in line and "encode it again" in line
+    assert "error: video" in line and "fetch or encode it again" in line
 
 
 def test_torchrun_exits_with_one_line_without_the_data(tmp_path):

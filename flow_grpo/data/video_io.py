@@ -159,7 +159,8 @@ def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
         if len(streams) != 1:
             raise ValueError(
-                f"video {path} has {len(streams)} picture streams, got 0 frames, must have one; encode it again"
+                f"video {path} has {len(streams)} picture streams, got 0 frames, must have one; fetch or encode it "
+                "again"
             )
         if streams[0].codec_context is None:  # for example a file truncated within its header
             raise ValueError(f"video {path} has no readable header, got 0 frames; fetch or encode it again")

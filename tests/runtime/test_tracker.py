@@ -283,7 +283,7 @@ def test_a_run_restarted_offline_leaves_all_its_epochs_under_one_id_for_wandb_sy
     for file in sorted((tmp_path / "run").rglob("*.wandb")):
         for record in records(file):
             ids |= {record.run.run_id} if record.HasField("run") else set()
-            row = {item.key: json.loads(item.value_json) for item in record.history.item if item.key}
+            row = {"/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             epochs += [(row["train/epoch"], row["reward/x"])] if "reward/x" in row else []
     assert ids == {(tmp_path / "run" / "wandb_run_id.txt").read_text()}
     assert epochs == [(1, 1.0), (2, 2.0), (3, 3.0), (3, 3.0), (4, 4.0)]

@@ -242,7 +242,8 @@ def test_starring_secrets_takes_no_longer_for_a_long_text() -> None:
         ("sys.exit(0)", r"fails in line 5: SystemExit: 0; correct it"),
         ("config.sample = None", r"config\.sample(\.k)?: "),
         ("with config.ignore_type(): config.sample = 3", r"config\.sample(\.k)?: "),
-        ("config.reward.weights.source_match = 10**400", r"fails in line 5: OverflowError"),
+        ("config.reward.weights.source_match = 10**400", r"fails in line 5: OverflowError: .*; correct it"),
+        ("config.reward.weights = {'source_match': 10**400}", r"config\.reward\.weights\.source_match: got 1000"),
     ],
 )
 @pytest.mark.parametrize("words", [[], ["--config.sample.k=8"]])

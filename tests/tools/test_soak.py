@@ -171,8 +171,8 @@ def test_the_command_runs_the_faulty_rank_with_a_recipe_that_training_accepts(tm
     place = words.index("--config")
     assert Path(words[place - 1]).samefile(soak_rank.__file__)
     config, recipe = train_grpo.read_command_line(words[place:])
-    assert recipe.endswith("config/grpo.py:tiny_recam")
-    assert (config.device, config.resume, config.run_name) == ("cpu", "auto", "trouble_0")
+    assert (recipe, config.device) == (f"{soak.ROOT}/config/grpo.py:tiny_recam", "cpu")
+    assert (config.resume, config.run_name) == ("auto", "trouble_0")
 
 
 def test_a_run_killed_after_its_last_epoch_has_nothing_left_to_disturb(tmp_path):
