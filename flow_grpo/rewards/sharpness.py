@@ -25,7 +25,7 @@ class Sharpness:
     """value = log(m + e) with m from `edges` and e of one grey level. `info`: `edges`, m of the generated video."""
 
     name = "sharpness"
-    floor = 0.01  # 1 % more or less contrast between neighbours
+    floor = 0.001  # ten times what writing a video in 8 bits changes; nothing is estimated
     measures = ("edges",)
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
