@@ -26,34 +26,48 @@ class Condition:
         gid: unique id of the draw; the k copies of a draw form one group.
         slot: which of the k copies this is, 0..k-1.
         prompt: text for the video model.
-        source_video: (3, T, h, w) fp32 in [0, 1].
-        target_poses: (T, 4, 4) float64 CPU OpenCV camera-to-world in metres, relative to the reference camera.
-        scene: scene folder relative to the dataset root, e.g. "val/f17_aperture10/scene1".
-        source_camera: name of the source camera, e.g. "cam01".
-        target_camera: name of the target camera.
+        source_video: (3, T, h, w) fp32 in [0, 1], or None where the video is made from the prompt alone.
+        target_poses: (T, 4, 4) float64 CPU OpenCV camera-to-world in metres, relative to the reference camera, or None.
+        scene: scene folder relative to the dataset root, e.g. "val/f17_aperture10/scene1"; "" for none.
+        source_camera: name of the source camera, e.g. "cam01"; "" for none.
+        target_camera: name of the target camera; "" for none.
         source_poses: (T, 4, 4) like target_poses, or None when unknown.
         reference_pose: (4, 4) float64 absolute world pose of the reference camera in metres, or None.
         intrinsics: (4,) fp32 fx, fy, cx, cy in pixels of the (resized, cropped) video, or None.
         target_video: (3, T, h, w) fp32 in [0, 1], the synchronised ground truth, or None.
         preset: name of the camera motion when known.
         source_id: names the content of the source video's file, the cache key of its encoding; "" for none.
+        wanted_size: (T, h, w) of the video to make where there is no source video, whose size it otherwise has.
     """
 
     index: int
     gid: int
     slot: int
     prompt: str
-    source_video: Tensor
-    target_poses: Tensor
-    scene: str
-    source_camera: str
-    target_camera: str
+    source_video: Tensor | None = None
+    target_poses: Tensor | None = None
+    scene: str = ""
+    source_camera: str = ""
+    target_camera: str = ""
     source_poses: Tensor | None = None
     reference_pose: Tensor | None = None
     intrinsics: Tensor | None = None
     target_video: Tensor | None = None
     preset: str | None = None
     source_id: str = ""
+    wanted_size: tuple[int, int, int] | None = None
+
+    def need_source(self) -> Tensor:
+        """Return the source video; ValueError where there is none."""
+        if self.source_video is None:
+            raise ValueError(f"condition {self.index} ({self.prompt!r:.60}) has no source video")
+        return self.source_video
+
+    def need_poses(self) -> Tensor:
+        """Return the target poses; ValueError where there are none."""
+        if self.target_poses is None:
+            raise ValueError(f"condition {self.index} ({self.prompt!r:.60}) has no camera path")
+        return self.target_poses
 
     @property
     def camera(self) -> str:
@@ -63,6 +77,9 @@ class Condition:
     @property
     def size(self) -> tuple[int, int, int]:
         """Video frames, rows and columns (T, h, w); conditions of one size can share a call."""
+        if self.source_video is None:
+            assert self.wanted_size is not None, "a condition without a source video says which size is wanted"
+            return self.wanted_size
         frames, height, width = self.source_video.shape[1:]
         return frames, height, width
 
@@ -138,20 +155,20 @@ class Conditioning(Rows):
 
     Attributes:
         prompt_embeds: (B, L, D), zero after the prompt's true length.
-        source_latents: (B, C, F, H, W) clean, normalised latents of the source video.
-        target_cameras: (B, F, 12) fp32, row-major 3x4 of the relative target poses at every latent frame.
+        inputs: name -> (B, ...) what else the model reads; of ReCam source_latents (B, C, F, H, W), the clean,
+            normalised latents of the source video, and target_cameras (B, F, 12) fp32, row-major 3x4 of the relative
+            target poses at every latent frame.
         negative_prompt_embeds: (B, L, D) for guidance, or None at guidance scale 1.
         guidance_scale: of all rows; it travels with them, so that a replay is guided as the rollout was.
     """
 
     prompt_embeds: Tensor
-    source_latents: Tensor
-    target_cameras: Tensor
+    inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     negative_prompt_embeds: Tensor | None = None
     guidance_scale: float = 1.0
 
     def __len__(self) -> int:
-        return self.target_cameras.shape[0]
+        return self.prompt_embeds.shape[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.update import updater
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import trained_parameters
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import probe
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding
@@ -98,14 +98,14 @@ def no_synchronisation() -> Iterator[None]:
 @contextlib.contextmanager
 def guidance_in_the_rollout_only() -> Iterator[None]:
     """With gradients, the velocity has no guidance."""
-    guided = RecamPolicy.velocity
+    guided = WanPolicy.velocity
 
     def velocity(self, latents, sigma, conditioning):
         if torch.is_grad_enabled():
             conditioning = dataclasses.replace(conditioning, guidance_scale=1.0)
         return guided(self, latents, sigma, conditioning)
 
-    with mock.patch.object(RecamPolicy, "velocity", velocity):
+    with mock.patch.object(WanPolicy, "velocity", velocity):
         yield
 
 

@@ -52,7 +52,10 @@ def scripted_batch(
         keys=torch.tensor([[gid, slot, index] for _, gid, slot, index in draws]),
         places=torch.arange(len(draws)),
         noise_ids=torch.tensor([[2**40 + 100 * gid + slot, -(100 * gid + slot)] for _, gid, slot, _ in draws]),
-        conditioning=Conditioning(marks[:, None].repeat(1, 3, 4), latent[:, 0] + 0.5, latent[:, 0, 0, :, 0, :1] - 0.5),
+        conditioning=Conditioning(
+            marks[:, None].repeat(1, 3, 4),
+            {"source_latents": latent[:, 0] + 0.5, "target_cameras": latent[:, 0, 0, :, 0, :1] - 0.5},
+        ),
         trajectory=Trajectory(latent, marks.repeat(1, 2) / 7, steps=torch.tensor([[1, 2]]).repeat(len(draws), 1)),
         final_latents=latent[:, 0] + 0.25,
     )

@@ -23,7 +23,7 @@ import train_grpo
 from flow_grpo.algorithm import evaluate
 from flow_grpo.algorithm.update import objective, updater
 from flow_grpo.data.multicam import MultiCamDataset
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
@@ -83,21 +83,21 @@ BROKEN = RuntimeError("the fault that was planted")
 FULL = OSError(errno.ENOSPC, "No space left on device")
 FAULTS: dict[str, Callable[[], None]] = {
     "fetch": lambda: before(MultiCamDataset, "condition", raising(BROKEN)),
-    "encode": lambda: before(RecamPolicy, "encode", raising(BROKEN)),
-    "rollout": lambda: before(RecamPolicy, "velocity", raising(BROKEN)),
-    "decode": lambda: before(RecamPolicy, "decode", raising(BROKEN)),
-    "decode memory": lambda: before(RecamPolicy, "decode", raising(torch.OutOfMemoryError("3 GiB"))),
+    "encode": lambda: before(WanPolicy, "encode", raising(BROKEN)),
+    "rollout": lambda: before(WanPolicy, "velocity", raising(BROKEN)),
+    "decode": lambda: before(WanPolicy, "decode", raising(BROKEN)),
+    "decode memory": lambda: before(WanPolicy, "decode", raising(torch.OutOfMemoryError("3 GiB"))),
     "update": lambda: before(objective, "grpo_loss", raising(BROKEN)),
     "update memory": lambda: before(objective, "grpo_loss", raising(torch.OutOfMemoryError("3 GiB"))),
     "gradient": broken_gradient,
     "evaluate": lambda: before(evaluate, "decode", raising(BROKEN)),
     "log": lambda: before(MetricFiles, "append", raising(OSError(errno.EROFS, "Read-only file system"))),
     "save": lambda: before(state_files, "save_file", raising(FULL)),
-    "die": lambda: before(RecamPolicy, "velocity", die),
-    "freeze": lambda: before(RecamPolicy, "velocity", freeze),
+    "die": lambda: before(WanPolicy, "velocity", die),
+    "freeze": lambda: before(WanPolicy, "velocity", freeze),
     "hang": lambda: before(RewardSet, "__call__", lambda: time.sleep(3600)),
     "hang in update": lambda: before(objective, "grpo_loss", lambda: time.sleep(3600)),
-    "die once": lambda: before(RecamPolicy, "velocity", int if started_again() else die),
+    "die once": lambda: before(WanPolicy, "velocity", int if started_again() else die),
     "slow": lambda: before(RewardSet, "__call__", lambda: time.sleep(3)),
     "": lambda: None,
 }

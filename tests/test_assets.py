@@ -62,7 +62,7 @@ def conditions(tmp_path_factory):
 
 
 def test_the_codec_reconstructs_held_out_rooms(policy, conditions):
-    encoded = policy.encode(conditions).source_latents
+    encoded = policy.encode(conditions).inputs["source_latents"]
     sources = torch.stack([condition.source_video for condition in conditions])
     assert psnr_db(decode(policy, conditions, encoded), sources).mean() > 28
 

@@ -57,7 +57,7 @@ class ConvPolicy(ToyPolicy):
         self.calls.append(tuple(latents.shape))
         level = sigma.view(-1, 1, 1, 1, 1).expand(-1, 1, *latents.shape[2:])
         network = self.module if torch.is_grad_enabled() else self.net
-        velocity: Tensor = network(torch.cat([latents, conditioning.source_latents, level], dim=1))
+        velocity: Tensor = network(torch.cat([latents, conditioning.inputs["source_latents"], level], dim=1))
         return velocity
 
     def decode(self, latents: Tensor) -> Tensor:

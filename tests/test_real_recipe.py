@@ -52,7 +52,7 @@ def bear_witness() -> None:
     """Note the shapes that pass through the verbs of the loop, and write them down when the run is finished."""
     from flow_grpo.algorithm import debug_print
     from flow_grpo.algorithm.trainer import Trainer
-    from flow_grpo.models.recam_policy import RecamPolicy
+    from flow_grpo.models.wan_policy import WanPolicy
     from flow_grpo.preflight.doctor import fast
     from flow_grpo.rewards.base import RewardSet
 
@@ -98,7 +98,7 @@ def bear_witness() -> None:
         file = Path(os.environ[WITNESS], f"rank{trainer.ranks.rank}.json")
         file.write_text(json.dumps(seen | {"metrics": trainer.metrics}))
 
-    spy(RecamPolicy, "velocity", on_velocity)
+    spy(WanPolicy, "velocity", on_velocity)
     spy(RewardSet, "__call__", lambda _, rewards, videos, *__: seen["videos"].append([phase[0], *videos.shape]))
     spy(debug_print, "repeat_over_steps", lambda result, *_: seen["repeated"].append(list(result.shape)))
     spy(fast, "examine", lambda *_: None, during="doctor")

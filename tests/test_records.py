@@ -14,8 +14,10 @@ def conditioning(rows: int, *, guided: bool = False) -> Conditioning:
     number = torch.arange(rows, dtype=torch.float32)
     return Conditioning(
         prompt_embeds=number.view(-1, 1, 1).expand(rows, 3, 2),
-        source_latents=number.view(-1, 1, 1, 1, 1).expand(rows, 4, 2, 3, 3),
-        target_cameras=number.view(-1, 1, 1).expand(rows, 2, 12),
+        inputs={
+            "source_latents": number.view(-1, 1, 1, 1, 1).expand(rows, 4, 2, 3, 3),
+            "target_cameras": number.view(-1, 1, 1).expand(rows, 2, 12),
+        },
         negative_prompt_embeds=number.view(-1, 1, 1).expand(rows, 3, 2) if guided else None,
     )
 
@@ -23,14 +25,14 @@ def conditioning(rows: int, *, guided: bool = False) -> Conditioning:
 def test_rows_are_taken_from_every_tensor() -> None:
     taken = conditioning(5, guided=True).rows(torch.tensor([3, 1, 3]))
     assert len(taken) == 3
-    for tensor in (taken.prompt_embeds, taken.source_latents, taken.target_cameras, taken.negative_prompt_embeds):
+    for tensor in (taken.prompt_embeds, *taken.inputs.values(), taken.negative_prompt_embeds):
         assert tensor is not None
         assert tensor.flatten(1)[:, 0].tolist() == [3.0, 1.0, 3.0]
 
 
 def test_records_are_concatenated_in_order_and_absent_tensors_stay_absent() -> None:
     joined = Conditioning.concatenate([conditioning(2), conditioning(3)])
-    assert joined.source_latents[:, 0, 0, 0, 0].tolist() == [0.0, 1.0, 0.0, 1.0, 2.0]
+    assert joined.inputs["source_latents"][:, 0, 0, 0, 0].tolist() == [0.0, 1.0, 0.0, 1.0, 2.0]
     assert joined.negative_prompt_embeds is None
     assert Conditioning.concatenate([conditioning(1, guided=True)] * 2).negative_prompt_embeds is not None
 
@@ -78,8 +80,8 @@ def test_every_tensor_has_a_dotted_name_and_can_be_replaced_by_it() -> None:
         "noise_ids",
         "final_latents",
         "conditioning.prompt_embeds",
-        "conditioning.source_latents",
-        "conditioning.target_cameras",
+        "conditioning.inputs.source_latents",
+        "conditioning.inputs.target_cameras",
         "trajectory.states",
         "trajectory.log_probs",
         "trajectory.steps",

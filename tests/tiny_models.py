@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from flow_grpo.models.codec import Codec
-from flow_grpo.models.recam_policy import Networks
+from flow_grpo.models.recam import RECAM
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.texts import TextEncoder
+from flow_grpo.models.wan_policy import Networks
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "room", "with", "the", "camera", "pan", "left", "right", "zoom", "slowly"]
 CHANNELS = 4
@@ -87,6 +88,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)) -> Networks:
     """Return the networks in memory."""
     return Networks(
+        model=RECAM,
         transformer=tiny_transformer(seed, patch_size=patch_size),
         codec=Codec.from_network(tiny_vae(seed), device=CPU),
         texts=TextEncoder(lambda: (tiny_text_encoder(seed), tiny_tokenizer()), "", device=CPU),

@@ -91,8 +91,10 @@ class ToyPolicy:
         self.encoded.append([c.index for c in conditions])
         return Conditioning(
             prompt_embeds=torch.stack([torch.full((3, 4), float(len(c.prompt))) for c in conditions]),
-            source_latents=torch.stack([c.source_video[:2, :2].float() for c in conditions]),
-            target_cameras=torch.stack([c.target_poses[::4, :3].flatten(1).float() for c in conditions]),
+            inputs={
+                "source_latents": torch.stack([c.source_video[:2, :2].float() for c in conditions]),
+                "target_cameras": torch.stack([c.target_poses[::4, :3].flatten(1).float() for c in conditions]),
+            },
         )
 
     def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
@@ -107,7 +109,7 @@ class ToyPolicy:
         grad = torch.is_grad_enabled()
         self.calls.append((len(latents), float(sigma[0]), grad, self._inside_reference))
         network = self.module if grad else self.net
-        velocity: Tensor = network(latents, sigma, conditioning.target_cameras)
+        velocity: Tensor = network(latents, sigma, conditioning.inputs["target_cameras"])
         return velocity
 
     def decode(self, latents: Tensor) -> Tensor:

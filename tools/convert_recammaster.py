@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.models import convert, model_files
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import is_camera_weight
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object

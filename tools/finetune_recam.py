@@ -56,8 +56,9 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
 from flow_grpo.models import adapters
+from flow_grpo.models.registry import video_model
 from flow_grpo.models.adapter_files import save_adapter
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime.checkpoints import checkpoint, resume
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
@@ -182,7 +183,7 @@ class Batches:
 
     args: argparse.Namespace
     dataset: MultiCamDataset
-    policy: RecamPolicy
+    policy: WanPolicy
     ranks: Ranks
     held_out: Sequence[int] | None = None
 
@@ -239,7 +240,9 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
     with train_grpo.raise_on_all_ranks(ranks):
-        policy = RecamPolicy.from_config(config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device)
+        policy = WanPolicy.from_config(
+            video_model(config.model.kind), config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device
+        )
         data, measured = train_grpo.splits(config, ranks)
         train_grpo.check_sizes(policy, data, measured)
         batches = Batches(args, data, policy, ranks)
@@ -262,7 +265,7 @@ def numbered(conditions: Sequence[Condition], before: Mapping[int, int]) -> list
     return found
 
 
-def flow_losses(policy: RecamPolicy, conditions: Sequence[Condition], shift: float, *seeds: object) -> Tensor:
+def flow_losses(policy: WanPolicy, conditions: Sequence[Condition], shift: float, *seeds: object) -> Tensor:
     """Return (B,) fp32 mean squared velocity errors.
 
     `seeds`, an item's index and, for one drawn again in the same epoch, its `slot` determine its sigma and noise.
@@ -288,7 +291,7 @@ class FineTuning:
 
     args: argparse.Namespace
     config: Config
-    policy: RecamPolicy
+    policy: WanPolicy
     optimizer: torch.optim.Optimizer
     batches: Batches
     held_out: Batches | None
@@ -399,7 +402,7 @@ class FineTuning:
             print(f"step {self.step}:", *(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
 
 
-def write_model(policy: RecamPolicy, start: Path, folder: Path) -> None:
+def write_model(policy: WanPolicy, start: Path, folder: Path) -> None:
     """Write `model/` with LoRA merged (in place: the run is over) and links to the base model's frozen parts."""
     network: Any = unwrap(policy.module)
     if adapters.has_lora(network):

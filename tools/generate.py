@@ -52,9 +52,11 @@ from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models import codec
+from flow_grpo.models.registry import video_model
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.models.fake_policy import transformer_config
-from flow_grpo.models.recam_policy import DTYPES, RecamPolicy, largest_video, load_networks
+from flow_grpo.models.video_model import DTYPES
+from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import on_every_call
@@ -66,7 +68,7 @@ from tools.generation.options import parse
 from tools.generation.records import AFTER, BEFORE, BESIDE, RECORD, TOOL, record_of
 
 # By the ending of its files: a policy, and the context in which it is the model before or after training.
-Versions: TypeAlias = dict[str, tuple[RecamPolicy, Callable[[], AbstractContextManager[None]]]]
+Versions: TypeAlias = dict[str, tuple[WanPolicy, Callable[[], AbstractContextManager[None]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +167,9 @@ def check_size(args: argparse.Namespace) -> None:
                 f"--model {args.model} has no {part}/config.json, expected a folder in diffusers layout with "
                 "transformer, vae, text_encoder and tokenizer; tools/convert_recammaster.py makes one"
             )
+    model = video_model(args.kind)
     temporal, spatial = codec.scale_factors(codec.read_config(args.model / "vae"))
-    transformer = transformer_config(args.model)
+    transformer = transformer_config(model, args.model)
     rows, columns = (spatial * patch for patch in transformer["patch_size"][1:])
     if args.frames < 1 or (args.frames - 1) % temporal:
         raise ValueError(f"--frames is {args.frames}, must be {temporal}n+1 for this codec, such as {5 * temporal + 1}")
@@ -175,7 +178,7 @@ def check_size(args: argparse.Namespace) -> None:
             f"--height is {args.height} and --width {args.width}, must be multiples of {rows} and {columns} (codec "
             f"{spatial}, patches {rows // spatial}x{columns // spatial})"
         )
-    largest = largest_video(transformer, (temporal, spatial))
+    largest = model.largest_video(transformer, (temporal, spatial))
     if any(side > bound for side, bound in zip((args.frames, args.height, args.width), largest, strict=True)):
         raise ValueError(
             f"--frames is {args.frames}, --height {args.height} and --width {args.width}, must be at most "
@@ -262,7 +265,9 @@ def load(args: argparse.Namespace) -> Versions:
     print(device_api.describe(device, args.device), flush=True)
     print(f"loading {args.model}", flush=True)
     tiles = "" if args.tiling in (None, "off") else args.tiling
-    networks = load_networks(args.model, DTYPES[args.dtype], device, offload=args.offload, tiles=tiles)
+    networks = load_networks(
+        video_model(args.kind), args.model, DTYPES[args.dtype], device, offload=args.offload, tiles=tiles
+    )
     making: dict[str, Any] = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
     making |= {"max_prompt_tokens": args.max_prompt_tokens, "round_timestep": args.round_timestep}
     making |= {"dtype": DTYPES[args.dtype], "device": device}
@@ -270,40 +275,42 @@ def load(args: argparse.Namespace) -> Versions:
     base, own = networks.transformer, networks
     if args.adapter is not None:
         own = dataclasses.replace(networks, transformer=load_adapter(base, args.adapter, DTYPES[args.dtype]))
-    after = RecamPolicy(own, **making)
+    after = WanPolicy(own, **making)
     versions: Versions = {AFTER: (after, contextlib.nullcontext)}
     if not args.before:
         return versions
     if own.transformer is base:  # LoRA, added in place
         return {BEFORE: (after, after.reference)} | versions
-    return {BEFORE: (RecamPolicy(networks, **making), contextlib.nullcontext)} | versions
+    return {BEFORE: (WanPolicy(networks, **making), contextlib.nullcontext)} | versions
 
 
 def load_policy(
+    kind: str,
     model: str | Path,
     adapter: Path | None,
     dtype: torch.dtype,
     device: torch.device,
     loading: Mapping[str, Any],
     **sampling: Any,
-) -> RecamPolicy:
+) -> WanPolicy:
     """Return a policy to sample from, with an adapter's weights if one is given.
 
     Args:
+        kind: `model.kind` of its recipe.
         model: folder in diffusers layout.
         adapter: adapter folder of a run.
         dtype: of transformer and text encoder.
         device: to run on.
         loading: offload, tiles and slicing of `load_networks`.
-        **sampling: guidance_scale, negative_prompt, max_prompt_tokens and round_timestep of `RecamPolicy`.
+        **sampling: guidance_scale, negative_prompt, max_prompt_tokens and round_timestep of `WanPolicy`.
     """
-    networks = load_networks(model, dtype, device, **loading)
+    networks = load_networks(video_model(kind), model, dtype, device, **loading)
     if adapter is not None:
         networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, adapter, dtype))
-    return RecamPolicy(networks, dtype=dtype, device=device, **sampling)
+    return WanPolicy(networks, dtype=dtype, device=device, **sampling)
 
 
-def generate(policy: RecamPolicy, condition: Condition, sigmas: Tensor, seed: int) -> Tensor:
+def generate(policy: WanPolicy, condition: Condition, sigmas: Tensor, seed: int) -> Tensor:
     """Return the video (3, T, h, w) of a condition, CPU fp32 in [0, 1].
 
     Args:

@@ -31,9 +31,10 @@ from transformers.utils import logging as transformers_logging
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
-from flow_grpo.models.fake_policy import WAN_1_3B
-from flow_grpo.models.recam_policy import DTYPES
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
+from flow_grpo.models.video_model import WAN_1_3B
+from flow_grpo.models.video_model import DTYPES
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import stays_fp32
 from flow_grpo.runtime.atomic_file import atomic_path
 
 RECORD = "random_model.json"

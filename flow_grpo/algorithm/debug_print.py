@@ -30,8 +30,7 @@ def batch_view(batch: ScoredBatch, sigmas: Tensor, weights: dict[str, float]) ->
     return {
         "prompts": [condition.prompt for condition in batch.conditions],
         "prompt_embeds": samples.conditioning.prompt_embeds,
-        "source_latents": samples.conditioning.source_latents,
-        "target_cameras": samples.conditioning.target_cameras,
+        **samples.conditioning.inputs,
         "timesteps": 1000 * sigmas[trajectory.steps],
         "latents": trajectory.states[:, :-1],
         "next_latents": trajectory.states[:, 1:],
@@ -65,8 +64,8 @@ def merged_lines(views: Sequence[dict[str, object]], expected: int, k: int) -> l
         expected: how many there should be.
         k: group size.
     """
-    names = ("latents", "log_probs", "target_cameras")
-    shapes = [f"  {name}: {view[name].shape}" for view in views for name in names]  # type: ignore[attr-defined]
+    names = ("latents", "log_probs", "target_cameras")  # the last where the model reads a camera
+    shapes = [f"  {name}: {view[name].shape}" for view in views for name in names if name in view]  # type: ignore[attr-defined]
     total = sum(len(view["prompts"]) for view in views)  # type: ignore[arg-type, misc]
     return [
         "合并后的samples形状（验证k个副本的分布）:",

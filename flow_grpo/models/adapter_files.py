@@ -19,51 +19,73 @@ from torch import Tensor, nn
 from flow_grpo.models.adapters import has_lora, trained_parameters
 from flow_grpo.models.model_files import WEIGHTS_FILE, read_tensors
 from flow_grpo.models.policy import Policy
-from flow_grpo.models.recam_transformer import (
-    VARIANT,
-    ReCamTransformer3DModel,
+from flow_grpo.models.transformers import (
+    TransformerType,
+    camera_modules,
     is_camera_weight,
-    load_recam_transformer,
+    load_transformer,
+    variant_of,
 )
 from flow_grpo.runtime.atomic_file import replace_folder, temporary_path
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # adapters on modules that base Wan has
-CAMERA_FILE = "camera_modules.safetensors"  # trained weights of the modules that only ReCam has
+CAMERA_FILE = "camera_modules.safetensors"  # trained weights of the modules that plain Wan does not have
 FILE_SIZE = "2GB"  # largest file of a transformer whose parameters are sharded
 CAMERA_COUNT = "camera_tensors"  # metadata key in both files: number of tensors in CAMERA_FILE
 
 CARD = "README.md"
+# Filled in with the transformer's class `kind` in `module`, its camera modules and its variant.
 LORA_CARD = f"""---
 library_name: diffusers
 tags: [video-to-video, camera-control, lora]
 ---
-An adapter trained with GRPO on a camera-controlled video-to-video model (ReCamMaster on Wan2.1).
+An adapter trained with GRPO on a camera-controlled video-to-video model ({{kind}} on Wan2.1).
 
 - `{LORA_FILE}`: adapters on modules that base Wan has. Plain diffusers loads them, **without camera control**:
   `transformer.load_lora_adapter(folder, prefix=None, weight_name="{LORA_FILE}")`
-- `{CAMERA_FILE}`: the trained camera modules (cam_encoder, projector), which only this project's model has:
+- `{CAMERA_FILE}`: the trained camera modules ({{modules}}), which only this project's model has:
 
       from flow_grpo.models.adapter_files import load_adapter
-      from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-      transformer = load_adapter(ReCamTransformer3DModel.from_pretrained("MODEL/transformer"), "THIS FOLDER")
+      from {{module}} import {{kind}}
+      transformer = load_adapter({{kind}}.from_pretrained("MODEL/transformer"), "THIS FOLDER")
 
 or `python tools/generate.py --model MODEL --adapter FOLDER --source VIDEO --camera arc_left`.
 """
-TRANSFORMER_CARD = f"""---
+TRANSFORMER_CARD = """---
 library_name: diffusers
 tags: [video-to-video, camera-control]
 ---
-A whole transformer, trained with GRPO: ReCamMaster on Wan2.1, with camera modules (cam_encoder, projector) that plain
-diffusers' Wan does not have. Its weights are the variant `{VARIANT}`, so that `WanTransformer3DModel.from_pretrained`
+A whole transformer, trained with GRPO: {kind} on Wan2.1, with camera modules ({modules}) that plain
+diffusers' Wan does not have. Its weights are the variant `{variant}`, so that `WanTransformer3DModel.from_pretrained`
 refuses the folder instead of loading it without camera control. Load it with this project's class:
 
-    from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-    transformer = ReCamTransformer3DModel.from_pretrained("THIS FOLDER")
+    from {module} import {kind}
+    transformer = {kind}.from_pretrained("THIS FOLDER")
 
 or `python tools/generate.py --model MODEL --adapter FOLDER --source VIDEO --camera arc_left`.
 """
+PLAIN_CARD = f"""---
+library_name: diffusers
+---
+A {{kind}} trained with GRPO. Plain diffusers loads adapters (`{LORA_FILE}`) with
+`transformer.load_lora_adapter(folder, prefix=None, weight_name="{LORA_FILE}")` and a whole transformer with
+`{{kind}}.from_pretrained(folder)`.
+"""
+
+
+def _card(network: Any) -> str:
+    """Return what the folder's README says."""
+    kind = _class_of(network)
+    modules = ", ".join(camera_modules(network))
+    card = PLAIN_CARD if not modules else LORA_CARD if has_lora(network) else TRANSFORMER_CARD
+    return card.format(kind=kind.__name__, module=kind.__module__, modules=modules, variant=variant_of(network))
+
+
+def _class_of(network: Any) -> type:
+    """Return the network's class; FSDP replaces it by a class of another name that inherits from it."""
+    return next(kind for kind in type(network).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
 def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None) -> None:
@@ -107,10 +129,10 @@ def _write(network: Any, folder: Path, ranks: Ranks) -> None:
     else:
         with ranks.sync_errors("saving the transformer"):
             if ranks.is_main:
-                network.save_pretrained(str(folder), variant=VARIANT)
+                network.save_pretrained(str(folder), variant=variant_of(network))
     with ranks.sync_errors("saving the adapter (card)"):
         if ranks.is_main:
-            (folder / CARD).write_text(LORA_CARD if has_lora(network) else TRANSFORMER_CARD, encoding="utf-8")
+            (folder / CARD).write_text(_card(network), encoding="utf-8")
 
 
 def _gathered(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
@@ -130,7 +152,7 @@ def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
         name: sorted(value) if isinstance(value, set) else value
         for name, value in network.peft_config["default"].to_dict().items()
     }
-    camera = {name for name in tensors if is_camera_weight(name)}
+    camera = {name for name in tensors if is_camera_weight(network, name)}
     header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True)}
     header |= {CAMERA_COUNT: str(len(camera))}
     for file, names in ((CAMERA_FILE, camera), (LORA_FILE, tensors.keys() - camera)):
@@ -141,9 +163,10 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
     """Write a sharded transformer like diffusers' `save_pretrained`, gathering one file at a time."""
     state = network.state_dict()
     meta = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
-    stem = f"{WEIGHTS_FILE.removesuffix('.safetensors')}.{VARIANT}"
+    stem = WEIGHTS_FILE.removesuffix(".safetensors")
+    variant = "" if variant_of(network) is None else f".{variant_of(network)}"
     plan = split_torch_state_dict_into_shards(
-        meta, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_SIZE
+        meta, filename_pattern=f"{stem}{variant}{{suffix}}.safetensors", max_shard_size=FILE_SIZE
     )
     for file, names in plan.filename_to_tensors.items():
         gathered = _gathered({name: state[name] for name in names}, ranks)
@@ -152,19 +175,16 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
                 save_file(gathered, folder / file, {"format": "pt"})
     with ranks.sync_errors("saving the transformer"):
         if ranks.is_main:
-            # FSDP replaces the class of the network by one with another name.
-            config = json.loads(network.to_json_string()) | {"_class_name": ReCamTransformer3DModel.__name__}
+            config = json.loads(network.to_json_string()) | {"_class_name": _class_of(network).__name__}
             (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
             if plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-                (folder / f"{WEIGHTS_FILE}.index.{VARIANT}.json").write_text(
-                    json.dumps(index, indent=2, sort_keys=True)
-                )
+                (folder / f"{WEIGHTS_FILE}.index{variant}.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def load_adapter(
-    transformer: ReCamTransformer3DModel, folder: str | Path, dtype: torch.dtype = torch.float32
-) -> ReCamTransformer3DModel:
+    transformer: TransformerType, folder: str | Path, dtype: torch.dtype = torch.float32
+) -> TransformerType:
     """Load what `save_adapter` wrote: add adapters to the transformer in place, or return another transformer.
 
     Another transformer is loaded in `dtype`. Older adapters with all tensors in `LORA_FILE` load too.
@@ -174,7 +194,7 @@ def load_adapter(
     """
     file, camera_file = Path(folder) / LORA_FILE, Path(folder) / CAMERA_FILE
     if not file.is_file():
-        return load_recam_transformer(folder, dtype)
+        return load_transformer(type(transformer), folder, dtype)
     stored, header = read_tensors(file)
     if camera_file.is_file():
         stored |= read_tensors(camera_file)[0]

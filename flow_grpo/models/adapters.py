@@ -11,34 +11,29 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import camera_modules
 from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.settings.schema import ModelConfig
-
-# Prefixes of the trained parameters' names, for each mode without LoRA.
-_TRAINED = {
-    "camera": r"blocks\.\d+\.cam_encoder\.",
-    "attention": r"blocks\.\d+\.(attn1|cam_encoder|projector)\.",
-    "full": "",
-}
 
 
 class AdapterError(ValueError):
     """A pattern or name in `model.lora_*` matches no module, so nothing would be trained."""
 
 
-def apply_training_mode(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
+def apply_training_mode(transformer: WanTransformer3DModel, model: ModelConfig) -> None:
     """Freeze all parameters except those that `model.trained` names, and convert these to fp32.
 
-    "lora" adds low-rank adapters to `lora_targets` and trains `lora_full_modules` in full; "camera" trains every
-    block's `cam_encoder`; "attention" self-attention, `cam_encoder` and `projector` (ReCamMaster's own recipe); "full"
-    everything. Adapters are initialized with a fixed seed, identically on every rank.
+    "lora" adds low-rank adapters to `lora_targets` and trains `lora_full_modules` in full; "camera" trains what embeds
+    the camera in every block (ReCam: `cam_encoder`); "attention" self-attention and all camera modules of every block,
+    the recipe of ReCamMaster's and ReDirector's authors; "full" everything. Adapters are initialized with a fixed seed,
+    identically on every rank.
 
     Raises:
         AdapterError: a pattern or module name matches nothing.
@@ -61,14 +56,23 @@ def trained_names(transformer: nn.Module, trained: str) -> set[str]:
     """Return the names of the parameters that a mode other than "lora" trains.
 
     Raises:
-        ValueError: unknown mode.
+        ValueError: unknown mode, or "camera" and the network has no camera modules.
     """
-    if trained not in _TRAINED:
-        raise ValueError(f"model.trained is {trained!r}, expected one of {['lora', *_TRAINED]}")
-    return {name for name, _ in transformer.named_parameters() if re.match(_TRAINED[trained], name)}
+    encoders = getattr(transformer, "camera_encoders", ())
+    parts = {"camera": {*encoders}, "attention": {"attn1", *camera_modules(transformer)}}
+    names = {name for name, _ in transformer.named_parameters()}
+    if trained == "full":
+        return names
+    if trained not in parts:
+        raise ValueError(f"model.trained is {trained!r}, expected one of {['lora', *parts, 'full']}")
+    if not parts[trained]:
+        raise ValueError(
+            f"model.trained is {trained!r}, but this model reads no camera; pass --config.model.trained=lora"
+        )
+    return {name for name in names if name.startswith("blocks.") and not parts[trained].isdisjoint(name.split("."))}
 
 
-def _add_lora(transformer: ReCamTransformer3DModel, model: ModelConfig) -> None:
+def _add_lora(transformer: WanTransformer3DModel, model: ModelConfig) -> None:
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     matched = [name for name in linear if re.fullmatch(model.lora_targets, name)]
     if not matched:

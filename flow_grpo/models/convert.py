@@ -18,12 +18,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.models.model_files import summarize
-from flow_grpo.models.recam_transformer import (
-    CAMERA_MODULES,
-    ReCamTransformer3DModel,
-    is_camera_weight,
-    stays_fp32,
-)
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import is_camera_weight, stays_fp32
 
 LINEAR, NORM, WHOLE = ("weight", "bias"), ("weight",), ("",)
 
@@ -51,7 +47,7 @@ BLOCK = (
     ("ffn.2", "ffn.net.2", LINEAR),
     ("modulation", "scale_shift_table", WHOLE),
 )
-CAMERA = tuple((name, name, LINEAR) for name in CAMERA_MODULES)
+CAMERA = tuple((name, name, LINEAR) for name in ReCamTransformer3DModel.camera_modules)
 
 # Prefixes that trainers and wrappers add to every name; no name of Wan starts with one.
 PREFIXES = ("module.", "model.", "diffusion_model.", "pipe.", "dit.", "transformer.", "_orig_mod.")
@@ -112,7 +108,7 @@ def plan_renaming(found: Iterable[str], *, back: bool = False) -> Renaming:
     blocks = [int(match[1]) for name in bare if (match := re.match(r"blocks\.(\d{1,9})\.", name))]
     # A block number above the number of tensors is an unexpected name; it must not size the table.
     depth = max((number for number in blocks if number < len(given)), default=0) + 1
-    camera = any(map(is_camera_weight, bare))
+    camera = any(is_camera_weight(ReCamTransformer3DModel, name) for name in bare)
     table = tensor_names(depth, camera=camera)
     if back:
         table = {new: old for old, new in table.items()}

@@ -9,7 +9,7 @@ Letters: C F H W latent channels, frames, height, width, L D prompt tokens and w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.texts import TextEncoder, clean_prompt
-from flow_grpo.runtime.tensor_store import TensorStore
+from flow_grpo.records import Condition
+from flow_grpo.runtime.tensor_store import TensorStore, content_key
 
 Size: TypeAlias = tuple[int, int, int]
 
@@ -36,7 +37,8 @@ class Encodings:
     """
 
     def __init__(self, codec: Codec, texts: TextEncoder, store: TensorStore, *, max_prompt_tokens: int) -> None:
-        self._codec, self._texts, self._store = codec, texts, store
+        self.codec = codec
+        self._texts, self._store = texts, store
         self._max_prompt_tokens = max_prompt_tokens
 
     def source(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> Tensor:
@@ -47,7 +49,17 @@ class Encodings:
             size: (T, h, w) after resizing.
             video: returns (3, T, h, w) in [0, 1]; called only on a cache miss.
         """
-        return self._store.get("sources", self._source_key(source_id, size), lambda: self._codec.encode(video()))
+        return self._store.get("sources", self._source_key(source_id, size), lambda: self.codec.encode(video()))
+
+    def sources(self, conditions: Sequence[Condition]) -> Tensor:
+        """Return (B, C, F, H, W) fp32 CPU latents of the source videos; each distinct video is encoded once."""
+        distinct = {_source_key(condition): condition for condition in conditions}
+        latents = {key: self._source_of(condition) for key, condition in distinct.items()}
+        return torch.stack([latents[_source_key(condition)] for condition in conditions])
+
+    def _source_of(self, condition: Condition) -> Tensor:
+        video = condition.need_source()
+        return self.source(condition.source_id or content_key(video), condition.size, lambda: video)
 
     def prompt(self, prompt: str) -> Tensor:
         """Return (L, D) fp32 CPU embeddings, zero-padded after the prompt's own tokens.
@@ -71,7 +83,12 @@ class Encodings:
 
     def _source_key(self, source_id: str, size: Size) -> str:
         frames, height, width = size
-        return f"{PREPROCESSING} codec {self._codec.identity} size {frames}x{height}x{width} video {source_id}"
+        return f"{PREPROCESSING} codec {self.codec.identity} size {frames}x{height}x{width} video {source_id}"
 
     def _prompt_key(self, prompt: str) -> str:
         return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {clean_prompt(prompt)}"
+
+
+def _source_key(condition: Condition) -> str | int:
+    """Return a key of the source video among the conditions of one call: copies share the tensor object."""
+    return condition.source_id or id(condition.source_video)

@@ -1,7 +1,7 @@
-"""RecamPolicy on fake tensors: real shapes, dtypes and operations, but no weights and no memory.
+"""WanPolicy on fake tensors: real shapes, dtypes and operations, but no weights and no memory.
 
-Networks are built from the configuration files of the model folder. Missing files and fields take the values of
-Wan2.1-T2V-1.3B, so a recipe can be checked and planned before its weights are downloaded.
+Networks are built from the configuration files of the model folder. Missing files and fields take the values of the
+published model, so a recipe can be checked and planned before its weights are downloaded.
 """
 
 from __future__ import annotations
@@ -14,40 +14,25 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
 from flow_grpo.models.codec import Codec, read_config
-from flow_grpo.models.recam_policy import DTYPES, Networks, RecamPolicy
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.registry import video_model
 from flow_grpo.models.texts import TextEncoder
+from flow_grpo.models.video_model import DTYPES, VideoModel
+from flow_grpo.models.wan_policy import Networks, WanPolicy
 from flow_grpo.records import Condition, Conditioning, Guidance
-from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.schema import Config, ModelConfig
 
-# transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
-WAN_1_3B: Mapping[str, Any] = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 12,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 8960,
-    "num_layers": 30,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 1024,
-}
 
-
-def transformer_config(model_folder: str | Path) -> dict[str, Any]:
+def transformer_config(model: VideoModel, model_folder: str | Path) -> dict[str, Any]:
     """Return the configuration of a model folder's transformer."""
     file = Path(model_folder, "transformer", "config.json")
     stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return dict(WAN_1_3B) | stored
+    return dict(model.published) | stored
 
 
 def codec_config(model_folder: str | Path) -> Mapping[str, Any]:
@@ -60,8 +45,8 @@ def codec_config(model_folder: str | Path) -> Mapping[str, Any]:
     return found
 
 
-class FakePolicy(RecamPolicy):
-    """A `RecamPolicy` whose networks are fake: two transformer blocks, no LoRA adapters, no text encoder.
+class FakePolicy(WanPolicy):
+    """A `WanPolicy` whose networks are fake: two transformer blocks, no LoRA adapters, no text encoder.
 
     No shape depends on the number of blocks or on adapters, which fake networks do not support. Methods take real or
     fake tensors and return fake ones, so the rollout and the update run on it unchanged.
@@ -73,23 +58,22 @@ class FakePolicy(RecamPolicy):
         fake_mode: the context in which newly created tensors are fake.
 
     Raises:
-        ConfigError: the recipe's policy is another.
+        ConfigError: the recipe's policy is one of the user's own.
         ValueError: the codec's scale factors contradict its layers.
     """
 
     def __init__(self, config: Config) -> None:
-        if config.model.kind != "recam":
-            text = "must be recam for a dry run or a plan, which know no other network; train without"
-            raise refusal("model.kind", config.model.kind, text)
+        own = video_model(config.model.kind)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         device, model, codec = torch.device("cpu"), config.model, codec_config(config.model.path)
-        settings = transformer_config(model.path)
+        settings = transformer_config(own, model.path)
         settings["num_layers"] = min(2, settings["num_layers"])
         with self.fake_mode:
-            transformer, _ = fake_transformer(settings, DTYPES[model.dtype], model)
+            transformer, _ = fake_transformer(own, settings, DTYPES[model.dtype], model)
             if model.gradient_checkpointing:
                 transformer.enable_gradient_checkpointing()
             networks = Networks(
+                model=own,
                 transformer=transformer,
                 codec=Codec(codec, lambda _: _fake_codec(codec), "fake", device=device, slicing=model.vae_slicing),
                 texts=_FakeTextEncoder(settings["text_dim"]),
@@ -120,8 +104,8 @@ class FakePolicy(RecamPolicy):
 
 
 def fake_transformer(
-    config: Mapping[str, Any], dtype: torch.dtype, model: ModelConfig
-) -> tuple[ReCamTransformer3DModel, list[nn.Linear]]:
+    video_model: VideoModel, config: Mapping[str, Any], dtype: torch.dtype, model: ModelConfig
+) -> tuple[WanTransformer3DModel, list[nn.Linear]]:
     """Return a transformer with the gradient flags of `model.trained`, and the linear layers that LoRA would adapt.
 
     Call it inside a `FakeTensorMode`. Weights of adapted layers are marked as trained in place of the adapters, which
@@ -133,7 +117,7 @@ def fake_transformer(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # fake parameters cannot be cast afterwards
     try:
-        network = ReCamTransformer3DModel(**{n: value for n, value in config.items() if not n.startswith("_")})
+        network = video_model.network(**{n: value for n, value in config.items() if not n.startswith("_")})
     finally:
         torch.set_default_dtype(before)
     adapted, names = {}, set()

@@ -20,13 +20,6 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flow_grpo.models.model_files import check_component
-
-CAMERA_MODULES = ("cam_encoder", "projector")
-# In the names of an exported transformer's weights, as of any diffusers variant: plain Wan does not find them, which
-# would otherwise load all but the camera modules, with a warning.
-VARIANT = "recam"
-
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -115,6 +108,11 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
     computes on the same [target | source] latents.
     """
 
+    camera_modules = ("cam_encoder", "projector")
+    camera_encoders = ("cam_encoder",)
+    # In the names of an exported transformer's weights, as of any diffusers variant: plain Wan does not find them. It
+    # would otherwise load all but the camera modules, with a warning.
+    variant = "recam"
     _no_split_modules = ["ReCamTransformerBlock"]  # noqa: RUF012 - class attributes of the base class
     _repeated_blocks = ["ReCamTransformerBlock"]  # noqa: RUF012
     # The base class's context-parallel plan would shard the tokens but not the camera, which is per whole frame.
@@ -130,8 +128,8 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
             OSError: it holds no weights.
         """
         folder = str(pretrained_model_name_or_path)
-        if any(Path(folder, settings.get("subfolder") or "").glob(f"*.{VARIANT}*")):
-            settings = {"variant": VARIANT} | settings
+        if any(Path(folder, settings.get("subfolder") or "").glob(f"*.{cls.variant}*")):
+            settings = {"variant": cls.variant} | settings
         loaded: Any = super().from_pretrained(folder, **settings)
         return cast(ReCamTransformer3DModel, loaded)
 
@@ -248,44 +246,3 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
         _, patch_h, patch_w = self.config["patch_size"]
         if height % patch_h or width % patch_w:
             raise ValueError(f"latents are {height}x{width}, expected multiples of the patch {patch_h}x{patch_w}")
-
-
-def is_camera_weight(name: str) -> bool:
-    """Return whether a weight belongs to the camera modules, which base Wan does not have."""
-    return not set(CAMERA_MODULES).isdisjoint(name.split("."))
-
-
-def stays_fp32(name: str) -> bool:
-    """Return whether diffusers keeps a weight in fp32 when the model is loaded in half precision.
-
-    As in diffusers, `_keep_in_fp32_modules` match whole dotted components of the name.
-    """
-    return not set(ReCamTransformer3DModel._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
-
-
-def load_recam_transformer(folder: str | Path, dtype: torch.dtype = torch.float32) -> ReCamTransformer3DModel:
-    """Load a transformer folder in diffusers layout in `dtype`, except the weights of `stays_fp32`.
-
-    Raises:
-        ValueError: a file is missing or damaged, the folder holds another model, or weights and configuration do not
-            match. diffusers itself would load base Wan with a warning and leave the camera tensors on the meta device.
-    """
-    found = check_component(Path(folder)).get("_class_name")
-    if found != ReCamTransformer3DModel.__name__:
-        raise ValueError(
-            f"checkpoint of another model: {folder} holds {found}, expected {ReCamTransformer3DModel.__name__}; "
-            "convert a ReCamMaster or base Wan checkpoint first"
-        )
-    model: ReCamTransformer3DModel | None = None
-    try:
-        model, info = ReCamTransformer3DModel.from_pretrained(
-            str(folder), torch_dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
-        wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        problem = f"{len(wrong)} missing or unexpected tensors such as {wrong[0]}" if wrong else ""
-    except (ValueError, RuntimeError, TypeError, OSError) as error:
-        problem = " ".join(str(error).partition(". If you want")[0].split())[:300]
-    if model is None or problem:
-        raise ValueError(f"{folder}: the weights are not those of config.json ({problem}); download it again")
-    model.eval()
-    return model

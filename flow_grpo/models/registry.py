@@ -1,27 +1,41 @@
-"""The video models a run can train: a new policy is one file in this folder and one line in `POLICIES`.
+"""The video models a run can train: a new one is one file in this folder and one line in `VIDEO_MODELS`.
 
-Or, outside of this package, a class or function that `model.kind` names by its place, `my_models.py:MyPolicy`: it is
-called with the sections `model` and `sample` of the configuration and the device, and returns a `Policy`.
+Or, outside of this package, what `model.kind` names by its place, `my_models.py:NAME`: a `VideoModel`, which is served
+like those here, or a class or function that makes a `Policy` of its own from the sections `model` and `sample` of the
+configuration and the device; only a `VideoModel` can be planned, traced and sampled from by the tools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from flow_grpo.models.policy import Policy
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.video_model import VideoModel
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.own_code import check_call, is_own, load_own
 from flow_grpo.settings.schema import Config, ModelConfig, SampleConfig
 
-POLICIES: dict[str, Callable[[ModelConfig, SampleConfig, torch.device], Policy]] = {
-    "recam": RecamPolicy.from_config,
+VIDEO_MODELS: dict[str, VideoModel] = {
+    "recam": RECAM,
 }
-
-
 METHODS = sorted(name for name, value in vars(Policy).items() if callable(value) and not name.startswith("_"))
+
+
+def video_model(kind: str) -> VideoModel:
+    """Return the `VideoModel` of a `model.kind`.
+
+    Raises:
+        ConfigError: there is none of that name, an own one cannot be loaded, or it makes a policy of its own.
+    """
+    found = _find(kind)
+    if not isinstance(found, VideoModel):
+        text = "makes a policy of its own, which can be trained; planned, traced and sampled from is only a VideoModel"
+        raise refusal("model.kind", kind, f"{text}, see docs/add_a_model.md")
+    return found
 
 
 def build_policy(config: Config, device: torch.device) -> Policy:
@@ -31,20 +45,24 @@ def build_policy(config: Config, device: torch.device) -> Policy:
         ConfigError: there is no policy of that name, or an own one cannot be loaded or lacks methods of a policy.
         ValueError: the model folder is missing or damaged, or a model setting does not fit the model or the device.
     """
-    kind = config.model.kind
+    found = _find(config.model.kind)
+    if isinstance(found, VideoModel):
+        return WanPolicy.from_config(found, config.model, config.sample, device)
+    return _make_own(config.model.kind, found, config.model, config.sample, device)
+
+
+def _find(kind: str) -> Any:
     if is_own(kind):
-        return _build_own(config, device)
-    if kind not in POLICIES:
-        known = f"must be one of {', '.join(POLICIES)} or FILE.py:NAME"
-        raise refusal("model.kind", kind, f"{known}; add a policy in models/registry.py")
-    return POLICIES[kind](config.model, config.sample, device)
+        return load_own("model.kind", kind, VideoModel)
+    if kind not in VIDEO_MODELS:
+        known = f"must be one of {', '.join(VIDEO_MODELS)} or FILE.py:NAME"
+        raise refusal("model.kind", kind, f"{known}; add a model in models/registry.py")
+    return VIDEO_MODELS[kind]
 
 
-def _build_own(config: Config, device: torch.device) -> Policy:
-    kind = config.model.kind
-    make = load_own("model.kind", kind)
+def _make_own(kind: str, make: Any, model: ModelConfig, sample: SampleConfig, device: torch.device) -> Policy:
     check_call("model.kind", kind, make, "model", "sample", "device")
-    policy: Policy = make(config.model, config.sample, device)
+    policy: Policy = make(model, sample, device)
     missing = [name for name in (*METHODS, "module") if not hasattr(policy, name)]
     if missing:
         text = (

@@ -71,12 +71,13 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     """Run one batch from conditions to videos; its rewards are placeholders."""
     rows = config.sample.train_batch_size
     with policy.fake_mode:
-        conditions = tuple(_condition(size, row, config.data.prompt) for row in range(rows))
+        conditions = tuple(_condition(policy.model.needs, size, row, config.data.prompt) for row in range(rows))
     conditioning = policy.encode(conditions)
     sampling = build.sample_settings(config)
     samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
     videos = policy.decode(samples.final_latents)
-    _note(found, "data", {"source_video": conditions[0].source_video})
+    if conditions[0].source_video is not None:
+        _note(found, "data", {"source_video": conditions[0].source_video})
     _note(found, "encode", conditioning.tensors())
     _note(found, "rollout", samples.trajectory.tensors() | {"final_latents": samples.final_latents})
     _note(found, "decode", {"videos": videos})
@@ -84,19 +85,16 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     return ScoredBatch(conditions, samples, dict.fromkeys(config.reward.weights, reward), videos)
 
 
-def _condition(size: tuple[int, int, int], row: int, prompt: str) -> Condition:
-    return Condition(
-        index=row,
-        gid=row,
-        slot=0,
-        prompt=prompt,
-        source_video=torch.empty(3, *size),
-        target_poses=torch.empty(size[0], 4, 4),
-        scene="",
-        source_camera="",
-        target_camera="",
-        source_id=str(row),
-    )
+def _condition(needs: Sequence[str], size: tuple[int, int, int], row: int, prompt: str) -> Condition:
+    poses = torch.empty(size[0], 4, 4)
+    fields: dict[str, Any] = {
+        "source_video": torch.empty(3, *size),
+        "target_poses": poses,
+        "source_poses": poses,
+        "intrinsics": torch.empty(4),
+    }
+    given = {name: fields[name] for name in needs}
+    return Condition(index=row, gid=row, slot=0, prompt=prompt, source_id=str(row), wanted_size=size, **given)
 
 
 def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[TensorInfo]) -> None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.models.fake_policy import fake_transformer
+from flow_grpo.models.video_model import VideoModel
 from flow_grpo.settings.schema import ModelConfig
 
 
@@ -29,7 +30,7 @@ class Footprint:
     """Costs of one call on B rows.
 
     Attributes:
-        tokens: S, target and source together, of one row.
+        tokens: of one row, target and source together.
         parameters: of the whole transformer.
         trained: trainable parameters.
         forward_flops: of a forward on B rows; a multiply-add counts as two.
@@ -49,6 +50,7 @@ class Footprint:
 
 
 def footprint(
+    video_model: VideoModel,
     config: Mapping[str, Any],
     latent_shape: tuple[int, int, int, int],
     model: ModelConfig,
@@ -56,13 +58,14 @@ def footprint(
     rows: int,
     dtype: torch.dtype,
 ) -> Footprint:
-    """Return the costs of a ReCam transformer.
+    """Return the costs of a transformer.
 
     LoRA is counted as training the base weights, which saves the same inputs for the backward, plus the adapters' own
     activations and parameters.
 
     Args:
-        config: the transformer's configuration, such as `WAN_1_3B`.
+        video_model: which transformer, and how it is called.
+        config: its configuration, such as `WAN_1_3B`.
         latent_shape: (C, F, H, W) of the target.
         model: training mode, gradient checkpointing and prompt length.
         rows: B.
@@ -71,13 +74,16 @@ def footprint(
     Raises:
         ValueError: an unknown training mode.
     """
-    one, two = (count_network({**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2))
+    one, two = (
+        count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2)
+    )
     total = {name: first + (config["num_layers"] - 1) * (two[name] - first) for name, first in one.items()}
     # Transient tensors do not outlive their block: one block stands for all.
     return Footprint(**(total | {name: one[name] for name in ("block_bytes", "forward_bytes")}))
 
 
 def count_network(
+    video_model: VideoModel,
     config: Mapping[str, Any],
     latent_shape: tuple[int, int, int, int],
     model: ModelConfig,
@@ -85,33 +91,31 @@ def count_network(
     dtype: torch.dtype,
 ) -> dict[str, int]:
     """Return the fields of `Footprint` by name, counted on the whole network."""
-    channels, frames, height, width = latent_shape
-    heads, layers = config["num_attention_heads"], config["num_layers"]
-    dim, patch = heads * config["attention_head_dim"], config["patch_size"]
-    tokens = 2 * frames // patch[0] * (height // patch[1]) * (width // patch[2])
+    layers, dim = config["num_layers"], config["num_attention_heads"] * config["attention_head_dim"]
+    tokens = video_model.tokens(latent_shape, config["patch_size"])
     with FakeTensorMode():
-        network, adapted = fake_transformer(config, dtype, model)
-        inputs = (
-            torch.empty(rows, channels, 2 * frames, height, width),
-            torch.empty(rows),
-            torch.empty(rows, model.max_prompt_tokens, config["text_dim"]),
-            torch.empty(rows, frames, 12),
-        )
+        network, adapted = fake_transformer(video_model, config, dtype, model)
+        latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
+        prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
+        shapes = video_model.input_shapes(rows, latent_shape, config)
+        inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
         counter = FlopCounterMode(display=False)
 
+        def call() -> Tensor:
+            with _autocast(dtype):
+                return video_model.call(network, latents, timesteps, prompts, inputs)
+
         def forward() -> None:
-            with counter, torch.no_grad(), _autocast(dtype):
-                network(*inputs)
+            with counter, torch.no_grad():
+                call()
 
         def forward_and_backward() -> None:
-            with _autocast(dtype):
-                output = network(*inputs)[0]
-            output.sum().backward()
+            call().sum().backward()
 
         forward_bytes = peak_bytes(forward)
         if model.gradient_checkpointing:
             network.enable_gradient_checkpointing()
-        kept = saved_bytes(network, inputs, dtype)
+        kept = saved_bytes(network, call)
         update_bytes = peak_bytes(forward_and_backward)
     attention = 4 * rows * layers * dim * tokens * (tokens + model.max_prompt_tokens)
     learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
@@ -167,8 +171,8 @@ class _LiveStorages(TorchDispatchMode):
         self._now -= self._sizes.pop(key)
 
 
-def saved_bytes(network: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of all tensors, parameters aside, that autograd saves in one forward."""
+def saved_bytes(network: nn.Module, call: Callable[[], Tensor]) -> int:
+    """Return the bytes of all tensors, the network's parameters aside, that autograd saves in a call."""
     weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
     sizes: dict[int, int] = {}
     alive: list[Tensor] = []  # a freed storage's address could be reused
@@ -180,8 +184,8 @@ def saved_bytes(network: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dty
             alive.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), _autocast(dtype):
-        output = network(*inputs)[0]
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        output = call()
     del output
     return sum(sizes.values())
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.maths.schedule import windows
 from flow_grpo.models.fake_policy import FakePolicy, transformer_config
-from flow_grpo.models.recam_policy import DTYPES
+from flow_grpo.models.registry import video_model
+from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight.footprint import Footprint, footprint, peak_bytes
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
@@ -102,7 +104,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     """
     sample, train, model = config.sample, config.train, config.model
     latents, decode_flops = _decoding(model.kind, model.path, largest_size(config))
-    decode_bytes = _decoding_peak(model.path, model.vae_slicing, latents, sample.train_batch_size)
+    decode_bytes = _decoding_peak(model.kind, model.path, model.vae_slicing, latents, sample.train_batch_size)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
     counted = {n: _counted(_network_of(model), latents, DTYPES[model.dtype], n * copies) for n in rows}
@@ -144,7 +146,12 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
 # Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
 @functools.cache
 def _counted(model: ModelConfig, latents: tuple[int, int, int, int], dtype: torch.dtype, rows: int) -> Footprint:
-    return footprint(transformer_config(model.path), latents, model, rows=rows, dtype=dtype)
+    return footprint(video_model(model.kind), _transformer(model), latents, model, rows=rows, dtype=dtype)
+
+
+def _transformer(model: ModelConfig) -> dict[str, Any]:
+    """Return the configuration of the transformer that a recipe names."""
+    return transformer_config(video_model(model.kind), model.path)
 
 
 @functools.cache
@@ -156,15 +163,15 @@ def _decoding(kind: str, path: str, size: tuple[int, int, int]) -> tuple[tuple[i
 
 
 @functools.cache
-def _decoding_peak(path: str, slicing: bool, latents: tuple[int, int, int, int], rows: int) -> float:
-    policy = FakePolicy(dataclasses.replace(Config(), model=ModelConfig(path=path, vae_slicing=slicing)))
+def _decoding_peak(kind: str, path: str, slicing: bool, latents: tuple[int, int, int, int], rows: int) -> float:
+    policy = FakePolicy(dataclasses.replace(Config(), model=ModelConfig(kind=kind, path=path, vae_slicing=slicing)))
     return decoding_bytes(policy, latents, rows)
 
 
 def _network_of(model: ModelConfig) -> ModelConfig:
     """Return the settings that decide what a call of the transformer costs; all others have their defaults."""
     lora = ("lora_rank", "lora_targets", "lora_full_modules")
-    names = ("path", "trained", *lora, "gradient_checkpointing", "max_prompt_tokens")
+    names = ("kind", "path", "trained", *lora, "gradient_checkpointing", "max_prompt_tokens")
     return ModelConfig(**{name: getattr(model, name) for name in names})
 
 
@@ -293,20 +300,22 @@ def _memory(
     states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / parts
     states += (4 * update.trained * (train.ema_decay > 0) + (0 if model.offload else reference)) / shards
     # FSDP holds two gathered blocks: the current one and the next, which is prefetched.
-    gathered = 0 if shards == 1 else 2 * transformer / transformer_config(model.path)["num_layers"]
+    gathered = 0 if shards == 1 else 2 * transformer / _transformer(model)["num_layers"]
     encoders, decoder = _frozen(config)
     frozen = 0 if model.offload else encoders + decoder
-    elements = latents[0] * latents[1] * latents[2] * latents[3]
     prompts = 1 if sample.guidance_scale == 1.0 else 2
-    prompt = prompts * model.max_prompt_tokens * transformer_config(model.path)["text_dim"]
-    one = 4 * (elements * (_states(config) + 2) + prompt)  # with the final and the source's latents
+    prompt = prompts * model.max_prompt_tokens * _transformer(model)["text_dim"]
+    inputs = video_model(model.kind).input_shapes(1, latents, _transformer(model)).values()
+    # The states, the final latents and the conditioning.
+    one = 4 * (math.prod(latents) * (_states(config) + 1) + sum(map(math.prod, inputs)) + prompt)
     offloaded = sample.offload or config.dynamic_sampling.enabled
     trajectories = one * sample.expanded_batch_size
     on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)
     fixed = transformer / shards + gathered + states + frozen + on_device
     activations = update.kept_bytes + update.block_bytes
     frames, rows, columns = largest_size(config)
-    videos = 4 * 3 * frames * rows * columns * 2 * sample.expanded_batch_size  # source and generated
+    films = video_model(model.kind).videos  # the generated one, and its source
+    videos = 4 * 3 * frames * rows * columns * films * sample.expanded_batch_size
     return {
         "weights_gib": transformer / shards + gathered + frozen,
         "optimizer_gib": states,

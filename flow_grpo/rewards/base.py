@@ -196,12 +196,13 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
 
 
 def try_own(rewards: RewardSet, condition: Condition) -> None:
-    """Score a source video twice with every reward of the user's own, which otherwise fails samples of a whole run.
+    """Score a video twice with every reward of the user's own, which otherwise fails samples of a whole run.
 
     Raises:
         ConfigError: one fails, or does not return what a reward returns.
     """
-    videos, conditions = torch.stack([condition.source_video] * 2), (condition, condition)
+    video = torch.full((3, *condition.size), 0.5) if condition.source_video is None else condition.source_video
+    videos, conditions = torch.stack([video] * 2), (condition, condition)
     for reward in rewards.rewards:
         if not is_own(reward.name):
             continue

@@ -105,7 +105,7 @@ class Exposure:
 
 def _range(condition: Condition) -> Tensor:
     """Return the lowest and the highest right measurements (2, 5), each as `looks`."""
-    videos = [condition.source_video] + ([] if condition.target_video is None else [condition.target_video])
+    videos = [condition.need_source()] + ([] if condition.target_video is None else [condition.target_video])
     found = torch.stack([looks(video) for video in videos])
     both = torch.tensor([name in BOTH_WAYS for name in Exposure.measures])
     return torch.stack([found.amin(0).where(both, torch.tensor(-math.inf)), found.amax(0)])

@@ -43,5 +43,5 @@ class MotionMag:
 
 
 def _reference_motion(condition: Condition) -> Tensor:
-    reference = condition.source_video if condition.target_video is None else condition.target_video
+    reference = condition.need_source() if condition.target_video is None else condition.target_video
     return motion(reference[None].float())[0]

@@ -52,7 +52,7 @@ def find_own(name: str) -> Callable[..., Any]:
     Raises:
         ConfigError: it cannot be loaded, or does not take what a reward takes.
     """
-    found = load_own(KNOB, name)
+    found: Callable[..., Any] = load_own(KNOB, name)
     if not inspect.isclass(found):
         check_call(KNOB, name, found, "videos", "conditions")
         return found

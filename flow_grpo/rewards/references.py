@@ -32,8 +32,8 @@ def _share_videos(one: Condition, other: Condition) -> bool:
     """Compare names first: equal ones do not prove equal videos, but different ones save reading them."""
     if (one.scene, one.source_camera, one.target_camera) != (other.scene, other.source_camera, other.target_camera):
         return False
-    if one.target_video is None or other.target_video is None:
-        same_target = one.target_video is other.target_video
-    else:
-        same_target = torch.equal(one.target_video, other.target_video)
-    return same_target and torch.equal(one.source_video, other.source_video)
+    return _equal(one.target_video, other.target_video) and _equal(one.source_video, other.source_video)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)

@@ -135,7 +135,7 @@ class RoomPathReward:
         numbers = scored_frames(videos.shape[2])
 
         def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-            commanded = torch.stack([conditions[row].target_poses[numbers] for row in rows])
+            commanded = torch.stack([conditions[row].need_poses()[numbers] for row in rows])
             errors = self.errors(commanded, poses[rows])
             return -errors.mean(-1).float(), {"residual": residual[rows].mean(-1)}
 

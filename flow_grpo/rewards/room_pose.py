@@ -124,7 +124,7 @@ class RoomPose:
         rooms, causes = find_rooms(self.data_root, conditions)
 
         def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-            commanded = torch.stack([conditions[row].target_poses for row in rows])
+            commanded = torch.stack([conditions[row].need_poses() for row in rows])
             return _score(videos[rows], commanded, viewpoints_of(rooms, conditions))
 
         return scored_rows(causes, self.measures, score)

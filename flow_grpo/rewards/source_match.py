@@ -58,7 +58,7 @@ class SourceMatch:
     @torch.no_grad()
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]."""
-        found = torch.stack([differences(v, c.source_video) for v, c in zip(videos, conditions, strict=True)])
+        found = torch.stack([differences(v, c.need_source()) for v, c in zip(videos, conditions, strict=True)])
         allowed = once_per_condition(conditions, _allowed)
         values = -(found - allowed).clamp(min=0).mean(-1)
         return all_valid(conditions, values, {"new": found[:, 0], "lost": found[:, 1]})
@@ -68,4 +68,4 @@ def _allowed(condition: Condition) -> Tensor:
     """Return the (2,) distances of the ground-truth view, or 0 without one."""
     if condition.target_video is None:
         return torch.zeros(2)
-    return differences(condition.target_video, condition.source_video)
+    return differences(condition.target_video, condition.need_source())

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from flow_grpo.settings.errors import refusal
 
@@ -27,11 +27,11 @@ def is_own(name: str) -> bool:
     return name.partition(":")[0].endswith(".py")
 
 
-def load_own(knob: str, name: str) -> Callable[..., Any]:
-    """Return the function or class that `FILE.py:NAME` names; `knob` is the dotted path of the setting, for refusals.
+def load_own(knob: str, name: str, *kinds: type) -> Any:
+    """Return the function, class or object of one of `kinds` that `FILE.py:NAME` names; `knob` is for refusals.
 
     Raises:
-        ConfigError: there is no such file, it fails, or has no such function or class.
+        ConfigError: there is no such file, it fails, or has nothing of that kind under that name.
     """
     path, _, attribute = name.partition(":")
     file = Path(path)
@@ -46,12 +46,13 @@ def load_own(knob: str, name: str) -> Callable[..., Any]:
             knob, name, f"must be a file that can be run, {why_it_fails(path, file, error)}; correct it"
         ) from error
     found = getattr(module, attribute, None) if attribute else None
-    if not callable(found):
+    if not callable(found) and not isinstance(found, kinds):
         known = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         close = difflib.get_close_matches(attribute, known, n=1) or sorted(known)
         hint = f"; it has {', '.join(close)}" if close else ""
-        raise refusal(knob, name, f"must name a function or class of {path} after the colon{hint}")
-    return cast(Callable[..., Any], found)
+        wanted = " or ".join(["function", "class", *(kind.__name__ for kind in kinds)])
+        raise refusal(knob, name, f"must name a {wanted} of {path} after the colon{hint}")
+    return found
 
 
 def check_call(knob: str, name: str, function: Callable[..., Any], *arguments: str) -> None:

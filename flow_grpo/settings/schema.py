@@ -94,7 +94,7 @@ class ModelConfig(Section):
     """Which policy, and which of its weights are trained."""
 
     kind: Text = knob(
-        "recam", "policy: a name in POLICIES of flow_grpo/models/registry.py, or FILE.py:NAME", min_length=1
+        "recam", "video model: a name in VIDEO_MODELS of flow_grpo/models/registry.py, or FILE.py:NAME", min_length=1
     )
     path: Place = knob("models/recammaster-wan2.1-1.3b", "model folder in diffusers layout", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "of frozen weights and autocast; trained weights stay fp32")

@@ -8,7 +8,7 @@ import torch
 
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import place
-from flow_grpo.records import Conditioning, Trajectory
+from flow_grpo.records import Trajectory
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.rounds import Rounds, kinds_of, rows_by_position
 from tests.workers import run_ranks
@@ -69,8 +69,8 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
         states = torch.full((local, mebibytes, MEBIBYTE // 4), float(ranks.rank))
         large = dataclasses.replace(
             samples,
-            conditioning=Conditioning(
-                samples.conditioning.prompt_embeds, states[:, 0, :1], samples.conditioning.target_cameras
+            conditioning=dataclasses.replace(
+                samples.conditioning, inputs=samples.conditioning.inputs | {"source_latents": states[:, 0, :1]}
             ),
             trajectory=Trajectory(states, samples.trajectory.log_probs, samples.trajectory.steps),
         )

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from flow_grpo.data.dataset import ConditionDataset, file_id, make_loader
-from tests.models.test_recam_policy import condition
+from tests.models.test_wan_policy import condition
 
 
 class Two(ConditionDataset):

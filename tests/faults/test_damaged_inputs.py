@@ -32,8 +32,9 @@ from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.poses import check_poses
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.codec import Codec
-from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.texts import TextEncoder
+from flow_grpo.models.transformers import load_transformer
 from flow_grpo.records import Condition
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.http_client import Client, ServiceError
@@ -195,7 +196,7 @@ def model(place: Path) -> Attempt:
         assert made.decode(made.encode(torch.rand(3, 5, 16, 24))[None]).shape == (1, 3, 5, 16, 24)
 
     def transformer(folder: Path) -> None:
-        load_recam_transformer(folder / "transformer")
+        load_transformer(ReCamTransformer3DModel, folder / "transformer")
 
     parts = {"text_encoder": text_encoder, "tokenizer": text_encoder, "vae": codec, "transformer": transformer}
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from flow_grpo.models import adapter_files, adapters
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import parallelize
@@ -92,11 +93,11 @@ def test_plain_wan_takes_all_of_an_adapter_but_the_camera_modules(targets, tmp_p
 @torch.no_grad()
 def test_a_loaded_adapter_computes_what_was_trained_bit_for_bit(targets, dtype, tmp_path):
     tiny_transformer().save_pretrained(str(tmp_path / "start"))
-    model = load_recam_transformer(tmp_path / "start", dtype)
+    model = load_transformer(ReCamTransformer3DModel, tmp_path / "start", dtype)
     adapters.apply_training_mode(model, dataclasses.replace(LORA, lora_targets=targets))
     move(model)
     folder = saved(model, tmp_path / "adapter")
-    loaded = adapter_files.load_adapter(load_recam_transformer(tmp_path / "start", dtype), folder)
+    loaded = adapter_files.load_adapter(load_transformer(ReCamTransformer3DModel, tmp_path / "start", dtype), folder)
     with device_api.autocast(torch.device("cpu"), dtype):
         assert torch.equal(output(loaded), output(model))
         assert not torch.equal(output(loaded), output(tiny_transformer()))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flow_grpo.models.recam_policy import RecamPolicy, load_networks
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.runtime.tensor_store import TensorStore
-from tests.models.test_recam_policy import condition
+from tests.models.test_wan_policy import condition
 from tests.tiny_models import CPU, make_tiny_folder
 
 
@@ -20,9 +21,9 @@ def folder(tmp_path_factory) -> str:
     return make_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
-def policy(folder: str, cache, **settings) -> RecamPolicy:
-    networks = load_networks(folder, torch.float32, CPU)
-    return RecamPolicy(networks, device=CPU, store=TensorStore(cache), **{"max_prompt_tokens": 6, **settings})
+def policy(folder: str, cache, **settings) -> WanPolicy:
+    networks = load_networks(RECAM, folder, torch.float32, CPU)
+    return WanPolicy(networks, device=CPU, store=TensorStore(cache), **{"max_prompt_tokens": 6, **settings})
 
 
 CONDITIONS = [condition(0, prompt="a room"), condition(1, prompt="pan left"), condition(0, slot=1, prompt="a room")]

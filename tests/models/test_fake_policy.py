@@ -8,6 +8,7 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flow_grpo.models.fake_policy import FakePolicy, codec_config, transformer_config
+from flow_grpo.models.recam import RECAM
 from flow_grpo.settings.loading import load_config
 
 
@@ -18,14 +19,14 @@ def test_without_a_model_folder_every_network_is_that_of_wan():
     policy = FakePolicy(config)
     assert all(isinstance(parameter, FakeTensor) for parameter in policy.module.parameters())
     block, two = (sum(p.numel() for p in part.parameters()) for part in (policy.module.blocks[0], policy.module))
-    assert two + (transformer_config(config.model.path)["num_layers"] - 2) * block == 1_490_420_800
+    assert two + (transformer_config(RECAM, config.model.path)["num_layers"] - 2) * block == 1_490_420_800
 
 
 def test_what_a_model_folder_leaves_out_is_that_of_wan(tmp_path):
     for part, content in (("transformer", {"num_layers": 3}), ("vae", {"z_dim": 16, "base_dim": 24})):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text(json.dumps(content))
-    transformer, codec = transformer_config(tmp_path), codec_config(tmp_path)
+    transformer, codec = transformer_config(RECAM, tmp_path), codec_config(tmp_path)
     assert (transformer["num_layers"], transformer["text_dim"]) == (3, 4096)
     assert (codec["base_dim"], codec["scale_factor_temporal"]) == (24, 4)
 
@@ -33,7 +34,7 @@ def test_what_a_model_folder_leaves_out_is_that_of_wan(tmp_path):
 def test_no_text_encoder_is_loaded():
     config = load_config("config/grpo.py:tiny_recam")
     policy = FakePolicy(config)
-    assert policy.encodings.prompt("x").shape == (8, transformer_config(config.model.path)["text_dim"])
+    assert policy.encodings.prompt("x").shape == (8, transformer_config(RECAM, config.model.path)["text_dim"])
     assert not policy.texts.loaded
     with pytest.raises(AssertionError, match="no text encoder"):
         policy.texts._open_parts()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
 from tests.tiny_models import CHANNELS, tiny_transformer
 
 FRAMES, HEIGHT, WIDTH = 2, 4, 6  # F, latent rows and columns
@@ -47,10 +48,10 @@ def test_a_new_model_computes_bit_for_bit_what_base_wan_computes(patch_size):
 def test_a_saved_model_loads_as_it_was_and_in_half_precision_keeps_in_fp32_what_wan_keeps(tmp_path):
     model = tiny_transformer()
     model.save_pretrained(str(tmp_path))
-    loaded = load_recam_transformer(tmp_path)
+    loaded = load_transformer(ReCamTransformer3DModel, tmp_path)
     assert not loaded.training and loaded.config["camera_dim"] == 12
     assert torch.equal(model(*inputs())[0], loaded(*inputs())[0])
-    state = load_recam_transformer(tmp_path, torch.bfloat16).state_dict()
+    state = load_transformer(ReCamTransformer3DModel, tmp_path, torch.bfloat16).state_dict()
     assert state["blocks.0.attn1.to_q.weight"].dtype == torch.bfloat16
     assert state["blocks.0.scale_shift_table"].dtype == torch.float32
 
@@ -58,9 +59,9 @@ def test_a_saved_model_loads_as_it_was_and_in_half_precision_keeps_in_fp32_what_
 def test_base_wan_and_missing_folders_are_refused(tmp_path):
     base_wan(tiny_transformer()).save_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match=r"checkpoint of another model: .* holds WanTransformer3DModel"):
-        load_recam_transformer(tmp_path)
+        load_transformer(ReCamTransformer3DModel, tmp_path)
     with pytest.raises(ValueError, match="is missing; give a model folder"):
-        load_recam_transformer(tmp_path / "nothing")
+        load_transformer(ReCamTransformer3DModel, tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(

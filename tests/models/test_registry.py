@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,24 @@ from flow_grpo.models import registry
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.settings.loading import ConfigError, load_config
 
-TINY = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:tiny_recam"
+ROOT = Path(__file__).resolve().parents[2]
+TINY = f"{ROOT}/config/grpo.py:tiny_recam"
 CPU = torch.device("cpu")
 
 
-def test_the_policy_is_the_one_that_model_kind_names(monkeypatch):
-    made = []
-    monkeypatch.setitem(registry.POLICIES, "toy", lambda model, sample, device: made.append((model, sample, device)))
-    config = load_config(TINY, ["--config.model.kind=toy"])
-    registry.build_policy(config, CPU)
-    assert made == [(config.model, config.sample, CPU)]
+def test_the_policy_is_of_the_model_that_model_kind_names(monkeypatch):
+    toy = dataclasses.replace(registry.VIDEO_MODELS["recam"], origin="a toy")
+    monkeypatch.setitem(registry.VIDEO_MODELS, "toy", toy)
+    assert registry.build_policy(load_config(TINY, ["--config.model.kind=toy"]), CPU).model is toy
+
+
+def test_a_model_of_the_user_s_own_is_served_like_those_here(tmp_path, monkeypatch):
+    config = load_config(
+        TINY, ["--config.model.kind=my_models.py:MINE", f"--config.model.path={ROOT}/assets/tiny_recam"]
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from flow_grpo.models.recam import RECAM\nMINE = RECAM\n")
+    assert registry.build_policy(config, CPU).model is FakePolicy(config).model is registry.VIDEO_MODELS["recam"]
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are():
@@ -43,7 +52,7 @@ def test_a_policy_may_be_a_class_of_the_user_s_own(tmp_path, monkeypatch):
     [
         ("class MyPolicy:\n    def __init__(self, model):\n        pass\n", r"must take \(model, sample, device\)"),
         ("def MyPolicy(model, sample, device):\n    return 3\n", "int has no camera_parameters, decode, encode"),
-        ("", "must name a function or class of my_models.py"),
+        ("", "must name a function or class or VideoModel of my_models.py"),
     ],
 )
 def test_an_own_policy_that_is_none_is_refused(tmp_path, monkeypatch, text, message):
@@ -53,6 +62,8 @@ def test_an_own_policy_that_is_none_is_refused(tmp_path, monkeypatch, text, mess
         registry.build_policy(load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy"]), CPU)
 
 
-def test_a_plan_of_another_network_is_refused():
-    with pytest.raises(ConfigError, match=r"must be recam for a dry run or a plan"):
+def test_a_plan_of_a_policy_of_one_s_own_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_models.py").write_text("class MyPolicy:\n    pass\n")
+    with pytest.raises(ConfigError, match=r"makes a policy of its own, .* sampled from is only a VideoModel"):
         FakePolicy(load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy"]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train_grpo
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import fast
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -65,13 +65,13 @@ def test_an_update_s_batch_size_is_examined_where_it_is_larger_than_the_rollout_
 ):
     given = {"sample__num_batches_per_epoch": 2, "train__batch_size": 4, "train__old_log_prob": old_log_prob}
     context = build_context(words(places, output_root=tmp_path, **given))
-    velocity = RecamPolicy.velocity
+    velocity = WanPolicy.velocity
 
     def by_rows(self, latents, sigma, conditioning):
         return velocity(self, latents, sigma, conditioning) * (1.5 if len(latents) == 4 else 1.0)
 
     assert statuses(fast.examine(context)) == {}
-    with mock.patch.object(RecamPolicy, "velocity", by_rows):
+    with mock.patch.object(WanPolicy, "velocity", by_rows):
         assert statuses(fast.examine(context)) == {"ratio_by_batch_size": status}
 
 

@@ -12,7 +12,7 @@ import torch
 from flow_grpo.algorithm.rollout import collector
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.full import examine_fully, with_signs
 from flow_grpo.preflight.doctor.rewards import examine_rewards
@@ -56,13 +56,13 @@ def test_the_second_update_is_not_clipped_by_how_far_the_first_one_moved(context
 
 def test_no_call_with_gradients_has_more_rows_than_an_update_s(places, tmp_path):
     context = build_context(words(places, output_root=tmp_path, train__kl_coef=0.1, train__batch_size=1))
-    calls, velocity = [], RecamPolicy.velocity
+    calls, velocity = [], WanPolicy.velocity
 
     def noted(self, latents, sigma, conditioning):
         calls.append((len(latents), torch.is_grad_enabled()))
         return velocity(self, latents, sigma, conditioning)
 
-    with mock.patch.object(RecamPolicy, "velocity", noted):
+    with mock.patch.object(WanPolicy, "velocity", noted):
         assert not any(said.startswith("fail") for said in by_name(context).values())
     assert {rows for rows, kept in calls if kept} == {1}
     assert {rows for rows, kept in calls if not kept} == {1, 2}
@@ -129,7 +129,7 @@ def _not_finite(update: int):
         (_not_finite(1), {"update"}, "not finite"),
         (_groups_of_one, {"epoch"}, "group"),
         (
-            lambda: mock.patch.object(RecamPolicy, "reference", return_value=contextlib.nullcontext()),
+            lambda: mock.patch.object(WanPolicy, "reference", return_value=contextlib.nullcontext()),
             {"kl"},
             "0 after one update",
         ),

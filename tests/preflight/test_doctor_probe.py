@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flow_grpo.models.adapters import trained_parameters
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import fast, probe
 from flow_grpo.preflight.doctor.full import guard_log_ratios
 from flow_grpo.preflight.doctor.probe import RECORDED, first_difference, recorded_layers, replay, roll_out_probe
@@ -28,13 +28,13 @@ def context(places, tmp_path_factory):
 @pytest.fixture
 def calls(monkeypatch):
     """The (rows, gradients, sigma) of every call of the policy."""
-    seen, velocity = [], RecamPolicy.velocity
+    seen, velocity = [], WanPolicy.velocity
 
     def noted(self, latents, sigma, conditioning):
         seen.append((len(latents), torch.is_grad_enabled(), float(sigma[0])))
         return velocity(self, latents, sigma, conditioning)
 
-    monkeypatch.setattr(RecamPolicy, "velocity", noted)
+    monkeypatch.setattr(WanPolicy, "velocity", noted)
     return seen
 
 
@@ -89,7 +89,7 @@ def test_gradients_are_kept_for_an_update_s_rows_and_one_call_only(places, tmp_p
     """A device has memory for the graph of one call of the update, not for more."""
     context = build_context(words(places, output_root=tmp_path, train__batch_size=1))
     alive, at_call = weakref.WeakSet(), []
-    velocity = RecamPolicy.velocity
+    velocity = WanPolicy.velocity
 
     def pack(tensor):
         saved = Saved(tensor)
@@ -101,7 +101,7 @@ def test_gradients_are_kept_for_an_update_s_rows_and_one_call_only(places, tmp_p
         return velocity(self, *given)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor)
-    with hooks, mock.patch.object(RecamPolicy, "velocity", noted):
+    with hooks, mock.patch.object(WanPolicy, "velocity", noted):
         assert statuses(fast.examine(context)) == {}
         probe.layer_differing_from_rollout(context, context.grpo, roll_out_probe(context))
     assert {rows for rows, kept, _ in calls if kept} == {1}

@@ -10,7 +10,8 @@ import torch
 
 import train_grpo
 from flow_grpo.models.fake_policy import FakePolicy
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight import dry_run
 from flow_grpo.settings.loading import load_config
 from tests.toy import condition
@@ -42,7 +43,7 @@ def test_the_real_recipe_has_the_shapes_of_its_settings_and_allocates_nothing():
 
 def test_fake_shapes_are_those_of_the_real_policy():
     found, config = shapes_of("tiny_recam", 2, "--config.sample.guidance_scale=2.0")
-    policy = RecamPolicy.from_config(config.model, config.sample, torch.device("cpu"))
+    policy = WanPolicy.from_config(RECAM, config.model, config.sample, torch.device("cpu"))
     size = (config.data.num_frames, config.data.height, config.data.width)
     poses = torch.eye(4, dtype=torch.float64).repeat(size[0], 1, 1)
     given = dataclasses.replace(condition(0), source_video=torch.rand(3, *size), target_poses=poses)
@@ -50,7 +51,7 @@ def test_fake_shapes_are_those_of_the_real_policy():
     for name, tensor in encoded.tensors().items():
         assert found["encode", name] == tuple(tensor.shape), name
     assert found["rollout", "final_latents"] == (16, *policy.latent_shape([given]))
-    assert found["decode", "videos"] == tuple(policy.decode(encoded.source_latents).shape)
+    assert found["decode", "videos"] == tuple(policy.decode(encoded.inputs["source_latents"]).shape)
 
 
 @pytest.mark.parametrize(

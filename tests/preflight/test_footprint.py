@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
-from flow_grpo.models.fake_policy import WAN_1_3B
+from flow_grpo.models.recam import RECAM
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.preflight.footprint import count_network, footprint, peak_bytes, saved_bytes
 from tests.models.test_adapters import LORA
 
@@ -34,13 +35,14 @@ SHAPE = (4, 3, 16, 16)
 @pytest.mark.parametrize("trained", ["lora", "camera", "attention", "full"])
 def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, dtype, checkpointing):
     model = dataclasses.replace(LORA, trained=trained, lora_rank=8, gradient_checkpointing=checkpointing)
-    planned = footprint(MIDDLE, SHAPE, model, rows=2, dtype=dtype)
+    planned = footprint(RECAM, MIDDLE, SHAPE, model, rows=2, dtype=dtype)
     network = ReCamTransformer3DModel(**MIDDLE).to(dtype)
     apply_training_mode(network, model)
     if checkpointing:
         network.enable_gradient_checkpointing()
     inputs = (torch.randn(2, 4, 6, 16, 16), torch.full((2,), 500.0), torch.randn(2, 8, MIDDLE["text_dim"]))
-    real = saved_bytes(network, (*inputs, torch.randn(2, 3, 12)), dtype)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        real = saved_bytes(network, lambda: network(*inputs, torch.randn(2, 3, 12))[0])
     assert planned.kept_bytes == pytest.approx(real, rel=0.15)
     assert planned.trained == sum(p.numel() for p in trained_parameters(network).values())
     assert planned.tokens == 2 * 3 * 8 * 8
@@ -48,7 +50,7 @@ def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, dtype
 
 def test_the_real_model_has_its_published_size_and_cost():
     model = dataclasses.replace(LORA, lora_rank=64, gradient_checkpointing=True, max_prompt_tokens=512)
-    real = footprint(WAN_1_3B, (16, 21, 60, 104), model, rows=1, dtype=torch.bfloat16)
+    real = footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), model, rows=1, dtype=torch.bfloat16)
     assert real.tokens == 65_520
     assert real.parameters == 1_490_420_800
     assert real.trained == pytest.approx(23.6e6 + 0.6e6, rel=0.01)
@@ -56,15 +58,15 @@ def test_the_real_model_has_its_published_size_and_cost():
     assert real.kept_bytes / 2**30 == pytest.approx(6.0, rel=0.01)  # 30 block boundaries of 201 MB
     assert 3 < real.block_bytes / 2**30 < 8
     whole = dataclasses.replace(model, trained="attention")
-    assert footprint(WAN_1_3B, (16, 21, 60, 104), whole, rows=1, dtype=torch.bfloat16).trained == 354_816_000
+    assert footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), whole, rows=1, dtype=torch.bfloat16).trained == 354_816_000
 
 
 @pytest.mark.parametrize("trained", ["lora", "full"])
 def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
     model = dataclasses.replace(LORA, trained=trained, gradient_checkpointing=True)
     many = MIDDLE | {"num_layers": 5}
-    planned = dataclasses.asdict(footprint(many, SHAPE, model, rows=2, dtype=torch.bfloat16))
-    counted = count_network(many, SHAPE, model, 2, torch.bfloat16)
+    planned = dataclasses.asdict(footprint(RECAM, many, SHAPE, model, rows=2, dtype=torch.bfloat16))
+    counted = count_network(RECAM, many, SHAPE, model, 2, torch.bfloat16)
     for name, value in counted.items():
         # A network also holds gradients and half-precision copies of the weights of its other blocks.
         spare = 6 * counted["parameters"] if name in ("block_bytes", "forward_bytes") else 0
@@ -73,14 +75,14 @@ def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
 
 def test_twice_the_rows_cost_twice_as_many_operations():
     model = dataclasses.replace(LORA, trained="full")
-    one, two = (footprint(MIDDLE, SHAPE, model, rows=n, dtype=torch.float32).forward_flops for n in (1, 2))
+    one, two = (footprint(RECAM, MIDDLE, SHAPE, model, rows=n, dtype=torch.float32).forward_flops for n in (1, 2))
     assert two == pytest.approx(2 * one, rel=1e-6)
 
 
 def test_an_unknown_training_mode_is_refused():
     model = dataclasses.replace(LORA, trained="some")
     with pytest.raises(ValueError, match=r"model\.trained is 'some'"):
-        footprint(MIDDLE, SHAPE, model, rows=1, dtype=torch.float32)
+        footprint(RECAM, MIDDLE, SHAPE, model, rows=1, dtype=torch.float32)
 
 
 def test_the_peak_counts_tensors_alive_at_once_and_views_are_free():

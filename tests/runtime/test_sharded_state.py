@@ -17,7 +17,7 @@ from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shard
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, whole
-from tests.models.test_recam_policy import condition, noisy
+from tests.models.test_wan_policy import condition, noisy
 from tests.runtime.test_sharding import made
 from tests.tiny_models import CPU
 from tests.toy import train_config

@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import DistributedType
 
 from flow_grpo.models.adapters import Ema, apply_training_mode
-from flow_grpo.models.recam_policy import RecamPolicy
-from flow_grpo.models.recam_transformer import stays_fp32
+from flow_grpo.models.transformers import stays_fp32
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import (
     accelerator,
@@ -29,7 +29,7 @@ from flow_grpo.runtime.ranks.sharding import (
     whole,
 )
 from tests.models.test_adapters import LORA
-from tests.models.test_recam_policy import condition, noisy, policy
+from tests.models.test_wan_policy import condition, noisy, policy
 from tests.tiny_models import CPU, tiny_networks
 from tests.toy import train_config
 from tests.workers import run_ranks
@@ -37,17 +37,17 @@ from tests.workers import run_ranks
 ROWS = 4
 
 
-def made(mode: str, dtype: torch.dtype = torch.float32) -> RecamPolicy:
+def made(mode: str, dtype: torch.dtype = torch.float32) -> WanPolicy:
     parts = tiny_networks()
     if dtype != torch.float32:
         for name, parameter in parts.transformer.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if stays_fp32(name) else dtype)
     apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode, gradient_checkpointing=True))
     parts.transformer.enable_gradient_checkpointing()
-    return RecamPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)
+    return WanPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)
 
 
-def train(policy: RecamPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:
+def train(policy: WanPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:
     """Take AdamW steps over one sample at a time; return gradient norms, then trained and averaged weights."""
     optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
     policy.module = partition(policy.module, optimizer, train_config(sharding=kind), CPU, ranks)

@@ -19,7 +19,7 @@ from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime.ranks import zero2
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, unwrap
-from tests.models.test_recam_policy import condition, noisy
+from tests.models.test_wan_policy import condition, noisy
 from tests.runtime import test_sharded_state as runs
 from tests.runtime.test_sharding import made, train
 from tests.tiny_models import CPU

@@ -13,8 +13,10 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from flow_grpo.models import convert, model_files
-from flow_grpo.models.recam_policy import load_networks
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.wan_policy import load_networks
 from tests.models.test_convert import checkpoint, same
 from tests.models.test_recam_transformer import base_wan, inputs
 from tests.tiny_models import make_tiny_folder, tiny_transformer
@@ -69,7 +71,7 @@ def test_the_converted_folder_is_the_model_it_was_made_from(tmp_path, wan, link,
     model = tiny_transformer(seed=5)
     state = {f"dit.{name}": value for name, value in original(model).items()}
     assert run(tmp_path, state, wan, *(["--link"] if link else [])) == 0
-    networks = load_networks(tmp_path / "out", torch.float32, torch.device("cpu"))
+    networks = load_networks(RECAM, tmp_path / "out", torch.float32, torch.device("cpu"))
     assert torch.equal(networks.transformer(*inputs())[0], model(*inputs())[0])
     assert networks.transformer.config["camera_dim"] == 12
     assert all((tmp_path / "out" / component).is_symlink() == link for component in tool.COMPONENTS)
@@ -108,7 +110,10 @@ def test_the_dtype_is_the_one_asked_for(tmp_path, wan, source, dtype):
         expected = source if dtype == "keep" else torch.float32 if fp32 else torch.bfloat16
         assert written[new].dtype == expected and torch.equal(written[new], state[old].to(expected)), new
     if dtype == "bf16":
-        assert same(written, load_recam_transformer(tmp_path / "out" / "transformer", torch.bfloat16).state_dict())
+        assert same(
+            written,
+            load_transformer(ReCamTransformer3DModel, tmp_path / "out" / "transformer", torch.bfloat16).state_dict(),
+        )
 
 
 @torch.no_grad()
@@ -122,7 +127,9 @@ def test_base_wan_needs_a_flag_and_then_computes_what_base_wan_computes(tmp_path
     base = WanTransformer3DModel.from_pretrained(str(wan / "transformer")).eval()
     base.load_state_dict(convert_wan_transformer_to_diffusers(dict(state)))
     latents, timestep, text, camera = inputs()
-    got = load_recam_transformer(tmp_path / "out" / "transformer")(latents, timestep, text, camera)[0]
+    got = load_transformer(ReCamTransformer3DModel, tmp_path / "out" / "transformer")(latents, timestep, text, camera)[
+        0
+    ]
     assert torch.equal(got, base(latents, timestep, text, return_dict=False)[0])
 
 
@@ -149,7 +156,7 @@ def test_original_wan_files_give_the_transformer_only(tmp_path, capsys):
     assert run(tmp_path, state, tmp_path / "wan") == 0
     assert "only transformer/" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["transformer"]
-    model = load_recam_transformer(tmp_path / "out" / "transformer")
+    model = load_transformer(ReCamTransformer3DModel, tmp_path / "out" / "transformer")
     assert same(model.state_dict(), convert_wan_transformer_to_diffusers(state))
     expected = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "eps": 1e-6}
     assert expected.items() <= model.config.items()
@@ -307,7 +314,7 @@ def test_the_full_size_is_converted_in_the_memory_of_one_copy(tmp_path, wan, dty
     print(said, f"memory grew by {growth:.0f} MiB, the checkpoint has {size:.0f} MiB")
     assert "945 tensors, 1,490,420,800 parameters" in said and "120 camera tensors, 71,424,000 parameters" in said
     assert growth < 1.1 * size
-    model = load_recam_transformer(tmp_path / "out" / "transformer", torch.bfloat16)
+    model = load_transformer(ReCamTransformer3DModel, tmp_path / "out" / "transformer", torch.bfloat16)
     source = model_files.read_checkpoint(tmp_path / "step.ckpt")
     for name in ("blocks.29.self_attn.q.weight", "blocks.0.projector.bias", "head.head.weight"):
         assert torch.equal(model.state_dict()[convert.tensor_names(30, camera=True)[name]], source[name])

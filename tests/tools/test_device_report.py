@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.models.fake_policy import WAN_1_3B
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, load_recam_transformer
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.runtime import device as device_api
 from tests.limits import LIMIT_S
 from tools import device_report
@@ -215,7 +216,7 @@ def test_tiles_cost_what_their_area_says() -> None:
 
 def test_random_weights_have_the_precision_of_loaded_ones_and_true_rotary_tables(tmp_path) -> None:
     ReCamTransformer3DModel(**SMALL).save_pretrained(tmp_path)
-    loaded = load_recam_transformer(tmp_path, torch.bfloat16)
+    loaded = load_transformer(ReCamTransformer3DModel, tmp_path, torch.bfloat16)
     built = networks.build_transformer(SMALL, torch.bfloat16, CPU)
     precision = {name: parameter.dtype for name, parameter in built.named_parameters()}
     assert precision == {name: parameter.dtype for name, parameter in loaded.named_parameters()}

@@ -13,7 +13,8 @@ from flow_grpo.algorithm.evaluate import held_out_indices
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.keys import key
-from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
 from flow_grpo.runtime import starts
 from flow_grpo.settings.loading import load_config
 from tools import evaluate
@@ -70,7 +71,7 @@ def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_tra
     given = words(world, out, eval__num_conditions=2)
     run.mkdir()
     starts.begin(run, load_config(given[1], [word for word in given if word.startswith("--config.")]))
-    transformer = load_recam_transformer(ROOT / "assets" / "tiny_recam" / "transformer")
+    transformer = load_transformer(ReCamTransformer3DModel, ROOT / "assets" / "tiny_recam" / "transformer")
     transformer.proj_out.weight.data *= 1.05
     transformer.save_pretrained(run / "adapter")
     asked = ["--run", str(run), "--out", str(out), "--workers", "0", "--no-plots"]
@@ -84,7 +85,7 @@ def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_tra
 
 
 def test_an_adapter_changes_the_videos(world, tmp_path):
-    transformer = load_recam_transformer(ROOT / "assets" / "tiny_recam" / "transformer")
+    transformer = load_transformer(ReCamTransformer3DModel, ROOT / "assets" / "tiny_recam" / "transformer")
     transformer.proj_out.weight.data *= 1.05
     transformer.save_pretrained(tmp_path / "adapter")
     assert evaluate.main(words(world, tmp_path / "plain")) == 0

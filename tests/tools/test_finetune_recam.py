@@ -14,8 +14,10 @@ import torch
 
 import train_grpo
 from flow_grpo.data.tiny_world import WorldSpec, ensure_tiny_world, write_tiny_world
-from flow_grpo.models.recam_policy import load_networks
-from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.wan_policy import load_networks
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -215,10 +217,10 @@ def test_the_loss_falls_over_batches_of_two_sizes(finished) -> None:
 
 
 def test_the_finished_folder_is_a_whole_model_that_computes_what_the_adapted_network_does(finished, places) -> None:
-    start = load_recam_transformer(f"{places['model.path']}/transformer")
+    start = load_transformer(ReCamTransformer3DModel, f"{places['model.path']}/transformer")
     given = ["--run-name", "run", "--resume", "--num-workers", "0", "--max-points", "96"]
     resumed = made(words(places, finished.parent, *given, model__trained="lora"))
-    model = load_networks(finished / "model", torch.float32, CPU).transformer
+    model = load_networks(RECAM, finished / "model", torch.float32, CPU).transformer
     with torch.no_grad():
         adapted, merged, first = (network(*inputs())[0] for network in (resumed.policy.module, model, start))
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)

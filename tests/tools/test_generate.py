@@ -17,7 +17,8 @@ import torch
 from flow_grpo.data.video_io import fit_video, read_video, video_size
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.models import adapter_files, adapters
-from flow_grpo.models.recam_transformer import load_recam_transformer
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
 from flow_grpo.runtime import starts
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import load_config
@@ -118,6 +119,7 @@ def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tm
     again = record.pop("again")
     assert record == {
         "tool": "tools/generate.py",
+        "kind": "recam",
         "model": str(MODEL),
         "adapter": str(adapter),
         "source": str(source),
@@ -181,7 +183,7 @@ def test_camera_prompt_guidance_steps_and_shift_reach_the_model(source):
 
 
 def saved_adapter(folder: Path, by: float = 0.05, **changes: object) -> Path:
-    transformer = load_recam_transformer(MODEL / "transformer")
+    transformer = load_transformer(ReCamTransformer3DModel, MODEL / "transformer")
     adapters.apply_training_mode(transformer, dataclasses.replace(LORA, **changes))
     move(transformer, by)
     adapter_files.save_adapter(types.SimpleNamespace(module=transformer), folder)
@@ -340,7 +342,7 @@ def test_a_folder_that_is_no_run_s_and_a_run_without_adapter_are_refused(source,
     shutil.rmtree(run / "adapter")
     assert "tools/export_adapter.py makes one of a checkpoint" in refusal(capsys, ["--run", str(run), *given])
     other = finished_run(tmp_path / "other", model__kind="mine.py:Mine")
-    assert "trained the policy mine.py:Mine; only recam" in refusal(capsys, ["--run", str(other), *given])
+    assert "model.kind: got 'mine.py:Mine', must be FILE.py:NAME, and there is no file" in refusal(capsys, ["--run", str(other), *given])
 
 
 def test_the_focal_length_of_multicam_sources_is_recorded(source, tmp_path):

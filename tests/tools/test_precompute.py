@@ -13,7 +13,8 @@ import train_grpo
 from flow_grpo.algorithm.build import dataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models import codec, texts
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.loading import load_config
 from tests.workers import run_ranks
@@ -116,7 +117,7 @@ def test_cached_conditioning_equals_fresh(world, tmp_path):
     fresh = load_config(arguments[1], [*arguments[2:], "--config.model.encodings="])
     data = dataset(config, "train")
     conditions = [data.condition(index) for index in range(3)]
-    warm, cold = (RecamPolicy.from_config(c.model, c.sample, torch.device("cpu")) for c in (config, fresh))
+    warm, cold = (WanPolicy.from_config(RECAM, c.model, c.sample, torch.device("cpu")) for c in (config, fresh))
     cached, made = warm.encode(conditions).tensors(), cold.encode(conditions).tensors()
     assert warm.codec.loaded == () and cold.codec.loaded == ("encoder",)
     assert all(torch.equal(cached[name], made[name]) for name in made)

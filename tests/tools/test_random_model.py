@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.poses import preset_path
-from flow_grpo.models.fake_policy import WAN_1_3B
-from flow_grpo.models.recam_policy import RecamPolicy
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.video_model import WAN_1_3B
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.settings.loading import load_config
 from tools import random_model
@@ -37,12 +38,12 @@ def small(tmp_path_factory) -> Path:
     return out
 
 
-def policy_of(folder: Path, dtype: str = "fp32") -> RecamPolicy:
+def policy_of(folder: Path, dtype: str = "fp32") -> WanPolicy:
     """Load a folder as the recipe does."""
     knobs = {"path": folder, "dtype": dtype, "max_prompt_tokens": 32}
     words = [f"--config.model.{name}={value}" for name, value in knobs.items()]
     config = load_config(f"{ROOT}/config/grpo.py:my_recam_8npu", words)
-    return RecamPolicy.from_config(config.model, config.sample, torch.device("cpu"))
+    return WanPolicy.from_config(RECAM, config.model, config.sample, torch.device("cpu"))
 
 
 def parameters_of(folder: Path) -> int:
@@ -79,7 +80,9 @@ def test_velocities_are_of_order_one_and_depend_on_camera_prompt_and_source(tmp_
     policy = policy_of(tmp_path / "model", dtype)
     given = policy.encode(conditions())
     draw = torch.Generator().manual_seed(0)
-    latents = torch.randn(given.source_latents[:1].shape, generator=draw).expand_as(given.source_latents)
+    latents = torch.randn(given.inputs["source_latents"][:1].shape, generator=draw).expand_as(
+        given.inputs["source_latents"]
+    )
     for sigma in (1.0, 0.5, 0.02):
         with torch.no_grad():
             velocity = policy.velocity(latents, torch.full((4,), sigma), given)
@@ -210,7 +213,7 @@ def test_the_smallest_sizes_work(tmp_path):
     policy = policy_of(tmp_path / "model")
     given = policy.encode(conditions()[:1])
     with torch.no_grad():
-        assert policy.velocity(given.source_latents, torch.ones(1), given).isfinite().all()
+        assert policy.velocity(given.inputs["source_latents"], torch.ones(1), given).isfinite().all()
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):

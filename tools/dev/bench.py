@@ -150,7 +150,12 @@ def _inputs(trainer: Trainer, batch: TrainingBatch, positions: torch.Tensor) -> 
     part = batch.take(positions, trainer.device)
     latents, given = part.trajectory.states[:, 0], part.conditioning
     times = torch.full((len(part),), 500.0, device=latents.device)
-    values = [torch.cat([latents, given.source_latents], dim=2), times, given.prompt_embeds, given.target_cameras]
+    values = [
+        torch.cat([latents, given.inputs["source_latents"]], dim=2),
+        times,
+        given.prompt_embeds,
+        given.inputs["target_cameras"],
+    ]
     copies = 1 if trainer.config.sample.guidance_scale == 1.0 else 2
     return [value.repeat(copies, *[1] * (value.ndim - 1)) for value in values]
 

@@ -11,8 +11,8 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.models.fake_policy import WAN_1_3B
-from flow_grpo.models.recam_policy import DTYPES
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.video_model import DTYPES, WAN_1_3B
 from flow_grpo.preflight.footprint import footprint
 from flow_grpo.preflight.plan import Plan, make_plan
 from flow_grpo.settings.loading import load_config
@@ -45,7 +45,7 @@ def kept_whole_gib(setting: Setting) -> float:
     """Return the GiB that a forward keeps for its backward when no block is recomputed."""
     model = dataclasses.replace(recipe(setting.size).model, gradient_checkpointing=False)
     shape, dtype = setting.video.latent_shape, DTYPES[model.dtype]
-    counted = footprint(transformer_config(setting.size), shape, model, rows=setting.rows, dtype=dtype)
+    counted = footprint(RECAM, transformer_config(setting.size), shape, model, rows=setting.rows, dtype=dtype)
     return (counted.kept_bytes + counted.block_bytes) / 2**30
 
 
@@ -54,7 +54,7 @@ def count(setting: Setting) -> Records:
     size, model = setting.size, recipe(setting.size).model
     config, dtype = transformer_config(size), DTYPES[model.dtype]
     for video in setting.videos:
-        one = footprint(config, video.latent_shape, model, rows=setting.rows, dtype=dtype).forward_flops
+        one = footprint(RECAM, config, video.latent_shape, model, rows=setting.rows, dtype=dtype).forward_flops
         tokens, width = video.tokens, size.heads * size.head_width
         attention = 4 * setting.rows * size.blocks * width * tokens * (tokens + size.prompt_tokens)
         forwards = {name: number * one for name, number in UPDATE_FORWARDS.items()}

@@ -22,8 +22,11 @@ from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import Transition, log_prob, sample
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
 from flow_grpo.models.policy import Policy
-from flow_grpo.models.recam_policy import DTYPES, TIMESTEPS
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, stays_fp32
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import stays_fp32
+from flow_grpo.models.video_model import DTYPES
+from flow_grpo.models.wan_policy import TIMESTEPS
 from flow_grpo.records import Conditioning
 from flow_grpo.runtime import device as device_api
 from flow_grpo.settings.schema import Config
@@ -57,12 +60,10 @@ class Networks:
     dtype: torch.dtype
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """Return the fp32 velocity (B, C, F, H, W) as `RecamPolicy` computes it without guidance."""
-        joined = torch.cat([latents, conditioning.source_latents], dim=2)
-        given = (TIMESTEPS * sigma, conditioning.prompt_embeds, conditioning.target_cameras)
+        """Return the fp32 velocity (B, C, F, H, W) as `WanPolicy` computes it without guidance."""
+        given = (TIMESTEPS * sigma, conditioning.prompt_embeds, conditioning.inputs)
         with device_api.autocast(latents.device, self.dtype):
-            predicted: Tensor = self.transformer(joined, *given)[0]
-        return predicted[:, :, : latents.shape[2]].float()
+            return RECAM.call(self.transformer, latents, *given).float()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +143,7 @@ def build_step(setting: Setting) -> Step:
     latents, source, noise = (torch.randn(shape).to(device) for _ in range(3))
     conditioning = Conditioning(
         prompt_embeds=torch.randn(rows, size.prompt_tokens, size.text_width).to(device),
-        source_latents=source,
-        target_cameras=torch.randn(rows, shape[2], 12).to(device),
+        inputs={"source_latents": source, "target_cameras": torch.randn(rows, shape[2], 12).to(device)},
     )
     plan = config.sample
     sigmas = flow_sigmas(plan.num_steps, plan.shift)

@@ -16,7 +16,8 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.codec import tiles_of
-from flow_grpo.models.recam_policy import DTYPES, RecamPolicy
+from flow_grpo.models.video_model import DTYPES
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
@@ -100,11 +101,11 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
     }
 
 
-def _policy(config: Config, adapter: Path | None) -> RecamPolicy:
+def _policy(config: Config, adapter: Path | None) -> WanPolicy:
     model, guidance = config.model, parts.eval_guidance(config)
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
     loading = {"offload": model.offload, "tiles": tiles_of(model), "slicing": model.vae_slicing}
     sampling: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
     sampling |= {"max_prompt_tokens": model.max_prompt_tokens, "round_timestep": model.round_timestep}
-    return load_policy(model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)
+    return load_policy(model.kind, model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)

@@ -12,7 +12,7 @@ from config.base import get_config
 from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.algorithm.build import eval_guidance
 from flow_grpo.models.codec import tiles_of
-from flow_grpo.models.recam_policy import DTYPES
+from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight.plan import largest_size
 from flow_grpo.runtime import starts
 
@@ -50,11 +50,10 @@ def of_run(folder: Path) -> dict[str, Any]:
         ValueError: the folder is no run's, or the run trained another kind of policy.
     """
     config = starts.configuration_of(folder)
-    if config.model.kind != "recam":
-        raise ValueError(f"--run {folder} trained the policy {config.model.kind}; only recam can be sampled from here")
     guidance = eval_guidance(config)
     frames, height, width = largest_size(config)
     return {
+        "kind": config.model.kind,
         "model": Path(config.model.path),
         "adapter": folder / "adapter",
         "prompt": config.data.prompt,
@@ -83,6 +82,7 @@ def _parser(doc: str | None) -> Parser:
     add("--source", type=Path, nargs="+", action="extend", required=True, help="videos, or folders of videos")
     add("--camera", nargs="+", action="extend", required=True, help="presets such as arc_left:0.5, or path.json")
     add("--model", type=Path, help="folder in diffusers layout, see tools/convert_recammaster.py")
+    add("--kind", default=defaults.model.kind, help="which video model: model.kind of its recipe")
     add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")
     before_help = "make every video without the adapter, too; on with --run"
     add("--before", action=BooleanOptionalAction, default=False, help=before_help)

@@ -155,7 +155,7 @@ class Collector:
     ) -> Samples:
         """Return one batch's samples at their places in the round, and queue them for scoring."""
         with clock.phase("rollout"):
-            device = conditioning.target_cameras.device
+            device = conditioning.prompt_embeds.device
             known = None if prefixes is None else torch.stack([prefixes[c.gid].to(device) for c in conditions])
             windows = self.settings.windows(conditions)
             samples = rollout(self.policy, conditions, conditioning, windows, self.settings.rollout, known)

@@ -125,7 +125,7 @@ def rollout(
     steps = window_rows(windows, settings)
     count, columns = steps.shape
     shape = policy.latent_shape(conditions)
-    device = conditioning.target_cameras.device
+    device = conditioning.prompt_embeds.device
     initial, step_noise = _draw_noise(conditions, shape, columns, settings)
     if prefixes is None:
         latents = prefix(policy, initial.to(device), conditioning, steps, settings)

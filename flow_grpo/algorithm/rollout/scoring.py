@@ -31,10 +31,10 @@ def decode(policy: Policy, conditions: Sequence[Condition], latents: Tensor) -> 
 
     Raises:
         RuntimeError: there is no memory for a single video.
-        ValueError: the videos have another size than their conditions' source videos.
+        ValueError: the videos have another size than their conditions ask for.
     """
     videos = _decode_in_halves(policy, latents)
-    wanted = (len(conditions), *conditions[0].source_video.shape)
+    wanted = (len(conditions), 3, *conditions[0].size)
     if tuple(videos.shape) != wanted:
         raise ValueError(
             f"decoded videos have shape {tuple(videos.shape)}, the conditions ask for {wanted}: data.num_frames, "

@@ -74,9 +74,7 @@ def shared_prefixes(
             conditioning = Conditioning.concatenate(rows)
             noise = torch.stack([initial_noise(conditions[gid], shapes[gid], sampling.rollout) for gid in own])
             steps = window_rows([sampling.window_of(gid) for gid in own], sampling.rollout)
-            latents = prefix(
-                policy, noise.to(conditioning.target_cameras.device), conditioning, steps, sampling.rollout
-            )
+            latents = prefix(policy, noise.to(conditioning.prompt_embeds.device), conditioning, steps, sampling.rollout)
             found |= dict(zip(own, latents, strict=True))
     everyone: set[tuple[int, ...]] = set()
     for text in ranks.gather_text(json.dumps(list(shapes.values()))):

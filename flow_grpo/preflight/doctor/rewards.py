@@ -84,7 +84,7 @@ def views(conditions: Sequence[Condition]) -> tuple[Tensor, tuple[Condition, ...
     videos = [video for video in true if video is not None]
     assert len(videos) == len(conditions), "every condition must have a true view"
     noise = [torch.rand(video.shape, generator=generator("doctor", row)) for row, video in enumerate(videos)]
-    sources = [condition.source_video for condition in conditions]
+    sources = [condition.need_source() for condition in conditions]
     return torch.stack([*videos, *sources, *noise]).float(), tuple(conditions) * 3
 
 

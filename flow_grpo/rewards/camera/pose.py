@@ -133,7 +133,7 @@ def _source_key(condition: Condition) -> SourceKey:
 
 def _films(condition: Condition) -> tuple[Film, Film | None, NDArray[np.float64]]:
     """Return the arguments of `make_source` and `make_unposed_source`."""
-    frames = frame_numbers(condition.source_video.shape[1])
+    frames = frame_numbers(condition.size[0])
     assert condition.intrinsics is not None, "rows without intrinsics are left out"
 
     def film(video: Tensor, poses: Tensor | None) -> Film:
@@ -144,7 +144,7 @@ def _films(condition: Condition) -> tuple[Film, Film | None, NDArray[np.float64]
     if condition.target_video is not None:
         target = film(condition.target_video, condition.target_poses)
     camera = camera_matrix(condition.intrinsics.double().tolist())
-    return film(condition.source_video, condition.source_poses), target, camera
+    return film(condition.need_source(), condition.source_poses), target, camera
 
 
 class PoseMeasurer:
@@ -171,7 +171,7 @@ class PoseMeasurer:
         content = hashlib.blake2b(repr(keys).encode(), digest_size=16)
         for picture, condition in zip(pictures, conditions, strict=True):
             content.update(picture.tobytes())
-            content.update(condition.target_poses.double().numpy().tobytes())
+            content.update(condition.need_poses().double().numpy().tobytes())
         batch = content.hexdigest()
         if batch in self._batches:
             return self._batches[batch]
@@ -187,7 +187,7 @@ class PoseMeasurer:
         keys: Sequence[SourceKey],
     ) -> list[Outcome[PoseErrors]]:
         found = self._find(conditions, keys)
-        frames = frame_numbers(conditions[0].source_video.shape[1])
+        frames = frame_numbers(conditions[0].size[0])
         sources = {row: outcome.value for row, outcome in enumerate(found) if outcome.value is not None}
         jobs = [(pictures[row], frames, source.views, source.camera) for row, source in sources.items()]
         # A time limit of its own: slow anchors must not use up that of the poses.
@@ -226,8 +226,8 @@ class PoseMeasurer:
 
 def _errors(source: Source, condition: Condition, frames: Sequence[int], found: Located) -> PoseErrors:
     """Return the errors of the estimated poses of `frames` against the commanded path."""
-    commanded, visible = condition.target_poses[list(frames)], torch.from_numpy(source.visible)
-    errors = compare(commanded, torch.from_numpy(found.poses), condition.target_poses, visible, frames)
+    path, visible = condition.need_poses(), torch.from_numpy(source.visible)
+    errors = compare(path[list(frames)], torch.from_numpy(found.poses), path, visible, frames)
     return dataclasses.replace(errors, metric=source.metric)
 
 

@@ -235,8 +235,7 @@ def rebuild(sample: object, source: Tensor | None, target: Tensor | None, size: 
 
     Args:
         sample: output of `describe`, after JSON.
-        source: (3, T, h, w), or None if it was not sent: the condition then has a video of no frames, and every reward
-            that reads it fails.
+        source: (3, T, h, w), or None if it was not sent or does not exist: every reward that reads it fails.
         target: (3, T, h, w) or None.
         size: frames, rows and columns of the sample.
 
@@ -254,18 +253,17 @@ def rebuild(sample: object, source: Tensor | None, target: Tensor | None, size: 
     scene = PurePosixPath(sample["scene"])
     if scene.is_absolute() or ".." in scene.parts:  # rewards open files below their data folder by it
         raise ValueError(f"samples' scene is {one_line(scene)!r}, must lie below the dataset folder")
-    frames, height, width = size
+    frames = size[0]
     shapes = {"target_poses": (frames, 4, 4), "source_poses": (frames, 4, 4), "reference_pose": (4, 4)}
     fields: dict[str, Any] = {name: sample[name] for name in kinds}
     fields |= {name: _tensor(sample.get(name), name, shapes.get(name, (4,))) for name in TENSORS}
-    if fields["target_poses"] is None:
-        raise ValueError("samples' target_poses are missing")
     preset = sample.get("preset")
     return Condition(
         **fields,
         preset=None if preset is None else str(preset),
-        source_video=torch.empty(3, 0, height, width) if source is None else source,
+        source_video=source,
         target_video=target,
+        wanted_size=size,
     )
 
 

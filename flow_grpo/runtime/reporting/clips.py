@@ -60,9 +60,7 @@ def training_clips(batch: ScoredBatch, count: int) -> list[Clip]:
 
 def side_by_side(condition: Condition, generated: Tensor) -> Tensor:
     """Return source | generated | target (3, T, rows, columns), enlarged by an integer factor when small."""
-    parts = [condition.source_video, generated]
-    if condition.target_video is not None:
-        parts.append(condition.target_video)
+    parts = [part for part in (condition.source_video, generated, condition.target_video) if part is not None]
     video = torch.cat([part.float() for part in parts], dim=-1)
     factor = max(1, round(SHOWN_ROWS / video.shape[-2]))
     return video.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)

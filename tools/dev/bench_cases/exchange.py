@@ -108,7 +108,7 @@ def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> tuple[Score
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions]),
         places=torch.arange(local),
         noise_ids=ids,
-        conditioning=Conditioning(torch.zeros(local, 1, 1), torch.zeros(local, 1), torch.zeros(local, 1, 12)),
+        conditioning=Conditioning(torch.zeros(local, 1, 1)),
         trajectory=Trajectory(states, torch.zeros(local, 3), torch.tensor([[1, 2, 3]]).repeat(local, 1)),
         final_latents=torch.zeros(local, 1),
     )

@@ -15,7 +15,8 @@ from diffusers.models.transformers import transformer_wan
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from flow_grpo.models.adapters import apply_training_mode
-from flow_grpo.models.recam_policy import RecamPolicy, apply_compute_settings, load_networks
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.wan_policy import WanPolicy, apply_compute_settings, load_networks
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime.tensor_store import TensorStore
 from tests.models.test_adapters import LORA
@@ -50,14 +51,14 @@ def condition(
     )
 
 
-def policy(*, mode: str | None = None, **settings) -> RecamPolicy:
+def policy(*, mode: str | None = None, **settings) -> WanPolicy:
     parts = tiny_networks()
     if mode:
         apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode))
-    return RecamPolicy(parts, max_prompt_tokens=6, device=CPU, **settings)
+    return WanPolicy(parts, max_prompt_tokens=6, device=CPU, **settings)
 
 
-def noisy(made: RecamPolicy, conditions) -> tuple[torch.Tensor, torch.Tensor]:
+def noisy(made: WanPolicy, conditions) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(7)
     rows = len(conditions)
     return torch.randn((rows, *made.latent_shape(conditions)), generator=draw), torch.linspace(0.2, 0.9, rows)
@@ -70,7 +71,7 @@ def test_each_distinct_video_and_prompt_is_encoded_once_even_over_batches():
     made.encode([condition(1, slot=1, prompt="pan left"), condition(2)])
     assert made.codec.encode.call_count == 3
     assert made.texts.embed.call_count == 2
-    assert torch.equal(first.source_latents[0], first.source_latents[1])
+    assert torch.equal(first.inputs["source_latents"][0], first.inputs["source_latents"][1])
 
 
 def test_a_call_encodes_each_video_and_prompt_once_however_few_the_store_keeps():
@@ -78,7 +79,7 @@ def test_a_call_encodes_each_video_and_prompt_once_however_few_the_store_keeps()
     made.codec.encode, made.texts.embed = Mock(wraps=made.codec.encode), Mock(wraps=made.texts.embed)
     group = [condition(0), condition(1, prompt="pan left")]
     named = [dataclasses.replace(condition(index), source_id=f"video {index}") for index in (2, 3)]
-    rows = made.encode([*group, *named, *group, *named]).source_latents
+    rows = made.encode([*group, *named, *group, *named]).inputs["source_latents"]
     assert made.codec.encode.call_count == 4
     assert made.texts.embed.call_count == 3  # the negative prompt, too
     assert torch.equal(rows[:4], rows[4:]) and len({float(row.sum()) for row in rows}) == 4
@@ -86,7 +87,7 @@ def test_a_call_encodes_each_video_and_prompt_once_however_few_the_store_keeps()
 
 def test_the_same_index_of_two_splits_is_two_conditions():
     other = dataclasses.replace(condition(1), index=0)
-    rows = policy().encode([condition(0), other]).source_latents
+    rows = policy().encode([condition(0), other]).inputs["source_latents"]
     assert not torch.equal(rows[0], rows[1])
 
 
@@ -97,29 +98,29 @@ def test_rows_keep_the_order_of_the_conditions():
     together = policy().encode(conditions)
     for row, one in enumerate(conditions):
         alone = policy().encode([one])
-        assert torch.equal(together.source_latents[row : row + 1], alone.source_latents)
+        assert torch.equal(together.inputs["source_latents"][row : row + 1], alone.inputs["source_latents"])
         assert torch.equal(together.prompt_embeds[row : row + 1], alone.prompt_embeds)
-        assert torch.equal(together.target_cameras[row : row + 1], alone.target_cameras)
+        assert torch.equal(together.inputs["target_cameras"][row : row + 1], alone.inputs["target_cameras"])
 
 
 def test_source_latents_are_the_codecs_mean_normalised_per_channel_and_decode_inverts_that():
     made = policy()
     encoded = made.encode([condition(0)])
-    assert encoded.source_latents.shape == (1, *made.latent_shape([condition(0)])) == (1, 4, 2, 4, 6)
+    assert encoded.inputs["source_latents"].shape == (1, *made.latent_shape([condition(0)])) == (1, 4, 2, 4, 6)
     codec = tiny_vae()
     with torch.no_grad():
         raw = codec.encode(2 * condition(0).source_video[None] - 1).latent_dist.mode()
         decoded = codec.decode(raw).sample
     for channel, (mean, std) in enumerate(zip(codec.config.latents_mean, codec.config.latents_std, strict=True)):
-        torch.testing.assert_close(encoded.source_latents[:, channel], (raw[:, channel] - mean) / std)
-    video = made.decode(encoded.source_latents)
+        torch.testing.assert_close(encoded.inputs["source_latents"][:, channel], (raw[:, channel] - mean) / std)
+    video = made.decode(encoded.inputs["source_latents"])
     assert video.shape == (1, 3, 5, 16, 24)
     assert video.min() >= 0 and video.max() <= 1
     torch.testing.assert_close(video, (decoded / 2 + 0.5).clamp(0, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_cameras_are_the_poses_at_every_latent_frame():
-    cameras = policy().encode([condition(1)]).target_cameras
+    cameras = policy().encode([condition(1)]).inputs["target_cameras"]
     assert cameras.shape == (1, 2, 12) and cameras.dtype == torch.float32
     assert cameras[0, :, 3].tolist() == [0.0, 2.0]  # x of frames 0 and 4
 
@@ -146,9 +147,9 @@ def test_the_transformer_is_given_target_and_source_latents_and_1000_sigma():
     with torch.no_grad():
         velocity = made.velocity(latents, sigma, encoded)
     joined, timestep, prompts, cameras = network.forward.call_args.args
-    assert torch.equal(joined[:, :, :2], latents) and torch.equal(joined[:, :, 2:], encoded.source_latents)
+    assert torch.equal(joined[:, :, :2], latents) and torch.equal(joined[:, :, 2:], encoded.inputs["source_latents"])
     assert torch.equal(timestep, 1000 * sigma) and timestep.dtype == torch.float32
-    assert prompts is encoded.prompt_embeds and cameras is encoded.target_cameras
+    assert prompts is encoded.prompt_embeds and cameras is encoded.inputs["target_cameras"]
     assert velocity.shape == latents.shape and velocity.dtype == torch.float32
     with torch.no_grad():
         assert torch.equal(velocity, network(joined, timestep, prompts, cameras)[0][:, :, :2])
@@ -289,7 +290,7 @@ def test_a_video_beyond_the_models_rotary_positions_is_refused_and_the_largest_i
     largest = made.latent_shape([condition(size=fits)])
     latents = torch.zeros((1, *largest))
     conditioning = Conditioning(
-        prompt_embeds=torch.zeros(1, 6, 16), source_latents=latents, target_cameras=torch.zeros(1, largest[1], 12)
+        torch.zeros(1, 6, 16), {"source_latents": latents, "target_cameras": torch.zeros(1, largest[1], 12)}
     )
     with torch.no_grad():
         assert made.velocity(latents, torch.ones(1), conditioning).shape == latents.shape
@@ -315,7 +316,7 @@ def test_a_rounded_timestep_is_the_bf16_one_within_two_ticks(sigma):
 
 
 def test_without_patching_the_codec_alone_sets_the_size():
-    made = RecamPolicy(tiny_networks(patch_size=(1, 1, 1)), device=CPU)
+    made = WanPolicy(tiny_networks(patch_size=(1, 1, 1)), device=CPU)
     assert made.latent_shape([condition(size=(9, 20, 28))]) == (4, 3, 5, 7)
 
 
@@ -324,10 +325,10 @@ def folder(tmp_path_factory) -> str:
     return make_tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
-def load(folder: str, **changes) -> RecamPolicy:
+def load(folder: str, **changes) -> WanPolicy:
     """Load a policy as a run does."""
     model = dataclasses.replace(LORA, **{"path": folder, "max_prompt_tokens": 6, **changes})
-    return RecamPolicy.from_config(model, sample_config(), CPU)
+    return WanPolicy.from_config(RECAM, model, sample_config(), CPU)
 
 
 def test_a_model_folder_gives_the_policy_it_was_saved_from(folder):
@@ -353,20 +354,20 @@ def test_bf16_computes_close_to_fp32_and_trains_with_fp32_velocities(folder, mod
     with torch.no_grad():
         exact = policy().velocity(*arguments, policy().encode([condition(0)]))
     assert (velocity - exact).norm() / exact.norm() < 0.03
-    assert encoded.source_latents.dtype == encoded.prompt_embeds.dtype == torch.float32
+    assert encoded.inputs["source_latents"].dtype == encoded.prompt_embeds.dtype == torch.float32
 
 
 def test_a_missing_folder_or_component_is_named_with_the_way_to_get_it(folder, tmp_path):
     with pytest.raises(ValueError, match=r"does not exist, .* download .*--config.model.path"):
-        load_networks(tmp_path / "nothing", torch.float32, CPU)
+        load_networks(RECAM, tmp_path / "nothing", torch.float32, CPU)
     shutil.copytree(folder, tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "vae")
     shutil.rmtree(tmp_path / "part" / "tokenizer")
     with pytest.raises(ValueError, match="has no vae, tokenizer folder"):
-        load_networks(tmp_path / "part", torch.float32, CPU)
+        load_networks(RECAM, tmp_path / "part", torch.float32, CPU)
 
 
-def backends(made: RecamPolicy) -> set[str]:
+def backends(made: WanPolicy) -> set[str]:
     found = [part.processor._attention_backend for part in made.module.modules() if hasattr(part, "processor")]
     return {str(getattr(backend, "value", None)) for backend in found}
 

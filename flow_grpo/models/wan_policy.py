@@ -1,4 +1,4 @@
-"""The ReCam policy: a frozen codec and text encoder around the camera-controlled transformer.
+"""The policy of every model on Wan's parts: a frozen codec and text encoder around the model's transformer.
 
 Letters: B rows, C F H W latent channels, frames, height, width, T h w video frames, rows, columns, L D prompt tokens
 and width.
@@ -8,42 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
-from flow_grpo.maths.poses import camera_tokens
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
 from flow_grpo.models.codec import Codec, Tiles, tiles_of
 from flow_grpo.models.encodings import Encodings
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel, is_camera_weight, load_recam_transformer
 from flow_grpo.models.texts import TextEncoder
+from flow_grpo.models.transformers import is_camera_weight, load_transformer
+from flow_grpo.models.video_model import COMPONENTS, DTYPES, VideoModel
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import local, unwrap
-from flow_grpo.runtime.tensor_store import TensorStore, content_key
+from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.schema import ModelConfig, SampleConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMESTEPS = 1000.0  # timestep = 1000 * sigma, not rounded to an integer
-COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer")  # folders of a model
 
 
 @dataclasses.dataclass(frozen=True)
 class Networks:
-    """The networks of a model folder; weights of codec and text encoder are loaded at first use."""
+    """The networks of a model folder, and how they are called; codec and text encoder are loaded at first use."""
 
-    transformer: ReCamTransformer3DModel
+    model: VideoModel
+    transformer: WanTransformer3DModel
     codec: Codec
     texts: TextEncoder
 
 
 def load_networks(
+    model: VideoModel,
     path: str | Path,
     dtype: torch.dtype,
     device: torch.device,
@@ -55,6 +54,7 @@ def load_networks(
     """Load a folder in diffusers layout; the transformer is loaded to the CPU.
 
     Args:
+        model: what is in the folder.
         path: folder with transformer/, vae/, text_encoder/ and tokenizer/.
         dtype: of the transformer and the text encoder; the codec is fp32.
         device: where codec and text encoder run.
@@ -65,15 +65,16 @@ def load_networks(
     Raises:
         ValueError: a component is missing or damaged, or the transformer is another model.
     """
-    folder = check_folder(path)
+    folder = check_folder(model, path)
     return Networks(
-        transformer=load_recam_transformer(folder / "transformer", dtype),
+        model=model,
+        transformer=load_transformer(model.network, folder / "transformer", dtype),
         codec=Codec.from_folder(folder / "vae", device=device, tiles=tiles, slicing=slicing, offload=offload),
         texts=TextEncoder.from_folder(folder, dtype, device=device, offload=offload),
     )
 
 
-def check_folder(path: str | Path) -> Path:
+def check_folder(model: VideoModel, path: str | Path) -> Path:
     """Return the path of a model folder that has all components.
 
     Raises:
@@ -85,26 +86,12 @@ def check_folder(path: str | Path) -> Path:
         what = f"has no {', '.join(absent)} folder" if folder.is_dir() else "does not exist"
         raise ValueError(
             f"model.path {str(folder)!r} {what}, expected transformer, vae, text_encoder and tokenizer in diffusers "
-            "layout; on a connected machine download Wan-AI/Wan2.1-T2V-1.3B-Diffusers and KwaiVGI/ReCamMaster-Wan2.1 "
-            "from the Hugging Face hub, run tools/convert_recammaster.py on them and set --config.model.path"
+            f"layout; {model.origin}"
         )
     return folder
 
 
-def largest_video(transformer: Mapping[str, Any], compression: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the most frames, rows and columns of a video for which a model has rotary positions.
-
-    Args:
-        transformer: its configuration.
-        compression: of its codec, in time and in space.
-    """
-    length, (_, patch_height, patch_width) = transformer["rope_max_seq_len"], transformer["patch_size"]
-    temporal, spatial = compression
-    frames = temporal * (length // 2 - 1) + 1  # target and source follow each other on the frame axis
-    return frames, length * patch_height * spatial, length * patch_width * spatial
-
-
-def apply_compute_settings(transformer: ReCamTransformer3DModel, model: ModelConfig, device: torch.device) -> None:
+def apply_compute_settings(transformer: WanTransformer3DModel, model: ModelConfig, device: torch.device) -> None:
     """Set attention backend, gradient checkpointing and compilation, the same for rollout and update.
 
     Raises:
@@ -132,8 +119,8 @@ def apply_compute_settings(transformer: ReCamTransformer3DModel, model: ModelCon
         transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
 
 
-class RecamPolicy:
-    """A `Policy` on ReCamMaster: Wan 2.1 conditioned on a source video and a camera path.
+class WanPolicy:
+    """A `Policy` on a `VideoModel`: guidance, encodings, reference policy and decoding, the same for all of them.
 
     With LoRA the reference policy is the network with adapters disabled; otherwise it is a copy of the trained weights
     that `keep_reference` makes.
@@ -161,6 +148,7 @@ class RecamPolicy:
         device: torch.device,
         store: TensorStore | None = None,
     ) -> None:
+        self.model = networks.model
         self.module: nn.Module = networks.transformer
         device_api.place(self.module, device)
         self.codec = networks.codec
@@ -173,17 +161,21 @@ class RecamPolicy:
         self.device = device
         self._round_timestep = round_timestep
         self._patch: tuple[int, int, int] = networks.transformer.config["patch_size"]
-        self._largest = largest_video(networks.transformer.config, (self.codec.temporal, self.codec.spatial))
+        compression = self.codec.temporal, self.codec.spatial
+        self._largest = self.model.largest_video(networks.transformer.config, compression)
         self._reference: list[Tensor] | None = None
 
     @classmethod
-    def from_config(cls, model: ModelConfig, sample: SampleConfig, device: torch.device) -> RecamPolicy:
+    def from_config(
+        cls, video_model: VideoModel, model: ModelConfig, sample: SampleConfig, device: torch.device
+    ) -> WanPolicy:
         """Load `model.path` with the parameters that `model.trained` names trainable.
 
         Raises:
             ValueError: the model folder is missing, damaged or of another model, or a setting does not fit it.
         """
         networks = load_networks(
+            video_model,
             model.path,
             DTYPES[model.dtype],
             device,
@@ -226,24 +218,15 @@ class RecamPolicy:
         self.latent_shape(conditions)
         guidance = guidance or self.guidance
         prompts = {text: self.encodings.prompt(text) for text in dict.fromkeys(c.prompt for c in conditions)}
-        distinct = {_source_key(condition): condition for condition in conditions}
-        sources = {key: self._encode_source(condition) for key, condition in distinct.items()}
-        cameras = [camera_tokens(condition.target_poses, self.codec.temporal) for condition in conditions]
         negative = None
         if guidance.scale != 1.0:
             negative = self.encodings.prompt(guidance.negative_prompt).repeat(len(conditions), 1, 1)
         return Conditioning(
             prompt_embeds=torch.stack([prompts[condition.prompt] for condition in conditions]),
-            source_latents=torch.stack([sources[_source_key(condition)] for condition in conditions]),
-            target_cameras=torch.stack(cameras),
+            inputs=self.model.inputs(self.encodings, conditions),
             negative_prompt_embeds=negative,
             guidance_scale=guidance.scale,
         ).to(self.device)
-
-    def _encode_source(self, condition: Condition) -> Tensor:
-        """Return (C, F, H, W) CPU latents of the source video, cached by `source_id` or by a hash of its pixels."""
-        video = condition.source_video
-        return self.encodings.source(condition.source_id or content_key(video), condition.size, lambda: video)
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of the target latents.
@@ -252,7 +235,8 @@ class RecamPolicy:
             ValueError: the videos differ in size, do not have 4n+1 frames, or height and width are not multiples of
                 the codec's compression times the patch size, or the model has no positions for so large a video.
         """
-        shapes = {tuple(condition.source_video.shape[1:]) for condition in conditions}
+        self.model.check(conditions)
+        shapes = {condition.size for condition in conditions}
         if len(shapes) != 1:
             raise ValueError(f"conditions of one batch need one video shape (T, h, w), got {sorted(shapes)}")
         frames, height, width = shapes.pop()
@@ -281,8 +265,8 @@ class RecamPolicy:
         return (self.codec.config["z_dim"], latent_frames, height // self.codec.spatial, width // self.codec.spatial)
 
     def tokens(self, size: tuple[int, int, int]) -> int:
-        """Return the number of transformer tokens of a target video (T, h, w); its source has as many again."""
-        return math.prod(side // patch for side, patch in zip(self.latent_size(size)[1:], self._patch, strict=True))
+        """Return the number of transformer tokens of one video (T, h, w); a source has as many again."""
+        return self.model.tokens(self.latent_size(size), self._patch) // self.model.videos
 
     @torch.no_grad()
     def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
@@ -316,14 +300,11 @@ class RecamPolicy:
     def _forward(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, prompts: Tensor) -> Tensor:
         # Only a forward with a backward pass needs the wrapper, which synchronises gradients.
         network = self.module if torch.is_grad_enabled() else unwrap(self.module)
-        joined = torch.cat([latents, conditioning.source_latents], dim=2)
         timestep = TIMESTEPS * sigma
         if self._round_timestep:
             timestep = timestep.bfloat16().float()
         with device_api.autocast(self.device, self.dtype):
-            predicted: Tensor = network(joined, timestep, prompts, conditioning.target_cameras)[0]
-        # The prediction for the source half is meaningless.
-        return predicted[:, :, : latents.shape[2]].float()
+            return self.model.call(network, latents, timestep, prompts, conditioning.inputs).float()
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return videos (B, 3, T, h, w) fp32 in [0, 1] of clean latents (B, C, F, H, W)."""
@@ -350,10 +331,6 @@ class RecamPolicy:
         return list(trained_parameters(self.module).values())
 
     def camera_parameters(self) -> list[nn.Parameter]:
-        """Return those of them that belong to the camera modules, which base Wan does not have."""
-        return [weight for name, weight in trained_parameters(self.module).items() if is_camera_weight(name)]
-
-
-def _source_key(condition: Condition) -> str | int:
-    """Return a key of the source video among the conditions of one call: copies share the tensor object."""
-    return condition.source_id or id(condition.source_video)
+        """Return those of them that belong to the camera modules, which plain Wan does not have."""
+        trained = trained_parameters(self.module)
+        return [weight for name, weight in trained.items() if is_camera_weight(unwrap(self.module), name)]

@@ -1,0 +1,100 @@
+"""What one video model does differently from the next; everything that they share is `WanPolicy`.
+
+A model is one file with a `VideoModel`, and one line in `VIDEO_MODELS` of registry.py.
+
+Letters: B rows, C F H W latent channels, frames, height, width, T h w video frames, rows, columns, L D prompt tokens
+and width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor, nn
+
+from flow_grpo.models.encodings import Encodings
+from flow_grpo.records import Condition
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer")  # folders of a model
+# transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
+WAN_1_3B: Mapping[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 12,
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "ffn_dim": 8960,
+    "num_layers": 30,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 1024,
+}
+
+Shape: TypeAlias = tuple[int, ...]
+Inputs: TypeAlias = Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class VideoModel:
+    """A transformer on Wan's codec and text encoder, and how it is called.
+
+    Attributes:
+        network: class of the transformer; its class attribute `camera_modules` names those that plain Wan lacks.
+        published: configuration of its published transformer, which a missing config.json and missing fields take.
+        origin: where its weights are, and how to make a model folder of them, for messages.
+        needs: fields of `Condition` that it cannot do without.
+        videos: in the transformer's sequence: 1 for the target alone, 2 with its source.
+        consecutive: these follow each other on the axis of rotary positions, rather than sharing their positions.
+        inputs: returns the tensors of B conditions that travel with the samples (`Conditioning.inputs`), on the CPU.
+        input_shapes: returns their shapes from B, the latent shape (C, F, H, W) and the transformer's configuration.
+        call: returns the velocity (B, C, F, H, W) from the network, latents, timesteps (B,) in 0..1000, prompt
+            embeddings (B, L, D) and these inputs.
+    """
+
+    network: type[WanTransformer3DModel]
+    published: Mapping[str, Any]
+    origin: str
+    needs: tuple[str, ...]
+    videos: int
+    consecutive: bool
+    inputs: Callable[[Encodings, Sequence[Condition]], dict[str, Tensor]]
+    input_shapes: Callable[[int, Shape, Mapping[str, Any]], dict[str, Shape]]
+    call: Callable[[nn.Module, Tensor, Tensor, Tensor, Inputs], Tensor]
+
+    def largest_video(self, transformer: Mapping[str, Any], compression: tuple[int, int]) -> tuple[int, int, int]:
+        """Return the most frames, rows and columns of a video for which the model has rotary positions.
+
+        Args:
+            transformer: its configuration.
+            compression: of its codec, in time and in space.
+        """
+        length, (_, patch_height, patch_width) = transformer["rope_max_seq_len"], transformer["patch_size"]
+        temporal, spatial = compression
+        frames = temporal * (length // (self.videos if self.consecutive else 1) - 1) + 1
+        return frames, length * patch_height * spatial, length * patch_width * spatial
+
+    def tokens(self, latents: Shape, patch: Shape) -> int:
+        """Return the length of the transformer's sequence for latents (C, F, H, W) of the target, cut into patches."""
+        return self.videos * math.prod(side // one for side, one in zip(latents[1:], patch, strict=True))
+
+    def check(self, conditions: Sequence[Condition]) -> None:
+        """Refuse conditions that lack what the model needs.
+
+        Raises:
+            ValueError: names the field.
+        """
+        for condition in conditions:
+            for field in self.needs:
+                if getattr(condition, field) is None:
+                    raise ValueError(
+                        f"the model needs the {field} of every condition, {condition.scene or condition.prompt!r} has "
+                        "none; set data.root and an empty data.prompts, or another model.kind"
+                    )
