@@ -33,7 +33,8 @@ from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError
 from flow_grpo.algorithm.trainer import NoSignalError, Trainer
-from flow_grpo.data.multicam import MultiCamDataset, check_disjoint
+from flow_grpo.data.dataset import ConditionDataset, Split
+from flow_grpo.data.splits import held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
@@ -44,7 +45,7 @@ from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.plan import largest_size
 from flow_grpo.preflight.savings import report
 from flow_grpo.records import TrainingBatch
-from flow_grpo.rewards.base import check_name, try_own
+from flow_grpo.rewards.base import check_name, try_rewards
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime import starts
 from flow_grpo.runtime.checkpoints import resume
@@ -284,7 +285,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         policy = build_policy(config, device)
         check_sizes(policy, train, held_out)
         rewards = parts.build_rewards(config, config.reward.weights, ranks)
-        try_own(rewards, train.condition(0))
+        try_rewards(rewards, train.condition(0))
         cameras = pooled(train.cameras())
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
     state = distribute_model(config, policy, train, device, ranks)
@@ -336,9 +337,7 @@ def resumed_from(path: Path, state: RunState, config: Config, *, own: bool) -> s
     return f"{said}, and the held-out metrics before training"
 
 
-def distribute_model(
-    config: Config, policy: Policy, train: MultiCamDataset, device: torch.device, ranks: Ranks
-) -> RunState:
+def distribute_model(config: Config, policy: Policy, train: Split, device: torch.device, ranks: Ranks) -> RunState:
     """Distribute the policy's network and its optimizer over the ranks, and return the run's state.
 
     Raises:
@@ -392,21 +391,21 @@ def check_places(config: Config, run_folder: Path) -> None:
             raise ValueError(f"config.{knob}: {existing} cannot be written to; pass another --config.{knob}")
 
 
-def splits(config: Config, ranks: Ranks) -> tuple[MultiCamDataset, MultiCamDataset]:
+def splits(config: Config, ranks: Ranks) -> tuple[Split, Split]:
     """Return the training and the held-out data, disjoint in videos, after reading one condition of each.
 
     Raises:
         ValueError: a split that cannot be used.
     """
-    train, held_out = parts.training_data(config), parts.held_out_data(config)
+    train, held_out = training_data(config.data), held_out_data(config.data, config.eval)
     if ranks.is_main:
-        check_disjoint(train.scenes, held_out.scenes)
+        train.check_apart(held_out)
     for data in (train, held_out):
         data.condition(len(data) - 1)
     return train, held_out
 
 
-def check_sizes(policy: Policy, *data_sets: MultiCamDataset) -> None:
+def check_sizes(policy: Policy, *data_sets: ConditionDataset) -> None:
     """Read one condition of every video size in every data set; ValueError for a size that the model cannot take."""
     for data in data_sets:
         for index in {data.size_of(index): index for index in range(len(data))}.values():

@@ -152,6 +152,50 @@ def my_recam_2node() -> ConfigDict:
     return config
 
 
+def wan_t2v_8npu() -> ConfigDict:
+    """Plain Wan 2.1 text-to-video on 8 devices, judged by a reward server: starting values, not validated."""
+    config = my_recam_8npu()
+    config.model.kind = "wan_t2v"
+    config.model.path = "models/Wan2.1-T2V-1.3B-Diffusers"
+    config.model.lora_full_modules = ()  # there are no camera modules
+    config.sample.shift = 3.0  # Wan's own for 480 rows
+    config.data.prompts = "data/prompts/train.txt"
+    config.data.eval_prompts = "data/prompts/val.txt"
+    config.eval.num_conditions = 32
+    # The judge is a process of its own: docs/remote_rewards.md.
+    config.reward.remote = ConfigDict({"judge": "http://127.0.0.1:8000"})
+    config.reward.weights = ConfigDict({"remote:judge": 1.0})
+    config.train.stop_if = ("policy/ratio_first_max_abs_log>1",)  # the other defaults are of true views
+    return config
+
+
+def tiny_wan_t2v() -> ConfigDict:
+    """`wan_t2v_8npu` on random weights, which can only show how a run behaves, on 2 CPU cores.
+
+    tools/random_model.py --kind wan_t2v --out models/tiny_wan_t2v --heads 2 --head-dim 16 --layers 2 --ffn 64
+    --text-dim 32 --dtype fp32 --codec small
+    """
+    config = wan_t2v_8npu()
+    config.num_threads = 1
+    config.num_epochs = 3
+    config.trackers = ()
+    config.model.path = "models/tiny_wan_t2v"
+    config.model.dtype = "fp32"
+    config.model.lora_rank = config.model.lora_alpha = 4
+    config.model.max_prompt_tokens = 96
+    config.data.prompts = "assets/prompts/train.txt"
+    config.data.eval_prompts = "assets/prompts/val.txt"
+    config.data.tune_scenes = 4
+    config.data.num_workers = 0
+    config.data.num_frames = 5
+    config.data.height = config.data.width = 32
+    config.eval.num_conditions = 4
+    config.eval.num_steps = 8
+    config.eval.signal_groups = 0  # random weights make copies that hardly differ
+    config.reward.weights = ConfigDict({"sharpness": 1.0})
+    return config
+
+
 def tiny_recam() -> ConfigDict:
     """The demo: a small ReCam model learns how far to move and to turn the camera, on 2 CPU cores in ten minutes."""
     config = get_config()

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 from tqdm import tqdm
 
-from flow_grpo.algorithm.build import dataset
 from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of, write_verdicts
 from flow_grpo.data.multicam import MultiCamDataset, contents_by_scene
+from flow_grpo.data.splits import multicam_data
 from flow_grpo.records import Condition
 from flow_grpo.rewards.camera.pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import usable_cores
@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if known.workers < 0:
             raise ValueError(f"--workers is {known.workers}, must be at least 0 (0: check in this process)")
         config = load_config(known.config, [*overrides, "--config.data.exclude="])
-        data = dataset(config, config.data.train_split)
+        data = multicam_data(config.data, config.data.train_split)
         made_from = settings_of(config.data), contents_by_scene(data.scenes)
         verdicts = read_verdicts(known.out, *made_from, forget=True) if known.out.exists() else {}
         write_verdicts(verdicts, *made_from, known.out)  # fails now rather than after an hour

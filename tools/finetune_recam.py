@@ -67,6 +67,7 @@ from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 from tools.common import make_parser
@@ -243,6 +244,10 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
         policy = WanPolicy.from_config(
             video_model(config.model.kind), config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device
         )
+        if config.data.prompts:
+            raise refusal(
+                "data.prompts", config.data.prompts, "must be empty: there is no true video of a prompt alone"
+            )
         data, measured = train_grpo.splits(config, ranks)
         train_grpo.check_sizes(policy, data, measured)
         batches = Batches(args, data, policy, ranks)

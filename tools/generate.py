@@ -1,4 +1,4 @@
-r"""Re-render videos along new camera paths with a ReCam model and, optionally, a trained adapter.
+r"""Re-render videos along new camera paths with a model and, optionally, a trained adapter.
 
     python tools/generate.py --run outputs/first --source holiday.mp4 --camera arc_left:0.5 zoom_in+pan_left orbit.json
     python tools/evaluate.py outputs/first/generated --focal-px 1225.6
@@ -7,6 +7,10 @@ With --run, model, adapter, video size, steps, guidance, prompts and dtype are t
 video is made without the adapter, too (--no-before leaves that out). Without a run:
 
     python tools/generate.py --model models/recammaster-wan2.1-1.3b --source holiday.mp4 --camera arc_left
+
+A model that makes videos of prompts alone takes --prompts instead of --source and --camera:
+
+    python tools/generate.py --run outputs/t2v --prompts "a fox crosses a snowy meadow" more_prompts.txt
 
 Each source (a video or a folder of videos; its first --frames frames are used) is rendered along each camera: a preset
 with a scale, or a JSON file of poses, see `flow_grpo/data/trajectories.py`. Outputs in --out, in the run's folder
@@ -47,7 +51,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
+from flow_grpo.data.prompts import PromptDataset, read_prompts
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.schedule import flow_sigmas
@@ -75,16 +81,20 @@ Versions: TypeAlias = dict[str, tuple[WanPolicy, Callable[[], AbstractContextMan
 class Request:
     """One video to generate."""
 
-    index: int  # into the dataset of sources x cameras
+    index: int  # into the dataset of sources x cameras, or of prompts
     number: int  # seeds the noise, together with --seed
-    source: Path
-    camera: str  # preset with its scale or path of a pose file, as given
+    source: Path | None
+    camera: str  # preset with its scale or path of a pose file, as given; "" for none
     folder: Path
     name: str  # common prefix of the output files
 
     def file(self, ending: str) -> Path:
         """Return the output file with one of the endings of tools/generation/records.py."""
         return self.folder / f"{self.name}{ending}"
+
+    def subject(self, condition: Condition) -> str:
+        """Return what the video shows, in words."""
+        return f"{self.source.name} along {self.camera}" if self.source else f"{condition.prompt:.60}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -100,7 +110,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for request in requests:
         begun = time.perf_counter()
         condition = dataset.condition(request.index, gid=request.number)
-        place = f"{request.index + 1}/{len(requests)} {request.source.name} along {request.camera}"
+        place = f"{request.index + 1}/{len(requests)} {request.subject(condition)}"
         videos = {}
         with steps_shown(versions, args.steps, place):
             for ending, (policy, inside) in versions.items():
@@ -110,7 +120,7 @@ def main(words: Sequence[str] | None = None) -> int:
         write(request, condition, videos, record)
         print(f"{place}: {request.file(AFTER)} ({time.perf_counter() - begun:.1f} s)", flush=True)
     focal = "" if record["focal_px"] else " --focal-px PIXELS"
-    for folder in sorted({request.folder for request in requests}):
+    for folder in sorted({request.folder for request in requests if request.source}):
         print(f"measure the cameras: python tools/evaluate.py {folder}{focal}", flush=True)
     return 0
 
@@ -186,14 +196,38 @@ def check_size(args: argparse.Namespace) -> None:
         )
 
 
-def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
-    """Return the dataset of sources x cameras and one request per item.
+def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request]]:
+    """Return the dataset of sources x cameras, or of prompts, and one request per item.
+
+    Raises:
+        ValueError: an unusable source, camera or prompt, or an output in the way.
+        OSError: an output folder that is not writable.
+    """
+    dataset, requests = plan_prompts(args) if args.prompts else plan_films(args)
+    check_outputs(requests, args.overwrite)
+    for folder in {request.folder for request in requests}:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written to; choose another folder with --out")
+    return dataset, requests
+
+
+def plan_prompts(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request]]:
+    """Return the dataset of --prompts and its requests; ValueError for a file that holds none."""
+    files = {text: Path(text) for text in args.prompts if text.lower().endswith((".txt", ".csv"))}
+    prompts = [prompt for text in args.prompts for prompt in (read_prompts(files[text]) if text in files else [text])]
+    dataset = PromptDataset(prompts, (args.frames, args.height, args.width), "--prompts")
+    numbers = range(args.first_number, args.first_number + len(prompts))
+    return dataset, [Request(i, number, None, "", args.out, f"prompt-{number:05d}") for i, number in enumerate(numbers)]
+
+
+def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request]]:
+    """Return the dataset of sources x cameras and its requests.
 
     Reads every source once, so that an unusable one is reported before sampling starts.
 
     Raises:
-        ValueError: an unusable source or camera, or an output in the way.
-        OSError: an output folder that is not writable.
+        ValueError: an unusable source or camera.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -210,11 +244,6 @@ def plan(args: argparse.Namespace) -> tuple[UserVideos, list[Request]]:
         label = dataset.condition(index).target_camera.replace(":", "-")
         folder, name = args.out or source.parent, f"{source.stem}_{label}"
         requests.append(Request(index, args.first_number + index, source, camera, folder, name))
-    check_outputs(requests, args.overwrite)
-    for folder in {request.folder for request in requests}:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} cannot be written to; choose another folder with --out")
     return dataset, requests
 
 
@@ -245,7 +274,8 @@ def check_length(source: Path, frames: int) -> None:
 def check_outputs(requests: Sequence[Request], overwrite: bool) -> None:
     """Raise ValueError for outputs that overwrite each other, an input or, without `overwrite`, an existing file."""
     files = [request.file(end).resolve() for request in requests for end in (AFTER, BEFORE, BESIDE, RECORD)]
-    inputs = {Path(name).resolve() for request in requests for name in (request.source, request.camera)}
+    named = [name for request in requests for name in (request.source, request.camera) if name]
+    inputs = {Path(name).resolve() for name in named}
     twice = [file for file, count in Counter(files).items() if count > 1]
     if twice:
         raise ValueError(f"two videos would be written to {twice[0]}; make them in two calls with different --out")
@@ -326,16 +356,19 @@ def generate(policy: WanPolicy, condition: Condition, sigmas: Tensor, seed: int)
 
 def describe(args: argparse.Namespace, request: Request, condition: Condition, device: torch.device) -> dict[str, Any]:
     """Return a video's record: every option resolved, the poses, and the arguments that reproduce the video."""
-    own = {
+    own: dict[str, Any] = {
         "model": args.model.resolve(),
         "adapter": args.adapter and args.adapter.resolve(),
-        "source": request.source.resolve(),
-        "camera": request.camera if condition.preset else Path(request.camera).resolve(),
         "out": request.folder.resolve(),
         "first_number": request.number,
-        "focal_px": args.focal_px or lens_px(request.source, condition.size),
         "device": device.type,
     }
+    if request.source is None:
+        own["prompts"] = condition.prompt
+    else:
+        own["source"] = request.source.resolve()
+        own["camera"] = request.camera if condition.preset else Path(request.camera).resolve()
+        own["focal_px"] = args.focal_px or lens_px(request.source, condition.size)
     settings = {name: value for name, value in (vars(args) | own).items() if name not in ("overwrite", "run")}
     return {
         "tool": TOOL,
@@ -347,7 +380,7 @@ def describe(args: argparse.Namespace, request: Request, condition: Condition, d
         "again": [
             _argument(*setting) for setting in settings.items() if setting[1] is not None and setting[1] is not False
         ],
-        "poses": condition.target_poses.tolist(),
+        "poses": None if condition.target_poses is None else condition.target_poses.tolist(),
     }
 
 
@@ -373,8 +406,9 @@ def write(request: Request, condition: Condition, videos: Mapping[str, Tensor], 
         request.file(BEFORE).unlink(missing_ok=True)
     for ending, video in videos.items():
         write_video(request.file(ending), video, fps=VIDEO_FPS)
-    beside = side_by_side(condition, torch.cat(list(videos.values()), dim=-1))
-    write_video(request.file(BESIDE), beside, fps=VIDEO_FPS)
+    if request.source is not None or len(videos) > 1:
+        beside = side_by_side(condition, torch.cat(list(videos.values()), dim=-1))
+        write_video(request.file(BESIDE), beside, fps=VIDEO_FPS)
 
 
 if __name__ == "__main__":

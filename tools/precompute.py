@@ -23,10 +23,11 @@ import torch
 
 import train_grpo
 from flow_grpo.models.registry import video_model
-from flow_grpo.algorithm.build import dataset, eval_guidance, training_guidance
+from flow_grpo.algorithm.build import eval_guidance, training_guidance
+from flow_grpo.data.splits import whole_splits
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
-from flow_grpo.data.dataset import ConditionDataset
+from flow_grpo.data.dataset import ConditionDataset, FilmDataset
 from flow_grpo.models.codec import Codec, tiles_of
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.video_model import DTYPES
@@ -71,9 +72,10 @@ def main(words: Sequence[str] | None = None) -> int:
             )
         device, ranks = train_grpo.set_up_rank(config, WAIT_S)
         with train_grpo.raise_on_all_ranks(ranks):
-            splits = [dataset(config, split) for split in (config.data.train_split, config.data.eval_split)]
+            splits = whole_splits(config.data)
             encodings = open_encodings(config, device)
-            tasks = [*video_tasks(splits, encodings), *prompt_tasks(config, splits, encodings)]
+            films = [data for data in splits if isinstance(data, FilmDataset)]
+            tasks = [*video_tasks(films, encodings), *prompt_tasks(config, splits, encodings)]
     except ValueError as error:
         train_grpo.refuse(error, ranks)
         return 2
@@ -93,7 +95,7 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
     return Encodings(codec, texts, store, max_prompt_tokens=model.max_prompt_tokens)
 
 
-def video_tasks(splits: Sequence[ConditionDataset], encodings: Encodings) -> Iterator[Task]:
+def video_tasks(splits: Sequence[FilmDataset], encodings: Encodings) -> Iterator[Task]:
     """Yield one task per distinct source video and size."""
     seen = set()
     for data in splits:
@@ -104,7 +106,7 @@ def video_tasks(splits: Sequence[ConditionDataset], encodings: Encodings) -> Ite
                 yield _video_task(data, index, encodings)
 
 
-def _video_task(data: ConditionDataset, index: int, encodings: Encodings) -> Task:
+def _video_task(data: FilmDataset, index: int, encodings: Encodings) -> Task:
     size = data.size_of(index)
 
     def encode() -> object:

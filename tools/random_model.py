@@ -1,8 +1,9 @@
-"""Write a ReCam model folder with random weights, to try whole runs without the published ones.
+"""Write a model folder with random weights, to try whole runs without the published ones.
 
     python tools/random_model.py --out models/random                       # the size of Wan2.1-T2V-1.3B
     python tools/random_model.py --out models/small --heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 \
         --codec small                                                       # runs on a CPU
+    python tools/random_model.py --out models/t2v --kind wan_t2v           # plain text-to-video
 
 Speed, memory of transformer and codec, ranks and files are those of a real run, but samples are noise. Velocities are
 of order one and depend on camera, prompt and source video; the tokenizer works on bytes.
@@ -24,6 +25,7 @@ import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which 
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
@@ -33,7 +35,7 @@ from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.models.video_model import DTYPES
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.registry import VIDEO_MODELS, video_model
 from flow_grpo.models.transformers import stays_fp32
 from flow_grpo.runtime.atomic_file import atomic_path
 
@@ -52,6 +54,7 @@ class Sizes:
     """Sizes of the networks, the command line's options.
 
     Attributes:
+        kind: `model.kind` of the recipe.
         heads: attention heads of the transformer.
         head_dim: their width; the model width is heads * head_dim.
         layers: blocks of the transformer.
@@ -62,6 +65,7 @@ class Sizes:
         seed: of all weights.
     """
 
+    kind: str = "recam"
     heads: int = WAN_1_3B["num_attention_heads"]
     head_dim: int = WAN_1_3B["attention_head_dim"]
     layers: int = WAN_1_3B["num_layers"]
@@ -88,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Write the folder, print one line about it, and return the exit code: 0, or 2 for unusable arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
-    choices = {"dtype": sorted(DTYPES), "codec": sorted(CODECS)}
+    choices = {"kind": sorted(VIDEO_MODELS), "dtype": sorted(DTYPES), "codec": sorted(CODECS)}
     for field in dataclasses.fields(Sizes):
         option, kind = f"--{field.name.replace('_', '-')}", type(field.default)
         parser.add_argument(option, type=kind, default=field.default, choices=choices.get(field.name))
@@ -149,8 +153,8 @@ def build_parts(sizes: Sizes) -> dict[str, Any]:
         }
 
 
-def build_transformer(sizes: Sizes) -> ReCamTransformer3DModel:
-    """Return Wan 2.1's transformer at another size, with larger gates and camera weights.
+def build_transformer(sizes: Sizes) -> WanTransformer3DModel:
+    """Return the model's transformer at another size, with larger gates and camera weights.
 
     The default initialization gives velocities of order one at any size, but wide blocks add little to the residual
     stream, and the camera nothing.
@@ -162,10 +166,13 @@ def build_transformer(sizes: Sizes) -> ReCamTransformer3DModel:
         "ffn_dim": sizes.ffn,
         "text_dim": sizes.text_dim,
     }
-    transformer = ReCamTransformer3DModel(**{**WAN_1_3B, **shape})
+    model = video_model(sizes.kind)
+    transformer = model.network(**{**model.published, **shape})
+    encoders = set(getattr(model.network, "camera_encoders", ()))
     for block in transformer.blocks:
-        nn.init.normal_(block.cam_encoder.weight, std=CAMERA_STD)
-        nn.init.normal_(block.cam_encoder.bias, std=CAMERA_STD)
+        for name, parameter in block.named_parameters():
+            if not encoders.isdisjoint(name.split(".")):
+                nn.init.normal_(parameter, std=CAMERA_STD)
         nn.init.normal_(block.scale_shift_table, std=GATE_STD)
     for name, parameter in transformer.named_parameters():
         if not stays_fp32(name):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,10 +18,8 @@ from flow_grpo.algorithm.run_state import Average, RunState
 from flow_grpo.algorithm.update.matching import MatchingObjective
 from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
-from flow_grpo.data.dataset import make_loader
-from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of
+from flow_grpo.data.dataset import Split, make_loader
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.data.multicam import MultiCamDataset, Scene, contents_by_scene, set_aside
 from flow_grpo.maths.schedule import flow_sigmas, step_weights, tail_levels, windows
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Guidance
@@ -31,46 +28,9 @@ from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.schema import Config, TrainConfig
-from flow_grpo.settings.values import parse_bucket
 
 
-def dataset(config: Config, split: str, choose: Callable[[list[Scene]], list[Scene]] = list) -> MultiCamDataset:
-    """Return a split of the configured data, by default all its scenes.
-
-    Of the training split, the items that `data.exclude` names are left out.
-    """
-    data = config.data
-
-    def excluded(scenes: list[Scene]) -> Verdicts:
-        return read_verdicts(Path(data.exclude), settings_of(data), contents_by_scene(scenes))
-
-    return MultiCamDataset(
-        data.root,
-        split,
-        (data.num_frames, data.height, data.width),
-        prompt=data.prompt,
-        reference=data.reference,
-        buckets=[parse_bucket(text) for text in data.buckets],
-        choose=choose,
-        exclude=excluded if data.exclude and split == data.train_split else None,
-    )
-
-
-def training_data(config: Config) -> MultiCamDataset:
-    """Return the conditions to train on: the training split without the scenes that `data.tune_scenes` sets aside."""
-    data = config.data
-    return dataset(config, data.train_split, lambda scenes: set_aside(scenes, data.tune_scenes)[0])
-
-
-def held_out_data(config: Config) -> MultiCamDataset:
-    """Return the conditions that `eval.split` evaluates on: of `data.eval_split`, or of the scenes set aside."""
-    data = config.data
-    if config.eval.split == "report":
-        return dataset(config, data.eval_split)
-    return dataset(config, data.train_split, lambda scenes: set_aside(scenes, data.tune_scenes)[1])
-
-
-def build_sampler(config: Config, train: MultiCamDataset, ranks: Ranks) -> DistributedKRepeatSampler:
+def build_sampler(config: Config, train: Split, ranks: Ranks) -> DistributedKRepeatSampler:
     """Return this rank's sampler over the training conditions."""
     sample = config.sample
     return DistributedKRepeatSampler(
@@ -143,7 +103,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
 def build_collector(
     config: Config,
     policy: Policy,
-    train: MultiCamDataset,
+    train: Split,
     sampler: DistributedKRepeatSampler,
     rewards: RewardSet,
     progress: Progress,
@@ -239,7 +199,7 @@ def eval_guidance(config: Config) -> Guidance:
     )
 
 
-def measured_on(config: Config, held_out: MultiCamDataset) -> dict[str, str | float]:
+def measured_on(config: Config, held_out: Split) -> dict[str, str | float]:
     """Return knob -> value of what the held-out metrics depend on besides the weights."""
     evaluation, guidance = config.eval, eval_guidance(config)
     return {
@@ -253,11 +213,11 @@ def measured_on(config: Config, held_out: MultiCamDataset) -> dict[str, str | fl
         "data.num_frames, height, width": f"{config.data.num_frames}x{config.data.height}x{config.data.width}",
         "data.buckets": ",".join(config.data.buckets),
         "data.reference": config.data.reference,
-        "data.eval_split": f"scenes {held_out.fingerprint()}",
+        "data.eval_split": f"scenes {held_out.fingerprint()}",  # or prompts
     }
 
 
-def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, ranks: Ranks) -> Evaluator:
+def build_evaluator(config: Config, policy: Policy, held_out: Split, ranks: Ranks) -> Evaluator:
     """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
 
     Raises:
@@ -265,7 +225,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
     """
     evaluation = config.eval
     needed = SCENE_FILES.get(evaluation.gold)
-    if needed and not any((scene.folder / needed).is_file() for scene in held_out.scenes):
+    if needed and not held_out.has_scene_file(needed):
         raise ValueError(
             f"eval.gold is {evaluation.gold!r}, which needs the tiny world: no held-out scene in {config.data.root} "
             f"has a {needed}; pass --config.eval.gold= and judge "
@@ -279,6 +239,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: MultiCamDataset, r
         guidance=eval_guidance(config),
         measured_on=measured_on(config, held_out),
     )
-    measured = build_rewards(config, {"target_view": 0.0} | config.reward.weights, ranks)
+    likeness = {} if config.data.prompts else {"target_view": 0.0}  # prompts have no true view
+    measured = build_rewards(config, likeness | config.reward.weights, ranks)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
     return Evaluator(policy, held_out, measured, gold, settings, ranks)

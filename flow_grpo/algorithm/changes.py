@@ -53,9 +53,10 @@ def earlier_values(before: Sequence[ConditionRow], after: Sequence[ConditionRow]
 
 
 def rows_by_camera(rows: Sequence[ConditionRow]) -> dict[str, list[ConditionRow]]:
-    """Return kind of camera (its preset, else its name; see `pooled`) -> its rows, sorted by kind."""
+    """Return kind of camera (its preset, else its name; see `pooled`) -> its rows, sorted by kind; "" is left out."""
     found: dict[str, list[ConditionRow]] = {}
-    for row, kind in zip(rows, pooled([row["preset"] or row["camera"] for row in rows]), strict=True):
+    filmed = [row for row in rows if row["camera"]]
+    for row, kind in zip(filmed, pooled([row["preset"] or row["camera"] for row in filmed]), strict=True):
         found.setdefault(kind, []).append(row)
     return dict(sorted(found.items()))
 

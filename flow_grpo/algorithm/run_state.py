@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from flow_grpo.algorithm.changes import ConditionRow
 from flow_grpo.algorithm.saved_state import Learned, OfRank, Shared, check_saved
 from flow_grpo.algorithm.update.history import UpdateHistory
+from flow_grpo.data.dataset import Split
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
@@ -259,7 +259,7 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
             parameter.copy_(learned["ema"][str(place)])
 
 
-def common_identity(module: nn.Module, trained: str, data: MultiCamDataset, ranks: Ranks) -> dict[str, str]:
+def common_identity(module: nn.Module, trained: str, data: Split, ranks: Ranks) -> dict[str, str]:
     """Return the fingerprints of model and data that go into checkpoints (collective call).
 
     Raises:

@@ -34,14 +34,6 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
         """Build the condition at an index within range; ValueError naming the file if it is broken."""
 
     @abc.abstractmethod
-    def source_file(self, index: int) -> Path:
-        """Return the path of the source video."""
-
-    @abc.abstractmethod
-    def source_video(self, index: int) -> Tensor:
-        """Return the source video (3, T, h, w), fp32 in [0, 1], without building the rest of the condition."""
-
-    @abc.abstractmethod
     def prompt_of(self, index: int) -> str:
         """Return the prompt without decoding a video."""
 
@@ -68,9 +60,45 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
         except ValueError as error:
             raise InputError(str(error)) from error
 
+
+class FilmDataset(ConditionDataset):
+    """A data set whose conditions have a source video."""
+
+    @abc.abstractmethod
+    def source_file(self, index: int) -> Path:
+        """Return the path of the source video."""
+
+    @abc.abstractmethod
+    def source_video(self, index: int) -> Tensor:
+        """Return the source video (3, T, h, w), fp32 in [0, 1], without building the rest of the condition."""
+
     def source_id(self, index: int) -> str:
         """Return a hash of the source video's file content, the cache key of its encoding; nothing is decoded."""
         return file_id(self.source_file(index))
+
+
+class Split(ConditionDataset):
+    """A data set that a run trains or evaluates on."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Return a hash of what an index means, independent of where the files are."""
+
+    @abc.abstractmethod
+    def contents(self) -> str:
+        """Return a hash of the data itself, as far as it is cheap."""
+
+    @abc.abstractmethod
+    def cameras(self) -> list[str]:
+        """Return every item's kind of camera, as `Condition.camera`, without reading a video; [] without any."""
+
+    @abc.abstractmethod
+    def has_scene_file(self, name: str) -> bool:
+        """Return whether any scene has a file of this name, which a reward reads."""
+
+    @abc.abstractmethod
+    def check_apart(self, held_out: ConditionDataset) -> None:
+        """Raise ValueError, naming both, if an item of a held-out data set is in this one, which is trained on."""
 
 
 def file_id(file: Path) -> str:

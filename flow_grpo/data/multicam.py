@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
-from flow_grpo.data.dataset import ConditionDataset, file_id
+from flow_grpo.data.dataset import ConditionDataset, FilmDataset, Split, file_id
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
 from flow_grpo.data.video_io import Size, VideoCache, fitted_size, nearest_bucket, video_size
@@ -61,7 +61,7 @@ class Scene:
         return self.folder / "videos" / f"{camera}.mp4"
 
 
-class MultiCamDataset(ConditionDataset):
+class MultiCamDataset(FilmDataset, Split):
     """Conditions of a folder in MultiCamVideo layout, one per (scene, target camera).
 
     The source camera is another camera of the scene, chosen by a hash of scene and target name: it depends on no seed
@@ -194,6 +194,15 @@ class MultiCamDataset(ConditionDataset):
     def contents(self) -> str:
         """Return a hash of the names and sizes of all files of the split, see `contents_of`."""
         return contents_of(self.scenes)
+
+    def has_scene_file(self, name: str) -> bool:
+        """Return whether any scene has a file of this name."""
+        return any((scene.folder / name).is_file() for scene in self.scenes)
+
+    def check_apart(self, held_out: ConditionDataset) -> None:
+        """Raise ValueError if a video here is also held out, see `check_disjoint`."""
+        assert isinstance(held_out, MultiCamDataset)
+        check_disjoint(self.scenes, held_out.scenes)
 
     def _source_camera(self, scene: Scene, target: str) -> str:
         others = [camera for camera in scene.cameras if camera != target]

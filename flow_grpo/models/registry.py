@@ -15,12 +15,14 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.models.wan_policy import WanPolicy
+from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.own_code import check_call, is_own, load_own
 from flow_grpo.settings.schema import Config, ModelConfig, SampleConfig
 
 VIDEO_MODELS: dict[str, VideoModel] = {
     "recam": RECAM,
+    "wan_t2v": WAN_T2V,
 }
 METHODS = sorted(name for name, value in vars(Policy).items() if callable(value) and not name.startswith("_"))
 

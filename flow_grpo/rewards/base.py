@@ -34,6 +34,8 @@ class Reward(Protocol):
         name: key of its weight and prefix of its metrics.
         floor: noise in the unit of the reward: videos whose scores differ by less are equally good.
         measures: names in `RewardResult.info`, identical for every batch and rank, since ranks gather them.
+
+    A class attribute `needs` names the fields of `Condition` without which it can score nothing; by default none.
     """
 
     name: str
@@ -195,12 +197,21 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
     )
 
 
-def try_own(rewards: RewardSet, condition: Condition) -> None:
-    """Score a video twice with every reward of the user's own, which otherwise fails samples of a whole run.
+def try_rewards(rewards: RewardSet, condition: Condition) -> None:
+    """Refuse rewards that would fail all samples of a run.
+
+    Those of the user's own score a video twice.
 
     Raises:
-        ConfigError: one fails, or does not return what a reward returns.
+        ConfigError: one needs what the data lacks, fails, or does not return what a reward returns.
     """
+    for reward in rewards.rewards:
+        lacking = [field for field in getattr(reward, "needs", ()) if getattr(condition, field) is None]
+        if lacking:
+            text = (
+                f"needs the {' and '.join(lacking)} of a condition, which this data does not have; choose other rewards"
+            )
+            raise refusal("reward.weights", reward.name, f"{text}, docs/rewards.md says what they need")
     video = torch.full((3, *condition.size), 0.5) if condition.source_video is None else condition.source_video
     videos, conditions = torch.stack([video] * 2), (condition, condition)
     for reward in rewards.rewards:

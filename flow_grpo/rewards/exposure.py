@@ -83,6 +83,7 @@ class Exposure:
     """
 
     name = "exposure"
+    needs = ("source_video",)
     floor = 0.005
     measures = tuple(name for name, _, _ in PARTS)
 

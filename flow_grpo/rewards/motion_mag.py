@@ -25,6 +25,7 @@ class MotionMag:
     """
 
     name = "motion_mag"
+    needs = ("source_video",)
     floor = 0.02  # 2 % more or less motion
     measures = ("motion",)
 

@@ -120,6 +120,7 @@ class RoomPathReward:
     `info`: `residual`, the rms colour error in [0, 1] that the best poses leave.
     """
 
+    needs = ("target_poses",)
     measures = ("residual",)
 
     def __init__(self, data_root: str | Path) -> None:

@@ -113,6 +113,7 @@ class RoomPose:
     """
 
     name = "room_pose"
+    needs = ("target_poses",)
     floor = 0.02  # about 1.5 cm and 0.2 degrees: half of what a codec's blur moves the estimate
     measures = ("rot_err_deg", "trans_err_m", "residual", "located")
 

@@ -52,6 +52,7 @@ class SourceMatch:
     """
 
     name = "source_match"
+    needs = ("source_video",)
     floor = 0.003  # colour difference that a codec's noise makes
     measures = ("new", "lost")
 

@@ -157,6 +157,7 @@ class TargetView:
     """
 
     name = "target_view"
+    needs = ("target_video",)
     floor = 0.005  # a displacement of 0.12 % of the width, which a codec's noise can cause
     measures = ("psnr_db", "ssim", "displacement", "mismatch")
 
@@ -175,6 +176,7 @@ class TargetPsnr:
     """
 
     name = "target_psnr"
+    needs = ("target_video",)
     floor = 0.1  # dB: spread of good samples over their initial noise
     measures: tuple[str, ...] = ()
 

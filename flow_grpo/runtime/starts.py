@@ -142,11 +142,15 @@ def next_commands(run_folder: Path) -> list[str]:
     again = [f"--config {start['recipe']} --config.resume=auto --config.run_name={run_folder.name}", *place]
     again += [f"--config.num_epochs={2 * max(1, config['num_epochs'])}"]
     again += ["--config.max_minutes=0"] if config["max_minutes"] else []
-    return [
-        f"  film your own video:  python tools/generate.py --run {run_folder} --source VIDEO --camera arc_left",
-        f"  measure it again:     python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}",
-        f"  train further:        {launcher} train_grpo.py {' '.join(again)}",
-    ]
+    use = f"python tools/generate.py --run {run_folder}"
+    if config["data"].get("prompts"):
+        lines = [f"  make a video:         {use} --prompts 'WHAT IT SHOWS'"]
+    else:
+        lines = [
+            f"  film your own video:  {use} --source VIDEO --camera arc_left",
+            f"  measure it again:     python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}",
+        ]
+    return [*lines, f"  train further:        {launcher} train_grpo.py {' '.join(again)}"]
 
 
 def commit() -> str:

@@ -66,6 +66,12 @@ def _check_data_and_model(config: Config) -> None:
         text = f"must differ from data.train_split={str(train)!r} and neither may contain the other, or the held-out "
         text += "scenes would be trained on; pass --config.data.eval_split=val"
         raise refusal("data.eval_split", str(held_out), text)
+    if config.data.prompts and not config.data.eval_prompts:
+        text = "must name a file of held-out prompts while data.prompts is set; pass --config.data.eval_prompts=FILE"
+        raise refusal("data.eval_prompts", "", text)
+    if config.data.prompts and config.data.buckets:
+        text = "must be empty with data.prompts: prompts have no size of their own; pass --config.data.buckets="
+        raise refusal("data.buckets", config.data.buckets, text)
     if config.eval.split == "tune" and not config.data.tune_scenes:
         text = "needs training scenes that are set aside, and data.tune_scenes is 0; pass --config.data.tune_scenes=16"
         raise refusal("eval.split", "tune", text)

@@ -63,10 +63,16 @@ class DataConfig(Section):
     tiny_world: Text = knob("", "name of a synthetic world to render into root where that is missing; '' never")
     train_split: Split = knob("train", "folder below root with the training scenes", min_length=1)
     eval_split: Split = knob("val", "folder below root with the held-out scenes", min_length=1)
+    prompts: Place = knob(
+        "",
+        "for a model that needs no source video: prompts to train on, a text file with one a line or a .csv with a "
+        "column prompt; '' trains on the videos of root",
+    )
+    eval_prompts: Place = knob("", "held-out prompts, a file likewise")
     tune_scenes: Int = knob(
         0,
-        "scenes of train_split that are never trained on, chosen by a hash of their names: eval.split='tune' measures "
-        "them, so that knobs are not chosen on the scenes that are reported",
+        "scenes of train_split, or of the prompts, that are never trained on, chosen by a hash of their names: "
+        "eval.split='tune' measures them, so that knobs are not chosen on the scenes that are reported",
         ge=0,
     )
     num_frames: Frames = knob(81, "frames of a video, 4n+1", ge=5, le=MOST_FRAMES)

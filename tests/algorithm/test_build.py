@@ -9,6 +9,7 @@ import torch
 
 from flow_grpo.algorithm import build
 from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.data.splits import held_out_data, multicam_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.records import Guidance
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -29,9 +30,11 @@ def settings(world: str, *changes: str):
 
 
 def test_the_data_has_the_recipe_s_sizes_and_origin(world):
-    plain = build.dataset(settings(world), "val")
+    plain = multicam_data(settings(world).data, "val")
     assert plain.size_of(0) == (5, 24, 32) and plain.reference == "source"
-    changed = build.dataset(settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target"), "val")
+    changed = multicam_data(
+        settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target").data, "val"
+    )
     assert changed.size_of(0) == (5, 16, 16) and changed.reference == "target"
 
 
@@ -40,20 +43,20 @@ def names(data) -> set[tuple[str, str]]:
 
 
 def test_scenes_set_aside_for_tuning_are_never_trained_on_and_measured_only_when_asked_for(world):
-    whole = names(build.training_data(settings(world)))
+    whole = names(training_data(settings(world).data))
     report, tune = (
         settings(world, "--config.data.tune_scenes=1", f"--config.eval.split={s}") for s in ("report", "tune")
     )
-    assert names(build.training_data(report)) == names(build.training_data(tune)) < whole
-    assert names(build.held_out_data(tune)) == whole - names(build.training_data(tune))
-    assert names(build.held_out_data(report)) == names(build.dataset(report, "val"))
+    assert names(training_data(report.data)) == names(training_data(tune.data)) < whole
+    assert names(held_out_data(tune.data, tune.eval)) == whole - names(training_data(tune.data))
+    assert names(held_out_data(report.data, report.eval)) == names(multicam_data(report.data, "val"))
     with pytest.raises(ValueError, match=r"data\.tune_scenes is 2, must be below the 2 training scenes"):
-        build.training_data(settings(world, "--config.data.tune_scenes=2"))
+        training_data(settings(world, "--config.data.tune_scenes=2").data)
 
 
 def test_a_checkpoint_of_a_run_with_other_scenes_set_aside_is_of_other_data(world):
-    trained = [build.training_data(settings(world, f"--config.data.tune_scenes={n}")).fingerprint() for n in (0, 1)]
-    assert trained[0] == build.dataset(settings(world), "train").fingerprint() != trained[1]
+    trained = [training_data(settings(world, f"--config.data.tune_scenes={n}").data).fingerprint() for n in (0, 1)]
+    assert trained[0] == multicam_data(settings(world).data, "train").fingerprint() != trained[1]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, chang
     config = settings(world, "--config.eval.num_conditions=8", *training, *changes)
     assert build.training_guidance(config) == Guidance(2.0, "dark")
     assert build.eval_guidance(config) == expected
-    assert build.build_evaluator(config, None, build.dataset(config, "val"), Ranks()).settings.guidance == expected
+    assert build.build_evaluator(config, None, multicam_data(config.data, "val"), Ranks()).settings.guidance == expected
 
 
 @pytest.mark.parametrize(
@@ -87,11 +90,11 @@ def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, chang
 )
 def test_what_an_evaluation_depends_on_tells_different_ones_apart(world, change):
     first, other = (
-        build.measured_on(config, build.held_out_data(config))
+        build.measured_on(config, held_out_data(config.data, config.eval))
         for config in (settings(world), settings(world, f"--config.{change}"))
     )
     assert first != other
-    assert first == build.measured_on(settings(world), build.held_out_data(settings(world)))
+    assert first == build.measured_on(settings(world), held_out_data(settings(world).data, settings(world).eval))
 
 
 def test_servers_and_their_timeouts_reach_the_rewards(world):
@@ -104,7 +107,7 @@ def test_servers_and_their_timeouts_reach_the_rewards(world):
 
 def test_the_sampler_knows_ranks_and_recipe(world):
     config = settings(world, "--config.sample.k=4", "--config.seed=3")
-    sampler = build.build_sampler(config, build.dataset(config, "train"), Ranks(rank=1, world_size=2))
+    sampler = build.build_sampler(config, multicam_data(config.data, "train"), Ranks(rank=1, world_size=2))
     state = sampler.state_dict()
     assert (state["k"], state["seed"]) == (4, 3)
     assert len(next(iter(sampler))) == config.sample.train_batch_size
@@ -145,7 +148,7 @@ def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
 )
 def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, offload):
     config = settings(world, *changes)
-    data = build.dataset(config, "train")
+    data = multicam_data(config.data, "train")
     sampler = build.build_sampler(config, data, Ranks())
     collector = build.build_collector(config, None, data, sampler, None, types.SimpleNamespace(rollout=None), Ranks())
     assert collector.settings.offload == offload
@@ -176,7 +179,7 @@ def test_dynamic_sampling_is_there_when_asked_for(world):
 
 def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world, monkeypatch):
     config = settings(world, "--config.eval.num_conditions=8")
-    held_out = build.dataset(config, "val")
+    held_out = multicam_data(config.data, "val")
     assert build.build_evaluator(config, None, held_out, Ranks()).gold.name == "room_pose"
     monkeypatch.setattr(build, "SCENE_FILES", {"room_pose": "nothing.json"})
     with pytest.raises(

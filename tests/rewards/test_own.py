@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flow_grpo.rewards.base import build_reward_set, check_name, try_own
+from flow_grpo.records import Condition
+from flow_grpo.rewards.base import build_reward_set, check_name, try_rewards
 from flow_grpo.settings.errors import ConfigError
 from tests.toy import condition
 
@@ -55,7 +56,7 @@ def test_a_class_keeps_its_floor_and_measures_under_the_name_that_the_run_gives_
     rewards = build_reward_set({name: 1.0}, data_root=".")
     assert rewards.floors == {name: 0.25}
     assert set(rewards(VIDEOS, CONDITIONS)[name].info) == {"red"}
-    try_own(rewards, CONDITIONS[0])
+    try_rewards(rewards, CONDITIONS[0])
 
 
 def test_a_value_that_is_no_number_is_a_fault_and_no_score(own):
@@ -86,6 +87,14 @@ def test_other_arguments_are_refused_before_anything_is_loaded(own, text, name, 
         check_name(own(text, name), {})
 
 
+def test_rewards_that_need_what_the_data_lacks_are_refused_before_the_run():
+    prompt = Condition(index=0, gid=0, slot=0, prompt="a kite", wanted_size=(5, 8, 8))
+    try_rewards(build_reward_set({"sharpness": 1.0}, data_root="."), prompt)
+    for name, lacking in {"pose_rot": "source_video and target_poses", "target_psnr": "target_video"}.items():
+        with pytest.raises(ConfigError, match=rf"got '{name}', needs the {lacking} of every condition"):
+            try_rewards(build_reward_set({name: 0.0}, data_root="."), prompt)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -98,5 +107,5 @@ def test_other_arguments_are_refused_before_anything_is_loaded(own, text, name, 
 def test_what_fails_or_has_another_shape_is_refused_on_a_trial_before_the_run(own, body, message):
     rewards = build_reward_set({own(f"def warmth(videos, conditions):\n    {body}\n", "warmth"): 1.0}, data_root=".")
     with pytest.raises(ConfigError, match=message) as refused:
-        try_own(rewards, CONDITIONS[0])
+        try_rewards(rewards, CONDITIONS[0])
     assert "\n" not in str(refused.value)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 import train_grpo
+from flow_grpo.data.splits import multicam_data
 from flow_grpo.rewards.camera.pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import Outcome
 from tools import check_sources
@@ -76,7 +77,7 @@ def test_an_unusable_source_is_never_drawn(world, tmp_path, monkeypatch):
     assert check_sources.main(words(world, out)) == 0
     given = words(world, out)
     config, _ = train_grpo.read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
-    data = train_grpo.parts.dataset(config, "train")
+    data = multicam_data(config.data, "train")
     assert {data.name_of(index)[1] for index in range(len(data))}.isdisjoint({"cam01"})
     assert len(data) > 0
 
@@ -92,7 +93,7 @@ def test_held_out_items_are_neither_checked_nor_excluded(world, tmp_path, monkey
     out.write_text(json.dumps(content | {"verdicts": whole}))
     given = words(world, out)
     config, _ = train_grpo.read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
-    assert len(train_grpo.parts.dataset(config, "val")) == 10
+    assert len(multicam_data(config.data, "val")) == 10
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_grpo
-from flow_grpo.algorithm.build import dataset
+from flow_grpo.data.splits import multicam_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models import codec, texts
 from flow_grpo.models.recam import RECAM
@@ -95,7 +95,7 @@ def test_a_second_call_encodes_only_missing_and_damaged_entries(world, tmp_path,
 
 def share_of_rank(ranks: Ranks, arguments: list[str]) -> int:
     config = load_config(arguments[1], arguments[2:])
-    splits = [dataset(config, split) for split in ("train", "val")]
+    splits = [multicam_data(config.data, split) for split in ("train", "val")]
     encodings = precompute.open_encodings(config, torch.device("cpu"))
     return precompute.work([*precompute.video_tasks(splits, encodings)], ranks).made
 
@@ -115,7 +115,7 @@ def test_cached_conditioning_equals_fresh(world, tmp_path):
     assert precompute.main(arguments) == 0
     config = load_config(arguments[1], arguments[2:])
     fresh = load_config(arguments[1], [*arguments[2:], "--config.model.encodings="])
-    data = dataset(config, "train")
+    data = multicam_data(config.data, "train")
     conditions = [data.condition(index) for index in range(3)]
     warm, cold = (WanPolicy.from_config(RECAM, c.model, c.sample, torch.device("cpu")) for c in (config, fresh))
     cached, made = warm.encode(conditions).tensors(), cold.encode(conditions).tensors()

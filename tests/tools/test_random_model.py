@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.models.recam import RECAM
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
@@ -118,7 +119,7 @@ def test_without_options_it_is_wan_1_3b():
     sizes = Sizes()
     assert (sizes.dtype, sizes.codec) == ("bf16", "wan")
     with torch.device("meta"):
-        transformer = random_model.ReCamTransformer3DModel(**WAN_1_3B)
+        transformer = ReCamTransformer3DModel(**WAN_1_3B)
         codec = random_model.AutoencoderKLWan(**random_model.CODECS["wan"])
     assert (sizes.heads, sizes.head_dim, sizes.layers) == (12, 128, 30)
     assert (sizes.ffn, sizes.text_dim) == (8960, 4096)

@@ -89,7 +89,9 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Task], li
         video = file.with_suffix(AFTER)
         name = video.relative_to(folder).as_posix()
         place = f"record {file}"
-        poses = _read_matrices(record.get("poses"), place)
+        if record.get("poses") is None:
+            raise ValueError(f"{place} has no poses: no camera was commanded, so none can be measured; watch the video")
+        poses = _read_matrices(record["poses"], place)
         # Records of earlier versions have no camera_name.
         kind, source, focal = (
             record.get("camera_name", record.get("camera")),

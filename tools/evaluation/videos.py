@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from flow_grpo.algorithm import build as parts
 from flow_grpo.algorithm.evaluate import held_out_indices
+from flow_grpo.data.splits import held_out_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
@@ -22,6 +23,7 @@ from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.video_file import write_video
+from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import to_dict
 from flow_grpo.settings.schema import Config
 from tools.evaluation.inputs import OTHER_TYPE
@@ -45,12 +47,16 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
         The folder of videos and the camera file.
 
     Raises:
-        ValueError: missing model, data or adapter, no focal length, or `out` holds videos made with other settings.
+        ValueError: a recipe of prompts, missing model, data or adapter, no focal length, or `out` holds videos made
+            with other settings.
     """
+    if config.data.prompts:
+        text = "must be empty: a prompt commands no camera that could be measured; see the run's summary.json"
+        raise refusal("data.prompts", config.data.prompts, text)
     _claim(config, adapter, out)
     if config.data.tiny_world:
         ensure_tiny_world(config.data.root, config.data.tiny_world)
-    dataset = parts.held_out_data(config)
+    dataset = held_out_data(config.data, config.eval)
     indices = held_out_indices(len(dataset), config.eval.num_conditions)
     names, cameras = {}, {}
     for index in indices:  # do not hold the conditions: one takes almost a GB at full size

@@ -12,6 +12,7 @@ from config.base import get_config
 from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.algorithm.build import eval_guidance
 from flow_grpo.models.codec import tiles_of
+from flow_grpo.models.registry import video_model
 from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight.plan import largest_size
 from flow_grpo.runtime import starts
@@ -38,9 +39,24 @@ def parse(words: Sequence[str] | None, doc: str | None) -> argparse.Namespace:
         args = parser.parse_args(words)
     if args.model is None:
         raise ValueError("--model FOLDER is needed, or --run outputs/NAME to take the model of a run")
+    _check_subject(args)
     if args.before and args.adapter is None:
         raise ValueError("--before shows the model without its --adapter, which is not given; drop --before")
     return args
+
+
+def _check_subject(args: argparse.Namespace) -> None:
+    """Raise ValueError unless the options say what to show, in the way that the model takes."""
+    films = "source_video" in video_model(args.kind).needs
+    wanted, others = ("source", "camera"), ("prompts",)
+    if not films:
+        wanted, others = ("prompts", "out"), ("source", "camera", "focal_px")
+    for name in wanted:
+        if not getattr(args, name):
+            raise ValueError(f"--{name} is needed by --kind {args.kind}; see --help")
+    for name in others:
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} is nothing that --kind {args.kind} takes; see --help")
 
 
 def of_run(folder: Path) -> dict[str, Any]:
@@ -79,8 +95,10 @@ def _parser(doc: str | None) -> Parser:
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--run", type=Path, help="folder of a run, outputs/NAME: the options below that are not given are its own")
-    add("--source", type=Path, nargs="+", action="extend", required=True, help="videos, or folders of videos")
-    add("--camera", nargs="+", action="extend", required=True, help="presets such as arc_left:0.5, or path.json")
+    add("--source", type=Path, nargs="+", action="extend", help="videos, or folders of videos")
+    add("--camera", nargs="+", action="extend", help="presets such as arc_left:0.5, or path.json")
+    prompts_help = "for a model without source video: what to show, or a .txt or .csv of prompts"
+    add("--prompts", nargs="+", action="extend", help=prompts_help)
     add("--model", type=Path, help="folder in diffusers layout, see tools/convert_recammaster.py")
     add("--kind", default=defaults.model.kind, help="which video model: model.kind of its recipe")
     add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")

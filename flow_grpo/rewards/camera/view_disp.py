@@ -65,6 +65,7 @@ class ViewDisp:
     """
 
     name = "view_disp"
+    needs = ("target_video",)
     floor = 0.2 / CAP_PIXELS  # a fifth of a pixel, which JPEG artefacts can cause
     measures = ("disp_px", "matched_frames")
 

@@ -1,0 +1,118 @@
+"""Prompts from a text or CSV file, for models that make a video from its description alone."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from flow_grpo.data.dataset import ConditionDataset, Split
+from flow_grpo.data.video_io import Size
+from flow_grpo.maths.keys import key
+from flow_grpo.records import Condition
+from flow_grpo.runtime.json_files import read_text
+
+COLUMN = "prompt"
+
+
+class PromptDataset(Split):
+    """One condition a prompt, without source video and camera.
+
+    Args:
+        prompts: distinct texts.
+        size: (T, height, width) of the videos to make, in pixels.
+        name: of the file they are from, for messages.
+    """
+
+    def __init__(self, prompts: Sequence[str], size: Size, name: str) -> None:
+        self.prompts, self._size, self._name = tuple(prompts), size, name
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def make(self, index: int, gid: int, slot: int) -> Condition:
+        """Build the condition at an index; every prompt is a scene of its own."""
+        scene = f"prompt-{index:05d}"
+        return Condition(
+            index=index, gid=gid, slot=slot, prompt=self.prompts[index], scene=scene, wanted_size=self._size
+        )
+
+    def prompt_of(self, index: int) -> str:
+        """Return the prompt."""
+        return self.prompts[index]
+
+    def size_of(self, index: int) -> Size:
+        """Return (frames, height, width), the same for every index."""
+        assert 0 <= index < len(self), index
+        return self._size
+
+    def fingerprint(self) -> str:
+        """Return a hash of the prompts in their order."""
+        return hashlib.blake2b("\n".join(self.prompts).encode(), digest_size=16).hexdigest()
+
+    def contents(self) -> str:
+        """Return a hash of the prompts in their order."""
+        return self.fingerprint()
+
+    def cameras(self) -> list[str]:
+        """Return []: no camera is commanded."""
+        return []
+
+    def has_scene_file(self, name: str) -> bool:  # noqa: ARG002 - there are no scene folders
+        """Return False."""
+        return False
+
+    def check_apart(self, held_out: ConditionDataset) -> None:
+        """Raise ValueError if a prompt here is also held out."""
+        assert isinstance(held_out, PromptDataset)
+        if shared := sorted(set(self.prompts) & set(held_out.prompts)):
+            raise ValueError(
+                f"{len(shared)} prompts of {held_out._name} are in {self._name}, too, such as {shared[0]!r:.80}: what "
+                "is held out must not be trained on; remove them from one of the two"
+            )
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Return the prompts of a text file, one a line, or of the column `prompt` of a .csv; empty lines are left out.
+
+    Raises:
+        ValueError: no such file, no text, no such column, no prompt, or a prompt that occurs twice.
+    """
+    text = read_text(file, "give a text file with a prompt a line, or a .csv with a column prompt")
+    if file.suffix.lower() == ".csv":
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        if COLUMN not in (rows.fieldnames or ()):
+            raise ValueError(f"{file} has the columns {list(rows.fieldnames or ())}, must have {COLUMN!r}; rename one")
+        lines = [row[COLUMN] or "" for row in rows]
+    else:
+        lines = text.splitlines()
+    prompts: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        prompt = " ".join(line.split())
+        if prompt in prompts:
+            raise ValueError(
+                f"{file}: prompts {prompts[prompt]} and {number} are the same, {prompt!r:.80}; a prompt's copies are "
+                "sampled by sample.k, remove one"
+            )
+        if prompt:
+            prompts[prompt] = number
+    if not prompts:
+        raise ValueError(f"{file} holds no prompt; give one a line")
+    return list(prompts)
+
+
+def set_prompts_aside(prompts: Sequence[str], count: int) -> tuple[list[str], list[str]]:
+    """Return (the others, `count` prompts), each in the given order, chosen by a hash of their text.
+
+    Raises:
+        ValueError: no prompt would be left.
+    """
+    if count >= len(prompts):
+        raise ValueError(
+            f"data.tune_scenes is {count}, must be below the {len(prompts)} training prompts there are; lower it, 0 "
+            "sets none aside"
+        )
+    chosen = set(sorted(prompts, key=lambda prompt: key("tune prompts", prompt))[:count])
+    return [p for p in prompts if p not in chosen], [p for p in prompts if p in chosen]

@@ -1,0 +1,77 @@
+"""Prompts from files."""
+
+from __future__ import annotations
+
+import pytest
+
+from flow_grpo.data.prompts import PromptDataset, read_prompts, set_prompts_aside
+from flow_grpo.data.splits import held_out_data, training_data, whole_splits
+from flow_grpo.settings.loading import ConfigError, load_config
+from tests.test_train_grpo import ROOT
+
+SIZE = (5, 32, 32)
+
+
+def test_a_text_file_holds_a_prompt_a_line_and_a_csv_a_column(tmp_path):
+    (tmp_path / "a.txt").write_text("a red kite\n\n  a  blue   boat \n")
+    (tmp_path / "b.csv").write_text('id,prompt\n1,"a cat, asleep"\n2,a dog\n')
+    assert read_prompts(tmp_path / "a.txt") == ["a red kite", "a blue boat"]
+    assert read_prompts(tmp_path / "b.csv") == ["a cat, asleep", "a dog"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "\n \n", "holds no prompt; give one a line"),
+        ("a.txt", "a cat\na dog\na  cat\n", "prompts 1 and 3 are the same, 'a cat'; "),
+        ("a.csv", "text\na cat\n", r"has the columns \['text'\], must have 'prompt'; rename one"),
+        ("none.txt", None, "give a text file with a prompt a line"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_refused_by_name(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}.*{message}"):
+        read_prompts(tmp_path / name)
+
+
+def test_a_condition_has_its_prompt_and_the_size_that_is_asked_for():
+    data = PromptDataset(["a cat", "a dog"], SIZE, "x.txt")
+    made = data.condition(1, gid=7, slot=2)
+    assert (made.prompt, made.scene, made.size, made.gid, made.slot) == ("a dog", "prompt-00001", SIZE, 7, 2)
+    assert made.source_video is None and made.target_poses is None and made.camera == ""
+    assert data.fingerprint() != PromptDataset(["a dog", "a cat"], SIZE, "x.txt").fingerprint()
+
+
+def test_prompts_set_aside_are_chosen_by_their_text_and_never_trained_on():
+    prompts = [f"prompt {number}" for number in range(10)]
+    kept, held = set_prompts_aside(prompts, 3)
+    assert len(held) == 3 and sorted(kept + held) == sorted(prompts)
+    assert set(set_prompts_aside(prompts[::-1], 3)[1]) == set(held)
+    with pytest.raises(ValueError, match=r"data\.tune_scenes is 10, must be below the 10 training prompts"):
+        set_prompts_aside(prompts, 10)
+
+
+def test_the_splits_of_a_recipe_of_prompts_are_its_files(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = "config/grpo.py:tiny_wan_t2v"
+    given, tune = load_config(recipe, []), load_config(recipe, ["--config.eval.split=tune"])
+    train, report = training_data(given.data), held_out_data(given.data, given.eval)
+    aside = held_out_data(tune.data, tune.eval)
+    whole = [data.prompt_of(index) for data in whole_splits(given.data) for index in range(len(data))]
+    assert [len(data) for data in (train, report, aside)] == [20, 8, 4] and len(whole) == 32
+    train.check_apart(report)
+    with pytest.raises(ValueError, match=r"1 prompts of b.txt are in a.txt, too, such as 'a cat'"):
+        PromptDataset(["a cat"], SIZE, "a.txt").check_apart(PromptDataset(["a cat", "b"], SIZE, "b.txt"))
+
+
+@pytest.mark.parametrize(
+    ("knob", "message"),
+    [
+        ("data.eval_prompts=", "must name a file of held-out prompts while data.prompts is set"),
+        ("data.buckets=5x32x32", "must be empty with data.prompts"),
+    ],
+)
+def test_settings_that_do_not_go_with_prompts_are_refused(knob, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(f"{ROOT}/config/grpo.py:tiny_wan_t2v", [f"--config.{knob}"])

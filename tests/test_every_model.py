@@ -1,0 +1,135 @@
+"""Every video model trains, resumes, spreads over ranks, is planned, examined, sampled from and exported alike."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_grpo
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.models.registry import VIDEO_MODELS
+from flow_grpo.preflight.dry_run import epoch_tensors
+from flow_grpo.preflight.plan import largest_size, make_plan
+from flow_grpo.runtime.reporting import plots
+from flow_grpo.settings.loading import load_config
+from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest
+from tests.workers import run_ranks
+from tools import doctor, export_adapter, generate, precompute, random_model
+
+ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "assets" / "prompts"
+SIZES = {"heads": 2, "head-dim": 16, "layers": 2, "ffn": 64, "text-dim": 32, "dtype": "fp32", "codec": "small"}
+FORWARD = {"train.objective": "forward", "sample.sde": "ode", "train.ema_decay": 0.5}
+PLANNED = {"recam": "my_recam_8npu"} | {kind: f"{kind}_8npu" for kind in VIDEO_MODELS if kind != "recam"}
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch):
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+
+
+@pytest.fixture(scope="module", params=list(VIDEO_MODELS))
+def knobs(request, tmp_path_factory) -> dict[str, object]:
+    """A small recipe of one kind on random weights."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    given = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    assert random_model.main(["--kind", kind, "--out", str(folder / "model"), *given]) == 0
+    films = "source_video" in VIDEO_MODELS[kind].needs
+    if films:
+        ensure_tiny_world(folder / "world", "unit_test")
+    prompts = {"data.prompts": ASSETS / "train.txt", "data.eval_prompts": ASSETS / "val.txt", "data.tiny_world": ""}
+    return SMALL | ({} if films else prompts) | {
+        "model.kind": kind,
+        "model.path": folder / "model",
+        "model.trained": "attention",
+        "model.max_prompt_tokens": 24,
+        "data.root": folder / "world",
+        "data.height": 32,
+        "data.width": 32,
+        "data.reference": "source",
+        "reward.weights": "target_psnr=1" if films else "sharpness=1",
+        "train.learning_rate": 1e-3,
+        "eval.num_conditions": 2,
+        "eval.signal_groups": 0,
+    }  # fmt: skip
+
+
+def words(knobs: dict[str, object], out: Path, **changes: object) -> list[str]:
+    changed = knobs | {"output_root": out, "run_name": "run"} | {n.replace("__", "."): v for n, v in changes.items()}
+    recipe = "tiny_wan_t2v" if changed["model.kind"] == "wan_t2v" else "tiny_recam"
+    return ["--config", f"{ROOT}/config/grpo.py:{recipe}", *(f"--config.{name}={v}" for name, v in changed.items())]
+
+
+@pytest.mark.parametrize("objective", [{}, FORWARD], ids=["grpo", "forward"])
+def test_a_resumed_run_equals_the_uninterrupted_one_and_the_first_ratio_is_1(knobs, objective, tmp_path):
+    knobs = knobs | objective
+    assert train_grpo.main(words(knobs, tmp_path / "whole")) == 0
+    for epochs in (1, 2):
+        assert train_grpo.main(words(knobs, tmp_path / "parts", num_epochs=epochs, resume="auto")) == 0
+    assert_equal_state(newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run"))
+    rows = [row for row in metrics_of(tmp_path / "whole" / "run") if "train/grad_norm" in row]
+    assert len(rows) == 2 and all(row["train/grad_norm"] > 0 for row in rows)
+    assert all(row.get("policy/ratio_first_max_abs_log", 0.0) == 0.0 for row in rows)
+
+
+def test_every_layout_trains_on_2_ranks_to_the_weights_of_one(knobs, tmp_path):
+    layouts = ("spread", "shuffled", "contiguous")
+    shared = {"num_epochs": 1, "sample__same_initial_noise": True, "sample__share_prefix": True}
+    half = {"sample__train_batch_size": 2, "train__batch_size": 2}
+    for layout in layouts:
+        given = words(knobs, tmp_path / layout, sample__layout=layout, **shared, **half)
+        assert run_ranks(_train, 2, given) == [0, 0]
+    alone = words(knobs, tmp_path / "alone", sample__layout="spread", **shared)
+    assert train_grpo.main(alone) == 0
+    one, two = newest(tmp_path / "alone" / "run"), newest(tmp_path / "spread" / "run")
+    moments = [name for name in one if name.endswith("exp_avg")]
+    assert moments and max(float(one[name].abs().max()) for name in moments) > 0
+    for name in moments:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-2, atol=1e-2 * float(one[name].abs().max()) + 1e-12)
+
+
+def test_a_run_is_sampled_from_exported_and_loaded_by_the_same_tools(knobs, tmp_path):
+    knobs = knobs | {"model.trained": "lora", "model.lora_full_modules": ""}
+    assert train_grpo.main(words(knobs, tmp_path, num_epochs=1)) == 0
+    run = tmp_path / "run"
+    source = next((Path(str(knobs["data.root"])) / "val").rglob("cam01.mp4"), None)
+    subject = ["--prompts", "a kite"] if source is None else ["--source", str(source), "--camera", "arc_left"]
+    assert generate.main(["--run", str(run), *subject, "--out", str(tmp_path / "made"), "--steps", "2"]) == 0
+    assert len(list((tmp_path / "made").glob("*_before.mp4"))) == 1
+    checkpoint = sorted((run / "checkpoints").iterdir())[-1]
+    exported = [*words(knobs, tmp_path), "--checkpoint", str(checkpoint), "--out", str(tmp_path / "again")]
+    assert export_adapter.main(exported) == 0
+    for file in (run / "adapter").glob("*.safetensors"):
+        one, other = load_file(file), load_file(tmp_path / "again" / file.name)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_doctor_finds_no_fault_and_encodings_are_made_before_a_run(knobs, tmp_path, capsys):
+    given = words(knobs, tmp_path, model__encodings=tmp_path / "encodings")
+    assert precompute.main(given) == 0
+    assert " 0 failed" in capsys.readouterr().out
+    doctor.main(given)
+    said = capsys.readouterr().out
+    assert "doctor: " in said and not re.search(r"^fail +(?!signal| )", said, re.M)  # random weights have no signal
+
+
+@pytest.mark.parametrize("kind", list(VIDEO_MODELS))
+def test_the_full_size_recipe_is_planned_and_traced(kind):
+    config = load_config(f"{ROOT}/config/grpo.py:{PLANNED[kind]}", [])
+    model, size = VIDEO_MODELS[kind], largest_size(config)
+    plan = make_plan(config, 8, 2e14)
+    assert plan.tokens == model.videos * 21 * 30 * 52
+    assert 0 < plan.most_gib < 64
+    shapes = {tensor.name: tensor.shape for tensor in epoch_tensors(config, size, 8) if tensor.phase == "decode"}
+    assert shapes == {"videos": (config.sample.train_batch_size, 3, *size)}
+
+
+def test_what_a_model_needs_is_asked_for_at_the_door(tmp_path, capsys):
+    given = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", f"--config.output_root={tmp_path}"]
+    given += [f"--config.data.prompts={ASSETS}/train.txt", f"--config.data.eval_prompts={ASSETS}/val.txt"]
+    assert train_grpo.main([*given, "--config.device=cpu", "--config.data.tiny_world="]) == 2
+    assert "the model needs the source_video of every condition, 'prompt-" in capsys.readouterr().err
