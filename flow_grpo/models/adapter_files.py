@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from diffusers.models.modeling_utils import ModelMixin
 from huggingface_hub import split_torch_state_dict_into_shards
 from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
@@ -73,13 +74,20 @@ A {{kind}} trained with GRPO. Plain diffusers loads adapters (`{LORA_FILE}`) wit
 `transformer.load_lora_adapter(folder, prefix=None, weight_name="{LORA_FILE}")` and a whole transformer with
 `{{kind}}.from_pretrained(folder)`.
 """
+OWN_CARD = f"""The weights of a {{kind}} trained with GRPO, its state dict in `{WEIGHTS_FILE}`:
+
+    network.load_state_dict(safetensors.torch.load_file("{WEIGHTS_FILE}"))
+"""
 
 
 def _card(network: Any) -> str:
     """Return what the folder's README says."""
     kind = _class_of(network)
     modules = ", ".join(camera_modules(network))
-    card = PLAIN_CARD if not modules else LORA_CARD if has_lora(network) else TRANSFORMER_CARD
+    if not isinstance(network, ModelMixin):
+        card = OWN_CARD
+    else:
+        card = PLAIN_CARD if not modules else LORA_CARD if has_lora(network) else TRANSFORMER_CARD
     return card.format(kind=kind.__name__, module=kind.__module__, modules=modules, variant=variant_of(network))
 
 
@@ -90,6 +98,8 @@ def _class_of(network: Any) -> type:
 
 def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None) -> None:
     """Write the trained weights in diffusers format: the LoRA files, or without LoRA the whole transformer; and a card.
+
+    Of a network that is not diffusers' the state dict is written.
 
     `LORA_FILE` loads into diffusers' Wan transformer with `load_lora_adapter(folder, prefix=None,
     weight_name=LORA_FILE)`; weights of the camera modules, which that model lacks, are in `CAMERA_FILE`. A
@@ -124,6 +134,11 @@ def _write(network: Any, folder: Path, ranks: Ranks) -> None:
         with ranks.sync_errors("saving the adapter"):
             if ranks.is_main:
                 _write_lora(network, trained, folder)
+    elif not isinstance(network, ModelMixin):  # of a policy of the user's own
+        state = _gathered(network.state_dict(), ranks)
+        with ranks.sync_errors("saving the weights"):
+            if ranks.is_main:
+                save_file(state, folder / WEIGHTS_FILE)
     elif is_sharded(network):
         _write_in_files(network, folder, ranks)
     else:

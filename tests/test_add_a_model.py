@@ -1,0 +1,70 @@
+"""The examples of docs/add_a_model.md work as they are written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import train_grpo
+from flow_grpo.models.adapter_files import WEIGHTS_FILE
+from flow_grpo.runtime.reporting import plots
+from tests.test_train_grpo import SMALL, assert_equal_state, metrics_of, newest, places  # noqa: F401 - a fixture
+from tools import random_model
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "add_a_model.md").read_text(encoding="utf-8")
+FILES = {re.search(r": (\w+\.py)\"\"\"", code)[1]: code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
+COMMANDS = [
+    shlex.split(line)
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    for name, code in FILES.items():
+        Path(name).write_text(code)
+
+
+def command(kind: str, small: dict[str, object], **changes: object) -> list[str]:
+    """Return the page's command that trains a kind, on a small world and fewer conditions."""
+    (words,) = [words[2:] for words in COMMANDS if f"--config.model.kind={kind}" in words]
+    kept = {"data.tiny_world", "data.root", "data.tune_scenes", "eval.num_conditions", "eval.num_steps", "eval.gold"}
+    knobs = {name: value for name, value in small.items() if name in kept} | {"eval.signal_groups": 0, "trackers": ""}
+    knobs |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [*words, *(f"--config.{name}={value}" for name, value in knobs.items())]
+
+
+def test_a_policy_of_a_user_s_own_trains_resumes_and_leaves_its_weights(places):  # noqa: F811
+    small = SMALL | {"data.root": places["data.root"]}
+    given = {"run_name": "run", "checkpoint__every": 1}
+    assert train_grpo.main(command("toy.py:MyPolicy", small, output_root="whole", **given)) == 0
+    for epochs in (1, 3):
+        resumed = command("toy.py:MyPolicy", small, output_root="parts", resume="auto", **given)
+        assert train_grpo.main([*resumed, f"--config.num_epochs={epochs}"]) == 0
+    assert_equal_state(newest(Path("whole/run")), newest(Path("parts/run")))
+    rows = [row for row in metrics_of(Path("whole/run")) if "train/grad_norm" in row]
+    assert len(rows) == 3 and all(row["train/grad_norm"] > 0 for row in rows)
+    assert all(row["policy/ratio_first_max_abs_log"] == 0 for row in rows)
+    assert (Path("whole/run/adapter") / WEIGHTS_FILE).is_file()
+
+
+def test_a_video_model_of_a_user_s_own_trains_from_a_random_folder(places):  # noqa: F811
+    (made,) = [words[2:] for words in COMMANDS if words[1] == "tools/random_model.py"]
+    assert random_model.main(made) == 0
+    small = SMALL | {"data.root": places["data.root"]}
+    assert train_grpo.main(command("my_models.py:BESIDE", small, output_root="out", run_name="run")) == 0
+    assert list(Path("out/run/adapter").glob("pytorch_lora_weights.safetensors"))
+
+
+def test_the_table_of_models_names_those_there_are():
+    from flow_grpo.models.registry import VIDEO_MODELS
+
+    assert all(f"`{kind}.py`" in PAGE for kind in VIDEO_MODELS)
