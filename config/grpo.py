@@ -152,6 +152,17 @@ def my_recam_2node() -> ConfigDict:
     return config
 
 
+def redirector_8npu() -> ConfigDict:
+    """ReDirector on MultiCamVideo with 8 devices: starting values, not validated on the real model."""
+    config = my_recam_8npu()
+    config.model.kind = "redirector"
+    config.model.path = "models/redirector-wan2.1-fun-1.3b"
+    # It reads the focal length, which MultiCamVideo's own val lacks: measured are the training scenes set aside.
+    config.eval.split = "tune"
+    config.model.lora_full_modules = ("phase_qk", "phase_vo")  # the camera's phases, 46.4 M weights
+    return config
+
+
 def wan_t2v_8npu() -> ConfigDict:
     """Plain Wan 2.1 text-to-video on 8 devices, judged by a reward server: starting values, not validated."""
     config = my_recam_8npu()

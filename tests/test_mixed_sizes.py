@@ -47,7 +47,8 @@ class ConvPolicy(ToyPolicy):
 
     def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
         source = torch.stack([c.source_video[:2, ::4].float() for c in conditions])
-        return dataclasses.replace(super().encode(conditions), source_latents=source)
+        encoded = super().encode(conditions)
+        return dataclasses.replace(encoded, inputs=encoded.inputs | {"source_latents": source})
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         (size,) = {c.size for c in conditions}

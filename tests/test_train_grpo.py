@@ -20,8 +20,8 @@ from flow_grpo.algorithm.evaluate import Evaluator
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.poses import PRESETS
-from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
 from flow_grpo.preflight.plan import make_plan
 from flow_grpo.rewards import target_view
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
@@ -324,7 +324,8 @@ def test_two_ranks_make_the_run_of_one(places, tmp_path, sharding):
         torch.testing.assert_close(two[name], one[name], rtol=1e-2, atol=1e-3 * float(one[name].max()))
     for name in (name for name in one if name.startswith(("trained/", "ema/"))):
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-4)
-    saved = [load_adapter(None, tmp_path / part / "run" / "adapter").state_dict() for part in ("one", "two")]
+    folders = [tmp_path / part / "run" / "adapter" for part in ("one", "two")]
+    saved = [load_transformer(ReCamTransformer3DModel, folder).state_dict() for folder in folders]
     assert all(torch.allclose(saved[0][name], saved[1][name], rtol=0, atol=1e-4) for name in saved[0])
 
 

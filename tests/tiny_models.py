@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from flow_grpo.models.codec import Codec
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.wan_policy import Networks
 
@@ -45,6 +47,30 @@ def tiny_transformer(
                 torch.nn.init.normal_(block.cam_encoder.weight, std=0.3)
                 torch.nn.init.normal_(block.cam_encoder.bias, std=0.3)
                 block.projector.weight.data += 0.1 * torch.randn_like(block.projector.weight)
+    return model.eval()
+
+
+def tiny_redirector(seed: int = 0, *, neutral: bool = False, spatial: int = 4) -> ReDirectorTransformer3DModel:
+    """Return 2 blocks of width 24; unless `neutral`, control adapter and camera phases are not zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ReDirectorTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=2 * CHANNELS,
+            out_channels=CHANNELS,
+            text_dim=16,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            image_dim=20,
+            rope_max_seq_len=32,
+            spatial_compression=spatial,
+        )
+        if not neutral:
+            for name, weight in model.named_parameters():
+                if "control_adapter.conv" in name or is_phase_weight(name):
+                    torch.nn.init.normal_(weight, std=0.1 if name == "control_adapter.conv.weight" else 0.3)
     return model.eval()
 
 
@@ -85,6 +111,22 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def tiny_image_encoder(seed: int = 0) -> CLIPVisionModel:
+    """Return three layers of width 20 on pictures of 2x2 patches: 5 image tokens."""
+    config = CLIPVisionConfig(
+        hidden_size=20,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+        hidden_act="gelu",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return CLIPVisionModel(config).eval()
+
+
 def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)) -> Networks:
     """Return the networks in memory."""
     return Networks(
@@ -113,3 +155,20 @@ def make_tiny_folder(path: str | Path, seed: int = 0) -> str:
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2))
     return str(folder)
+
+
+def make_tiny_redirector_folder(path: str | Path, seed: int = 0) -> str:
+    """Write a complete ReDirector folder in diffusers layout and return its path."""
+    folder = Path(make_tiny_folder(path, seed))
+    shutil.rmtree(folder / "transformer")
+    tiny_redirector(seed).save_pretrained(str(folder / "transformer"))
+    add_tiny_image_encoder(folder, seed)
+    return str(folder)
+
+
+def add_tiny_image_encoder(folder: Path, seed: int = 0) -> None:
+    """Write image_encoder/ and image_processor/."""
+    tiny_image_encoder(seed).save_pretrained(str(folder / "image_encoder"))
+    (folder / "image_processor").mkdir()
+    settings = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    (folder / "image_processor" / "preprocessor_config.json").write_text(json.dumps(settings))

@@ -15,13 +15,9 @@ end, so --out is complete or absent.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
 import signal
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-import torch
-from torch import Tensor
 
 from flow_grpo.models import convert, model_files
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
@@ -38,10 +32,17 @@ from flow_grpo.models.transformers import is_camera_weight
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
+from tools.conversion.model_folder import (
+    DTYPES,
+    WAY_OUT,
+    add_components,
+    check_components,
+    check_out,
+    report,
+    write_safetensors,
+)
 
-DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler")
-WAY_OUT = "give a complete model folder, or download it again"
 INDEX = {
     "_class_name": "WanPipeline",
     "scheduler": ["diffusers", "UniPCMultistepScheduler"],
@@ -86,12 +87,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("got one of --recammaster and --wan, expected both: the weights and the model they belong to")
     if args.back and (args.link or args.init_camera):
         raise ValueError("--link and --init-camera do not apply to --back: leave them out")
-    if args.back and args.out.suffix != ".safetensors":
-        raise ValueError(f"--out is {args.out}, expected a name ending in .safetensors with --back")
-    if os.path.lexists(args.out):
-        raise ValueError(f"--out {args.out} already exists: remove it or give another name")
-    if not args.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {args.out} is in no existing folder: make {args.out.absolute().parent} first")
+    check_out(args)
 
 
 def forward(args: argparse.Namespace) -> list[str]:
@@ -103,8 +99,8 @@ def forward(args: argparse.Namespace) -> list[str]:
     config, diffusers_layout = read_wan(args.wan)
     model = convert.empty_model(config)
     checkpoint = model_files.read_checkpoint(args.recammaster)
-    renaming = convert.plan_renaming(checkpoint)
-    if renaming.camera == args.init_camera:
+    renaming = convert.plan_renaming(checkpoint, convert.text_to_video_layout(checkpoint))
+    if (renaming.layout is convert.RECAM) == args.init_camera:
         has, way_out = ("has its", "leave out --init-camera") if args.init_camera else ("has no", "give --init-camera")
         raise ValueError(f"{args.recammaster} {has} camera tensors: {way_out}, or another checkpoint")
     state = renaming.apply(checkpoint)
@@ -118,9 +114,9 @@ def forward(args: argparse.Namespace) -> list[str]:
         model.save_config(partial / "transformer")
         write_safetensors(partial / "transformer" / model_files.WEIGHTS_FILE, state, dtypes)
         if diffusers_layout:
-            add_components(args.wan, partial, link=args.link)
+            add_components(args.wan, partial, COMPONENTS, INDEX, kind=ReCamTransformer3DModel, link=args.link)
     fsync(args.out.absolute().parent)
-    lines = report(state, dtypes, args.out / "transformer" / model_files.WEIGHTS_FILE)
+    lines = report(state, dtypes, args.out / "transformer" / model_files.WEIGHTS_FILE, "camera", is_recam_weight)
     lines += [f"dropped the prefix {renaming.prefix!r}"] if renaming.prefix else []
     lines += ["added camera modules without effect: zero cam_encoder, identity projector"] if args.init_camera else []
     if not diffusers_layout:
@@ -131,6 +127,11 @@ def forward(args: argparse.Namespace) -> list[str]:
     return lines
 
 
+def is_recam_weight(name: str) -> bool:
+    """Return whether a weight belongs to ReCam's camera modules."""
+    return is_camera_weight(ReCamTransformer3DModel, name)
+
+
 def back(args: argparse.Namespace) -> list[str]:
     """Write the file with the original names and return the lines to print; ValueError as in `forward`."""
     folder = args.back / "transformer" if (args.back / "transformer").is_dir() else args.back
@@ -139,8 +140,8 @@ def back(args: argparse.Namespace) -> list[str]:
     if config.get("_class_name") != name:
         raise ValueError(f"{folder} holds {config.get('_class_name')}, expected {name}: {advice}")
     checkpoint = model_files.read_checkpoint(model_files.weights_path(folder))
-    renaming = convert.plan_renaming(checkpoint, back=True)
-    if not renaming.camera:
+    renaming = convert.plan_renaming(checkpoint, convert.text_to_video_layout(checkpoint), back=True)
+    if renaming.layout is convert.WAN:
         raise ValueError(
             f"{folder} holds weights of base Wan without camera tensors, but config.json of {name}: {advice}"
         )
@@ -151,7 +152,7 @@ def back(args: argparse.Namespace) -> list[str]:
     with atomic_path(args.out) as partial:
         write_safetensors(partial, state, dtypes)
     fsync(args.out.absolute().parent)
-    return report(state, dtypes, args.out)
+    return report(state, dtypes, args.out, "camera", is_recam_weight)
 
 
 def read_wan(folder: Path) -> tuple[dict[str, Any], bool]:
@@ -161,9 +162,7 @@ def read_wan(folder: Path) -> tuple[dict[str, Any], bool]:
         ValueError: the folder has neither layout, holds another model, or lacks a component.
     """
     if (folder / "transformer" / "config.json").is_file():
-        absent = [part for part in COMPONENTS if not (folder / part).is_dir()]
-        if absent:
-            raise ValueError(f"--wan {folder} has no {', '.join(absent)} folder: download it again")
+        check_components(folder, COMPONENTS)
         return convert.recam_config(read_json_object(folder / "transformer" / "config.json", WAY_OUT)), True
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -174,59 +173,6 @@ def read_wan(folder: Path) -> tuple[dict[str, Any], bool]:
     if found.get("_class_name") != "WanModel":
         raise ValueError(f"--wan {folder} holds a {found.get('_class_name')} alone: give the whole folder, its parent")
     return convert.recam_config(found), False
-
-
-def add_components(wan: Path, folder: Path, *, link: bool) -> None:
-    """Copy or link the other components, and write model_index.json with our transformer's class."""
-    for part in COMPONENTS:
-        if link:
-            (folder / part).symlink_to((wan / part).resolve(), target_is_directory=True)
-        else:
-            shutil.copytree(wan / part, folder / part)  # follows the links of a Hugging Face cache
-    file = wan / "model_index.json"
-    index = read_json_object(file, WAY_OUT) if file.is_file() else INDEX
-    ours = {"transformer": [ReCamTransformer3DModel.__module__, ReCamTransformer3DModel.__name__]}
-    (folder / "model_index.json").write_text(json.dumps(index | ours, indent=2) + "\n", encoding="utf-8")
-
-
-def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Write tensors to a new safetensors file, casting one at a time to `dtypes`.
-
-    `save_file` of safetensors would hold a cast copy of the whole model. The format is 8 bytes of header length, the
-    header in JSON, and the raw little-endian values without gaps (github.com/huggingface/safetensors, "Format").
-
-    Raises:
-        ValueError: a tensor has values that are not finite.
-    """
-    # Wide dtypes first, so that every tensor is aligned to its element size.
-    order = sorted(state, key=lambda name: (-dtypes[name].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        begin, end = end, end + state[name].numel() * dtypes[name].itemsize
-        shape, dtype = list(state[name].shape), model_files.DTYPES[dtypes[name]]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("xb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            value = state[name].detach().to(dtypes[name]).contiguous()
-            if not torch.isfinite(value).all():
-                raise ValueError(f"{name} has values that are not finite: the checkpoint is damaged, download it again")
-            stream.write(value.view(-1).view(torch.uint8).numpy().data)
-    fsync(file)
-
-
-def report(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], file: Path) -> list[str]:
-    """Return a summary of the written tensors, line by line."""
-    camera = [name for name in state if is_camera_weight(name)]
-    kinds = ", ".join(f"{count} {str(kind)[6:]}" for kind, count in sorted(Counter(dtypes.values()).items(), key=str))
-    return [
-        f"wrote {file}, {file.stat().st_size / 1e9:.3f} GB",
-        f"{len(state)} tensors, {sum(value.numel() for value in state.values()):,} parameters: {kinds}",
-        f"{len(camera)} camera tensors, {sum(state[name].numel() for name in camera):,} parameters",
-    ]
 
 
 if __name__ == "__main__":

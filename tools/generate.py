@@ -54,7 +54,7 @@ from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, ro
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
 from flow_grpo.data.prompts import PromptDataset, read_prompts
-from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos
+from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, camera_path, find_videos
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models import codec
@@ -103,13 +103,14 @@ def main(words: Sequence[str] | None = None) -> int:
         args = parse(words, __doc__)
         sigmas = check_settings(args)
         dataset, requests = plan(args)
+        given = source_cameras(args, requests)
         print(in_words(args, len(requests)), flush=True)
         versions = load(args)
     except (ValueError, OSError) as error:
         return fail(error)
     for request in requests:
         begun = time.perf_counter()
-        condition = dataset.condition(request.index, gid=request.number)
+        condition = dataclasses.replace(dataset.condition(request.index, gid=request.number), **given[request])
         place = f"{request.index + 1}/{len(requests)} {request.subject(condition)}"
         videos = {}
         with steps_shown(versions, args.steps, place):
@@ -245,6 +246,30 @@ def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request
         folder, name = args.out or source.parent, f"{source.stem}_{label}"
         requests.append(Request(index, args.first_number + index, source, camera, folder, name))
     return dataset, requests
+
+
+def source_cameras(args: argparse.Namespace, requests: Sequence[Request]) -> dict[Request, dict[str, Any]]:
+    """Return request -> the fields of its condition on the source's own camera, for a model that needs them.
+
+    Raises:
+        ValueError: the focal length is not known, or --source-poses holds no poses of the frames.
+    """
+    found: dict[Request, dict[str, Any]] = {request: {} for request in requests}
+    if "source_poses" not in video_model(args.kind).needs:
+        return found
+    size = (args.frames, args.height, args.width)
+    static = torch.eye(4, dtype=torch.float64).expand(args.frames, 4, 4)
+    poses = static if args.source_poses == "static" else camera_path(args.source_poses, args.frames)
+    for request in requests:
+        assert request.source is not None
+        focal = args.focal_px or lens_px(request.source, size)
+        if focal is None:
+            raise ValueError(f"--focal-px is needed by --kind {args.kind}: nothing tells that of {request.source}")
+        found[request] = {
+            "source_poses": poses.clone(),
+            "intrinsics": torch.tensor([focal, focal, args.width / 2, args.height / 2]),
+        }
+    return found
 
 
 def find_sources(places: Sequence[Path]) -> Iterator[Path]:

@@ -31,7 +31,7 @@ from flow_grpo.data.dataset import ConditionDataset, FilmDataset
 from flow_grpo.models.codec import Codec, tiles_of
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.video_model import DTYPES
-from flow_grpo.models.wan_policy import check_folder
+from flow_grpo.models.wan_policy import check_folder, open_images
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -92,7 +92,8 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
     codec = Codec.from_folder(folder / "vae", device=device, tiles=tiles_of(model), slicing=model.vae_slicing)
     texts = TextEncoder.from_folder(folder, DTYPES[model.dtype], device=device)
     store = TensorStore(Path(model.encodings), kept=1)
-    return Encodings(codec, texts, store, max_prompt_tokens=model.max_prompt_tokens)
+    images = open_images(video_model(model.kind), folder, DTYPES[model.dtype], device=device)
+    return Encodings(codec, texts, store, images=images, max_prompt_tokens=model.max_prompt_tokens)
 
 
 def video_tasks(splits: Sequence[FilmDataset], encodings: Encodings) -> Iterator[Task]:
@@ -110,7 +111,7 @@ def _video_task(data: FilmDataset, index: int, encodings: Encodings) -> Task:
     size = data.size_of(index)
 
     def encode() -> object:
-        return encodings.source(data.source_id(index), size, lambda: data.source_video(index))
+        return encodings.prepare_source(data.source_id(index), size, lambda: data.source_video(index))
 
     return Task(str(data.source_file(index)), lambda: encodings.knows_source(data.source_id(index), size), encode)
 

@@ -4,9 +4,10 @@
     python tools/random_model.py --out models/small --heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 \
         --codec small                                                       # runs on a CPU
     python tools/random_model.py --out models/t2v --kind wan_t2v           # plain text-to-video
+    python tools/random_model.py --out models/random --kind redirector      # ReDirector instead of ReCamMaster
 
 Speed, memory of transformer and codec, ranks and files are those of a real run, but samples are noise. Velocities are
-of order one and depend on camera, prompt and source video; the tokenizer works on bytes.
+of order one and depend on cameras, prompt and source video; the tokenizer works on bytes.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
-from flow_grpo.models.video_model import WAN_1_3B
-from flow_grpo.models.video_model import DTYPES
 from flow_grpo.models.registry import VIDEO_MODELS, video_model
-from flow_grpo.models.transformers import stays_fp32
+from flow_grpo.models.transformers import is_camera_weight, stays_fp32
+from flow_grpo.models.video_model import DTYPES, WAN_1_3B
 from flow_grpo.runtime.atomic_file import atomic_path
 
 RECORD = "random_model.json"
 SPECIAL = ("<pad>", "</s>", "<unk>")
 # Both have 16 channels and compress 4x in time, 8x in space; diffusers' defaults are Wan 2.1's own configuration.
 CODECS: dict[str, dict[str, Any]] = {"wan": {}, "small": {"base_dim": 4, "num_res_blocks": 1}}
-CAMERA_STD = 0.3  # of cam_encoder's weights: poses in metres then matter against normalised tokens
+BIAS_STD = 0.3  # of the camera modules
+IMAGE_HEADS = 4  # of the image encoder's attention
 GATE_STD = 0.3  # of scale_shift_table, which contains the gates of the residual branches
 PIXEL_STD = 0.5  # of decoded videos, which are clamped to [-1, 1]
 CLIPS = WorldSpec(seed=13, scenes={}, height=32, width=32)  # for measuring the codec's output statistics
@@ -60,7 +61,8 @@ class Sizes:
         layers: blocks of the transformer.
         ffn: hidden width of its feed-forward layers.
         text_dim: width of the prompt embeddings.
-        dtype: fp32 or bf16, of transformer and text encoder; the codec is fp32.
+        image_dim: width of the image features, if the kind takes any.
+        dtype: fp32 or bf16, of transformer and text encoder; codec and image encoder are fp32.
         codec: a name in `CODECS`.
         seed: of all weights.
     """
@@ -71,6 +73,7 @@ class Sizes:
     layers: int = WAN_1_3B["num_layers"]
     ffn: int = WAN_1_3B["ffn_dim"]
     text_dim: int = WAN_1_3B["text_dim"]
+    image_dim: int = 1280
     dtype: str = "bf16"
     codec: str = "wan"
     seed: int = 0
@@ -86,6 +89,8 @@ class Sizes:
                 f"--head-dim: got {self.head_dim}, must be even and at least 6, because rotary embeddings of time, "
                 "height and width each rotate pairs of it; for example --head-dim 16"
             )
+        if self.image_dim < 1 or self.image_dim % IMAGE_HEADS:
+            raise ValueError(f"--image-dim: got {self.image_dim}, must be a multiple of {IMAGE_HEADS}")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -113,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
-    """Write the four components and their record under a temporary name, rename it to `out`, and return the record.
+    """Write the components and their record under a temporary name, rename it to `out`, and return the record.
 
     Raises:
         ValueError: `out` is a file or a folder that is not empty.
@@ -141,16 +146,19 @@ def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def build_parts(sizes: Sizes) -> dict[str, Any]:
-    """Return the four components by folder name: a pure function of the sizes that keeps the global random state."""
+    """Return the components by folder name: a pure function of the sizes that keeps the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sizes.seed)
         tokenizer = build_tokenizer()
-        return {
+        parts: dict[str, Any] = {
             "transformer": build_transformer(sizes),
             "vae": build_codec(sizes.codec),
             "text_encoder": build_text_encoder(sizes, len(tokenizer)),
             "tokenizer": tokenizer,
         }
+        if parts["transformer"].config["image_dim"]:
+            parts |= {"image_encoder": build_image_encoder(sizes.image_dim), "image_processor": ImageStatistics()}
+        return parts
 
 
 def build_transformer(sizes: Sizes) -> WanTransformer3DModel:
@@ -167,17 +175,18 @@ def build_transformer(sizes: Sizes) -> WanTransformer3DModel:
         "text_dim": sizes.text_dim,
     }
     model = video_model(sizes.kind)
+    if "image_dim" in model.published:
+        shape["image_dim"] = sizes.image_dim
     transformer = model.network(**{**model.published, **shape})
-    encoders = set(getattr(model.network, "camera_encoders", ()))
+    for name, parameter in transformer.named_parameters():
+        if is_camera_weight(transformer, name) and not parameter.any():  # which would leave the camera without effect
+            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5 if parameter.ndim > 1 else BIAS_STD)
     for block in transformer.blocks:
-        for name, parameter in block.named_parameters():
-            if not encoders.isdisjoint(name.split(".")):
-                nn.init.normal_(parameter, std=CAMERA_STD)
         nn.init.normal_(block.scale_shift_table, std=GATE_STD)
     for name, parameter in transformer.named_parameters():
         if not stays_fp32(name):
             parameter.data = parameter.data.to(DTYPES[sizes.dtype])
-    return transformer.eval()  # type: ignore[no-any-return]
+    return transformer.eval()
 
 
 @torch.no_grad()
@@ -235,6 +244,30 @@ def build_text_encoder(sizes: Sizes, vocabulary: int) -> UMT5EncoderModel:
     for parameter in encoder.parameters():
         parameter.data = parameter.data.to(DTYPES[sizes.dtype])
     return encoder.eval()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def build_image_encoder(width: int) -> CLIPVisionModel:
+    """Return two CLIP layers on pictures of 16x16 patches, which give 257 features of that width, as Wan's do."""
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=IMAGE_HEADS,
+        image_size=224,
+        patch_size=14,
+        hidden_act="gelu",
+    )
+    return CLIPVisionModel(config).eval()
+
+
+class ImageStatistics:
+    """The statistics of CLIP's training pictures, in the file of an image processor."""
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write preprocessor_config.json."""
+        Path(folder).mkdir()
+        found = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+        Path(folder, "preprocessor_config.json").write_text(json.dumps(found))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.models.codec import Codec
+from flow_grpo.models.images import ImageEncoder
 from flow_grpo.models.texts import TextEncoder, clean_prompt
 from flow_grpo.records import Condition
 from flow_grpo.runtime.tensor_store import TensorStore, content_key
@@ -33,12 +34,21 @@ class Encodings:
         codec: the video codec.
         texts: the text encoder.
         store: the cache.
+        images: the image encoder, of models that have one.
         max_prompt_tokens: L; prompts are truncated and padded to it.
     """
 
-    def __init__(self, codec: Codec, texts: TextEncoder, store: TensorStore, *, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        texts: TextEncoder,
+        store: TensorStore,
+        *,
+        images: ImageEncoder | None = None,
+        max_prompt_tokens: int,
+    ) -> None:
         self.codec = codec
-        self._texts, self._store = texts, store
+        self._texts, self._images, self._store = texts, images, store
         self._max_prompt_tokens = max_prompt_tokens
 
     def source(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> Tensor:
@@ -57,6 +67,23 @@ class Encodings:
         latents = {key: self._source_of(condition) for key, condition in distinct.items()}
         return torch.stack([latents[_source_key(condition)] for condition in conditions])
 
+    def first_frames(self, conditions: Sequence[Condition]) -> Tensor:
+        """Return (B, I, D) fp32 CPU features of the source videos' first frames, each distinct one encoded once."""
+        distinct = {_source_key(condition): condition for condition in conditions}
+        features = {key: self._first_frame_of(condition) for key, condition in distinct.items()}
+        return torch.stack([features[_source_key(condition)] for condition in conditions])
+
+    def _first_frame_of(self, condition: Condition) -> Tensor:
+        video = condition.need_source()
+        return self.first_frame(condition.source_id or content_key(video), condition.size, lambda: video)
+
+    def first_frame(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> Tensor:
+        """Return (I, D) fp32 CPU features of a source video's first frame; arguments as in `source`."""
+        assert self._images is not None, "the model has no image encoder"
+        images = self._images
+        key = self._frame_key(images, source_id, size)
+        return self._store.get("images", key, lambda: images.embed(video()[:, 0]))
+
     def _source_of(self, condition: Condition) -> Tensor:
         video = condition.need_source()
         return self.source(condition.source_id or content_key(video), condition.size, lambda: video)
@@ -73,9 +100,17 @@ class Encodings:
         embeds[: len(states)] = states
         return embeds
 
+    def prepare_source(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> None:
+        """Encode what there is to encode of a source video, see `source`, if it is not in the store."""
+        self.source(source_id, size, video)
+        if self._images is not None:
+            self.first_frame(source_id, size, video)
+
     def knows_source(self, source_id: str, size: Size) -> bool:
-        """Return whether a source video's latents are on disk, undamaged."""
-        return self._store.has("sources", self._source_key(source_id, size))
+        """Return whether all that `prepare_source` makes is on disk, undamaged."""
+        images = self._images
+        seen = images is None or self._store.has("images", self._frame_key(images, source_id, size))
+        return seen and self._store.has("sources", self._source_key(source_id, size))
 
     def knows_prompt(self, prompt: str) -> bool:
         """Return whether a prompt's embeddings are on disk, undamaged."""
@@ -84,6 +119,11 @@ class Encodings:
     def _source_key(self, source_id: str, size: Size) -> str:
         frames, height, width = size
         return f"{PREPROCESSING} codec {self.codec.identity} size {frames}x{height}x{width} video {source_id}"
+
+    def _frame_key(self, images: ImageEncoder, source_id: str, size: Size) -> str:
+        # The frame is resized and cropped as the video is before the encoder sees it.
+        frames, height, width = size
+        return f"{PREPROCESSING} image {images.identity} size {frames}x{height}x{width} video {source_id}"
 
     def _prompt_key(self, prompt: str) -> str:
         return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {clean_prompt(prompt)}"

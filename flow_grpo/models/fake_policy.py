@@ -6,6 +6,7 @@ published model, so a recipe can be checked and planned before its weights are d
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
 from flow_grpo.models.codec import Codec, read_config
+from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.video_model import DTYPES, VideoModel
@@ -72,8 +74,13 @@ class FakePolicy(WanPolicy):
             transformer, _ = fake_transformer(own, settings, DTYPES[model.dtype], model)
             if model.gradient_checkpointing:
                 transformer.enable_gradient_checkpointing()
+
+            def inputs(_: Encodings, conditions: Sequence[Condition]) -> dict[str, Tensor]:
+                shapes = own.input_shapes(len(conditions), self.latent_size(conditions[0].size), settings)
+                return {name: torch.empty(shape) for name, shape in shapes.items()}
+
             networks = Networks(
-                model=own,
+                model=dataclasses.replace(own, inputs=inputs),  # making them may look at values, which fakes have not
                 transformer=transformer,
                 codec=Codec(codec, lambda _: _fake_codec(codec), "fake", device=device, slicing=model.vae_slicing),
                 texts=_FakeTextEncoder(settings["text_dim"]),
@@ -141,7 +148,7 @@ class _FakeTextEncoder(TextEncoder):
     """Returns embeddings of the right shape; there is no network behind it."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(_no_text_encoder, "fake", device=torch.device("cpu"))
+        super().__init__(_no_network, "fake", device=torch.device("cpu"))
         self._width = width
 
     def embed(self, prompt: str, max_tokens: int) -> Tensor:  # noqa: ARG002 - the longest prompt stands for all
@@ -149,8 +156,8 @@ class _FakeTextEncoder(TextEncoder):
         return torch.empty(max_tokens, self._width)
 
 
-def _no_text_encoder() -> Any:
-    raise AssertionError("a fake policy has no text encoder")
+def _no_network() -> Any:
+    raise AssertionError("a fake policy has no encoder")
 
 
 def _fake_codec(codec: Mapping[str, Any]) -> AutoencoderKLWan:

@@ -8,28 +8,13 @@ frame, L prompt tokens.
 
 from __future__ import annotations
 
-from os import PathLike
-from pathlib import Path
-from typing import Any, cast
-
-import torch
 from diffusers.configuration_utils import register_to_config
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional
 
-Rotary = tuple[Tensor, Tensor]
-
-
-class CastingRMSNorm(nn.RMSNorm):
-    """RMSNorm in its input's dtype: an fp32 weight (trained, under autocast) would disable the fused kernel."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x (..., D) over its root mean square, times the weight."""
-        assert self.weight is not None
-        return functional.rms_norm(x, self.normalized_shape, self.weight.type_as(x), self.eps)
+from flow_grpo.models.wan_blocks import Rotary, VideoToVideoWan, cast_norms
 
 
 class ReCamTransformerBlock(WanTransformerBlock):
@@ -51,8 +36,7 @@ class ReCamTransformerBlock(WanTransformerBlock):
     ) -> None:
         super().__init__(dim, ffn_dim, num_heads, qk_norm, cross_attn_norm, eps)  # type: ignore[arg-type]
         for attention in (self.attn1, self.attn2):
-            attention.norm_q = CastingRMSNorm(dim, eps=eps)
-            attention.norm_k = CastingRMSNorm(dim, eps=eps)
+            cast_norms(attention, eps)
         self.cam_encoder = nn.Linear(camera_dim, dim)
         self.projector = nn.Linear(dim, dim)
         nn.init.zeros_(self.cam_encoder.weight)
@@ -101,7 +85,7 @@ class ReCamTransformerBlock(WanTransformerBlock):
         return shifted
 
 
-class ReCamTransformer3DModel(WanTransformer3DModel):
+class ReCamTransformer3DModel(VideoToVideoWan):
     """Wan 2.1 text-to-video transformer with ReCamMaster's camera conditioning.
 
     `cam_encoder` is initialized to zero and `projector` to the identity, so a new model computes exactly what base Wan
@@ -110,28 +94,9 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
 
     camera_modules = ("cam_encoder", "projector")
     camera_encoders = ("cam_encoder",)
-    # In the names of an exported transformer's weights, as of any diffusers variant: plain Wan does not find them. It
-    # would otherwise load all but the camera modules, with a warning.
     variant = "recam"
-    _no_split_modules = ["ReCamTransformerBlock"]  # noqa: RUF012 - class attributes of the base class
+    _no_split_modules = ["ReCamTransformerBlock"]  # type: ignore[assignment]  # noqa: RUF012 - class attributes
     _repeated_blocks = ["ReCamTransformerBlock"]  # noqa: RUF012
-    # The base class's context-parallel plan would shard the tokens but not the camera, which is per whole frame.
-    _cp_plan = None  # type: ignore[assignment]
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike[Any] | None, **settings: Any
-    ) -> ReCamTransformer3DModel:
-        """Load a folder as diffusers does, an exported transformer (`save_adapter`) included.
-
-        Raises:
-            OSError: it holds no weights.
-        """
-        folder = str(pretrained_model_name_or_path)
-        if any(Path(folder, settings.get("subfolder") or "").glob(f"*.{cls.variant}*")):
-            settings = {"variant": cls.variant} | settings
-        loaded: Any = super().from_pretrained(folder, **settings)
-        return cast(ReCamTransformer3DModel, loaded)
 
     # diffusers saves and restores the configuration through this signature: every field of config.json must be a
     # parameter of its own.
@@ -220,29 +185,16 @@ class ReCamTransformer3DModel(WanTransformer3DModel):
         temb, modulation, text, _ = self.condition_embedder(timestep, encoder_hidden_states)
         modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
 
-        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
-        checkpointed: Any = self._gradient_checkpointing_func
-        for block in self.blocks:
-            arguments = (tokens, text, modulation, rotary, camera, grid["h"] * grid["w"])
-            tokens = checkpointed(block, *arguments) if checkpointing else block(*arguments)
-
-        shift, scale = (self.scale_shift_table + rearrange(temb, "b d -> b 1 d")).chunk(2, dim=1)
-        tokens = (self.norm_out(tokens.float()) * (1 + scale) + shift).type_as(tokens)
-        output = rearrange(
-            self.proj_out(tokens), "b (f h w) (p q c) -> b c f (h p) (w q)", p=patch_h, q=patch_w, **grid
-        )
+        tokens = self.through_blocks(tokens, text, modulation, rotary, camera, grid["h"] * grid["w"])
+        output = self.head(tokens, temb, grid)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     def _check_shapes(self, hidden_states: Tensor, timestep: Tensor, camera: Tensor) -> None:
-        rows, _, frames, height, width = hidden_states.shape
+        rows, _, frames = hidden_states.shape[:3]
         expected = (rows, frames // 2, self.config["camera_dim"])
         if frames % 2 or camera.shape != expected:
             raise ValueError(
                 f"camera has shape {tuple(camera.shape)} for {frames} latent frames, expected {expected}: latents are "
                 "[target | source] on the frame axis with one camera per target frame"
             )
-        if timestep.shape != (rows,):
-            raise ValueError(f"timestep has shape {tuple(timestep.shape)}, expected ({rows},): one per row")
-        _, patch_h, patch_w = self.config["patch_size"]
-        if height % patch_h or width % patch_w:
-            raise ValueError(f"latents are {height}x{width}, expected multiples of the patch {patch_h}x{patch_w}")
+        self.check_latents(hidden_states, timestep)

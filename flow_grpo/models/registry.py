@@ -13,6 +13,7 @@ import torch
 
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam import RECAM
+from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.models.wan_t2v import WAN_T2V
@@ -22,6 +23,7 @@ from flow_grpo.settings.schema import Config, ModelConfig, SampleConfig
 
 VIDEO_MODELS: dict[str, VideoModel] = {
     "recam": RECAM,
+    "redirector": REDIRECTOR,
     "wan_t2v": WAN_T2V,
 }
 METHODS = sorted(name for name, value in vars(Policy).items() if callable(value) and not name.startswith("_"))

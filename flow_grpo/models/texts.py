@@ -11,13 +11,12 @@ import ftfy
 import torch
 from torch import Tensor
 from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
-from flow_grpo.models.model_files import check_component, check_json, summarize
+from flow_grpo.models.frozen import LOCAL, load_frozen, not_loaded
+from flow_grpo.models.model_files import check_component, check_json
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 
-_LOCAL = {"local_files_only": True, "trust_remote_code": False}  # otherwise a folder's own code asks to be run
 _log = logging.getLogger(__name__)
 
 
@@ -57,9 +56,13 @@ class TextEncoder:
         check_component(parts[0])
         check_json(parts[1])
         identity = f"{files_key(parts[0])} {files_key(parts[1])} {dtype}"
-        _load_network(parts[0], dtype, device_map="meta")  # reads headers only
+        load_frozen(AutoModelForTextEncoding, parts[0], dtype, device_map="meta")  # reads headers only
         _load_tokenizer(parts[1])
-        return cls(lambda: _load(*parts, dtype), identity, device=device, offload=offload)
+
+        def open_parts() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+            return load_frozen(AutoModelForTextEncoding, parts[0], dtype), _load_tokenizer(parts[1])
+
+        return cls(open_parts, identity, device=device, offload=offload)
 
     @property
     def loaded(self) -> bool:
@@ -100,46 +103,9 @@ def clean_prompt(prompt: str) -> str:
     return " ".join(repaired.split())
 
 
-def _load(text_encoder: Path, tokenizer: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    network = _load_network(text_encoder, dtype)
-    network.eval()  # type: ignore[no-untyped-call]
-    return network, _load_tokenizer(tokenizer)
-
-
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), **_LOCAL)
-    except Exception as error:  # as in `_load_network`
-        raise _not_loaded(folder, error) from error
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), **LOCAL)
+    except Exception as error:  # as in `load_frozen`
+        raise not_loaded(folder, error) from error
     return tokenizer
-
-
-def _not_loaded(folder: Path, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())[:300]
-    return ValueError(f"{folder} cannot be loaded ({type(error).__name__}: {reason}); download it again")
-
-
-def _load_network(folder: Path, dtype: torch.dtype, **placement: str) -> PreTrainedModel:
-    """Load the network; ValueError if a tensor is missing or has another shape, which transformers would draw anew."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # every rank would draw one
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # its report is a table of lines
-    try:
-        network: PreTrainedModel
-        network, report = AutoModelForTextEncoding.from_pretrained(
-            str(folder),
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, too
-            **_LOCAL,
-            **placement,
-        )
-    except Exception as error:  # transformers raises a different type for each kind of nonsense in config.json
-        raise _not_loaded(folder, error) from error
-    finally:
-        transformers_logging.set_verbosity(level)
-    wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
-    if wrong:
-        raise ValueError(f"{folder} lacks the weights of config.json for {summarize(wrong)}; download it again")
-    return network

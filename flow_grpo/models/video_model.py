@@ -57,6 +57,7 @@ class VideoModel:
         input_shapes: returns their shapes from B, the latent shape (C, F, H, W) and the transformer's configuration.
         call: returns the velocity (B, C, F, H, W) from the network, latents, timesteps (B,) in 0..1000, prompt
             embeddings (B, L, D) and these inputs.
+        components: folders that a model folder holds; with image_encoder and image_processor it has one.
     """
 
     network: type[WanTransformer3DModel]
@@ -68,6 +69,7 @@ class VideoModel:
     inputs: Callable[[Encodings, Sequence[Condition]], dict[str, Tensor]]
     input_shapes: Callable[[int, Shape, Mapping[str, Any]], dict[str, Shape]]
     call: Callable[[nn.Module, Tensor, Tensor, Tensor, Inputs], Tensor]
+    components: tuple[str, ...] = COMPONENTS
 
     def largest_video(self, transformer: Mapping[str, Any], compression: tuple[int, int]) -> tuple[int, int, int]:
         """Return the most frames, rows and columns of a video for which the model has rotary positions.
@@ -96,5 +98,5 @@ class VideoModel:
                 if getattr(condition, field) is None:
                     raise ValueError(
                         f"the model needs the {field} of every condition, {condition.scene or condition.prompt!r} has "
-                        "none; set data.root and an empty data.prompts, or another model.kind"
+                        "none; give data that have it, or another model.kind"
                     )

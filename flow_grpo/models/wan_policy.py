@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
 from flow_grpo.models.codec import Codec, Tiles, tiles_of
 from flow_grpo.models.encodings import Encodings
+from flow_grpo.models.images import ImageEncoder
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.transformers import is_camera_weight, load_transformer
-from flow_grpo.models.video_model import COMPONENTS, DTYPES, VideoModel
+from flow_grpo.models.video_model import DTYPES, VideoModel
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import local, unwrap
@@ -39,6 +40,7 @@ class Networks:
     transformer: WanTransformer3DModel
     codec: Codec
     texts: TextEncoder
+    images: ImageEncoder | None = None
 
 
 def load_networks(
@@ -71,7 +73,17 @@ def load_networks(
         transformer=load_transformer(model.network, folder / "transformer", dtype),
         codec=Codec.from_folder(folder / "vae", device=device, tiles=tiles, slicing=slicing, offload=offload),
         texts=TextEncoder.from_folder(folder, dtype, device=device, offload=offload),
+        images=open_images(model, folder, dtype, device=device, offload=offload),
     )
+
+
+def open_images(
+    model: VideoModel, folder: Path, dtype: torch.dtype, *, device: torch.device, offload: bool = False
+) -> ImageEncoder | None:
+    """Return the image encoder of a model folder, or None for a model that has none; ValueError as `from_folder`."""
+    if "image_encoder" not in model.components:
+        return None
+    return ImageEncoder.from_folder(folder, dtype, device=device, offload=offload)
 
 
 def check_folder(model: VideoModel, path: str | Path) -> Path:
@@ -81,12 +93,12 @@ def check_folder(model: VideoModel, path: str | Path) -> Path:
         ValueError: a component is missing; says where to get it.
     """
     folder = Path(path)
-    absent = [part for part in COMPONENTS if not (folder / part).is_dir()]
+    absent = [part for part in model.components if not (folder / part).is_dir()]
     if absent:
         what = f"has no {', '.join(absent)} folder" if folder.is_dir() else "does not exist"
         raise ValueError(
-            f"model.path {str(folder)!r} {what}, expected transformer, vae, text_encoder and tokenizer in diffusers "
-            f"layout; {model.origin}"
+            f"model.path {str(folder)!r} {what}, expected {', '.join(model.components)} in diffusers layout; "
+            f"{model.origin}"
         )
     return folder
 
@@ -154,7 +166,11 @@ class WanPolicy:
         self.codec = networks.codec
         self.texts = networks.texts
         self.encodings = Encodings(
-            networks.codec, networks.texts, store or TensorStore(), max_prompt_tokens=max_prompt_tokens
+            networks.codec,
+            networks.texts,
+            store or TensorStore(),
+            images=networks.images,
+            max_prompt_tokens=max_prompt_tokens,
         )
         self.guidance = Guidance(guidance_scale, negative_prompt)
         self.dtype = dtype

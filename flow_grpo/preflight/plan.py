@@ -27,6 +27,7 @@ from flow_grpo.settings.values import parse_bucket
 
 # Wan 2.1: the UMT5-XXL encoder, the codec, and the codec's decoder.
 TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603
+IMAGE_ENCODER_PARAMETERS = 630_766_080  # CLIP ViT-H/14's vision tower, of models that have one
 GIB = 2**30
 
 
@@ -332,12 +333,14 @@ def _memory(
 
 
 def _frozen(config: Config) -> tuple[float, float]:
-    """Return the bytes of both encoders (0 with precomputed encodings) and of the decoder."""
+    """Return the bytes of the encoders (0 with precomputed encodings) and of the decoder."""
     codec = 4.0 * (_stored_elements(config, "vae") or CODEC_PARAMETERS)
     decoder = codec * DECODER_PARAMETERS / CODEC_PARAMETERS
     if config.model.encodings:
         return 0.0, decoder
     text = _stored_elements(config, "text_encoder") or TEXT_ENCODER_PARAMETERS
+    if "image_encoder" in video_model(config.model.kind).components:
+        text += _stored_elements(config, "image_encoder") or IMAGE_ENCODER_PARAMETERS
     return text * DTYPES[config.model.dtype].itemsize + codec - decoder, decoder
 
 

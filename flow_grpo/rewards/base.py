@@ -208,9 +208,7 @@ def try_rewards(rewards: RewardSet, condition: Condition) -> None:
     for reward in rewards.rewards:
         lacking = [field for field in getattr(reward, "needs", ()) if getattr(condition, field) is None]
         if lacking:
-            text = (
-                f"needs the {' and '.join(lacking)} of a condition, which this data does not have; choose other rewards"
-            )
+            text = f"needs the {' and '.join(lacking)} of every condition, which this data lacks; choose others"
             raise refusal("reward.weights", reward.name, f"{text}, docs/rewards.md says what they need")
     video = torch.full((3, *condition.size), 0.5) if condition.source_video is None else condition.source_video
     videos, conditions = torch.stack([video] * 2), (condition, condition)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from flow_grpo.data.dataset import ConditionDataset, file_id, make_loader
+from flow_grpo.data.dataset import FilmDataset, file_id, make_loader
 from tests.models.test_wan_policy import condition
 
 
-class Two(ConditionDataset):
+class Two(FilmDataset):
     """Two conditions of one file."""
 
     def __init__(self, file: Path) -> None:

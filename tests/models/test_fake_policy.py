@@ -36,5 +36,5 @@ def test_no_text_encoder_is_loaded():
     policy = FakePolicy(config)
     assert policy.encodings.prompt("x").shape == (8, transformer_config(RECAM, config.model.path)["text_dim"])
     assert not policy.texts.loaded
-    with pytest.raises(AssertionError, match="no text encoder"):
+    with pytest.raises(AssertionError, match="no encoder"):
         policy.texts._open_parts()

@@ -1,9 +1,7 @@
 """The transformer against tests/reference_recam.py, an independent implementation from the paper's description.
 
-Wan computes three things in fp32 whatever the dtype of its weights: the upcasts `.float()` (norms, modulation, residual
-sums), the rotary tables and the timestep's sinusoid. They keep a float64 model 1e-6 to 5e-6 from exact arithmetic. The
-fixture `exact` makes all three float64; the replaced tables and sinusoid have tests of their own, and the fp32 tests
-replace nothing.
+The fixture `exact` replaces what Wan computes in fp32 (tests/parity.py); the replaced tables and sinusoid have tests of
+their own, and the fp32 tests replace nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +13,15 @@ import torch
 
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from tests import reference_recam as reference
+from tests.parity import (
+    assert_same_gradients,
+    distance,
+    exact_tables,
+    model_gradients,
+    reference_gradients,
+    state_of,
+    with_checkpointing,
+)
 from tests.tiny_models import CHANNELS, tiny_transformer
 
 HEIGHT, WIDTH = 4, 6
@@ -56,46 +63,6 @@ def inputs(model: ReCamTransformer3DModel, timestep=TIMESTEPS[1], dtype=torch.fl
     text = torch.randn((2, 5, model.config["text_dim"]), generator=draw)
     camera = torch.randn((2, frames, 12), generator=draw)
     return latents.to(dtype), torch.tensor(timestep, dtype=dtype), text.to(dtype), camera.to(dtype)
-
-
-class ExactSinusoid(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, timestep):
-        return reference.sinusoid(timestep, self.width)
-
-
-def exact_tables(width: int, length: int):
-    """Cosines and sines of every position on the three axes, each channel pair's value twice, as the model keeps it."""
-    lines = ((length, 1, 1), (1, length, 1), (1, 1, length))  # the other two axes' angles are 0 along each
-    angles = sum(reference.rotary_angles(width, line, torch.float64) for line in lines).repeat_interleave(2, dim=1)
-    return angles.cos(), angles.sin()
-
-
-@pytest.fixture
-def exact(monkeypatch):
-    """Return a function that makes a model compute in float64 throughout, for as long as the test runs."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-    def lift(model: ReCamTransformer3DModel) -> ReCamTransformer3DModel:
-        model.double()
-        cos, sin = exact_tables(model.config["attention_head_dim"], 2 * 3 + 1)
-        model.rope.freqs_cos, model.rope.freqs_sin = cos, sin  # short: a grid longer than 7 would fail, not pass
-        model.condition_embedder.timesteps_proj = ExactSinusoid(model.config["freq_dim"])
-        return model
-
-    return lift
-
-
-def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
-    assert got.shape == expected.shape
-    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-def state_of(model: ReCamTransformer3DModel, dtype=torch.float64):
-    return {name: value.to(dtype) for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("timestep", TIMESTEPS)
@@ -161,40 +128,6 @@ def test_a_neutral_model_is_wan_without_a_camera(exact, kind):
     assert distance(moved(*arguments)[0], reference.recam_forward(state_of(moved), moved.config, *without)) > 1e-2
 
 
-def with_checkpointing(model: ReCamTransformer3DModel, calls: list) -> ReCamTransformer3DModel:
-    """Turn checkpointing on and note every computation of a block, recomputations too."""
-    model.enable_gradient_checkpointing()
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda *_: calls.append(1))
-    return model
-
-
-def probe(output: torch.Tensor) -> torch.Tensor:
-    """Return a scalar that weighs every entry of the output differently."""
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
-    return (output * weights).sum() + output.square().mean()
-
-
-def model_gradients(model, *all_arguments):
-    """Run every forward first, then one backward through all of them."""
-    model.zero_grad()
-    sum(probe(model(*arguments)[0]) for arguments in all_arguments).backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-def reference_gradients(model, arguments):
-    state = {name: value.clone().requires_grad_() for name, value in state_of(model).items()}
-    probe(reference.recam_forward(state, model.config, *arguments)).backward()
-    return {name: value.grad for name, value in state.items()}
-
-
-def assert_same_gradients(got, expected):
-    assert got.keys() == expected.keys()
-    assert all(value.norm() > 1e-6 for value in expected.values())
-    far = [name for name in got if not distance(got[name], expected[name]) < 1e-9]  # "not <" so that NaN counts
-    assert not far
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_float64_gradients_of_all_parameters_agree(exact, kind, checkpointing):
@@ -202,7 +135,9 @@ def test_float64_gradients_of_all_parameters_agree(exact, kind, checkpointing):
     if checkpointing:
         with_checkpointing(model, calls)
     arguments = inputs(model)
-    assert_same_gradients(model_gradients(model, arguments), reference_gradients(model, arguments))
+    assert_same_gradients(
+        model_gradients(model, arguments), reference_gradients(model, reference.recam_forward, arguments), 1e-9
+    )
     assert len(calls) == (2 * model.config["num_layers"] if checkpointing else 0)
 
 
@@ -218,8 +153,8 @@ def test_forwards_with_different_cameras_before_one_backward_sum_their_gradients
     several = same_but_for_the_camera(model)
     got = model_gradients(model, *several)
     assert len(calls) == 2 * len(several) * model.config["num_layers"]
-    separate = [reference_gradients(model, arguments) for arguments in several]
-    assert_same_gradients(got, {name: sum(one[name] for one in separate) for name in got})
+    separate = [reference_gradients(model, reference.recam_forward, arguments) for arguments in several]
+    assert_same_gradients(got, {name: sum(one[name] for one in separate) for name in got}, 1e-9)
     # The cameras matter, so that a mixed-up one would show.
     name = "blocks.0.cam_encoder.weight"
     assert all(distance(a[name], b[name]) > 1e-2 for a, b in itertools.combinations(separate, 2))

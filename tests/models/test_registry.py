@@ -24,16 +24,17 @@ def test_the_policy_is_of_the_model_that_model_kind_names(monkeypatch):
 
 
 def test_a_model_of_the_user_s_own_is_served_like_those_here(tmp_path, monkeypatch):
-    config = load_config(
-        TINY, ["--config.model.kind=my_models.py:MINE", f"--config.model.path={ROOT}/assets/tiny_recam"]
-    )
+    config = load_config(TINY, ["--config.model.kind=mine.py:MINE", f"--config.model.path={ROOT}/assets/tiny_recam"])
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("from flow_grpo.models.recam import RECAM\nMINE = RECAM\n")
-    assert registry.build_policy(config, CPU).model is FakePolicy(config).model is registry.VIDEO_MODELS["recam"]
+    assert registry.build_policy(config, CPU).model is registry.VIDEO_MODELS["recam"]
+    assert FakePolicy(config).model.network is registry.VIDEO_MODELS["recam"].network
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"model\.kind: got 'sora', must be one of recam or FILE.py:NAME; "):
+    with pytest.raises(
+        ConfigError, match=r"model\.kind: got 'sora', must be one of recam, redirector, wan_t2v or FILE.py:NAME; "
+    ):
         registry.build_policy(load_config(TINY, ["--config.model.kind=sora"]), CPU)
 
 

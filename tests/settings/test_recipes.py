@@ -26,6 +26,9 @@ RANKS = {
     "my_recam_1gpu": 1,
     "my_recam_full": 8,
     "my_recam_2node": 16,
+    "redirector_8npu": 8,
+    "wan_t2v_8npu": 8,
+    "tiny_wan_t2v": 2,
 }
 
 

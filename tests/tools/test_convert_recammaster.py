@@ -21,6 +21,7 @@ from tests.models.test_convert import checkpoint, same
 from tests.models.test_recam_transformer import base_wan, inputs
 from tests.tiny_models import make_tiny_folder, tiny_transformer
 from tools import convert_recammaster as tool
+from tools.conversion import model_folder
 from tools.dev.bench_cases.exchange import peak_mib, resident_mib
 
 
@@ -62,7 +63,7 @@ def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 def original(model: ReCamTransformer3DModel) -> dict[str, torch.Tensor]:
     state = model.state_dict()
-    return {old: state[new].clone() for old, new in convert.tensor_names(2, camera=True).items()}
+    return {old: state[new].clone() for old, new in convert.RECAM.names(2).items()}
 
 
 @torch.no_grad()
@@ -89,7 +90,7 @@ def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path):
     dtypes = {name: torch.float32 if int(name) % 2 else torch.bfloat16 for name in state}
     for extra in range(8):  # headers of every length modulo 8
         file, long = tmp_path / f"{extra}.safetensors", "n" * (extra + 1)
-        tool.write_safetensors(file, state | {long: torch.ones(1)}, dtypes | {long: torch.float32})
+        model_folder.write_safetensors(file, state | {long: torch.ones(1)}, dtypes | {long: torch.float32})
         raw = file.read_bytes()
         length = int.from_bytes(raw[:8], "little")
         header = json.loads(raw[8 : 8 + length])
@@ -105,7 +106,7 @@ def test_the_dtype_is_the_one_asked_for(tmp_path, wan, source, dtype):
     state = checkpoint(dtype=source)
     assert run(tmp_path, state, wan, "--dtype", dtype, "--link") == 0
     written = weights(tmp_path)
-    for old, new in convert.tensor_names(2, camera=True).items():
+    for old, new in convert.RECAM.names(2).items():
         fp32 = dtype == "fp32" or {"time_embedder", "scale_shift_table", "norm2"} & set(new.split("."))
         expected = source if dtype == "keep" else torch.float32 if fp32 else torch.bfloat16
         assert written[new].dtype == expected and torch.equal(written[new], state[old].to(expected)), new
@@ -204,7 +205,7 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, wan, change, wor
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("place", ["add_components", "fsync"])
+@pytest.mark.parametrize("place", [f"{tool.__name__}.add_components", "tools.conversion.model_folder.fsync"])
 def test_an_interrupted_write_leaves_nothing_and_keeps_what_it_linked(tmp_path, wan, error, place, monkeypatch, capsys):
     seen = []
 
@@ -212,7 +213,7 @@ def test_an_interrupted_write_leaves_nothing_and_keeps_what_it_linked(tmp_path, 
         seen.extend(path.name for path in tmp_path.iterdir())
         raise error
 
-    monkeypatch.setattr(f"{tool.__name__}.{place}", interrupted)
+    monkeypatch.setattr(place, interrupted)
     if isinstance(error, OSError):
         assert run(tmp_path, checkpoint(), wan, "--link") == 2
         assert refused(capsys, "No space left")
@@ -317,4 +318,4 @@ def test_the_full_size_is_converted_in_the_memory_of_one_copy(tmp_path, wan, dty
     model = load_transformer(ReCamTransformer3DModel, tmp_path / "out" / "transformer", torch.bfloat16)
     source = model_files.read_checkpoint(tmp_path / "step.ckpt")
     for name in ("blocks.29.self_attn.q.weight", "blocks.0.projector.bias", "head.head.weight"):
-        assert torch.equal(model.state_dict()[convert.tensor_names(30, camera=True)[name]], source[name])
+        assert torch.equal(model.state_dict()[convert.RECAM.names(30)[name]], source[name])

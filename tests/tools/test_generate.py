@@ -120,6 +120,8 @@ def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tm
     assert record == {
         "tool": "tools/generate.py",
         "kind": "recam",
+        "prompts": None,
+        "source_poses": None,
         "model": str(MODEL),
         "adapter": str(adapter),
         "source": str(source),

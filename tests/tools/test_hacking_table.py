@@ -79,8 +79,8 @@ def test_the_displacement_sees_a_slower_pan_that_the_pose_rewards_take_for_right
     assert "view_disp" in noticing and not noticing & {"pose_rot", "pose_trans", "smooth"}
 
 
-def test_what_storing_does_to_a_video_is_noticed_by_the_pixel_reward_only(scores):
-    assert [name for name in scores.floors if scores.noticed(HARMLESS, name)] == ["target_psnr"]
+def test_what_storing_does_to_a_video_is_noticed_by_rewards_of_single_pixels_only(scores):
+    assert [name for name in scores.floors if scores.noticed(HARMLESS, name)] == ["target_psnr", "sharpness"]
 
 
 def test_all_rewards_that_need_no_weights_are_in_the_table(scores):

@@ -12,8 +12,12 @@ from safetensors.torch import load_file
 
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.poses import preset_path
+from flow_grpo.maths.rays import camera_pair
+from flow_grpo.models.images import ImageEncoder
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
 from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
@@ -93,6 +97,33 @@ def test_velocities_are_of_order_one_and_depend_on_camera_prompt_and_source(tmp_
             # Far above rounding: bf16 numbers of order one are off by 2e-3, which averages out.
             assert float((other - velocity[0]).std()) > 1e-3 * float(velocity.std()), name
     assert float((velocity[1] - velocity[0]).std()) > 0.01 * float(velocity.std())
+
+
+@torch.no_grad()
+def test_a_redirector_has_an_image_encoder_and_depends_on_all_its_inputs(tmp_path):
+    sizes = Sizes(**{**vars(SMALL), "kind": "redirector", "image_dim": 32, "dtype": "fp32"})
+    assert random_model.main(words(tmp_path / "model", sizes)) == 0
+    transformer = load_transformer(ReDirectorTransformer3DModel, tmp_path / "model" / "transformer")
+    images = ImageEncoder.from_folder(tmp_path / "model", torch.float32, device=torch.device("cpu"))
+    videos = film(WORLD, [make_scene(WORLD, "random", number) for number in range(2)], [0])
+    embeds = torch.stack([images.embed(video[:, 0]) for video in videos])
+    assert embeds.shape == (2, 257, 32)
+
+    draw = torch.Generator().manual_seed(0)
+    lens = torch.tensor([80.0, 80.0, 40.0, 24.0])
+    paths = [camera_pair(preset_path(name, 9), preset_path("pan_left", 9), lens) for name in ("zoom_in", "arc_left")]
+    pairs = (
+        torch.randn((2, 16, 6, 6, 10), generator=draw),
+        torch.tensor([500.0, 20.0]),
+        torch.randn((2, 7, 32), generator=draw),
+        embeds,
+        torch.stack(paths),
+    )
+    first = transformer(*(pair[:1] for pair in pairs))[0]
+    assert first.shape == (1, 16, 3, 6, 10) and 0.1 < float(first.std()) < 10
+    for number in range(5):
+        other = transformer(*(pair[1:] if n == number else pair[:1] for n, pair in enumerate(pairs)))[0]
+        assert float((other - first).std()) > 1e-3 * float(first.std()), number
 
 
 @pytest.mark.parametrize("codec", sorted(random_model.CODECS))
@@ -199,6 +230,7 @@ def test_an_empty_folder_is_filled_and_any_other_is_refused_untouched(tmp_path, 
         ("text-dim", 0, "at least 1"),
         ("head-dim", 4, "even and at least 6"),
         ("head-dim", 15, "even and at least 6"),
+        ("image-dim", 30, "a multiple of 4"),
     ],
 )
 def test_an_impossible_size_is_one_line_and_exit_code_2(tmp_path, capsys, option, value, bound):

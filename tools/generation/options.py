@@ -47,13 +47,14 @@ def parse(words: Sequence[str] | None, doc: str | None) -> argparse.Namespace:
 
 def _check_subject(args: argparse.Namespace) -> None:
     """Raise ValueError unless the options say what to show, in the way that the model takes."""
-    films = "source_video" in video_model(args.kind).needs
-    wanted, others = ("source", "camera"), ("prompts",)
-    if not films:
-        wanted, others = ("prompts", "out"), ("source", "camera", "focal_px")
+    needs = video_model(args.kind).needs
+    wanted, others = ["source", "camera"], ["prompts"]
+    if "source_video" not in needs:
+        wanted, others = ["prompts", "out"], ["source", "camera", "focal_px"]
+    (wanted if "source_poses" in needs else others).append("source_poses")
     for name in wanted:
         if not getattr(args, name):
-            raise ValueError(f"--{name} is needed by --kind {args.kind}; see --help")
+            raise ValueError(f"--{name.replace('_', '-')} is needed by --kind {args.kind}; see --help")
     for name in others:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} is nothing that --kind {args.kind} takes; see --help")
@@ -98,6 +99,8 @@ def _parser(doc: str | None) -> Parser:
     add("--source", type=Path, nargs="+", action="extend", help="videos, or folders of videos")
     add("--camera", nargs="+", action="extend", help="presets such as arc_left:0.5, or path.json")
     prompts_help = "for a model without source video: what to show, or a .txt or .csv of prompts"
+    path_help = "how the sources' own camera moves, for a model that asks: path.json as for --camera, or static"
+    add("--source-poses", help=path_help)
     add("--prompts", nargs="+", action="extend", help=prompts_help)
     add("--model", type=Path, help="folder in diffusers layout, see tools/convert_recammaster.py")
     add("--kind", default=defaults.model.kind, help="which video model: model.kind of its recipe")

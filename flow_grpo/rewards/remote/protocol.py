@@ -263,7 +263,7 @@ def rebuild(sample: object, source: Tensor | None, target: Tensor | None, size: 
         preset=None if preset is None else str(preset),
         source_video=source,
         target_video=target,
-        wanted_size=size,
+        wanted_size=size if source is None else None,
     )
 
 

@@ -1,0 +1,187 @@
+"""The transformer against base Wan, its files, its attention kernels, and the inputs and settings that it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import nn
+
+from flow_grpo.models import redirector_transformer
+from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
+from tests.tiny_models import CHANNELS, tiny_redirector, tiny_transformer
+
+FRAMES, HEIGHT, WIDTH = 2, 4, 6  # F, latent rows and columns
+NEW = ("phase_qk", "phase_vo", "control_adapter")
+CAMERAS = (2, 4 * (FRAMES - 1) + 1, 16)
+
+
+def inputs(rows: int = 2, tokens: int = 5, seed: int = 0):
+    draw = torch.Generator().manual_seed(seed)
+    latents = torch.randn((rows, CHANNELS, 2 * FRAMES, HEIGHT, WIDTH), generator=draw)
+    timestep = 1000 * torch.rand((rows,), generator=draw)
+    text = torch.randn((rows, tokens, 16), generator=draw)
+    image = torch.randn((rows, 7, 20), generator=draw)
+    cameras = torch.randn((rows, *CAMERAS), generator=draw)
+    cameras[..., 12:] = torch.tensor([20.0, 20.0, 12.0, 8.0])
+    return latents, timestep, text, image, cameras
+
+
+class SharedPositions(nn.Module):
+    """Wan's rotary positions of the first half of the frames, twice."""
+
+    def __init__(self, rope: nn.Module) -> None:
+        super().__init__()
+        self.rope = rope
+
+    def forward(self, hidden_states):
+        half = self.rope(hidden_states[:, :, : hidden_states.shape[2] // 2])
+        return tuple(torch.cat([table, table], dim=1) for table in half)
+
+
+def image_to_video_wan(model: ReDirectorTransformer3DModel) -> WanTransformer3DModel:
+    """Return diffusers' own network with the weights that it shares with the model."""
+    ours = ("temporal_compression", "spatial_compression")
+    base = WanTransformer3DModel(**{k: v for k, v in model.config.items() if not k.startswith("_") and k not in ours})
+    base.load_state_dict({k: v for k, v in model.state_dict().items() if not any(part in k for part in NEW)})
+    return base.eval()
+
+
+@torch.no_grad()
+def test_a_new_model_computes_bit_for_bit_what_base_wan_computes_with_shared_positions():
+    model = tiny_redirector(neutral=True)
+    base = image_to_video_wan(model)
+    latents, timestep, text, image, cameras = inputs(tokens=512)  # the length that diffusers' attention assumes
+    padded = torch.cat([latents, torch.zeros_like(latents)], dim=1)
+    got = model(latents, timestep, text, image, cameras)[0]
+    assert not torch.equal(got, base(padded, timestep, text, image, return_dict=False)[0][:, :, :FRAMES])
+    base.rope = SharedPositions(base.rope)
+    assert torch.equal(got, base(padded, timestep, text, image, return_dict=False)[0][:, :, :FRAMES])
+    assert torch.equal(got, model(latents, timestep, text, image, 2 * cameras)[0])  # it does not see the cameras at all
+
+
+@torch.no_grad()
+def test_both_paths_both_videos_prompt_and_image_matter_and_rows_do_not_mix():
+    model, given, others = tiny_redirector(), inputs(), inputs(seed=1)
+    whole = model(*given)[0]
+    assert whole.shape == (2, CHANNELS, FRAMES, HEIGHT, WIDTH)
+    single = model(*(one[1:] for one in given))[0]
+    torch.testing.assert_close(single, whole[1:], rtol=1e-4, atol=1e-5)
+    target, source = (slice(None), slice(None), slice(0, FRAMES)), (slice(None), slice(None), slice(FRAMES, None))
+    for position, part in [(0, target), (0, source), (1, ()), (2, ()), (3, ()), (4, (0, 0)), (4, (1, 1))]:
+        moved = copy.deepcopy(list(given))
+        moved[position][part] = others[position][part]
+        assert (model(*moved)[0] - whole).abs().max() > 1e-5, (position, part)
+
+
+@torch.no_grad()
+def test_the_attention_kernel_that_is_set_computes_every_attention(monkeypatch):
+    model, given, seen = tiny_redirector(), inputs(), []
+    expected = model(*given)[0]
+    original = redirector_transformer.dispatch_attention_fn
+
+    def recording(*arguments, backend):
+        seen.append(str(backend.value))
+        return original(*arguments, backend=backend)
+
+    monkeypatch.setattr(redirector_transformer, "dispatch_attention_fn", recording)
+    default, _ = _AttentionBackendRegistry.get_active_backend()
+    model.set_attention_backend("_native_math")
+    _AttentionBackendRegistry.set_active_backend(default)
+    torch.testing.assert_close(model(*given)[0], expected, rtol=1e-4, atol=1e-5)
+    assert seen == ["_native_math"] * 6  # self-attention, text and image of two blocks
+
+
+@torch.no_grad()
+def test_a_saved_model_loads_as_it_was_and_in_half_precision_keeps_in_fp32_what_wan_keeps(tmp_path):
+    model = tiny_redirector()
+    model.save_pretrained(str(tmp_path / "plain"))
+    model.save_pretrained(str(tmp_path / "exported"), variant=model.variant)
+    for folder in (tmp_path / "plain", tmp_path / "exported"):
+        loaded = load_transformer(ReDirectorTransformer3DModel, folder)
+        assert not loaded.training
+        assert loaded.config["image_dim"] == 20 and loaded.config["added_kv_proj_dim"] == 24
+        assert loaded.config["spatial_compression"] == loaded.config["temporal_compression"] == 4
+        assert torch.equal(model(*inputs())[0], loaded(*inputs())[0])
+    state = load_transformer(ReDirectorTransformer3DModel, tmp_path / "plain", torch.bfloat16).state_dict()
+    assert state["blocks.0.attn1.phase_qk.weight"].dtype == torch.bfloat16
+    assert state["blocks.0.scale_shift_table"].dtype == torch.float32
+
+
+@torch.no_grad()
+def test_autocast_computes_rays_in_fp32(monkeypatch):
+    model, given, dtypes = tiny_redirector(), inputs(), []
+    original = redirector_transformer.packed_rays
+
+    def recording(*arguments):
+        rays = original(*arguments)
+        dtypes.append((rays.dtype, torch.equal(rays, expected.pop(0))))
+        return rays
+
+    groups = redirector_transformer.by_latent_frame(given[4]).flatten(1, 2)
+    expected = [original(group, 4 * HEIGHT, 4 * WIDTH) for group in groups.unbind(1)]
+    monkeypatch.setattr(redirector_transformer, "packed_rays", recording)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(*given)[0].dtype == torch.bfloat16
+    assert dtypes == [(torch.float32, True)] * 4
+
+
+def test_other_models_are_refused(tmp_path):
+    tiny_transformer().save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=r"another model: .* holds ReCamTransformer3DModel, expected ReDirector"):
+        load_transformer(ReDirectorTransformer3DModel, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("position", "shape", "message"),
+    [
+        (0, (2, CHANNELS, 2 * FRAMES + 1, HEIGHT, WIDTH), "cameras have shape"),
+        (0, (2, 2 * CHANNELS, 2 * FRAMES, HEIGHT, WIDTH), "8 channels, expected 4"),
+        (0, (2, CHANNELS, 2 * FRAMES, HEIGHT, WIDTH + 1), "multiples of the patch 2x2"),
+        (1, (2, 48), "one per row"),
+        (3, (2, 7, 21), r"expected \(2, tokens, 20\)"),
+        (3, (1, 7, 20), r"expected \(2, tokens, 20\)"),
+        (4, (2, 2, FRAMES, 16), r"expected 2 rows of \(2, 5, 16\)"),
+        (4, (1, *CAMERAS), "cameras have shape"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(position, shape, message):
+    arguments = list(inputs())
+    arguments[position] = torch.zeros(shape)
+    with pytest.raises(ValueError, match=message):
+        tiny_redirector()(*arguments)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"image_dim": None}, {"added_kv_proj_dim": 7}, {"pos_embed_seq_len": 514}, {"patch_size": (2, 2, 2)}]
+)
+def test_settings_of_other_models_are_refused(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        ReDirectorTransformer3DModel(**setting, num_layers=0)
+
+
+@pytest.mark.parametrize("width", [12, 20, 128])
+def test_phases_are_as_many_as_the_published_ones_and_as_the_pairs_of_rows_and_columns(width):
+    with torch.device("meta"):
+        model = ReDirectorTransformer3DModel(num_attention_heads=2, attention_head_dim=width, num_layers=1)
+    found = len(model.blocks[0].attn1.phase_qk.weight) // 2
+    assert found == 2 * width // 3 // 2 == (model.rope.h_dim + model.rope.w_dim) // 2
+
+
+def test_the_default_size_is_that_of_the_published_model():
+    with torch.device("meta"):
+        model = ReDirectorTransformer3DModel()
+    counts = {name: value.numel() for name, value in model.named_parameters()}
+    assert len(counts) == 1049
+    phases = [count for name, count in counts.items() if redirector_transformer.is_phase_weight(name)]
+    assert phases == [1536 * 12 * 42] * 60
+
+
+def test_sharding_and_compiling_by_block_find_the_block_class():
+    names = {type(block).__name__ for block in tiny_redirector().blocks}
+    assert names == set(ReDirectorTransformer3DModel._no_split_modules)
+    assert names == set(ReDirectorTransformer3DModel._repeated_blocks)

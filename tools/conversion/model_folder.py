@@ -1,0 +1,107 @@
+"""What the commands that convert checkpoints share: writing weights and model folders, and reporting them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flow_grpo.models import model_files
+from flow_grpo.runtime.checkpoints.state_files import fsync
+from flow_grpo.runtime.json_files import read_json_object
+
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+WAY_OUT = "give a complete model folder, or download it again"
+
+
+def check_out(args: Any) -> None:
+    """Raise ValueError unless --out is a new name in an existing folder, with --back that of a safetensors file."""
+    if args.back and args.out.suffix != ".safetensors":
+        raise ValueError(f"--out is {args.out}, expected a name ending in .safetensors with --back")
+    if os.path.lexists(args.out):
+        raise ValueError(f"--out {args.out} already exists: remove it or give another name")
+    if not args.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out} is in no existing folder: make {args.out.absolute().parent} first")
+
+
+def check_components(wan: Path, parts: Sequence[str]) -> None:
+    """Raise ValueError if a folder of --wan is missing."""
+    if absent := [part for part in parts if not (wan / part).is_dir()]:
+        raise ValueError(f"--wan {wan} has no {', '.join(absent)} folder: download it again")
+
+
+def add_components(
+    wan: Path, folder: Path, parts: Sequence[str], index: Mapping[str, Any], *, kind: type, link: bool
+) -> None:
+    """Copy or link the other components, and write model_index.json with our transformer's class.
+
+    Args:
+        wan: a model folder in diffusers layout.
+        folder: where to.
+        parts: names of the components.
+        index: what model_index.json says if `wan` has none.
+        kind: class of the transformer.
+        link: symlink instead of copying.
+    """
+    for part in parts:
+        if link:
+            (folder / part).symlink_to((wan / part).resolve(), target_is_directory=True)
+        else:
+            shutil.copytree(wan / part, folder / part)  # follows the links of a Hugging Face cache
+    file = wan / "model_index.json"
+    found = read_json_object(file, WAY_OUT) if file.is_file() else dict(index)
+    ours = {"transformer": [kind.__module__, kind.__name__]}
+    (folder / "model_index.json").write_text(json.dumps(found | ours, indent=2) + "\n", encoding="utf-8")
+
+
+def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Write tensors to a new safetensors file, casting one at a time to `dtypes`.
+
+    `save_file` of safetensors would hold a cast copy of the whole model. The format is 8 bytes of header length, the
+    header in JSON, and the raw little-endian values without gaps (github.com/huggingface/safetensors, "Format").
+
+    Raises:
+        ValueError: a tensor has values that are not finite.
+    """
+    # Wide dtypes first, so that every tensor is aligned to its element size.
+    order = sorted(state, key=lambda name: (-dtypes[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + state[name].numel() * dtypes[name].itemsize
+        shape, dtype = list(state[name].shape), model_files.DTYPES[dtypes[name]]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            value = state[name].detach().to(dtypes[name]).contiguous()
+            if not torch.isfinite(value).all():
+                raise ValueError(f"{name} has values that are not finite: the checkpoint is damaged, download it again")
+            stream.write(value.view(-1).view(torch.uint8).numpy().data)
+    fsync(file)
+
+
+def report(
+    state: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    file: Path,
+    special: str,
+    is_special: Callable[[str], bool],
+) -> list[str]:
+    """Return a summary of the written tensors, line by line; the `special` ones are counted apart."""
+    names = [name for name in state if is_special(name)]
+    kinds = ", ".join(f"{count} {str(kind)[6:]}" for kind, count in sorted(Counter(dtypes.values()).items(), key=str))
+    return [
+        f"wrote {file}, {file.stat().st_size / 1e9:.3f} GB",
+        f"{len(state)} tensors, {sum(value.numel() for value in state.values()):,} parameters: {kinds}",
+        f"{len(names)} {special} tensors, {sum(state[name].numel() for name in names):,} parameters",
+    ]

@@ -1,0 +1,141 @@
+r"""Convert ReDirector's published checkpoint to a model folder in diffusers layout, or such a folder back.
+
+    python tools/convert_redirector.py --step step20000.safetensors --base Wan2.1-Fun-V1.1-1.3B-Control-Camera \
+        --wan Wan2.1-I2V-14B-480P-Diffusers --out models/redirector
+    python tools/convert_redirector.py --back models/redirector --out redirector.safetensors
+
+--base is PAI's folder with config.json and diffusion_pytorch_model.safetensors, on top of which --step replaces every
+self-attention. Codec, text encoder, tokenizer, scheduler and image encoder are copied from --wan (--link: symlinked);
+its transformer is not needed. --back writes every tensor under its published name, of the base and of the step.
+
+--dtype keep keeps every tensor's dtype; bf16 leaves the weights that Wan computes in fp32 in fp32. Output is written
+under a temporary name and renamed at the end, so --out is complete or absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+
+from flow_grpo.models import convert, model_files
+from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
+from flow_grpo.runtime.atomic_file import atomic_path
+from flow_grpo.runtime.checkpoints.state_files import fsync
+from flow_grpo.runtime.json_files import read_json_object
+from tools.common import fail, make_parser
+from tools.conversion.model_folder import (
+    DTYPES,
+    WAY_OUT,
+    add_components,
+    check_components,
+    check_out,
+    report,
+    write_safetensors,
+)
+
+COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler", "image_encoder", "image_processor")
+INDEX = {
+    "_class_name": "WanImageToVideoPipeline",
+    "image_encoder": ["transformers", "CLIPVisionModel"],
+    "image_processor": ["transformers", "CLIPImageProcessor"],
+    "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+    "text_encoder": ["transformers", "UMT5EncoderModel"],
+    "tokenizer": ["transformers", "T5TokenizerFast"],
+    "vae": ["diffusers", "AutoencoderKLWan"],
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong."""
+    args = options().parse_args(words)
+    try:
+        _check(args)
+        print(f"writing {args.out}", flush=True)
+        lines = back(args) if args.back else forward(args)
+    except (ValueError, OSError) as error:
+        return fail(error)
+    print(*lines, sep="\n")
+    return 0
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--step", type=Path, metavar="FILE", help="ReDirector's checkpoint, stepN.safetensors")
+    add("--base", type=Path, metavar="FOLDER", help="Wan2.1-Fun-V1.1-1.3B-Control-Camera, original files")
+    add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-I2V-14B-480P-Diffusers, for all but the transformer")
+    add("--back", type=Path, metavar="FOLDER", help="convert back: a model folder, or its transformer folder")
+    add("--out", type=Path, required=True, help="folder to write, or with --back a .safetensors file; must not exist")
+    add("--dtype", choices=DTYPES, default="keep", help="of the written weights (default: unchanged)")
+    add("--link", action="store_true", help="symlink the other components instead of copying")
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    given = [args.step, args.base, args.wan]
+    if any(given) if args.back else not all(given):
+        raise ValueError("expected one of two ways: --step, --base and --wan, or --back alone, with --out")
+    if args.back and args.link:
+        raise ValueError("--link does not apply to --back: leave it out")
+    check_out(args)
+
+
+def forward(args: argparse.Namespace) -> list[str]:
+    """Write the model folder and return the lines to print.
+
+    Raises:
+        ValueError: the checkpoints or folders are unusable or do not match; nothing is written.
+    """
+    check_components(args.wan, COMPONENTS)
+    found = read_json_object(args.base / "config.json", WAY_OUT)
+    base = model_files.read_checkpoint(model_files.weights_path(args.base))
+    state, below, above = convert.with_step(base, model_files.read_checkpoint(args.step))
+    model = convert.empty_model(convert.redirector_config(found, state), ReDirectorTransformer3DModel)
+    convert.check_shapes(state, model)
+    dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
+
+    weights = Path("transformer", model_files.WEIGHTS_FILE)
+    with atomic_path(args.out) as partial:
+        (partial / "transformer").mkdir(parents=True)
+        model.save_config(partial / "transformer")
+        write_safetensors(partial / weights, state, dtypes)
+        add_components(args.wan, partial, COMPONENTS, INDEX, kind=ReDirectorTransformer3DModel, link=args.link)
+    fsync(args.out.absolute().parent)
+    replaced = len(below.names.keys() & above.names.keys())
+    return [
+        *report(state, dtypes, args.out / weights, "phase", is_phase_weight),
+        f"{len(base)} tensors of the base, {len(above.names)} of the step, {replaced} of which replace the base's",
+        *(f"dropped the prefix {one.prefix!r} of {one.layout.title}" for one in (below, above) if one.prefix),
+    ]
+
+
+def back(args: argparse.Namespace) -> list[str]:
+    """Write the file with the published names and return the lines to print; ValueError as in `forward`."""
+    folder = args.back / "transformer" if (args.back / "transformer").is_dir() else args.back
+    config = read_json_object(folder / "config.json", WAY_OUT)
+    name, advice = ReDirectorTransformer3DModel.__name__, "give a folder that this tool or a training run wrote"
+    if config.get("_class_name") != name:
+        raise ValueError(f"{folder} holds {config.get('_class_name')}, expected {name}: {advice}")
+    checkpoint = model_files.read_checkpoint(model_files.weights_path(folder))
+    renaming = convert.plan_renaming(checkpoint, convert.REDIRECTOR, back=True)
+    fields = convert.model_fields(config, ReDirectorTransformer3DModel, advice)
+    convert.check_shapes(checkpoint, convert.empty_model(fields, ReDirectorTransformer3DModel))
+    state = renaming.apply(checkpoint)
+    dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)  # one dtype throughout, as published
+    with atomic_path(args.out) as partial:
+        write_safetensors(partial, state, dtypes)
+    fsync(args.out.absolute().parent)
+    return report(state, dtypes, args.out, "phase", lambda name: ".rope_phase_" in name)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises, so that the temporary folder is deleted
+    sys.exit(main())
