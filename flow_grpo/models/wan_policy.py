@@ -68,10 +68,18 @@ def load_networks(
         ValueError: a component is missing or damaged, or the transformer is another model.
     """
     folder = check_folder(model, path)
+    codec = Codec.from_folder(folder / "vae", device=device, tiles=tiles, slicing=slicing, offload=offload)
+    transformer = load_transformer(model.network, folder / "transformer", dtype)
+    given, wanted = transformer.config["in_channels"], model.input_channels(codec.config["z_dim"])
+    if given != wanted:  # an image-to-video model of the same class, for one
+        raise ValueError(
+            f"{folder / 'transformer'} reads {given} channels, must read {wanted} with this codec: it is of another "
+            "model than model.kind names; give its folder"
+        )
     return Networks(
         model=model,
-        transformer=load_transformer(model.network, folder / "transformer", dtype),
-        codec=Codec.from_folder(folder / "vae", device=device, tiles=tiles, slicing=slicing, offload=offload),
+        transformer=transformer,
+        codec=codec,
         texts=TextEncoder.from_folder(folder, dtype, device=device, offload=offload),
         images=open_images(model, folder, dtype, device=device, offload=offload),
     )
@@ -90,7 +98,7 @@ def check_folder(model: VideoModel, path: str | Path) -> Path:
     """Return the path of a model folder that has all components.
 
     Raises:
-        ValueError: a component is missing; says where to get it.
+        ValueError: a component is missing, with where to get it, or there is a second transformer.
     """
     folder = Path(path)
     absent = [part for part in model.components if not (folder / part).is_dir()]
@@ -99,6 +107,11 @@ def check_folder(model: VideoModel, path: str | Path) -> Path:
         raise ValueError(
             f"model.path {str(folder)!r} {what}, expected {', '.join(model.components)} in diffusers layout; "
             f"{model.origin}"
+        )
+    if (folder / "transformer_2").is_dir():
+        raise ValueError(
+            f"model.path {str(folder)!r} has a transformer_2: models of two transformers (Wan 2.2 A14B) are not "
+            "served, and one of the two is not the model; give a folder of one, such as Wan2.1 or Wan2.2-TI2V-5B"
         )
     return folder
 
