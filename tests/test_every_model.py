@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from flow_grpo.models.registry import VIDEO_MODELS
 from flow_grpo.preflight.dry_run import epoch_tensors
 from flow_grpo.preflight.plan import largest_size, make_plan
 from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.starts import configuration_of
 from flow_grpo.settings.loading import load_config
 from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest
 from tests.workers import run_ranks
 from tools import doctor, export_adapter, generate, precompute, random_model
+from tools.evaluation.videos import make_videos
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "assets" / "prompts"
@@ -101,6 +104,9 @@ def test_a_run_is_sampled_from_exported_and_loaded_by_the_same_tools(knobs, tmp_
     subject += ["--source-poses", "static"] if knobs["model.kind"] == "redirector" else []
     assert generate.main(["--run", str(run), *subject, "--out", str(tmp_path / "made"), "--steps", "2"]) == 0
     assert len(list((tmp_path / "made").glob("*_before.mp4"))) == 1
+    if source is not None:  # the held-out conditions, as tools/evaluate.py --run films them
+        films, cameras = make_videos(configuration_of(run), run / "adapter", tmp_path / "judged", None)
+        assert len(list(films.glob("*.mp4"))) == len(json.loads(cameras.read_text())) == 2
     checkpoint = sorted((run / "checkpoints").iterdir())[-1]
     exported = [*words(knobs, tmp_path), "--checkpoint", str(checkpoint), "--out", str(tmp_path / "again")]
     assert export_adapter.main(exported) == 0
