@@ -33,6 +33,7 @@ MAY_NAME_DEVICES = {
 CPU_MATHS = (
     # Poses, rewards and noise levels are on the CPU; sde.py and loss.py take tensors of the device.
     "flow_grpo/maths/advantages.py",
+    "flow_grpo/maths/benchmarks.py",
     "flow_grpo/maths/path_errors.py",
     "flow_grpo/maths/poses.py",
     "flow_grpo/maths/reward_rules.py",

@@ -279,9 +279,9 @@ def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: floa
     return dataclasses.replace(found, cpu_seconds=time.process_time() - begun)
 
 
-def judge(task: Task, key: str, outcome: Outcome[Estimate]) -> Finished:
-    """Compare the estimated with the commanded path, and return the video's row."""
-    frames = frame_numbers(len(task.commanded))
+def judge(task: Task, key: str, outcome: Outcome[Estimate], frames: Sequence[int] | None = None) -> Finished:
+    """Compare the estimated with the commanded path at `frames`, by default those of `measure`; return the row."""
+    frames = frame_numbers(len(task.commanded)) if frames is None else list(frames)
     commanded = task.commanded[frames]
     seen = outcome.value or Estimate(np.full((len(frames), 4, 4), np.nan))
     poses, found = torch.from_numpy(seen.poses), int(seen.found.sum())

@@ -175,7 +175,7 @@ def fit_path(
             f"{name}: poses {at} and {at + 1} are turned by {turns[at]:.1f} degrees, must be at most "
             f"{SURE_TURN_DEG:g}; add poses between them"
         )
-    return _resample(poses, _frame_positions(len(poses), num_frames, fps, name))
+    return resample(poses, _frame_positions(len(poses), num_frames, fps, name))
 
 
 def _frame_positions(count: int, num_frames: int, fps: float | None, name: str) -> Tensor:
@@ -195,8 +195,8 @@ def _frame_positions(count: int, num_frames: int, fps: float | None, name: str) 
     return (frames * fps / VIDEO_FPS).clamp(max=count - 1)
 
 
-def _resample(poses: Tensor, positions: Tensor) -> Tensor:
-    """Return poses (T, 4, 4) at fractional positions (T,) along (N, 4, 4)."""
+def resample(poses: Tensor, positions: Tensor) -> Tensor:
+    """Return poses (T, 4, 4) at fractional positions (T,) along (N, 4, 4), N >= 2: slerp and straight lines between."""
     before = positions.floor().long().clamp(max=len(poses) - 2)
     part = (positions - before)[:, None]
     first, second = poses[before], poses[before + 1]

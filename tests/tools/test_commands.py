@@ -18,15 +18,8 @@ COMMANDS = sorted(
     if "__main__" in file.read_text(encoding="utf-8")
 )
 FOR_USERS = [
-    *(
-        "check_dataset",
-        "check_sources",
-        "convert_recammaster",
-        "convert_redirector",
-        "device_report",
-        "doctor",
-        "evaluate",
-    ),
+    *("benchmark", "check_dataset", "check_sources", "convert_recammaster", "convert_redirector", "device_report"),
+    *("doctor", "evaluate"),
     *("export_adapter", "finetune_recam", "generate", "learning_study", "make_tiny_world", "measure_signal"),
     *("plan", "precompute", "random_model", "reward_server"),
 ]

@@ -1,0 +1,118 @@
+"""What other programs have measured, read from their files: ViPE's poses, ReDirector's MEt3R, VBench's scores."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.poses import check_poses
+from flow_grpo.runtime.json_files import read_json_object, read_text
+
+AGAIN = "run it again"
+MET3R = {"dyn_met3r": "Dyn-MEt3R", "met3r": "MEt3R"}  # column -> word of the file
+RESULTS = "results.txt"
+VBENCH = "*_eval_results.json"
+
+
+def vipe_poses(folder: Path, names: Sequence[str], frames: int) -> Tensor | None:
+    """Return the poses (frames, 4, 4) float64, camera-to-world, that ViPE found in a video; None without its file.
+
+    Args:
+        folder: ViPE's output folder, or one that holds those of many videos: any pose/NAME.npz below it is found.
+        names: of the video, in any of its spellings.
+        frames: of the video.
+
+    Raises:
+        ValueError: several files, a damaged one, or one of another number of frames.
+    """
+    found = sorted({file for name in names for file in folder.rglob(f"pose/{_escaped(name)}.npz")})
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(f"--vipe {folder} has both {found[0]} and {found[1]}, must have one of them; remove the other")
+    (file,) = found
+    try:
+        # numpy leaves a damaged file open that it has opened itself.
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+            poses = torch.from_numpy(np.asarray(arrays["data"], dtype=np.float64))
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"ViPE's {file} holds no array 'data' of numbers ({error}); {AGAIN}") from error
+    if tuple(poses.shape) != (frames, 4, 4):
+        raise ValueError(
+            f"ViPE's {file} has shape {tuple(poses.shape)}, must be ({frames}, 4, 4), one pose a frame of the video; "
+            f"{AGAIN}"
+        )
+    check_poses(poses, f"ViPE's {file}")
+    return poses
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def met3r_values(folder: Path, name: str) -> dict[str, float | None]:
+    """Return a video's MEt3R figures from FOLDER/NAME/results.txt, None for what is not there or failed.
+
+    Raises:
+        ValueError: a figure that is neither a number nor None.
+    """
+    file = folder / name / RESULTS
+    if not file.is_file():
+        return dict.fromkeys(MET3R)
+    pairs = (line.split(":", 1) for line in read_text(file, AGAIN).splitlines() if ":" in line)
+    lines = {word.strip(): value.strip() for word, value in pairs}
+    return {column: _number(lines.get(word, "None"), file, word) for column, word in MET3R.items()}
+
+
+def _number(text: str, file: Path, word: str) -> float | None:
+    try:
+        return None if text == "None" else float(text)
+    except ValueError:
+        raise ValueError(f"{file}: {word} is {text!r}, must be a number or None; {AGAIN}") from None
+
+
+def vbench_scores(folder: Path, names: Sequence[str]) -> dict[str, float]:
+    """Return VBench's score of each dimension in a folder's result files, which must be about exactly these videos.
+
+    VBench's own overall score is taken, as some dimensions scale it differently from the scores of videos.
+
+    Raises:
+        ValueError: no or damaged files, a dimension twice, or other videos than `names`.
+    """
+    files = sorted(folder.rglob(VBENCH))
+    if not files:
+        raise ValueError(f"--vbench {folder} has no file {VBENCH}; give VBench's output folder")
+    scores: dict[str, float] = {}
+    for file in files:
+        for dimension, entry in read_json_object(file, AGAIN).items():
+            if dimension in scores:
+                raise ValueError(f"--vbench {folder} has {dimension} twice, again in {file.name}; remove one")
+            scores[dimension] = _vbench_score(entry, names, f"{file}: {dimension}")
+    return scores
+
+
+def _vbench_score(entry: Any, names: Sequence[str], place: str) -> float:
+    try:
+        overall, videos = entry
+        stems = sorted(Path(video["video_path"]).stem for video in videos)
+        score = float(overall)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{place} is not [score, [videos]] as VBench writes it; {AGAIN}") from error
+    if stems != sorted(names):
+        differ = sorted(set(stems) ^ set(names))
+        which = f", such as {differ[0]}" if differ else ""
+        raise ValueError(f"{place} is about {len(stems)} videos, must be about the {len(names)} scored ones{which}")
+    return score
+
+
+def mean_of(values: Sequence[Mapping[str, Any]], column: str) -> tuple[float | None, int]:
+    """Return the mean of a column over the rows that have it, None without any, and how many these are."""
+    found = [row[column] for row in values if row.get(column) is not None]
+    return (sum(found) / len(found) if found else None), len(found)
