@@ -48,7 +48,7 @@ from tools.published.redirect4d import FRAMES, case_name, copy_for_scorer, prepa
 from tools.published.claims import PRINTED
 from tools.published.plan import SCRIPT, VIDEOS, Plan, read_plan, write_plan
 from tools.published.report import report
-from tools.published.results import met3r_values, vbench_scores, vipe_poses
+from tools.published.results import met3r_values, vbench_scores, vipe_files, vipe_poses
 from tools.published.tasks import find_tasks
 
 
@@ -151,11 +151,11 @@ def vipe_rows(args: argparse.Namespace, plan: Plan, tasks: Sequence[Task]) -> li
         ValueError: an unusable file, or none at all.
     """
     items, rows = {item.name: item for item in plan.items}, []
-    metric = args.metric or plan.benchmark == "redirect4d"
+    files, metric = vipe_files(args.vipe), args.metric or plan.benchmark == "redirect4d"
     for task in tasks:
         frames, item = len(task.commanded), items[task.name]
         names = [task.file.stem] + [case_name(item)] * (plan.benchmark == "redirect4d" and not args.before)
-        poses = vipe_poses(args.vipe, names, frames)
+        poses = vipe_poses(files, names, frames)
         found = None if poses is None else Estimate(poses.numpy(), metric=metric)
         cause = f"ViPE has no pose/{names[0]}.npz" if found is None else ""
         row = evaluate.judge(task, "", Outcome(found, cause), range(frames)).row | {"focal_px": None}

@@ -252,7 +252,8 @@ def test_published_figures_are_shown_beside_ours_under_the_same_protocol_only(da
     folder = vipe_of_davis(davis)
     one = claims.Claim("Model X", claims.CLAIMS[0].figures, "A paper", "2026-01", protocol_of_stand_in())
     monkeypatch.setattr(claims, "CLAIMS", (one,))
-    scored(davis, "--vipe", folder)
+    write_met3r(davis.parent / "met3r", "dog_arc_left", 0.1)  # of one video: no figure of the set
+    scored(davis, "--vipe", folder, "--results", davis.parent / "met3r")
     assert "| these videos | 0 | 0 | – | – | measured here |" in (out := capsys.readouterr().out)
     assert "| Model X | 0.0367 | 6.95 | 0.804 | 0.274 | A paper, 2026-01 |" in out
     (davis / "videos" / "dog_zoom_in.mp4").unlink()
@@ -338,7 +339,7 @@ def test_unusable_results_are_refused_in_one_line(davis, capsys):
     assert "last row other than 0 0 0 1" in refusal(capsys, *words)
     file.write_bytes(good)
     write_vipe(folder / "again", "bear_arc_left", torch.eye(4).repeat(25, 1, 1))
-    assert "must have one of them" in refusal(capsys, *words)
+    assert "remove one of them" in refusal(capsys, *words)
     assert "has poses of no video" in refusal(capsys, "score", davis, "--vipe", davis / "videos")
     assert "--focal-px is None" in refusal(capsys, "score", davis)
     assert "write it with tools/benchmark.py prepare" in refusal(capsys, "score", davis.parent)

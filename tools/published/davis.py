@@ -103,4 +103,4 @@ def _caption(texts: Mapping[str, object] | None, file: Path | None, video: str) 
     text = texts.get(video)
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"--captions {file} has {text!r} for {video}, must be a text for every video")
-    return text.strip()
+    return " ".join(text.split())

@@ -51,7 +51,7 @@ def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, in
         item = item_name(track, trajectory)
         place = f"{CAMERAS}/{track}/{trajectory}.json"
         paths[place] = target_path(content, frames, folder / "trajectory.json")
-        prompt = read_text(folder / "prompt.txt", DAMAGED).strip()
+        prompt = " ".join(read_text(folder / "prompt.txt", DAMAGED).split())  # a command stays one line
         items.append(Item(item, track, trajectory, place, frames, prompt, _focal(content, size)))
     check_names(items)
     files = {track: _source(sources, track) for track, _ in cases}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,22 +20,30 @@ RESULTS = "results.txt"
 VBENCH = "*_eval_results.json"
 
 
-def vipe_poses(folder: Path, names: Sequence[str], frames: int) -> Tensor | None:
+def vipe_files(folder: Path) -> dict[str, list[Path]]:
+    """Return video name -> its files of poses below ViPE's output folder, or one that holds those of many videos."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.rglob("pose/*.npz")):
+        found.setdefault(file.stem, []).append(file)
+    return found
+
+
+def vipe_poses(files: Mapping[str, Sequence[Path]], names: Sequence[str], frames: int) -> Tensor | None:
     """Return the poses (frames, 4, 4) float64, camera-to-world, that ViPE found in a video; None without its file.
 
     Args:
-        folder: ViPE's output folder, or one that holds those of many videos: any pose/NAME.npz below it is found.
+        files: of `vipe_files`.
         names: of the video, in any of its spellings.
         frames: of the video.
 
     Raises:
         ValueError: several files, a damaged one, or one of another number of frames.
     """
-    found = sorted({file for name in names for file in folder.rglob(f"pose/{_escaped(name)}.npz")})
+    found = [file for name in names for file in files.get(name, ())]
     if not found:
         return None
     if len(found) > 1:
-        raise ValueError(f"--vipe {folder} has both {found[0]} and {found[1]}, must have one of them; remove the other")
+        raise ValueError(f"ViPE's poses of {names[0]} are in both {found[0]} and {found[1]}; remove one of them")
     (file,) = found
     try:
         # numpy leaves a damaged file open that it has opened itself.
@@ -51,10 +58,6 @@ def vipe_poses(folder: Path, names: Sequence[str], frames: int) -> Tensor | None
         )
     check_poses(poses, f"ViPE's {file}")
     return poses
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def met3r_values(folder: Path, name: str) -> dict[str, float | None]:
