@@ -100,7 +100,8 @@ def from_world_to_camera(matrices: Tensor) -> Tensor:
         raise ValueError(f"world-to-camera matrices have shape {tuple(matrices.shape)}, must be (F, 3, 4)")
     poses = pose(matrices[:, :, :3].double(), matrices[:, :, 3].double())
     check_poses(poses, "world-to-camera matrices")
-    return torch.linalg.inv(poses)
+    inverse: Tensor = torch.linalg.inv(poses)
+    return inverse
 
 
 def quaternion_matrix(quaternions: Tensor) -> Tensor:
