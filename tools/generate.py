@@ -56,6 +56,7 @@ from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
 from flow_grpo.data.prompts import PromptDataset, read_prompts
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, camera_path, find_videos
 from flow_grpo.data.video_io import video_size
+from flow_grpo.maths.poses import relative
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models import codec
 from flow_grpo.models.registry import video_model
@@ -71,6 +72,7 @@ from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.runtime.video_file import write_video
 from tools.common import fail
 from tools.generation.options import parse
+from tools.published.results import vipe_files, vipe_poses
 from tools.generation.records import AFTER, BEFORE, BESIDE, RECORD, TOOL, record_of
 
 # By the ending of its files: a policy, and the context in which it is the model before or after training.
@@ -258,18 +260,28 @@ def source_cameras(args: argparse.Namespace, requests: Sequence[Request]) -> dic
     if "source_poses" not in video_model(args.kind).needs:
         return found
     size = (args.frames, args.height, args.width)
-    static = torch.eye(4, dtype=torch.float64).expand(args.frames, 4, 4)
-    poses = static if args.source_poses == "static" else camera_path(args.source_poses, args.frames)
     for request in requests:
         assert request.source is not None
         focal = args.focal_px or lens_px(request.source, size)
         if focal is None:
             raise ValueError(f"--focal-px is needed by --kind {args.kind}: nothing tells that of {request.source}")
         found[request] = {
-            "source_poses": poses.clone(),
+            "source_poses": source_path(args.source_poses, request.source, args.frames),
             "intrinsics": torch.tensor([focal, focal, args.width / 2, args.height / 2]),
         }
     return found
+
+
+def source_path(given: str, source: Path, frames: int) -> Tensor:
+    """Return the poses (frames, 4, 4) of a source's camera: "static", a path.json, or those of ViPE's folder."""
+    if given == "static":
+        return torch.eye(4, dtype=torch.float64).repeat(frames, 1, 1)
+    if not Path(given).is_dir():
+        return camera_path(given, frames)
+    poses = vipe_poses(vipe_files(Path(given)), [source.stem], video_size(source)[0])
+    if poses is None:
+        raise ValueError(f"--source-poses {given} has no pose/{source.stem}.npz; let ViPE run on {source}")
+    return relative(poses[0], poses[:frames])
 
 
 def find_sources(places: Sequence[Path]) -> Iterator[Path]:

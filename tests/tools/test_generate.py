@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import av
+import numpy as np
 import pytest
 import torch
 
@@ -358,6 +359,16 @@ def test_the_focal_length_of_multicam_sources_is_recorded(source, tmp_path):
     assert record["focal_px"] == pytest.approx(18 / 23.76 * 32, rel=0.02)
     made(folder / "room.mp4", "--focal-px", 77)
     assert json.loads((folder / "room_arc_left-0.5.json").read_text())["focal_px"] == 77
+
+
+def test_a_source_s_own_path_is_static_of_a_file_or_of_vipe_s_folder(source, tmp_path):
+    assert torch.equal(generate.source_path("static", source, 5), torch.eye(4, dtype=torch.float64).expand(5, 4, 4))
+    with pytest.raises(ValueError, match=r"has no pose/room.npz; let ViPE run on"):
+        generate.source_path(str(tmp_path), source, 5)
+    path, world = preset_path("arc_left", video_size(source)[0]), preset_path("tilt_up", 2)[1]
+    (tmp_path / "pose").mkdir()
+    np.savez(tmp_path / "pose" / "room.npz", data=(world @ path).numpy())
+    torch.testing.assert_close(generate.source_path(str(tmp_path), source, 5), path[:5])
 
 
 def test_evaluate_reads_the_folder_as_it_is_with_before_beside_after(source, tmp_path):
