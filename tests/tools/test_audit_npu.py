@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +187,14 @@ def test_another_file_than_a_torch_npu_wheel_is_refused_in_one_line(
         assert line.startswith("error:") and text in line
     with pytest.raises(UnreadableWheelError, match="lists no operators"):
         _ = Wheel(wheel(change=("supported:", "other:"))).operators
+
+
+def test_a_training_step_that_its_device_refuses_is_one_line(
+    wheel: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "observe", mock.Mock(side_effect=RuntimeError("tensors of two devices")))
+    assert audit_npu.main(["--wheel", str(wheel())]) == 2
+    assert capsys.readouterr().err == "error: tensors of two devices\n"
 
 
 def test_the_downloaded_version_is_the_one_that_is_pinned() -> None:

@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with contextlib.ExitStack() as stack:
             wheel = Wheel(known.wheel or stack.enter_context(downloaded()))
-            findings = audit(wheel, step=not known.names_only)
+            findings = audit(wheel, names_only=known.names_only)
             if known.json:
                 rows = [dataclasses.asdict(finding) for finding in findings]
                 known.json.write_text(json.dumps({"wheel": wheel.name, "findings": rows}, indent=1) + "\n")
@@ -53,12 +53,12 @@ def main(words: Sequence[str] | None = None) -> int:
     return int(any(finding.status == "fail" for finding in findings))
 
 
-def audit(wheel: Wheel, *, step: bool) -> list[Finding]:
-    """Return all findings; without `step` those on operators and dtypes are skipped. ValueError: unreadable wheel."""
+def audit(wheel: Wheel, *, names_only: bool) -> list[Finding]:
+    """Return all findings, `names_only` those of names and their arguments. ValueError: unreadable wheel."""
     findings = names.check_names(wheel, project_uses())
     findings.append(names.check_backend(wheel))
     findings += names.check_environment(wheel, sorted(device_api.npu_environment()))
-    if step:
+    if not names_only:
         registered, seen = wheel.operators, step.observe()
         findings += [*step.check_operators(seen.operators, registered), *step.check_dtypes(seen.wide)]
     return findings
