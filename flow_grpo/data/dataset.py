@@ -7,6 +7,7 @@ import atexit
 import functools
 import hashlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,13 @@ class Split(ConditionDataset):
 
 
 def file_id(file: Path) -> str:
-    """Return a hash of a file's content; ValueError if it cannot be read."""
+    """Return a hash of a file's content; ValueError if it cannot be read or is a pipe, which would be waited for."""
     try:
         found = file.stat()
     except OSError as error:
         raise ValueError(f"video {file} cannot be read ({error.strerror}); check the dataset folder") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"video {file} is no regular file; check the dataset folder")
     return _content_hash(file, found.st_size, found.st_mtime_ns)
 
 
