@@ -77,7 +77,7 @@ def rewards_in_words(spec: str, config: Config) -> str:
         before = recipe.get(name)
         note = " (not in the recipe)" if before is None else "" if before == weight else f" (recipe: {before:g})"
         said.append(f"{name} {weight:g}{note}")
-    joined = recipe.keys() != config.reward.weights.keys()
+    joined = recipe.keys() < config.reward.weights.keys()  # a whole table takes the recipe's place
     way_out = "; the recipe's stay: a weight of 0 takes one out of training" if joined else ""
     return f"rewards and their weights: {', '.join(said)}{way_out}"
 

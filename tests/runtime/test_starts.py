@@ -134,3 +134,5 @@ def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():
     said = starts.rewards_in_words(TOY, load_config(TOY, words))
     assert "exposure 0.5 (not in the recipe)" in said and "target_view 0 (recipe: 1)" in said
     assert said.endswith("the recipe's stay: a weight of 0 takes one out of training")
+    replaced = starts.rewards_in_words(TOY, load_config(TOY, ["--config.reward.weights=exposure=1"]))
+    assert replaced == "rewards and their weights: exposure 1 (not in the recipe)"
