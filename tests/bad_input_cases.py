@@ -423,9 +423,15 @@ def _outside(name: str) -> Callable[[dict[str, Any]], object]:
     return lambda manifest: manifest["files"].update({name: manifest["files"].pop("state.json")})
 
 
+def _to_itself(setup: Setup) -> None:
+    (setup.folder / "ckpt").symlink_to("ckpt")
+    setup.knobs["resume"] = setup.folder / "ckpt"
+
+
 RESUME = [
     (knob("resume", "nowhere"), "resume='nowhere' ... manifest.json does not exist ... give a folder"),
     (lambda s: knob("resume", s.file("ckpt"))(s), "resume= ... ckpt ... Not a directory ... give a folder"),
+    (_to_itself, "resume= ... ckpt ... Too many levels of symbolic links ... give a folder"),
     (knobs(resume="auto", run_name=""), "resume='auto' ... needs the name ... pass --config.run_name"),
     (
         resumed(lambda c: (c / "manifest.json").write_text("[" * 200_000)),

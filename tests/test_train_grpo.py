@@ -375,10 +375,27 @@ def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_pat
     assert (run / "config.json").read_bytes() == before and len(list((run / "starts").iterdir())) == 1
     assert train_grpo.main([*again, "--config.num_epochs=2"]) == 0
     said = capsys.readouterr().out
+    assert "\nrewards and their weights: " in said and "motion_mag 1 (not in the recipe)" in said
     assert "\n  num_epochs: 1 -> 2\n" in said and "resumes from " in said and "saved after epoch 1 of 2\n" in said
     now, start = (json.loads((run / name).read_text()) for name in ("config.json", "starts/002.json"))
     assert now == start["config"] and now["train"]["learning_rate"] == 2e-5
     assert [row["train/learning_rate"] for row in metrics_of(run) if "train/learning_rate" in row] == [2e-5, 2e-5]
+
+
+def test_a_file_that_may_not_be_read_is_a_refusal_with_its_name():
+    with pytest.raises(ValueError, match="see that") as caught, train_grpo.raise_on_all_ranks(Ranks()):
+        raise PermissionError(13, "Permission denied", "a.mp4")
+    said = "[Errno 13] Permission denied: 'a.mp4'; see that the file or folder can be used"
+    assert str(caught.value) == said
+
+
+def test_the_time_left_counts_the_minutes_that_earlier_starts_of_a_run_have_used(places, tmp_path):
+    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
+    again = words(places, tmp_path, resume="auto", max_minutes=2)
+    config, recipe = train_grpo.read_command_line(again)
+    trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
+    used = trainer.state.train_seconds
+    assert used > 0 and trainer.progress._seconds == 120 - used
 
 
 def test_a_sharded_run_resumes_bit_by_bit(places, tmp_path):

@@ -379,6 +379,19 @@ def test_a_missing_frame_or_camera_or_another_file_is_refused(tmp_path):
         assert str(file) in refused() and "remove the scene" in refused()
 
 
+def test_a_folder_that_may_not_be_read_is_named(root, monkeypatch):
+    iterdir, closed = Path.iterdir, root / "train" / "f35_aperture2.4"
+
+    def refused(folder: Path):
+        if folder == closed:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    said = refusal(lambda: find_scenes(root, "train"))
+    assert said == f"dataset folder {closed} cannot be read (Permission denied); make it readable"
+
+
 @pytest.mark.parametrize("into", ["train/f18_aperture10", "train", "val/10basic_trajectories/videos"])
 def test_a_folder_that_is_reached_twice_is_refused(root, into):
     (root / "train" / "again").symlink_to(root / into)

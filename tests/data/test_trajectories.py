@@ -169,6 +169,7 @@ def test_a_file_holds_poses_or_an_object_with_them(tmp_path):
         ("orbit", "no list of 4x4 matrices"),
         ({"poses": [[[1, 0], [0]]]}, "no list of 4x4 matrices"),
         ({"poses": []}, "has shape (0,)"),
+        ({"poses": [[[10**400] * 4] * 4] * 2}, "no list of 4x4 matrices"),
         ({"poses": [EYE.tolist()] * 2, "fps": 0}, "fps is 0, must be a number above 0"),
         ({"poses": [EYE.tolist()] * 2, "fps": True}, "fps is True"),
         ({"poses": [EYE.tolist()] * 2, "fps": math.nan}, "fps is nan"),

@@ -140,6 +140,12 @@ def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path, name, con
     assert "\n" not in str(caught.value)
 
 
+def test_a_pipe_is_no_file_of_tensors(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match="is no regular file; save, copy or download it again"):
+        read_tensors(tmp_path / "x.safetensors")
+
+
 @pytest.mark.parametrize("held", ["a", "abc"])
 def test_an_index_and_a_shard_that_disagree_are_refused(tmp_path, held):
     index = sharded(tmp_path, "x.safetensors.index.json", {"a": "a.safetensors", "b": "a.safetensors"})

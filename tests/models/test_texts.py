@@ -109,13 +109,29 @@ def test_weights_that_would_be_drawn_at_random_are_refused_before_a_prompt_is_en
         TextEncoder.from_folder(folder, torch.float32, device=CPU)
 
 
-def test_code_in_a_model_folder_is_neither_run_nor_asked_about(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("file", "own"),
+    [
+        (
+            "text_encoder/config.json",
+            {
+                "model_type": "nobodys",
+                "auto_map": {"AutoConfig": "own.Config", "AutoModelForTextEncoding": "own.Model"},
+            },
+        ),
+        (
+            "tokenizer/tokenizer_config.json",
+            {"tokenizer_class": "Nobodys", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}},
+        ),
+    ],
+    ids=["text_encoder", "tokenizer"],
+)
+def test_code_in_a_model_folder_is_neither_run_nor_asked_about(folder, monkeypatch, file, own):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks whether to run code"))
-    file = folder / "text_encoder" / "config.json"
-    own = {"model_type": "nobodys", "auto_map": {"AutoConfig": "own.Config", "AutoModelForTextEncoding": "own.Model"}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | own))
-    (folder / "text_encoder" / "own.py").write_text("raise SystemExit('run')")
-    with pytest.raises(ValueError, match=r"text_encoder cannot be loaded .*download it again"):
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (path.parent / "own.py").write_text("raise SystemExit('run')")
+    with pytest.raises(ValueError, match=rf"{path.parent.name} cannot be loaded .*download it again"):
         TextEncoder.from_folder(folder, torch.float32, device=CPU)
 
 

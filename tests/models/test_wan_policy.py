@@ -343,6 +343,17 @@ def test_a_model_folder_gives_the_policy_it_was_saved_from(folder):
     assert loaded.module.gradient_checkpointing and loaded.trained_parameters()
 
 
+def test_rounded_timesteps_and_the_codec_s_tiles_are_those_of_the_configuration(folder):
+    plain = load(folder)
+    original = load(folder, round_timestep=True, vae_tiling=True, vae_tiles="recammaster")
+    assert original.codec.identity == f"{plain.codec.identity} tiled 30x52"
+    latents, encoded = noisy(plain, [condition(0)])[0], plain.encode([condition(0)])
+    for made, timestep in ((plain, 833.27), (original, 832.0)):
+        made.module.forward = Mock(wraps=made.module.forward)
+        made.velocity(latents, torch.tensor([0.83327]), encoded)
+        assert made.module.forward.call_args.args[1].item() == pytest.approx(timestep)
+
+
 @pytest.mark.parametrize("mode", ["lora", "attention"])
 def test_bf16_computes_close_to_fp32_and_trains_with_fp32_velocities(folder, mode):
     made = load(folder, dtype="bf16", trained=mode)

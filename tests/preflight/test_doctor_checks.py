@@ -170,7 +170,8 @@ def test_samples_that_change_on_their_way_to_the_update_fail(gap, probe_gap, exa
     [
         (1e-3, 1e-3, 2, "ok"),
         (1e-3, 0.2, 1, "warn"),  # as for a sum over elements
-        (1e-2, 1e-4, 1, "warn"),  # nearly everything clipped
+        (1e-2, 1e-4, 1, "warn"),  # nearly everything would be clipped, had the epoch a second update
+        (1.0, 1e-4, 2, "fail"),  # it has: everything is clipped
         (1e-6, 1e-3, 2, "warn"),  # nothing ever clipped
         (1e-6, 1e-3, 1, "ok"),  # nor can it be
         (0.0, 1e-3, 1, "fail"),  # nothing moved

@@ -44,6 +44,11 @@ def test_a_sound_run_passes_and_is_left_as_it_was(context):
     assert context.updater.optimizer.state_dict()["state"] == {}
 
 
+def test_a_learning_rate_that_replaces_the_weights_fails_before_training(places, tmp_path):
+    context = build_context(words(places, output_root=tmp_path, train__learning_rate=1e3))
+    assert statuses(fast.examine(context)) == {"rate": "fail"}
+
+
 def test_a_video_that_cannot_be_read_is_a_failed_rollout(context):
     with mock.patch.object(type(context.data), "condition", side_effect=ValueError("video x is broken")):
         (found,) = [found for found in fast.examine(context) if found.status == "fail"]

@@ -36,7 +36,7 @@ def test_the_table_holds_the_published_scalars(step, kind, level, std, gain, exc
 
 def test_a_sound_schedule_passes_and_prints_a_row_per_step():
     found = checks.check_steps(SIGMAS, [1, 2, 3], SdeSettings("flow", 0.7), torch.full((10,), 2.0))
-    assert found.status == "ok"
+    assert found.status == "ok" and "gain: |d mean / d velocity| / std" in found.measured
     assert found.measured.splitlines()[-3].split() == [
         "1",
         "0.9643",

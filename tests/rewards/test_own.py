@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from flow_grpo.rewards.base import build_reward_set, check_name, try_rewards
 from flow_grpo.settings.errors import ConfigError
 from tests.toy import condition
 
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 CONDITIONS = tuple(condition(number) for number in range(3))
 VIDEOS = torch.stack([each.source_video for each in CONDITIONS])
 CLASS = """
@@ -57,6 +59,18 @@ def test_a_class_keeps_its_floor_and_measures_under_the_name_that_the_run_gives_
     assert rewards.floors == {name: 0.25}
     assert set(rewards(VIDEOS, CONDITIONS)[name].info) == {"red"}
     try_rewards(rewards, CONDITIONS[0])
+
+
+@pytest.mark.parametrize(("number", "example", "floor"), [(0, "warmth", 0.0), (1, "Warmth", 0.005)])
+def test_the_examples_on_the_page_are_rewards(own, number, example, floor):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    name = own(blocks[number], example)
+    rewards = build_reward_set({name: 1.0}, data_root=".")
+    try_own(rewards, CONDITIONS[0])
+    result = rewards(VIDEOS, CONDITIONS)[name]
+    assert torch.allclose(result.values, (VIDEOS[:, 0] - VIDEOS[:, 2]).mean((1, 2, 3)), atol=1e-6)
+    assert rewards.floors == {name: floor}
 
 
 def test_a_value_that_is_no_number_is_a_fault_and_no_score(own):

@@ -258,6 +258,8 @@ def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_renam
     assert events[:4] == ["state.safetensors", "state.json", "rank_0.safetensors", "rank_0.json"]
     assert events[4] == "manifest.json" and events[5].startswith("checkpoint_000003.tmp-")
     assert events[6:] == ["rename", "c"]
+    manifest = json.loads((tmp_path / "c" / "checkpoint_000003" / "manifest.json").read_text())
+    assert manifest["format"] == checkpoint.FORMAT
 
 
 def save_on_all(ranks: Ranks, folder: Path, unpicklable_rank: int | None) -> str:

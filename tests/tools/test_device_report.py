@@ -21,7 +21,7 @@ from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.runtime import device as device_api
 from tests.limits import LIMIT_S
 from tools import device_report
-from tools.device import counts, networks
+from tools.device import counts, kernels, networks
 from tools.device.kernels import SIZES, Setting, Video, breakdown
 from tools.device_report import Job
 
@@ -71,6 +71,13 @@ def test_the_self_test_measures_every_part_and_keeps_it(tmp_path) -> None:
     assert kept["hardware"] and kept["torch"] == torch.__version__ and kept["sizes"]["blocks"] == 2
     assert not list(tmp_path.glob("*.part"))
     assert "not judged at this size" in done.stdout and "forward_5x32x272" in done.stdout
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_kernels_are_named_only_where_asking_for_one_has_an_effect(monkeypatch, chosen) -> None:
+    monkeypatch.setattr(device_api, "chooses_sdpa_kernel", lambda device: chosen)
+    named = [name for name, *_ in kernels._attentions(CPU)]
+    assert named[0] == "native" and any(name.startswith("sdpa_") for name in named) is chosen
 
 
 def test_a_failing_part_leaves_the_figures_of_the_others() -> None:

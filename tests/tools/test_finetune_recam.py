@@ -102,6 +102,11 @@ def test_batches_of_fixed_size_drop_what_takes_them_above_the_token_limit(places
     assert metrics_of(tmp_path / "run", "train/dropped") == dropped[:3] and any(dropped[:3])
 
 
+def test_loader_processes_hold_as_many_batches_ready_as_are_asked_for(places, tmp_path) -> None:
+    run = made(words(places, tmp_path, "--num-workers", "1", "--prefetch-factor", "3"))
+    assert run.batches._loader.prefetch_factor == 3
+
+
 def test_items_are_drawn_by_the_weights_of_a_file(places, tmp_path) -> None:
     data = made(words(places, tmp_path)).batches.dataset
     names = ["/".join(data.name_of(index)) for index in range(len(data))]

@@ -82,6 +82,7 @@ def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(so
     assert f"1/1 room.mp4 along arc_left:0.5: {source.with_name('room_arc_left-0.5.mp4')} (" in output.out
     first, *_, last = output.out.splitlines()
     assert first.startswith(f"1 video(s) of 5x24x32: {MODEL}, no adapter, 2 steps, shift 5, guidance 1, fp32")
+    assert f"\nloading {MODEL}\n" in output.out  # the network takes a minute
     assert last == f"measure the cameras: python tools/evaluate.py {source.parent} --focal-px PIXELS"
 
 
@@ -335,6 +336,16 @@ def test_options_that_are_given_win_over_the_run_s(source, tmp_path):
     assert (args.steps, args.guidance, args.before, args.out) == (3, 1.0, False, Path("here"))
     assert (args.negative_prompt, args.adapter, args.width) == ("dark", run / "adapter", 32)
     assert options.parse(given, None).guidance == 3.0
+
+
+def test_rounded_timesteps_and_the_codec_s_tiles_are_the_run_s_unless_others_are_given(source, tmp_path):
+    original = {"model__round_timestep": True, "model__vae_tiling": True, "model__vae_tiles": "recammaster"}
+    run = finished_run(tmp_path / "first", **original)
+    given = ["--run", str(run), "--source", str(source), "--camera", "tilt_up", "--device", "cpu"]
+    for more, rounded, tiles in (([], True, " tiled 30x52"), (["--no-round-timestep", "--tiling", "off"], False, "")):
+        policies = [made for made, _ in generate.load(options.parse([*given, *more], None)).values()]
+        assert {made._round_timestep for made in policies} == {rounded}
+        assert {made.codec.identity.partition(" tiled")[1:] for made in policies} == {tiles.partition(" tiled")[1:]}
 
 
 def test_a_folder_that_is_no_run_s_and_a_run_without_adapter_are_refused(source, tmp_path, capsys):
