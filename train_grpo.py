@@ -7,7 +7,6 @@ Any knob can follow as `--config.section.knob=value`; `--help` and docs/config.m
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -19,8 +18,12 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.settings.reference import command_line
 
-# isort: split
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    command_line(__doc__).print_help()  # now: what follows takes seconds to import
+    sys.exit()
+
 import torch
 
 from flow_grpo.algorithm import build as parts
@@ -57,7 +60,6 @@ from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, to_dict
-from flow_grpo.settings.reference import help_text
 from flow_grpo.settings.schema import Config
 
 ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine that has none
@@ -199,11 +201,7 @@ def read_command_line(argv: Sequence[str] | None) -> tuple[Config, str]:
     Raises:
         ConfigError: a setting that cannot work, identical on every rank.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=help_text(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="such as config/grpo.py:tiny_recam")
-    known, overrides = parser.parse_known_args(argv)
+    known, overrides = command_line(__doc__).parse_known_args(argv)
     config, said = starts.configuration(known.config, overrides)
     if said and int(os.environ.get("RANK", "0")) == 0:
         print("\n".join(said), flush=True)

@@ -5,6 +5,7 @@ python -m flow_grpo.settings.reference > docs/config.md
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping
 
@@ -20,6 +21,15 @@ Any of them follows a recipe on the command line as `--config.KNOB=VALUE`, for e
 Letters: W ranks, k copies of a condition, S denoising steps.
 Made from `flow_grpo/settings/schema.py`: `python -m flow_grpo.settings.reference > docs/config.md`.
 """
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of train_grpo.py; overrides of knobs are what `parse_known_args` leaves over."""
+    parser = argparse.ArgumentParser(
+        description=description, epilog=help_text(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="such as config/grpo.py:tiny_recam")
+    return parser
 
 
 def help_text() -> str:

@@ -179,3 +179,12 @@ def test_the_list_of_knobs_needs_no_torch() -> None:
         "import sys; from flow_grpo.settings.reference import help_text; help_text(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_help_of_training_needs_no_torch() -> None:
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['train_grpo.py', '--help']; "
+        "runpy.run_path('train_grpo.py', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "--config FILE:RECIPE" in done.stdout and "\n  train.learning_rate=" in done.stdout

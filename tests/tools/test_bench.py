@@ -18,7 +18,9 @@ def test_the_benchmark_prints_one_object_with_both_ratios(one_batch, capsys, kl_
     knobs = one_batch | {"train.kl_coef": kl_coef}
     words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", "--epochs", "2", "--json"]
     assert bench.main([*words, *(f"--config.{name}={value}" for name, value in knobs.items())]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr()
+    assert f"measuring {words[1]}: one epoch to warm up and 2 measured" in said.err.splitlines()[0]
+    result = json.loads(said.out.splitlines()[-1])
     assert result["rollout_s"] > 0
     assert result["update_s"] > 0
     assert 0.5 < result["rollout_update_over_bare"] <= result["epoch_over_bare"]
@@ -26,7 +28,9 @@ def test_the_benchmark_prints_one_object_with_both_ratios(one_batch, capsys, kl_
 
 def test_the_packing_case_prints_both_idle_shares(capsys) -> None:
     assert bench.main(["packing", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.err.startswith("measuring the case packing")
+    result = json.loads(said.out)
     assert result["idle_share"] < 0.01 < result["naive_idle_share"]
 
 

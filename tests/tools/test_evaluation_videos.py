@@ -76,7 +76,13 @@ def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_tra
     transformer.save_pretrained(run / "adapter")
     asked = ["--run", str(run), "--out", str(out), "--workers", "0", "--no-plots"]
     assert evaluate.main([*asked, "--config.eval.num_steps", "1"]) == 0
-    assert "measuring 2 videos, and 2 before training" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        f"2 held-out conditions in {out / videos.VIDEOS}, {run / 'adapter'}",
+        "generating the 2 that are missing",
+    ]
+    assert f"2 held-out conditions in {out / 'before' / videos.VIDEOS}, without an adapter" in said
+    assert "measuring 2 videos, and 2 before training" in said
     after, before = (sorted((place / videos.VIDEOS).iterdir()) for place in (out, out / "before"))
     assert [film.name for film in after] == [film.name for film in before]
     assert all(one.read_bytes() != other.read_bytes() for one, other in zip(after, before, strict=True))

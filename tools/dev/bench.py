@@ -54,12 +54,19 @@ def main(words: Sequence[str] | None = None) -> int:
     if case == "epoch":
         parser.add_argument("--epochs", type=int, default=5, help="measured epochs, after one warm-up epoch")
         known, overrides = parser.parse_known_args(given)
+        say(f"{known.config}: one epoch to warm up and {known.epochs} measured, each beside its bare calls")
         result = measure_epochs(known.config, overrides, known.epochs)
     else:
         known = parser.parse_args(given)
+        say(f"the case {case}, up to a few minutes")
         result = CASES[case]()
     print(json.dumps(result) if known.json else table(result))
     return 0
+
+
+def say(what: str) -> None:
+    """Print what is measured, on standard error: the other one is for results."""
+    print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
 def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str, float]:

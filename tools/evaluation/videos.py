@@ -58,6 +58,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
         ensure_tiny_world(config.data.root, config.data.tiny_world)
     dataset = held_out_data(config.data, config.eval)
     indices = held_out_indices(len(dataset), config.eval.num_conditions)
+    print(f"{len(indices)} held-out conditions in {out / VIDEOS}, {adapter or 'without an adapter'}", flush=True)
     names, cameras = {}, {}
     for index in indices:  # do not hold the conditions: one takes almost a GB at full size
         condition = dataset.condition(index, gid=index)
@@ -65,6 +66,8 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
         cameras[names[index]] = _entry(condition, focal_px)
     write_atomically(out / CAMERAS, json.dumps(cameras))
     missing = [index for index, name in names.items() if not (out / VIDEOS / name).is_file()]
+    if missing:
+        print(f"generating the {len(missing)} that are missing", flush=True)
     policy = _policy(config, adapter) if missing else None
     sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
     for index in tqdm(missing, desc="generating", unit="video", disable=None):
