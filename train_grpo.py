@@ -8,6 +8,7 @@ Any knob can follow as `--config.section.knob=value`; `--help` and docs/config.m
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -36,6 +37,7 @@ from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError
 from flow_grpo.algorithm.trainer import NoSignalError, Trainer
+from flow_grpo.algorithm.verdict import direction
 from flow_grpo.data.dataset import ConditionDataset, Split
 from flow_grpo.data.splits import held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -298,8 +300,9 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
             starts.record(
                 run_folder, config, spec, checkpoint=path, epoch=state.finished, ranks=ranks.world_size, device=place
             )
-        resumed_step = None if path is None else state.finished
-        tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=resumed_step)
+        step = None if path is None else state.finished
+        better = functools.partial(direction, rewards=evaluator.names)
+        tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=step, direction=better)
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
     progress = Progress(config.num_epochs, ranks, finished=state.finished, seconds=seconds)
     if path is not None:

@@ -31,7 +31,7 @@ def setup(valid, tmp_path, monkeypatch, caplog) -> Setup:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv(TOKEN, SECRET)
     picture = Image.new("RGB", (1, 1))  # curves cost more than these runs
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: picture.save(path))
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: picture.save(path))
     caplog.set_level(logging.DEBUG)
     setup = Setup(valid).copy(tmp_path / "setup")
     setup.knobs = {**SERVED, "trackers": "tensorboard", "eval.videos": 1, "debug": "true"}

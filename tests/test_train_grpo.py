@@ -64,7 +64,7 @@ SMALL = UNTUNED | {
 def without_curves(request, monkeypatch):
     """Drawing costs more than these runs; the first test draws."""
     if "leaves_summary" not in request.node.name:
-        monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+        monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
 
 
 @pytest.fixture(scope="module")
@@ -380,6 +380,15 @@ def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_pat
     now, start = (json.loads((run / name).read_text()) for name in ("config.json", "starts/002.json"))
     assert now == start["config"] and now["train"]["learning_rate"] == 2e-5
     assert [row["train/learning_rate"] for row in metrics_of(run) if "train/learning_rate" in row] == [2e-5, 2e-5]
+
+
+def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction: drawn.append(direction))
+    config, recipe = train_grpo.read_command_line(words(places, tmp_path))
+    trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
+    trainer.tracker.log({"eval/trans_err_m": 0.5}, 0)
+    assert [drawn[0](f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, 0]
 
 
 def test_a_file_that_may_not_be_read_is_a_refusal_with_its_name():

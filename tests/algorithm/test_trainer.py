@@ -94,7 +94,7 @@ def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
 @pytest.fixture
 def a_trainer(tmp_path, monkeypatch):
     """Return how to make a trainer of one rank that draws no curves and saves an empty adapter."""
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
     monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: folder.mkdir())
     return functools.partial(make_trainer, tmp_path, Ranks())
 

@@ -19,7 +19,7 @@ from tests.bad_input_cases import CASES, Setup
 
 @pytest.fixture
 def setup(valid, tmp_path, monkeypatch) -> Setup:
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)  # costs more than these runs
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: None)  # costs more than these runs
     return Setup(valid).copy(tmp_path / "setup")
 
 

@@ -194,11 +194,12 @@ def test_a_fault_of_one_of_four_ranks_is_raised_on_all(launch):
 
 
 def test_a_fault_while_peers_are_blocked_in_a_sharded_forward_pass_ends_all_ranks_with_its_name(launch):
-    ended = launch("rollout", train__sharding="fsdp2")
+    sharded = {"train__sharding": "fsdp2", "sample__share_prefix": False}
+    ended = launch("rollout", **sharded)
     assert_gone_in_time(ended)
     assert f"\n{PLANTED}\n" in ended.said  # rank 1's own stack trace
     assert f"rank 0 ends in sampling: rank 1 failed in sampling: {PLANTED}" in ended.said
-    assert_resumes(launch, train__sharding="fsdp2")
+    assert_resumes(launch, **sharded)
 
 
 def test_a_hanging_reward_ends_a_single_process(launch):

@@ -98,7 +98,7 @@ def test_a_digest_tells_moved_weights_from_the_same():
 
 @pytest.fixture
 def train(places, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
 
     def run(name: str, **changes) -> int:
         return train_grpo.main(words(places, output_root=tmp_path, run_name=name, num_epochs=1, **changes))

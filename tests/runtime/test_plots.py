@@ -25,33 +25,55 @@ def rows(count: int) -> dict[int, dict[str, float]]:
     return made
 
 
-def drawn_axes(path: Path, data: dict[int, dict[str, float]]) -> list[Any]:
+def drawn_axes(path: Path, data: dict[int, dict[str, float]], **given: Any) -> list[Any]:
     figure = Figure(layout="constrained")
     with mock.patch.object(plots, "Figure", return_value=figure):
-        plots.draw_curves(data, path, "run")
+        plots.draw_curves(data, path, "run", **given)
     return figure.axes
 
 
-def test_there_is_a_panel_for_each_reward_and_held_out_metric_and_no_other(tmp_path: Path) -> None:
+def test_there_is_a_panel_for_each_held_out_metric_and_reward_the_weighted_sum_last(tmp_path: Path) -> None:
     axes = drawn_axes(tmp_path / "curves.png", rows(3))
     assert [a.get_title() for a in axes] == [
-        "reward/mean",
-        "reward/source_match/mean",
         "eval/trans_err_m: 0.5 → 0.25",
+        "reward/source_match/mean\nhigher is better",
+        "reward/mean\nhigher is better (weighted sum)",
     ]
-    assert list(axes[2].lines[0].get_xdata()) == [0, 3]
+    assert list(axes[0].lines[0].get_xdata()) == [0, 3]
 
 
-def test_a_run_with_dynamic_sampling_has_three_more_panels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sign", "said"), [(1, "\nhigher is better"), (-1, "\nlower is better"), (0, "")])
+def test_a_held_out_metric_s_direction_stands_in_its_title(tmp_path: Path, sign: int, said: str) -> None:
+    title = drawn_axes(tmp_path / "curves.png", rows(3), direction=lambda _: sign)[0].get_title()
+    assert title == f"eval/trans_err_m: 0.5 → 0.25{said}"
+
+
+def test_the_likeness_of_the_picture_is_drawn_once(tmp_path: Path) -> None:
+    data = rows(3)
+    data[0] |= {"eval/target_psnr": 24.0}
+    assert drawn_axes(tmp_path / "a.png", data)[0].get_title() == "eval/target_psnr: 24 → 24"
+    data[0] |= {"eval/target_view_psnr_db": 24.0}
+    titles = [axes.get_title() for axes in drawn_axes(tmp_path / "b.png", data)]
+    assert titles[:2] == ["eval/target_view_psnr_db: 24 → 24", "eval/trans_err_m: 0.5 → 0.25"]
+
+
+def test_what_shows_a_run_s_health_is_drawn_where_it_is_logged_and_a_line_along_0_is_seen(tmp_path: Path) -> None:
     data = rows(3)
     for step in (1, 2, 3):
-        data[step] |= {"dyn/valid_groups_ratio_initial": 0.5, "dyn/resample_rounds": 1.0, "dyn/fallback_rate": 0.1}
-    titles = [axes.get_title() for axes in drawn_axes(tmp_path / "curves.png", data)]
-    assert titles[3:] == ["dyn/valid_groups_ratio_initial", "dyn/resample_rounds", "dyn/fallback_rate"]
+        data[step] |= {"policy/ratio_first_max_abs_log": 0.0, "train/grad_norm": 1.0, "train/zero_std_ratio": 0.1}
+        data[step] |= {"policy/clip_fraction": math.nan, "dyn/fallback_rate": 0.1}
+    levels = drawn_axes(tmp_path / "curves.png", data)[3:]
+    assert [axes.get_title().replace("\n", ": ") for axes in levels] == [
+        "policy/ratio_first_max_abs_log: near 0 is healthy",
+        "train/grad_norm: steady is healthy",
+        "train/zero_std_ratio: below 0.5 is healthy",
+        "dyn/fallback_rate",
+    ]
+    assert all(low < 0 < high for low, high in (axes.get_ylim() for axes in levels))
 
 
 def test_the_band_is_the_within_group_standard_deviation(tmp_path: Path) -> None:
-    combined, single, _ = drawn_axes(tmp_path / "curves.png", rows(3))
+    _, single, combined = drawn_axes(tmp_path / "curves.png", rows(3))
     band = combined.collections[0].get_paths()[0].vertices
     assert band[:, 1].min() == pytest.approx(0.1 - 0.2) and band[:, 1].max() == pytest.approx(0.3 + 0.2)
     assert not single.collections
@@ -65,13 +87,13 @@ def test_the_band_of_a_held_out_metric_is_the_interval_of_its_change(tmp_path: P
         "eval_change/trans_err_m_high": -0.1,
     }
     data[3] |= change
-    band = drawn_axes(tmp_path / "curves.png", data)[-1].collections[0].get_paths()[0].vertices
+    band = drawn_axes(tmp_path / "curves.png", data)[0].collections[0].get_paths()[0].vertices
     assert sorted({(float(x), round(float(y), 6)) for x, y in band}) == [(0.0, 0.5), (3.0, 0.2), (3.0, 0.4)]
 
 
 def test_a_running_mean_of_the_reward_is_drawn_from_twenty_points(tmp_path: Path) -> None:
-    assert len(drawn_axes(tmp_path / "curves.png", rows(19))[0].lines) == 1
-    combined, constant, _ = drawn_axes(tmp_path / "curves.png", rows(30))
+    assert len(drawn_axes(tmp_path / "curves.png", rows(19))[-1].lines) == 1
+    _, constant, combined = drawn_axes(tmp_path / "curves.png", rows(30))
     assert combined.lines[1].get_ydata()[10] == pytest.approx(0.1 * 11)
     assert np.allclose(constant.lines[1].get_ydata(), 1.0)  # up to the ends
 

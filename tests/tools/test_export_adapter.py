@@ -36,7 +36,7 @@ def run(tmp_path_factory) -> dict[str, str]:
     knobs |= {"train.batch_size": 4, "train.ema_decay": 0.5, "reward.weights": "motion_mag=1"}
     knobs |= {"eval.num_conditions": 2, "eval.num_steps": 2, "eval.videos": 0, "eval.gold": ""}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+        patch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
         assert train_grpo.main(words(knobs)) == 0
     return {name: str(value) for name, value in knobs.items()}
 

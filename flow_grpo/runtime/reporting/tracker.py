@@ -13,7 +13,7 @@ import json
 import netrc
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -49,6 +49,7 @@ class Tracker:
         ranks: Ranks,
         *,
         resumed_step: int | None = None,
+        direction: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """Open the run's files and trackers.
 
@@ -58,6 +59,7 @@ class Tracker:
             trackers: any of "wandb", "tensorboard".
             ranks: of the run; rank 0 writes.
             resumed_step: step of the checkpoint the run resumes from, or None.
+            direction: of held-out metrics, as in `plots.draw_curves`.
 
         Raises:
             ValueError: a tracker is unknown or not installed.
@@ -68,7 +70,7 @@ class Tracker:
                 raise ValueError(f"trackers={name!r} is not known; use any of {', '.join(_SINKS)}")
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
-        self._folder, self._is_main = run_folder, ranks.is_main
+        self._folder, self._is_main, self._direction = run_folder, ranks.is_main, direction
         self._sinks: list[_Wandb | _Tensorboard] = []
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,7 @@ class Tracker:
 
     def _draw_curves(self, step: int) -> None:
         path = self._folder / CURVES
-        plots.draw_curves(self._files.rows, path, title=self._folder.name)
+        plots.draw_curves(self._files.rows, path, title=self._folder.name, direction=self._direction)
         for sink in self._sinks:
             sink.image("eval/curves", path, "rewards and held-out metrics", step)
 
