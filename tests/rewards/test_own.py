@@ -67,7 +67,7 @@ def test_the_examples_on_the_page_are_rewards(own, number, example, floor):
     assert len(blocks) == 2
     name = own(blocks[number], example)
     rewards = build_reward_set({name: 1.0}, data_root=".")
-    try_own(rewards, CONDITIONS[0])
+    try_rewards(rewards, CONDITIONS[0])
     result = rewards(VIDEOS, CONDITIONS)[name]
     assert torch.allclose(result.values, (VIDEOS[:, 0] - VIDEOS[:, 2]).mean((1, 2, 3)), atol=1e-6)
     assert rewards.floors == {name: floor}
