@@ -26,7 +26,7 @@ COMMANDS = [
 
 @pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+    monkeypatch.setattr(plots, "draw_curves", lambda *_, **__: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").symlink_to(ROOT / "config")
     for name, code in FILES.items():

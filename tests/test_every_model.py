@@ -32,7 +32,7 @@ PLANNED = {"recam": "my_recam_8npu"} | {kind: f"{kind}_8npu" for kind in VIDEO_M
 
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch):
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title: None)
+    monkeypatch.setattr(plots, "draw_curves", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module", params=list(VIDEO_MODELS))
