@@ -25,20 +25,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-
 from flow_grpo.models import convert, model_files
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.transformers import is_camera_weight
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
+from tools.common import make_parser
 from tools.conversion.model_folder import (
     DTYPES,
+    OWN_FOLDER,
     WAY_OUT,
     add_components,
     check_components,
     check_out,
+    convert_checkpoint,
+    read_transformer,
     report,
+    write_published,
     write_safetensors,
 )
 
@@ -54,21 +58,12 @@ INDEX = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong."""
-    args = options().parse_args(words)
-    try:
-        _check(args)
-        print(f"writing {args.out}", flush=True)
-        lines = back(args) if args.back else forward(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}".replace("\n", " "), file=sys.stderr)
-        return 2
-    print(*lines, sep="\n")
-    return 0
+    return convert_checkpoint(options().parse_args(words), _check, forward, back)
 
 
 def options() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--recammaster", type=Path, metavar="FILE", help="checkpoint with the original names")
     add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-T2V-1.3B, in diffusers layout or the original files")
@@ -134,24 +129,18 @@ def is_recam_weight(name: str) -> bool:
 
 def back(args: argparse.Namespace) -> list[str]:
     """Write the file with the original names and return the lines to print; ValueError as in `forward`."""
-    folder = args.back / "transformer" if (args.back / "transformer").is_dir() else args.back
-    config = read_json_object(folder / "config.json", WAY_OUT)
-    name, advice = ReCamTransformer3DModel.__name__, "give a folder that this tool or a training run wrote"
-    if config.get("_class_name") != name:
-        raise ValueError(f"{folder} holds {config.get('_class_name')}, expected {name}: {advice}")
-    checkpoint = model_files.read_checkpoint(model_files.weights_path(folder))
+    folder, config, checkpoint = read_transformer(args.back, ReCamTransformer3DModel)
     renaming = convert.plan_renaming(checkpoint, convert.text_to_video_layout(checkpoint), back=True)
     if renaming.layout is convert.WAN:
         raise ValueError(
-            f"{folder} holds weights of base Wan without camera tensors, but config.json of {name}: {advice}"
+            f"{folder} holds weights of base Wan without camera tensors, but config.json of "
+            f"{ReCamTransformer3DModel.__name__}: {OWN_FOLDER}"
         )
     convert.check_shapes(checkpoint, convert.empty_model(convert.recam_config(config)))
     state = renaming.apply(checkpoint)
     # The original code has one dtype throughout.
     dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)
-    with atomic_path(args.out) as partial:
-        write_safetensors(partial, state, dtypes)
-    fsync(args.out.absolute().parent)
+    write_published(args.out, state, dtypes)
     return report(state, dtypes, args.out, "camera", is_recam_weight)
 
 

@@ -29,14 +29,18 @@ from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
-from tools.common import fail, make_parser
+from tools.common import make_parser
 from tools.conversion.model_folder import (
     DTYPES,
+    OWN_FOLDER,
     WAY_OUT,
     add_components,
     check_components,
     check_out,
+    convert_checkpoint,
+    read_transformer,
     report,
+    write_published,
     write_safetensors,
 )
 
@@ -54,15 +58,7 @@ INDEX = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong."""
-    args = options().parse_args(words)
-    try:
-        _check(args)
-        print(f"writing {args.out}", flush=True)
-        lines = back(args) if args.back else forward(args)
-    except (ValueError, OSError) as error:
-        return fail(error)
-    print(*lines, sep="\n")
-    return 0
+    return convert_checkpoint(options().parse_args(words), _check, forward, back)
 
 
 def options() -> argparse.ArgumentParser:
@@ -119,20 +115,13 @@ def forward(args: argparse.Namespace) -> list[str]:
 
 def back(args: argparse.Namespace) -> list[str]:
     """Write the file with the published names and return the lines to print; ValueError as in `forward`."""
-    folder = args.back / "transformer" if (args.back / "transformer").is_dir() else args.back
-    config = read_json_object(folder / "config.json", WAY_OUT)
-    name, advice = ReDirectorTransformer3DModel.__name__, "give a folder that this tool or a training run wrote"
-    if config.get("_class_name") != name:
-        raise ValueError(f"{folder} holds {config.get('_class_name')}, expected {name}: {advice}")
-    checkpoint = model_files.read_checkpoint(model_files.weights_path(folder))
+    _, config, checkpoint = read_transformer(args.back, ReDirectorTransformer3DModel)
     renaming = convert.plan_renaming(checkpoint, convert.REDIRECTOR, back=True)
-    fields = convert.model_fields(config, ReDirectorTransformer3DModel, advice)
+    fields = convert.model_fields(config, ReDirectorTransformer3DModel, OWN_FOLDER)
     convert.check_shapes(checkpoint, convert.empty_model(fields, ReDirectorTransformer3DModel))
     state = renaming.apply(checkpoint)
     dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)  # one dtype throughout, as published
-    with atomic_path(args.out) as partial:
-        write_safetensors(partial, state, dtypes)
-    fsync(args.out.absolute().parent)
+    write_published(args.out, state, dtypes)
     return report(state, dtypes, args.out, "phase", lambda name: ".rope_phase_" in name)
 
 

@@ -56,8 +56,8 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
 from flow_grpo.models import adapters
-from flow_grpo.models.registry import video_model
 from flow_grpo.models.adapter_files import save_adapter
+from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime.checkpoints import checkpoint, resume
@@ -241,13 +241,13 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
     with train_grpo.raise_on_all_ranks(ranks):
-        policy = WanPolicy.from_config(
-            video_model(config.model.kind), config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device
-        )
         if config.data.prompts:
             raise refusal(
                 "data.prompts", config.data.prompts, "must be empty: there is no true video of a prompt alone"
             )
+        policy = WanPolicy.from_config(
+            video_model(config.model.kind), config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device
+        )
         data, measured = train_grpo.splits(config, ranks)
         train_grpo.check_sizes(policy, data, measured)
         batches = Batches(args, data, policy, ranks)

@@ -288,21 +288,6 @@ def find_scenes(root: Path, split: str) -> list[Scene]:
     return scenes
 
 
-def set_aside(scenes: Sequence[Scene], count: int) -> tuple[list[Scene], list[Scene]]:
-    """Return (the others, `count` scenes), each in the given order, chosen by a hash of their names.
-
-    Raises:
-        ValueError: no scene would be left.
-    """
-    if count >= len(scenes):
-        raise ValueError(
-            f"data.tune_scenes is {count}, must be below the {len(scenes)} training scenes there are; lower it, 0 sets "
-            "none aside"
-        )
-    chosen = {scene.name for scene in sorted(scenes, key=lambda scene: key("tune scenes", scene.name))[:count]}
-    return [s for s in scenes if s.name not in chosen], [s for s in scenes if s.name in chosen]
-
-
 def _scene_folders(folder: Path, real: Path, seen: dict[Path, Path]) -> Iterator[Path]:
     """Yield the scenes below a folder.
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from flow_grpo.data.dataset import ConditionDataset, Split
 from flow_grpo.data.video_io import Size
-from flow_grpo.maths.keys import key
 from flow_grpo.records import Condition
 from flow_grpo.runtime.json_files import read_text
 
@@ -101,18 +100,3 @@ def read_prompts(file: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{file} holds no prompt; give one a line")
     return list(prompts)
-
-
-def set_prompts_aside(prompts: Sequence[str], count: int) -> tuple[list[str], list[str]]:
-    """Return (the others, `count` prompts), each in the given order, chosen by a hash of their text.
-
-    Raises:
-        ValueError: no prompt would be left.
-    """
-    if count >= len(prompts):
-        raise ValueError(
-            f"data.tune_scenes is {count}, must be below the {len(prompts)} training prompts there are; lower it, 0 "
-            "sets none aside"
-        )
-    chosen = set(sorted(prompts, key=lambda prompt: key("tune prompts", prompt))[:count])
-    return [p for p in prompts if p not in chosen], [p for p in prompts if p in chosen]

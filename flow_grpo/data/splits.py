@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 from flow_grpo.data.dataset import Split
 from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of
-from flow_grpo.data.multicam import MultiCamDataset, Scene, contents_by_scene, set_aside
-from flow_grpo.data.prompts import PromptDataset, read_prompts, set_prompts_aside
+from flow_grpo.data.multicam import MultiCamDataset, Scene, contents_by_scene
+from flow_grpo.data.prompts import PromptDataset, read_prompts
+from flow_grpo.maths.keys import key
 from flow_grpo.settings.schema import DataConfig, EvalConfig
 from flow_grpo.settings.values import parse_bucket
+
+Item = TypeVar("Item")
 
 
 def multicam_data(data: DataConfig, split: str, choose: Callable[[list[Scene]], list[Scene]] = list) -> MultiCamDataset:
@@ -34,15 +39,18 @@ def multicam_data(data: DataConfig, split: str, choose: Callable[[list[Scene]], 
     )
 
 
+def prompt_data(data: DataConfig, file: str, choose: Callable[[list[str]], list[str]] = list) -> PromptDataset:
+    """Return the prompts of a file, by default all."""
+    return PromptDataset(choose(read_prompts(Path(file))), (data.num_frames, data.height, data.width), file)
+
+
 def training_data(data: DataConfig) -> Split:
     """Return the conditions to train on: the training split without what `data.tune_scenes` sets aside.
 
     Raises:
         ValueError: the data are missing or unusable.
     """
-    if data.prompts:
-        return _prompts(data, data.prompts, held=False)
-    return multicam_data(data, data.train_split, lambda scenes: set_aside(scenes, data.tune_scenes)[0])
+    return _training_split(data, held=False)
 
 
 def held_out_data(data: DataConfig, evaluation: EvalConfig) -> Split:
@@ -51,12 +59,9 @@ def held_out_data(data: DataConfig, evaluation: EvalConfig) -> Split:
     Raises:
         ValueError: the data are missing or unusable.
     """
-    report = evaluation.split == "report"
-    if data.prompts:
-        return _prompts(data, data.eval_prompts if report else data.prompts, held=not report)
-    if report:
-        return multicam_data(data, data.eval_split)
-    return multicam_data(data, data.train_split, lambda scenes: set_aside(scenes, data.tune_scenes)[1])
+    if evaluation.split != "report":
+        return _training_split(data, held=True)
+    return prompt_data(data, data.eval_prompts) if data.prompts else multicam_data(data, data.eval_split)
 
 
 def whole_splits(data: DataConfig) -> list[Split]:
@@ -66,14 +71,37 @@ def whole_splits(data: DataConfig) -> list[Split]:
         ValueError: the data are missing or unusable.
     """
     if data.prompts:
-        size = (data.num_frames, data.height, data.width)
-        return [PromptDataset(read_prompts(Path(file)), size, file) for file in (data.prompts, data.eval_prompts)]
+        return [prompt_data(data, file) for file in (data.prompts, data.eval_prompts)]
     return [multicam_data(data, split) for split in (data.train_split, data.eval_split)]
 
 
-def _prompts(data: DataConfig, file: str, *, held: bool) -> PromptDataset:
-    """Return the prompts of a file; of the training file those that are set aside if `held`, else the others."""
-    prompts = read_prompts(Path(file))
-    if file == data.prompts:
-        prompts = set_prompts_aside(prompts, data.tune_scenes)[held]
-    return PromptDataset(prompts, (data.num_frames, data.height, data.width), file)
+def set_aside(
+    items: Sequence[Item], count: int, kind: str, name: Callable[[Item], str]
+) -> tuple[list[Item], list[Item]]:
+    """Return (the others, `count` items), each in the given order, chosen by a hash of their names.
+
+    Args:
+        items: scenes or prompts.
+        count: how many are set aside.
+        kind: what they are, such as "scenes".
+        name: of an item, distinct.
+
+    Raises:
+        ValueError: no item would be left.
+    """
+    if count >= len(items):
+        raise ValueError(
+            f"data.tune_scenes is {count}, must be below the {len(items)} training {kind} there are; lower it, 0 sets "
+            "none aside"
+        )
+    chosen = set(sorted(map(name, items), key=lambda text: key(f"tune {kind}", text))[:count])
+    return [item for item in items if name(item) not in chosen], [item for item in items if name(item) in chosen]
+
+
+def _training_split(data: DataConfig, *, held: bool) -> Split:
+    """Return what `data.tune_scenes` sets aside of the training data if `held`, else the rest."""
+    count = data.tune_scenes
+    if data.prompts:
+        return prompt_data(data, data.prompts, lambda prompts: set_aside(prompts, count, "prompts", str)[held])
+    name = attrgetter("name")
+    return multicam_data(data, data.train_split, lambda scenes: set_aside(scenes, count, "scenes", name)[held])

@@ -63,19 +63,7 @@ class Encodings:
 
     def sources(self, conditions: Sequence[Condition]) -> Tensor:
         """Return (B, C, F, H, W) fp32 CPU latents of the source videos; each distinct video is encoded once."""
-        distinct = {_source_key(condition): condition for condition in conditions}
-        latents = {key: self._source_of(condition) for key, condition in distinct.items()}
-        return torch.stack([latents[_source_key(condition)] for condition in conditions])
-
-    def first_frames(self, conditions: Sequence[Condition]) -> Tensor:
-        """Return (B, I, D) fp32 CPU features of the source videos' first frames, each distinct one encoded once."""
-        distinct = {_source_key(condition): condition for condition in conditions}
-        features = {key: self._first_frame_of(condition) for key, condition in distinct.items()}
-        return torch.stack([features[_source_key(condition)] for condition in conditions])
-
-    def _first_frame_of(self, condition: Condition) -> Tensor:
-        video = condition.need_source()
-        return self.first_frame(condition.source_id or content_key(video), condition.size, lambda: video)
+        return _of_distinct(conditions, self.source)
 
     def first_frame(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> Tensor:
         """Return (I, D) fp32 CPU features of a source video's first frame; arguments as in `source`."""
@@ -84,9 +72,9 @@ class Encodings:
         key = self._frame_key(images, source_id, size)
         return self._store.get("images", key, lambda: images.embed(video()[:, 0]))
 
-    def _source_of(self, condition: Condition) -> Tensor:
-        video = condition.need_source()
-        return self.source(condition.source_id or content_key(video), condition.size, lambda: video)
+    def first_frames(self, conditions: Sequence[Condition]) -> Tensor:
+        """Return (B, I, D) fp32 CPU features of the source videos' first frames, each distinct one encoded once."""
+        return _of_distinct(conditions, self.first_frame)
 
     def prompt(self, prompt: str) -> Tensor:
         """Return (L, D) fp32 CPU embeddings, zero-padded after the prompt's own tokens.
@@ -117,16 +105,33 @@ class Encodings:
         return self._store.has("prompts", self._prompt_key(prompt))
 
     def _source_key(self, source_id: str, size: Size) -> str:
-        frames, height, width = size
-        return f"{PREPROCESSING} codec {self.codec.identity} size {frames}x{height}x{width} video {source_id}"
+        return _video_key(f"codec {self.codec.identity}", source_id, size)
 
     def _frame_key(self, images: ImageEncoder, source_id: str, size: Size) -> str:
         # The frame is resized and cropped as the video is before the encoder sees it.
-        frames, height, width = size
-        return f"{PREPROCESSING} image {images.identity} size {frames}x{height}x{width} video {source_id}"
+        return _video_key(f"image {images.identity}", source_id, size)
 
     def _prompt_key(self, prompt: str) -> str:
         return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {clean_prompt(prompt)}"
+
+
+def _video_key(encoder: str, source_id: str, size: Size) -> str:
+    frames, height, width = size
+    return f"{PREPROCESSING} {encoder} size {frames}x{height}x{width} video {source_id}"
+
+
+def _of_distinct(
+    conditions: Sequence[Condition], encode: Callable[[str, Size, Callable[[], Tensor]], Tensor]
+) -> Tensor:
+    """Return what `encode` makes of the conditions' source videos, stacked; each distinct video is encoded once."""
+
+    def encoded(condition: Condition) -> Tensor:
+        video = condition.need_source()
+        return encode(condition.source_id or content_key(video), condition.size, lambda: video)
+
+    distinct = {_source_key(condition): condition for condition in conditions}
+    results = {key: encoded(condition) for key, condition in distinct.items()}
+    return torch.stack([results[_source_key(condition)] for condition in conditions])
 
 
 def _source_key(condition: Condition) -> str | int:

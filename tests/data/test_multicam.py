@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.data.multicam import MultiCamDataset, Scene, check_disjoint, find_scenes, fitted_intrinsics, set_aside
+from flow_grpo.data.multicam import MultiCamDataset, Scene, check_disjoint, find_scenes, fitted_intrinsics
 from flow_grpo.data.video_io import fit_video
 from flow_grpo.records import Condition
 from flow_grpo.runtime.video_file import write_video
@@ -103,19 +103,6 @@ def test_an_item_does_not_depend_on_the_root_or_on_other_scenes(original, root):
     assert got.source_camera == expected.source_camera
     for name in ("source_video", "target_video", "source_poses", "target_poses", "reference_pose", "intrinsics"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
-
-
-def test_scenes_are_set_aside_by_name_whatever_their_order_and_number():
-    scenes = [Scene(Path(), f"train/f18_aperture10/scene{number}", ("cam01", "cam02"), None) for number in range(30)]
-    rest, chosen = set_aside(scenes, 8)
-    assert len(chosen) == 8 and sorted([*rest, *chosen], key=scenes.index) == scenes
-    assert (rest, chosen) == (sorted(rest, key=scenes.index), sorted(chosen, key=scenes.index))
-    assert chosen != scenes[:8]
-    assert set_aside(scenes[::-1], 8) == (rest[::-1], chosen[::-1])
-    assert set_aside([scene for scene in scenes if scene != rest[0]], 8)[1] == chosen
-    assert set_aside(scenes, 0) == (scenes, [])
-    with pytest.raises(ValueError, match=r"data\.tune_scenes is 30, must be below the 30 training scenes"):
-        set_aside(scenes, 30)
 
 
 def test_all_cameras_serve_as_sources(tmp_path):

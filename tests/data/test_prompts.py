@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flow_grpo.data.prompts import PromptDataset, read_prompts, set_prompts_aside
+from flow_grpo.data.prompts import PromptDataset, read_prompts
 from flow_grpo.data.splits import held_out_data, training_data, whole_splits
 from flow_grpo.settings.loading import ConfigError, load_config
 from tests.test_train_grpo import ROOT
@@ -41,15 +41,6 @@ def test_a_condition_has_its_prompt_and_the_size_that_is_asked_for():
     assert (made.prompt, made.scene, made.size, made.gid, made.slot) == ("a dog", "prompt-00001", SIZE, 7, 2)
     assert made.source_video is None and made.target_poses is None and made.camera == ""
     assert data.fingerprint() != PromptDataset(["a dog", "a cat"], SIZE, "x.txt").fingerprint()
-
-
-def test_prompts_set_aside_are_chosen_by_their_text_and_never_trained_on():
-    prompts = [f"prompt {number}" for number in range(10)]
-    kept, held = set_prompts_aside(prompts, 3)
-    assert len(held) == 3 and sorted(kept + held) == sorted(prompts)
-    assert set(set_prompts_aside(prompts[::-1], 3)[1]) == set(held)
-    with pytest.raises(ValueError, match=r"data\.tune_scenes is 10, must be below the 10 training prompts"):
-        set_prompts_aside(prompts, 10)
 
 
 def test_the_splits_of_a_recipe_of_prompts_are_its_files(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -14,11 +15,38 @@ import torch
 from torch import Tensor
 
 from flow_grpo.models import model_files
+from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
+from tools.common import fail
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 WAY_OUT = "give a complete model folder, or download it again"
+OWN_FOLDER = "give a folder that this tool or a training run wrote"
+
+
+def convert_checkpoint(
+    args: argparse.Namespace,
+    check: Callable[[argparse.Namespace], None],
+    forward: Callable[[argparse.Namespace], list[str]],
+    back: Callable[[argparse.Namespace], list[str]],
+) -> int:
+    """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong.
+
+    Args:
+        args: the command line.
+        check: raises ValueError unless its options fit each other.
+        forward: writes the model folder, without --back.
+        back: writes the published layout, with --back; both return the lines to print.
+    """
+    try:
+        check(args)
+        print(f"writing {args.out}", flush=True)
+        lines = back(args) if args.back else forward(args)
+    except (ValueError, OSError) as error:
+        return fail(error)
+    print(*lines, sep="\n")
+    return 0
 
 
 def check_out(args: Any) -> None:
@@ -35,6 +63,19 @@ def check_components(wan: Path, parts: Sequence[str]) -> None:
     """Raise ValueError if a folder of --wan is missing."""
     if absent := [part for part in parts if not (wan / part).is_dir()]:
         raise ValueError(f"--wan {wan} has no {', '.join(absent)} folder: download it again")
+
+
+def read_transformer(model: Path, kind: type) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """Return folder, configuration and weights of the transformer in a model folder, or in a transformer's own.
+
+    Raises:
+        ValueError: it is not of class `kind`, or cannot be read.
+    """
+    folder = model / "transformer" if (model / "transformer").is_dir() else model
+    config = read_json_object(folder / "config.json", WAY_OUT)
+    if config.get("_class_name") != kind.__name__:
+        raise ValueError(f"{folder} holds {config.get('_class_name')}, expected {kind.__name__}: {OWN_FOLDER}")
+    return folder, config, model_files.read_checkpoint(model_files.weights_path(folder))
 
 
 def add_components(
@@ -88,6 +129,13 @@ def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[s
                 raise ValueError(f"{name} has values that are not finite: the checkpoint is damaged, download it again")
             stream.write(value.view(-1).view(torch.uint8).numpy().data)
     fsync(file)
+
+
+def write_published(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Write tensors to a file that is complete or absent."""
+    with atomic_path(file) as partial:
+        write_safetensors(partial, state, dtypes)
+    fsync(file.absolute().parent)
 
 
 def report(
