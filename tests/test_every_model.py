@@ -81,18 +81,23 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_the_first_ratio_is_1(kno
 
 def test_every_layout_trains_on_2_ranks_to_the_weights_of_one(knobs, tmp_path):
     layouts = ("spread", "shuffled", "contiguous")
-    shared = {"num_epochs": 1, "sample__same_initial_noise": True, "sample__share_prefix": True}
-    half = {"sample__train_batch_size": 2, "train__batch_size": 2}
+    prefix = {"sample__same_initial_noise": True, "sample__share_prefix": True}
+    half = {"num_epochs": 1, "sample__train_batch_size": 2, "train__batch_size": 2}
     for layout in layouts:
-        given = words(knobs, tmp_path / layout, sample__layout=layout, **shared, **half)
+        given = words(knobs, tmp_path / layout, sample__layout=layout, **prefix, **half)
         assert run_ranks(_train, 2, given) == [0, 0]
-    alone = words(knobs, tmp_path / "alone", sample__layout="spread", **shared)
+    sharded = words(knobs, tmp_path / "fsdp2", train__sharding="fsdp2", sample__same_initial_noise=True, **half)
+    assert run_ranks(_train, 2, sharded) == [0, 0]
+    alone = words(knobs, tmp_path / "alone", num_epochs=1, sample__layout="spread", **prefix)
     assert train_grpo.main(alone) == 0
     one, two = newest(tmp_path / "alone" / "run"), newest(tmp_path / "spread" / "run")
     moments = [name for name in one if name.endswith("exp_avg")]
     assert moments and max(float(one[name].abs().max()) for name in moments) > 0
     for name in moments:
         torch.testing.assert_close(two[name], one[name], rtol=1e-2, atol=1e-2 * float(one[name].abs().max()) + 1e-12)
+    rows = [metrics_of(tmp_path / run / "run") for run in ("alone", "fsdp2")]
+    norms = [row["train/grad_norm"] for run in rows for row in run if "train/grad_norm" in row]
+    assert len(norms) == 2 and norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
 def test_a_run_is_sampled_from_exported_and_loaded_by_the_same_tools(knobs, tmp_path):

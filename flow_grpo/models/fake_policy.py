@@ -148,12 +148,11 @@ class _FakeTextEncoder(TextEncoder):
     """Returns embeddings of the right shape; there is no network behind it."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(_no_network, "fake", device=torch.device("cpu"))
-        self._width = width
+        super().__init__(_no_network, "fake", width=width, device=torch.device("cpu"))
 
     def embed(self, prompt: str, max_tokens: int) -> Tensor:  # noqa: ARG002 - the longest prompt stands for all
         """Return (max_tokens, D) embeddings."""
-        return torch.empty(max_tokens, self._width)
+        return torch.empty(max_tokens, self.width)
 
 
 def _no_network() -> Any:

@@ -31,6 +31,7 @@ class ImageEncoder:
         mean: of each colour, subtracted from the pixels in [0, 1].
         std: of each colour, by which the pixels are divided.
         identity: identifies weights and preprocessing in cache keys of encodings.
+        width: of a feature.
         device: where it runs.
         offload: keep the network in CPU memory while it is not in use.
     """
@@ -42,10 +43,11 @@ class ImageEncoder:
         std: Sequence[float],
         identity: str,
         *,
+        width: int,
         device: torch.device,
         offload: bool = False,
     ) -> None:
-        self.identity = identity
+        self.identity, self.width = identity, width
         self._open_network, self._mean, self._std = open_network, tuple(mean), tuple(std)
         self._device, self._offload = device, offload
         self._network: PreTrainedModel | None = None
@@ -63,9 +65,15 @@ class ImageEncoder:
         check_component(encoder)
         mean, std = _read_statistics(processor / "preprocessor_config.json")
         identity = f"{PREPROCESSING} {files_key(encoder)} {files_key(processor)} {dtype}"
-        load_frozen(CLIPVisionModel, encoder, dtype, device_map="meta")  # reads headers only
+        outline = load_frozen(CLIPVisionModel, encoder, dtype, device_map="meta")  # reads headers only
         return cls(
-            lambda: load_frozen(CLIPVisionModel, encoder, dtype), mean, std, identity, device=device, offload=offload
+            lambda: load_frozen(CLIPVisionModel, encoder, dtype),
+            mean,
+            std,
+            identity,
+            width=outline.config.hidden_size,
+            device=device,
+            offload=offload,
         )
 
     @property

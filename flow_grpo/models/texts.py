@@ -26,6 +26,7 @@ class TextEncoder:
     Args:
         open_parts: loads network and tokenizer to the CPU.
         identity: identifies the weights in cache keys of encodings.
+        width: of an embedding.
         device: where it runs.
         offload: keep the network in CPU memory while it is not in use.
     """
@@ -35,10 +36,11 @@ class TextEncoder:
         open_parts: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]],
         identity: str,
         *,
+        width: int,
         device: torch.device,
         offload: bool = False,
     ) -> None:
-        self.identity = identity
+        self.identity, self.width = identity, width
         self._open_parts = open_parts
         self._device, self._offload = device, offload
         self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
@@ -56,13 +58,13 @@ class TextEncoder:
         check_component(parts[0])
         check_json(parts[1])
         identity = f"{files_key(parts[0])} {files_key(parts[1])} {dtype}"
-        load_frozen(AutoModelForTextEncoding, parts[0], dtype, device_map="meta")  # reads headers only
+        outline = load_frozen(AutoModelForTextEncoding, parts[0], dtype, device_map="meta")  # reads headers only
         _load_tokenizer(parts[1])
 
         def open_parts() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             return load_frozen(AutoModelForTextEncoding, parts[0], dtype), _load_tokenizer(parts[1])
 
-        return cls(open_parts, identity, device=device, offload=offload)
+        return cls(open_parts, identity, width=outline.config.hidden_size, device=device, offload=offload)
 
     @property
     def loaded(self) -> bool:

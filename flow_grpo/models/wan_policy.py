@@ -76,13 +76,21 @@ def load_networks(
             f"{folder / 'transformer'} reads {given} channels, must read {wanted} with this codec: it is of another "
             "model than model.kind names; give its folder"
         )
-    return Networks(
-        model=model,
-        transformer=transformer,
-        codec=codec,
-        texts=TextEncoder.from_folder(folder, dtype, device=device, offload=offload),
-        images=open_images(model, folder, dtype, device=device, offload=offload),
-    )
+    texts = TextEncoder.from_folder(folder, dtype, device=device, offload=offload)
+    images = open_images(model, folder, dtype, device=device, offload=offload)
+    _check_width(folder / "text_encoder", texts.width, transformer.config["text_dim"])
+    if images is not None:
+        _check_width(folder / "image_encoder", images.width, transformer.config["image_dim"])
+    return Networks(model=model, transformer=transformer, codec=codec, texts=texts, images=images)
+
+
+def _check_width(encoder: Path, given: int, wanted: int) -> None:
+    """Raise ValueError unless an encoder's features are as wide as the transformer reads them."""
+    if given != wanted:
+        raise ValueError(
+            f"{encoder} makes features of width {given}, the transformer reads {wanted}: they are of different models; "
+            "give a folder whose parts belong together"
+        )
 
 
 def open_images(

@@ -56,7 +56,7 @@ def test_the_network_is_loaded_by_the_first_picture_and_once():
         calls.append(0)
         return tiny_image_encoder()
 
-    made = ImageEncoder(open_network, MEAN, STD, "", device=CPU)
+    made = ImageEncoder(open_network, MEAN, STD, "", width=20, device=CPU)
     assert not calls
     made.embed(picture())
     made.embed(picture(30, 40))

@@ -11,9 +11,11 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 
 from flow_grpo.models import redirector_transformer
+from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
 from flow_grpo.models.transformers import load_transformer
-from tests.tiny_models import CHANNELS, tiny_redirector, tiny_transformer
+from flow_grpo.models.wan_policy import load_networks
+from tests.tiny_models import CHANNELS, CPU, make_tiny_redirector_folder, tiny_redirector, tiny_transformer
 
 FRAMES, HEIGHT, WIDTH = 2, 4, 6  # F, latent rows and columns
 NEW = ("phase_qk", "phase_vo", "control_adapter")
@@ -134,6 +136,18 @@ def test_other_models_are_refused(tmp_path):
     tiny_transformer().save_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match=r"another model: .* holds ReCamTransformer3DModel, expected ReDirector"):
         load_transformer(ReDirectorTransformer3DModel, tmp_path)
+
+
+@pytest.mark.parametrize(("part", "field"), [("text_encoder", "text_dim"), ("image_encoder", "image_dim")])
+def test_encoders_of_another_width_are_refused_before_a_run(part, field, tmp_path):
+    folder = make_tiny_redirector_folder(tmp_path / "model")
+    network = load_networks(REDIRECTOR, folder, torch.float32, CPU).transformer
+    settings = {name: value for name, value in network.config.items() if not name.startswith("_")}
+    wider = REDIRECTOR.network(**settings | {field: settings[field] + 4})
+    wider.save_pretrained(str(tmp_path / "model" / "transformer"))
+    message = rf"{part} makes features of width {settings[field]}, the transformer reads {settings[field] + 4}"
+    with pytest.raises(ValueError, match=message):
+        load_networks(REDIRECTOR, folder, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

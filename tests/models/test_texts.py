@@ -33,7 +33,7 @@ def test_the_network_is_loaded_by_the_first_prompt(tmp_path):
         calls.append(0)
         return tiny_text_encoder(), tiny_tokenizer()
 
-    made = TextEncoder(open_parts, "x", device=CPU)
+    made = TextEncoder(open_parts, "x", width=16, device=CPU)
     assert not made.loaded
     made.embed("a room", 6)
     made.embed("pan left", 6)
