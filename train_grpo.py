@@ -45,9 +45,10 @@ from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy
 from flow_grpo.preflight import dry_run
+from flow_grpo.preflight.checkpointing import settled
 from flow_grpo.preflight.doctor import fast as doctor
 from flow_grpo.preflight.doctor.context import DoctorContext
-from flow_grpo.preflight.plan import largest_size
+from flow_grpo.preflight.plan import largest_size, recomputed_share
 from flow_grpo.preflight.savings import report
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.base import check_name, try_rewards
@@ -131,7 +132,8 @@ def show_plan(config: Config, devices: int) -> None:
     device = device_api.resolve(config.device)
     device_api.select(device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
-    print("the plan, as tools/plan.py makes it for any device:", flush=True)
+    config, said = settled(config, devices, limit)
+    print("the plan, as tools/plan.py makes it for any device:", *([said] if said else []), sep="\n", flush=True)
     print(report(config, devices, ASSUMED_RATE, round(limit, 1))[0], flush=True)
 
 
@@ -280,6 +282,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         if ranks.is_main and run_folder.exists():  # a new folder is made only once everything else is built
             lock.take()
     path = resume.find(config.resume, checkpoints, ranks=ranks)
+    given, config = config, settle_checkpointing(config, device, ranks)
     with raise_on_all_ranks(ranks):
         train, held_out = splits(config, ranks)
         policy = build_policy(config, device)
@@ -298,7 +301,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
             lock.take()
             place = device_api.describe(device, config.device)
             starts.record(
-                run_folder, config, spec, checkpoint=path, epoch=state.finished, ranks=ranks.world_size, device=place
+                run_folder, given, spec, checkpoint=path, epoch=state.finished, ranks=ranks.world_size, device=place
             )
         step = None if path is None else state.finished
         better = functools.partial(direction, rewards=evaluator.names)
@@ -320,11 +323,20 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         device=device,
         run_folder=run_folder,
         lock=lock,
-        forwards=ForwardCount(unwrap(policy.module), recomputes=config.model.gradient_checkpointing),
+        forwards=ForwardCount(unwrap(policy.module), recomputed=recomputed_share(config)),
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, ranks),
         cameras=cameras,
         from_own=from_own,
     )
+
+
+def settle_checkpointing(config: Config, device: torch.device, ranks: Ranks) -> Config:
+    """Return the configuration with `model.checkpointing=auto` decided for this device, and say what and why."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    config, said = settled(config, ranks.world_size, device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here)
+    if said and ranks.is_main:
+        print(said, flush=True)
+    return config
 
 
 def resumed_from(path: Path, state: RunState, config: Config, *, own: bool) -> str:

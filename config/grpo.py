@@ -226,7 +226,7 @@ def tiny_recam() -> ConfigDict:
     config.model.path = "assets/tiny_recam"
     config.model.dtype = "fp32"
     config.model.trained = "attention"
-    config.model.gradient_checkpointing = False
+    config.model.checkpointing = "none"
     config.model.max_prompt_tokens = 8
     config.model.vae_slicing = False
 

@@ -122,6 +122,22 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert "held-out metrics" in capsys.readouterr().out
 
 
+def test_what_the_backward_recomputes_changes_no_number(places, tmp_path, capsys):
+    modes = ("none", "keep_attention", "auto")
+    for mode in modes:
+        given = words(places, tmp_path / mode, num_epochs=1, model__checkpointing=mode, doctor="off")
+        assert train_grpo.main(given) == 0
+    assert "model.checkpointing=auto: none, planned " in capsys.readouterr().out
+    states = [newest(tmp_path / mode / "run") for mode in modes]
+    for state in states[1:]:
+        assert_equal_state(states[0], state)
+    rows = {mode: metrics_of(tmp_path / mode / "run") for mode in modes}
+    work = {m: next(r["system/forward_equivalents"] for r in rows[m] if "train/grad_norm" in r) for m in modes}
+    assert work["none"] == work["auto"] < work["keep_attention"] < 2 * work["none"]
+    # A resume on another device decides anew.
+    assert json.loads((tmp_path / "auto" / "run" / "config.json").read_text())["model"]["checkpointing"] == "auto"
+
+
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path):
     rules = {"reward__schedules": "motion_mag=0:1,2:0.5", "reward__gates": "target_view=motion_mag:-0.5"}
     given = rules | {"train__updates_per_epoch": 2, "train__guard": True, "train__warmup_steps": 4}

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
+from flow_grpo.preflight.checkpointing import settled
 from flow_grpo.preflight.plan import make_plan
 from flow_grpo.preflight.savings import report
 from flow_grpo.settings.checks import check_world
@@ -41,6 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         config = load_config(known.config, overrides)
         check_world(config, known.devices)
         limit, rate = parse_memory(known.memory), known.tflops * 1e12
+        config, said = settled(config, known.devices, limit)
         if known.json:
             plan = make_plan(config, known.devices, rate)
             fits = plan.most_gib <= limit
@@ -48,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
         else:
             print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
             text, fits = report(config, known.devices, rate, limit)
-            print(text)
+            print(*([said] if said else []), text, sep="\n")
     except ConfigError as error:
         print("error:", error, file=sys.stderr)
         return 2

@@ -11,19 +11,19 @@ from torch import nn
 class ForwardCount:
     """Counts forward-equivalents: a forward without gradients is 1 a row, one with a backward 3.
 
-    Recomputing activations in the backward pass adds 1. Guidance calls the network with two rows a sample.
+    Recomputing activations in the backward pass adds up to 1. Guidance calls the network with two rows a sample.
 
     Args:
         network: whose calls are counted; the first argument of its forward has a row per sample.
-        recomputes: whether its activations are recomputed (gradient checkpointing).
+        recomputed: operations that its backward pass computes once more, as a share of a forward's.
 
     Attributes:
         total: counted so far on this rank.
     """
 
-    def __init__(self, network: nn.Module, *, recomputes: bool) -> None:
+    def __init__(self, network: nn.Module, *, recomputed: float) -> None:
         self.total = 0.0
-        self._trained = 4.0 if recomputes else 3.0
+        self._trained = 3.0 + recomputed
         network.register_forward_pre_hook(self._count)
 
     def _count(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:

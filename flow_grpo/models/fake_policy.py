@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
+from flow_grpo.models.checkpointing import set_checkpointing
 from flow_grpo.models.codec import Codec, read_config
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.registry import video_model
@@ -72,8 +73,7 @@ class FakePolicy(WanPolicy):
         settings["num_layers"] = min(2, settings["num_layers"])
         with self.fake_mode:
             transformer, _ = fake_transformer(own, settings, DTYPES[model.dtype], model)
-            if model.gradient_checkpointing:
-                transformer.enable_gradient_checkpointing()
+            set_checkpointing(transformer, "none" if model.checkpointing == "none" else "blocks")
 
             def inputs(_: Encodings, conditions: Sequence[Condition]) -> dict[str, Tensor]:
                 shapes = own.input_shapes(len(conditions), self.latent_size(conditions[0].size), settings)

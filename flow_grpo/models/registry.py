@@ -42,6 +42,11 @@ def video_model(kind: str) -> VideoModel:
     return found
 
 
+def is_video_model(kind: str) -> bool:
+    """Return whether a `model.kind` names a `VideoModel`, and not a policy of its own; ConfigError as `video_model`."""
+    return isinstance(_find(kind), VideoModel)
+
+
 def build_policy(config: Config, device: torch.device) -> Policy:
     """Load the policy `model.kind` from `model.path` on a device; what `model.trained` names is trainable.
 

@@ -17,6 +17,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
+from flow_grpo.models.checkpointing import set_checkpointing
 from flow_grpo.models.codec import Codec, Tiles, tiles_of
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.images import ImageEncoder
@@ -125,7 +126,7 @@ def check_folder(model: VideoModel, path: str | Path) -> Path:
 
 
 def apply_compute_settings(transformer: WanTransformer3DModel, model: ModelConfig, device: torch.device) -> None:
-    """Set attention backend, gradient checkpointing and compilation, the same for rollout and update.
+    """Set attention backend, checkpointing and compilation, the same for rollout and update.
 
     Raises:
         ValueError: the device does not have the attention backend, or should not compile.
@@ -144,8 +145,7 @@ def apply_compute_settings(transformer: WanTransformer3DModel, model: ModelConfi
             raise ValueError(f"model.attention_backend={model.attention_backend!r} cannot be used: {error}") from error
         finally:  # diffusers also makes it the default of every other network in the process
             _AttentionBackendRegistry.set_active_backend(process_default)
-    if model.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
+    set_checkpointing(transformer, model.checkpointing)
     if model.compile:
         if not device_api.supports_compile(device):
             raise ValueError(f"model.compile is true, must be false on {device.type}: its compiler is experimental")

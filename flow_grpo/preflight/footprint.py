@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from flow_grpo.models.checkpointing import set_checkpointing
 from flow_grpo.models.fake_policy import fake_transformer
 from flow_grpo.models.video_model import VideoModel
+from flow_grpo.runtime import device as device_api
 from flow_grpo.settings.schema import ModelConfig
 
 
@@ -34,9 +36,10 @@ class Footprint:
         parameters: of the whole transformer.
         trained: trainable parameters.
         forward_flops: of a forward on B rows; a multiply-add counts as two.
-        kept_bytes: activations that autograd saves in a training forward on B rows.
-        block_bytes: transient bytes of the backward of one block: activations that gradient checkpointing recomputes,
-            and gradients of activations.
+        attention_flops: of them, those of attention proper: scores and weighted sums.
+        kept_bytes: activations that are kept for the backward in a training forward on B rows.
+        block_bytes: transient bytes of the backward of one block: activations that it recomputes, and gradients of
+            activations.
         forward_bytes: peak of a forward on B rows without gradients.
     """
 
@@ -44,6 +47,7 @@ class Footprint:
     parameters: int
     trained: int
     forward_flops: int
+    attention_flops: int
     kept_bytes: int
     block_bytes: int
     forward_bytes: int
@@ -67,7 +71,7 @@ def footprint(
         video_model: which transformer, and how it is called.
         config: its configuration, such as `WAN_1_3B`.
         latent_shape: (C, F, H, W) of the target.
-        model: training mode, gradient checkpointing and prompt length.
+        model: training mode, checkpointing (of which "auto" counts as "blocks") and prompt length.
         rows: B.
         dtype: of frozen weights and autocast.
 
@@ -113,10 +117,12 @@ def count_network(
             call().sum().backward()
 
         forward_bytes = peak_bytes(forward)
-        if model.gradient_checkpointing:
-            network.enable_gradient_checkpointing()
+        attended = attention_bytes(forward) if model.checkpointing == "keep_attention" else 0
+        recomputes = model.checkpointing != "none"
+        set_checkpointing(network, "blocks" if recomputes else "none")
         kept = saved_bytes(network, call)
         update_bytes = peak_bytes(forward_and_backward)
+    counted = counter.get_total_flops()
     attention = 4 * rows * layers * dim * tokens * (tokens + model.max_prompt_tokens)
     learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
     narrow = len(adapted) * rows * tokens * model.lora_rank * dtype.itemsize
@@ -126,9 +132,10 @@ def count_network(
         "tokens": tokens,
         "parameters": sum(p.numel() for p in network.parameters()),
         "trained": learned,
-        "forward_flops": counter.get_total_flops() - _counted_attention(counter) + attention,
-        "kept_bytes": kept + (0 if model.gradient_checkpointing else narrow),
-        "block_bytes": max(0, update_bytes - kept) + (narrow // layers if model.gradient_checkpointing else 0),
+        "forward_flops": counted - _counted_attention(counter) + attention,
+        "attention_flops": attention,
+        "kept_bytes": kept + attended + (0 if recomputes else narrow),
+        "block_bytes": max(0, update_bytes - kept) + (narrow // layers if recomputes else 0),
         "forward_bytes": forward_bytes,
     }
 
@@ -169,6 +176,28 @@ class _LiveStorages(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
+
+
+def attention_bytes(call: Callable[[], object]) -> int:
+    """Return the bytes of all that attention operators return in a call; call it inside a `FakeTensorMode`."""
+    outputs = _AttentionOutputs()
+    with outputs:
+        call()
+    return outputs.total
+
+
+class _AttentionOutputs(TorchDispatchMode):
+    """Adds up what attention operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total, self._operators = 0, device_api.attention_operators()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._operators:
+            self.total += sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
 
 
 def saved_bytes(network: nn.Module, call: Callable[[], Tensor]) -> int:

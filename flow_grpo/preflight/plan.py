@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.maths.schedule import windows
 from flow_grpo.models.fake_policy import FakePolicy, transformer_config
-from flow_grpo.models.registry import video_model
+from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight.footprint import Footprint, footprint, peak_bytes
 from flow_grpo.settings.schema import Config, ModelConfig
@@ -41,7 +41,7 @@ class Plan:
         rollout_calls: of the transformer, at most one batch each.
         update_calls: of the transformer with a backward, one micro-batch each.
         forward_equivalents_per_sample: transformer work in forwards of one sample: 2 more for a backward, 1 more for
-            recomputing activations, twice as many with guidance; evaluation is left out.
+            recomputing all activations, twice as many with guidance; evaluation is left out.
         forward_tflop: 1e12 operations of a forward on one sample.
         decode_tflop: of decoding one sample, in fp32.
         trained_parameters: how many.
@@ -115,7 +115,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     replays = _steps(config) * trained * sample.expanded_batch_size / train.batch_size
     # Forwards without gradients per replay: the reference policy, and recomputed old log-probabilities.
     extra = (train.kl_coef > 0) + _recomputes_old_log_probs(config) + _follows_average(config)
-    passes = 3 + model.gradient_checkpointing + extra  # a backward costs two forwards, recomputation one more
+    passes = 3 + recomputed_share(config) + extra  # a backward costs two forwards, recomputation at most one more
     forward_flops = rollout.forward_flops / sample.train_batch_size
     seconds = (
         sample.expanded_batch_size * rollout_steps(config) * forward_flops / rate,
@@ -142,6 +142,21 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         / GIB,
         **{name: value / GIB for name, value in memory.items()},
     )
+
+
+def recomputed_share(config: Config) -> float:
+    """Return the operations that a backward pass computes once more, as a share of a forward's.
+
+    Of a policy that is no `VideoModel` it is not known which part attention has: all counts as recomputed.
+    """
+    model = config.model
+    if model.checkpointing != "keep_attention":
+        return float(model.checkpointing != "none")
+    if not is_video_model(model.kind):
+        return 1.0
+    latents, _ = _decoding(model.kind, model.path, largest_size(config))
+    counted = _counted(_network_of(model), latents, DTYPES[model.dtype], 1)
+    return 1 - counted.attention_flops / counted.forward_flops
 
 
 # Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
@@ -172,7 +187,7 @@ def _decoding_peak(kind: str, path: str, slicing: bool, latents: tuple[int, int,
 def _network_of(model: ModelConfig) -> ModelConfig:
     """Return the settings that decide what a call of the transformer costs; all others have their defaults."""
     lora = ("lora_rank", "lora_targets", "lora_full_modules")
-    names = ("kind", "path", "trained", *lora, "gradient_checkpointing", "max_prompt_tokens")
+    names = ("kind", "path", "trained", *lora, "checkpointing", "max_prompt_tokens")
     return ModelConfig(**{name: getattr(model, name) for name in names})
 
 

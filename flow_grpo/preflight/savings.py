@@ -40,8 +40,12 @@ def knobs(config: Config, devices: int) -> list[Knob]:
     found = [
         (not model.vae_slicing, Knob("--config.model.vae_slicing=true", _turned("model", vae_slicing=True))),
         (
-            not model.gradient_checkpointing,
-            Knob("--config.model.gradient_checkpointing=true", _turned("model", gradient_checkpointing=True)),
+            model.checkpointing == "none",
+            Knob("--config.model.checkpointing=keep_attention", _turned("model", checkpointing="keep_attention")),
+        ),
+        (
+            model.checkpointing in ("none", "keep_attention"),
+            Knob("--config.model.checkpointing=blocks", _turned("model", checkpointing="blocks")),
         ),
         (train.batch_size > 1, Knob("--config.train.batch_size=1", _turned("train", batch_size=1))),
         (

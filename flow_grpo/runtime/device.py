@@ -26,6 +26,18 @@ KINDS = ("npu", "cuda", "cpu")  # in order of preference
 OVERRIDE = "FLOW_GRPO_DEVICE"  # environment variable, read when the configuration says "auto"
 EVENT_AFTER_EXEC_S = 68  # the event timeout must exceed the collective timeout; the vendor's defaults differ by this
 _EXEC, _EVENT = "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"  # in seconds, 0 for no limit
+# Below autograd; what `scaled_dot_product_attention` and diffusers' attention backends end in.
+_ATTENTION_OPERATORS = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "flash_attn._flash_attn_forward",
+    "npu.npu_fusion_attention",
+    "npu.npu_fusion_attention_v2",
+    "npu.npu_fusion_attention_v3",
+)
 _VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _GIB = 1024**3
 _log = logging.getLogger(__name__)
@@ -301,6 +313,16 @@ def attention_backends(device: torch.device) -> tuple[str, ...]:
         "cuda": ("native", "_native_cudnn", "_native_flash", "_native_efficient", "flash"),
         "cpu": ("native", "_native_math"),
     }[device.type]
+
+
+def attention_operators() -> frozenset[Any]:
+    """Return the operators, of those this build of torch has, in which some device computes attention."""
+    return frozenset(
+        getattr(packet, overload)
+        for space, name in (full.split(".") for full in _ATTENTION_OPERATORS)
+        if (packet := getattr(getattr(torch.ops, space), name, None)) is not None
+        for overload in packet.overloads()
+    )
 
 
 def fuses_attention(device: torch.device) -> bool:

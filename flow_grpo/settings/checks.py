@@ -243,6 +243,9 @@ def _check_update(config: Config) -> None:
     if train.old_log_prob == "detach" and train.updates_per_epoch > 1:
         text = f"is exact for one update per epoch only, got train.updates_per_epoch={train.updates_per_epoch}"
         raise refusal("train.old_log_prob", "detach", f"{text}; pass --config.train.old_log_prob=auto")
+    if config.model.compile and config.model.checkpointing == "keep_attention":
+        text = "must be 'blocks', 'none' or 'auto' while model.compile is true: a compiled block hides its attention"
+        raise refusal("model.checkpointing", "keep_attention", f"{text}; pass --config.model.checkpointing=blocks")
     if config.model.compile and config.model.dtype == "bf16" and train.old_log_prob != "detach":
         # Measured: log-ratios of 5e-4 before any update, where clip_range is 1e-3.
         text = "must be 'detach' while model.compile is true in bf16: compiled blocks round differently in an update"

@@ -116,7 +116,11 @@ class ModelConfig(Section):
     lora_full_modules: tuple[Text, ...] = knob(
         ("cam_encoder",), "last names of modules that are trained in full in addition to the adapters"
     )
-    gradient_checkpointing: Bool = knob(True, "recompute activations in the backward pass: less memory, more time")
+    checkpointing: Literal["none", "blocks", "keep_attention", "auto"] = knob(
+        "blocks",
+        "what the backward pass recomputes, for less memory: nothing | every block | every block without its "
+        "attention, for long videos | what the planner finds fastest of these that fits the device",
+    )
     round_timestep: Bool = knob(
         False, "round the timestep to bf16, by up to 2 of 1000, as ReCamMaster's own code does in training and sampling"
     )

@@ -83,7 +83,7 @@ def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
         device=torch.device("cpu"),
         run_folder=folder,
         lock=RunLock(folder),
-        forwards=ForwardCount(policy.net, recomputes=False),
+        forwards=ForwardCount(policy.net, recomputed=0.0),
         dynamic_sampling=config.dynamic_sampling
         and DynamicSampling(
             config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, ranks=ranks, say=progress.say

@@ -332,7 +332,7 @@ def load(folder: str, **changes) -> WanPolicy:
 
 
 def test_a_model_folder_gives_the_policy_it_was_saved_from(folder):
-    loaded = load(folder, gradient_checkpointing=True)
+    loaded = load(folder, checkpointing="blocks")
     expected = policy()
     encoded = loaded.encode([condition(0)])
     for name, tensor in expected.encode([condition(0)]).tensors().items():

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.checkpointing import set_checkpointing
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.video_model import WAN_1_3B
@@ -30,16 +31,15 @@ MIDDLE = {
 SHAPE = (4, 3, 16, 16)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trained", ["lora", "camera", "attention", "full"])
 def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, dtype, checkpointing):
-    model = dataclasses.replace(LORA, trained=trained, lora_rank=8, gradient_checkpointing=checkpointing)
+    model = dataclasses.replace(LORA, trained=trained, lora_rank=8, checkpointing=checkpointing)
     planned = footprint(RECAM, MIDDLE, SHAPE, model, rows=2, dtype=dtype)
     network = ReCamTransformer3DModel(**MIDDLE).to(dtype)
     apply_training_mode(network, model)
-    if checkpointing:
-        network.enable_gradient_checkpointing()
+    set_checkpointing(network, checkpointing)
     inputs = (torch.randn(2, 4, 6, 16, 16), torch.full((2,), 500.0), torch.randn(2, 8, MIDDLE["text_dim"]))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         real = saved_bytes(network, lambda: network(*inputs, torch.randn(2, 3, 12))[0])
@@ -49,7 +49,7 @@ def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, dtype
 
 
 def test_the_real_model_has_its_published_size_and_cost():
-    model = dataclasses.replace(LORA, lora_rank=64, gradient_checkpointing=True, max_prompt_tokens=512)
+    model = dataclasses.replace(LORA, lora_rank=64, checkpointing="blocks", max_prompt_tokens=512)
     real = footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), model, rows=1, dtype=torch.bfloat16)
     assert real.tokens == 65_520
     assert real.parameters == 1_490_420_800
@@ -61,9 +61,21 @@ def test_the_real_model_has_its_published_size_and_cost():
     assert footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), whole, rows=1, dtype=torch.bfloat16).trained == 354_816_000
 
 
+def test_attention_that_is_kept_costs_its_outputs_and_spares_its_operations():
+    model = dataclasses.replace(LORA, lora_rank=64, checkpointing="blocks", max_prompt_tokens=512)
+    kept = dataclasses.replace(model, checkpointing="keep_attention")
+    shape, tokens, width = (16, 21, 60, 104), 65_520, 1536
+    without, found = (footprint(RECAM, WAN_1_3B, shape, one, rows=2, dtype=torch.bfloat16) for one in (model, kept))
+    outputs = 2 * 30 * 2 * tokens * width * 2  # self- and cross-attention of 30 blocks, 2 rows, 2 bytes
+    sums = 2 * 30 * 2 * tokens * 12 * 4  # and the logarithm of the softmax's denominator for 12 heads, in fp32
+    assert found.kept_bytes - without.kept_bytes == outputs + sums
+    assert found.attention_flops == 4 * 2 * 30 * width * tokens * (tokens + 512)
+    assert found.attention_flops / found.forward_flops == pytest.approx(0.82, abs=0.01)
+
+
 @pytest.mark.parametrize("trained", ["lora", "full"])
 def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
-    model = dataclasses.replace(LORA, trained=trained, gradient_checkpointing=True)
+    model = dataclasses.replace(LORA, trained=trained, checkpointing="blocks")
     many = MIDDLE | {"num_layers": 5}
     planned = dataclasses.asdict(footprint(RECAM, many, SHAPE, model, rows=2, dtype=torch.bfloat16))
     counted = count_network(RECAM, many, SHAPE, model, 2, torch.bfloat16)

@@ -42,7 +42,7 @@ def made(mode: str, dtype: torch.dtype = torch.float32) -> WanPolicy:
     if dtype != torch.float32:
         for name, parameter in parts.transformer.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if stays_fp32(name) else dtype)
-    apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode, gradient_checkpointing=True))
+    apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode, checkpointing="blocks"))
     parts.transformer.enable_gradient_checkpointing()
     return WanPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)
 

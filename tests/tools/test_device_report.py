@@ -12,7 +12,6 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
@@ -254,38 +253,6 @@ def test_a_rate_that_is_not_there_judges_nothing() -> None:
     device_report.collect(kept, [Job("forward", (LONG,))], lambda *_: figures(**records), 100.0, lambda: None)
     assert kept["aims"]["forward at 55 % of the matrix rate"]["verdict"] == "not measured"
     assert math.isclose(kept["parts"]["forward_81x480x832"]["tflops"], 1000.0)
-
-
-class Attentions(TorchDispatchMode):
-    """Counts attention's forward calls."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_keeping_attention_gives_the_gradients_of_recomputing_it_and_calls_it_once() -> None:
-    size = SIZES["self-test"]
-    found, calls = [], []
-    for keep in (False, True):
-        torch.manual_seed(0)
-        made = networks.build_networks(size, counts.recipe(size), CPU)
-        built = made.transformer
-        if keep:
-            networks.keep_attention(built)
-        shape = SHORT.latent_shape
-        given = (torch.full((1,), 500.0), torch.randn(1, size.prompt_tokens, size.text_width))
-        joined = torch.randn(1, shape[0], 2 * shape[1], *shape[2:])
-        with Attentions() as counter:
-            with device_api.autocast(CPU, made.dtype):
-                output = built(joined, *given, torch.randn(1, shape[1], 12))[0]
-            output.float().square().mean().backward()
-        calls.append(counter.calls)
-        found.append([p.grad for p in built.parameters() if p.requires_grad])
-    assert calls == [8, 4]  # two blocks, two attentions each
-    assert all(torch.equal(kept, again) for again, kept in zip(*found, strict=True))
 
 
 def test_a_breakdown_names_the_longest_kernels_first() -> None:

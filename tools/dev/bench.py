@@ -3,11 +3,12 @@
     python tools/dev/bench.py --config config/grpo.py:tiny_recam --json --config.sample.train_batch_size=32
     python tools/dev/bench.py dynamic-sampling --json
     python tools/dev/bench.py packing --json
+    python tools/dev/bench.py transformer
 
 The first command times the phases of an epoch against the transformer calls alone; the second moves a group of 32 MiB
 samples between 4 ranks, against gathering all samples as objects (`time_ratio`, `memory_ratio`); the third computes how
 long ranks wait for each other with cost-limited batches, against packing on each rank (`idle_share`,
-`naive_idle_share`).
+`naive_idle_share`); the fourth times an update step by what checkpointing recomputes.
 
 `rollout_update_over_bare` divides the rollout and update phases by the same number of forward and backward calls on the
 same shapes; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate and their medians are compared,
@@ -36,12 +37,13 @@ from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
-from tools.dev.bench_cases import exchange, packing
+from tools.dev.bench_cases import exchange, packing, transformer
 from tools.common import make_parser
 
 CASES: dict[str, Callable[[], dict[str, float]]] = {
     "dynamic-sampling": exchange.measure,
     "packing": packing.measure,
+    "transformer": transformer.measure,
 }
 
 

@@ -43,7 +43,7 @@ def recipe(size: Size) -> Config:
 
 def kept_whole_gib(setting: Setting) -> float:
     """Return the GiB that a forward keeps for its backward when no block is recomputed."""
-    model = dataclasses.replace(recipe(setting.size).model, gradient_checkpointing=False)
+    model = dataclasses.replace(recipe(setting.size).model, checkpointing="none")
     shape, dtype = setting.video.latent_shape, DTYPES[model.dtype]
     counted = footprint(RECAM, transformer_config(setting.size), shape, model, rows=setting.rows, dtype=dtype)
     return (counted.kept_bytes + counted.block_bytes) / 2**30
@@ -60,32 +60,30 @@ def count(setting: Setting) -> Records:
         forwards = {name: number * one for name, number in UPDATE_FORWARDS.items()}
         forwards["keep_attention"] -= attention
         whole = decoding_flops(size, video) * setting.rows
-        # Each block keeps two attention outputs, in autocast's precision; the rest of what it keeps is negligible.
-        extra = 2 * size.blocks * setting.rows * tokens * width * dtype.itemsize / 2**30
-        plans = {kept: planned(setting, video, checkpointing=kept) for kept in (True, False)}
-        rollout, updated = plans[True].rollout_gib, plans[True].update_gib
+        plans = {kept: planned(setting, video, checkpointing=kept) for kept in ("blocks", "keep_attention", "none")}
+        rollout, updated = plans["blocks"].rollout_gib, plans["blocks"].update_gib
         for name, flops, peak in (
             ("forward", one, rollout),
             ("forward_compiled", one, rollout),
             ("update", forwards["blocks"], updated),
-            ("update_keep_attention", forwards["keep_attention"], updated + extra),
-            ("update_none", forwards["none"], plans[False].update_gib),
+            ("update_keep_attention", forwards["keep_attention"], plans["keep_attention"].update_gib),
+            ("update_none", forwards["none"], plans["none"].update_gib),
             ("update_compiled", forwards["blocks"], updated),
-            ("decode", whole, plans[True].decode_gib),
+            ("decode", whole, plans["blocks"].decode_gib),
             ("decode_tiled", whole * tiled_area(video), None),
         ):
             peaks = {"planned_gib": peak} if peak and config == dict(WAN_1_3B) else {}  # it plans for Wan's parts
             yield f"{name}_{video}", {"flops": flops, **peaks}
 
 
-def planned(setting: Setting, video: Video, *, checkpointing: bool) -> Plan:
+def planned(setting: Setting, video: Video, *, checkpointing: str) -> Plan:
     """Return the planner's figures for the recipe with this video and as many rows, on one device."""
     config, rows = recipe(setting.size), setting.rows
     size = {"num_frames": video.frames, "height": video.height, "width": video.width}
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, **size),
-        model=dataclasses.replace(config.model, gradient_checkpointing=checkpointing),
+        model=dataclasses.replace(config.model, checkpointing=checkpointing),
         sample=dataclasses.replace(config.sample, train_batch_size=rows, num_batches_per_epoch=1),
         train=dataclasses.replace(config.train, batch_size=rows),
     )

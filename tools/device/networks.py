@@ -6,7 +6,6 @@ Weights are random: no file is read. Sizes and precision are those that loading 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -14,13 +13,13 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import Transition, log_prob, sample
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.checkpointing import set_checkpointing
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
@@ -34,13 +33,6 @@ from tools.device.counts import count, kept_whole_gib, recipe, transformer_confi
 from tools.device.kernels import Record, Records, Setting, Size, breakdown, measure
 
 RATIO_SHARE = 0.1  # of the clip range, which log-ratios may reach before any update
-KEPT_OPERATORS = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_scaled_dot_product_flash_attention_for_cpu",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +117,7 @@ def build_networks(size: Size, config: Config, device: torch.device) -> Networks
     dtype = DTYPES[config.model.dtype]
     transformer = build_transformer(transformer_config(size), dtype, device)
     apply_training_mode(transformer, config.model)
-    if config.model.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
+    set_checkpointing(transformer, config.model.checkpointing)
     codec = AutoencoderKLWan(base_dim=size.codec_width).requires_grad_(False)
     codec.eval().to(device)
     text_encoder = torch.empty(size.text_encoder_bytes, dtype=torch.uint8, device=device)
@@ -207,16 +198,16 @@ def update(setting: Setting) -> Records:
 
     yield from timed("update")
     yield f"update_kernels_{video}", breakdown(optimizer_step, setting)
-    keep_attention(transformer)
+    set_checkpointing(transformer, "keep_attention")
     yield from timed("update_keep_attention")
     needed = kept_whole_gib(setting)
     if needed < 0.8 * device_api.memory(setting.device).get("total", 0.0):
-        transformer.disable_gradient_checkpointing()
+        set_checkpointing(transformer, "none")
         yield from timed("update_none")
     else:
         yield f"update_none_{video}", {"unavailable": f"would keep {needed:.0f} GiB of activations"}
     if device_api.supports_compile(setting.device):
-        transformer.enable_gradient_checkpointing()
+        set_checkpointing(transformer, "blocks")
         transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
         yield from timed("update_compiled")
 
@@ -251,17 +242,6 @@ class Updating:
         self.norm = float(torch.nn.utils.clip_grad_norm_(self._trained, train.max_grad_norm))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-
-
-def keep_attention(transformer: ReCamTransformer3DModel) -> None:
-    """Recompute blocks in the backward pass, but for what attention returned."""
-    kept = [getattr(torch.ops.aten, name).default for name in KEPT_OPERATORS if hasattr(torch.ops.aten, name)]
-    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
-
-    def call(block: nn.Module, *arguments: object) -> object:
-        return checkpoint(block.__call__, *arguments, use_reentrant=False, context_fn=contexts)
-
-    transformer.enable_gradient_checkpointing(call)
 
 
 def decode(setting: Setting) -> Records:

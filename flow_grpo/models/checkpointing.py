@@ -1,0 +1,63 @@
+"""What the backward pass recomputes: nothing, whole blocks, or blocks without their attention."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from flow_grpo.runtime import device as device_api
+
+_log = logging.getLogger(__name__)
+
+
+def set_checkpointing(transformer: WanTransformer3DModel, mode: str) -> None:
+    """Choose what the backward pass recomputes of every block.
+
+    Gradients are the same bit for bit, whatever is recomputed.
+
+    Args:
+        transformer: of diffusers, with `enable_gradient_checkpointing`.
+        mode: of `model.checkpointing`; "auto", which the planner decides where it is asked, is "blocks" here.
+    """
+    if mode == "none":
+        transformer.disable_gradient_checkpointing()
+    elif mode == "keep_attention":
+        transformer.enable_gradient_checkpointing(KeepAttention())
+    else:
+        transformer.enable_gradient_checkpointing()
+
+
+class KeepAttention:
+    """Calls a block so that its backward recomputes all but what attention returned.
+
+    With long videos attention is most of a block's operations, while its output is as small as any other activation
+    (selective activation checkpointing of torch.utils.checkpoint).
+    """
+
+    def __init__(self) -> None:
+        self._operators = device_api.attention_operators()
+        self._kept = self._warned = False
+
+    def __call__(self, block: nn.Module, *arguments: Any) -> Any:
+        """Return what the block returns."""
+        result = checkpoint(block.__call__, *arguments, use_reentrant=False, context_fn=self._contexts)
+        if not (self._kept or self._warned):
+            self._warned = True
+            _log.warning(
+                "model.checkpointing=keep_attention finds none of its operators in a block and keeps nothing: "
+                "attention runs in an operator that flow_grpo/runtime/device.py does not list, or in none of its own"
+            )
+        return result
+
+    def _contexts(self) -> Any:
+        return create_selective_checkpoint_contexts(self._policy)
+
+    def _policy(self, _: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:  # noqa: ARG002
+        if operator not in self._operators:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self._kept = True
+        return CheckpointPolicy.MUST_SAVE

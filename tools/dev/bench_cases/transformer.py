@@ -1,0 +1,58 @@
+"""Times what changes the speed of one transformer call, as ratios: each switch beside the same call without it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from flow_grpo.models.checkpointing import set_checkpointing
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.transformers import load_transformer
+
+# Latent frames, rows and columns of one video: 120, 640 and 2,560 tokens with its source.
+VIDEOS = {120: (5, 3, 4), 640: (5, 8, 8), 2560: (5, 16, 16)}
+REPEATS = 7
+TINY = Path(__file__).resolve().parents[3] / "assets" / "tiny_recam" / "transformer"
+
+
+def measure() -> dict[str, float]:
+    """Return how long an update step takes with each kind of checkpointing, over one that recomputes blocks."""
+    network = load_transformer(ReCamTransformer3DModel, TINY)
+    found = {}
+    for tokens, shape in VIDEOS.items():
+        step = _update(network, shape)
+        seconds: dict[str, list[float]] = {"blocks": [], "keep_attention": [], "none": []}
+        for repeat in range(REPEATS + 1):  # interleaved, because the speed of a shared machine drifts
+            for mode, row in seconds.items():
+                set_checkpointing(network, mode)
+                spent = _timed(step)
+                row += [spent] if repeat else []  # the first warms up
+        for mode in ("keep_attention", "none"):
+            ratios = [one / blocks for one, blocks in zip(seconds[mode], seconds["blocks"], strict=True)]
+            found[f"update_{mode}_over_blocks_{tokens}"] = statistics.median(ratios)
+    return found
+
+
+def _update(network: ReCamTransformer3DModel, shape: tuple[int, int, int]) -> Callable[[], None]:
+    (frames, rows, columns), channels = shape, network.config["in_channels"]
+    draw = torch.Generator().manual_seed(0)
+    latents = torch.randn((1, channels, 2 * frames, rows, columns), generator=draw)
+    prompts, cameras = (
+        torch.randn((1, 8, network.config["text_dim"]), generator=draw),
+        torch.randn((1, frames, 12), generator=draw),
+    )
+
+    def step() -> None:
+        network(latents, torch.full((1,), 500.0), prompts, cameras)[0].square().mean().backward()
+
+    return step
+
+
+def _timed(call: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
