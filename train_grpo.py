@@ -44,11 +44,12 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy
+from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight import dry_run
 from flow_grpo.preflight.checkpointing import settled
 from flow_grpo.preflight.doctor import fast as doctor
 from flow_grpo.preflight.doctor.context import DoctorContext
-from flow_grpo.preflight.plan import largest_size, recomputed_share
+from flow_grpo.preflight.plan import flops_of_rows, largest_size, recomputed_share
 from flow_grpo.preflight.savings import report
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.base import check_name, try_rewards
@@ -323,7 +324,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         device=device,
         run_folder=run_folder,
         lock=lock,
-        forwards=ForwardCount(unwrap(policy.module), recomputed=recomputed_share(config)),
+        forwards=count_forwards(config, policy, device),
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, ranks),
         cameras=cameras,
         from_own=from_own,
@@ -337,6 +338,13 @@ def settle_checkpointing(config: Config, device: torch.device, ranks: Ranks) -> 
     if said and ranks.is_main:
         print(said, flush=True)
     return config
+
+
+def count_forwards(config: Config, policy: Policy, device: torch.device) -> ForwardCount:
+    """Return the count of the network's calls, with the rate of the device that their operations are a share of."""
+    rate = 1e12 * config.device_tflops or device_api.matrix_rate(device, DTYPES[config.model.dtype])
+    network, share = unwrap(policy.module), recomputed_share(config)
+    return ForwardCount(network, recomputed=share, flops=flops_of_rows(config), rate=rate)
 
 
 def resumed_from(path: Path, state: RunState, config: Config, *, own: bool) -> str:

@@ -134,7 +134,7 @@ def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int
 def recam_forward(
     state: State, config: dict, latents: Tensor, timestep: Tensor, text: Tensor, camera: Tensor | None
 ) -> Tensor:
-    """Predict the velocity of [target | source] latents [B, C, 2F, H, W]; camera None is base Wan."""
+    """Predict the target's velocity [B, C, F, H, W] of [target | source] latents; camera None is base Wan."""
     patch, width = tuple(config["patch_size"]), config["num_attention_heads"] * config["attention_head_dim"]
     x, grid = patchify(latents, patch)
     x = x @ state["patch_embedding.weight"].reshape(width, -1).T + state["patch_embedding.bias"]
@@ -153,4 +153,4 @@ def recam_forward(
     table = state["scale_shift_table"]
     shift, scale = ((table[0, i] + time)[:, None] for i in range(2))
     x = linear(state, "proj_out", layer_norm(x, config["eps"]) * (1 + scale) + shift)
-    return unpatchify(x, grid, patch)
+    return unpatchify(x, grid, patch)[:, :, : latents.shape[2] // 2]  # nothing is learned about the source's

@@ -487,6 +487,7 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
     changes |= {"sample__sde_window": 1, "sample__tail_steps": 2}
     changes |= {"sample__same_initial_noise": True, "sample__share_prefix": True}
     changes |= {"reward__weights": "target_view=1,target_psnr=1,exposure=1"}  # no group is flat
+    changes |= {"device_tflops": 0.25}
     hook = torch.nn.modules.module.register_module_forward_hook(count)
     try:
         assert train_grpo.main(words(places, tmp_path, doctor="off", **changes)) == 0
@@ -498,3 +499,6 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
     config, _ = train_grpo.read_command_line(words(places, tmp_path, **changes))
     planned = make_plan(config, 1, 1e12)
     assert row["system/forward_equivalents_per_sample"] == planned.forward_equivalents_per_sample
+    operations = (rows["forward"] + 2 * rows["backward"]) * planned.forward_tflop
+    assert row["system/tflops_per_device"] * row["time/epoch_s"] == pytest.approx(operations)
+    assert row["system/mfu"] == pytest.approx(row["system/tflops_per_device"] / 0.25)

@@ -1,7 +1,9 @@
-"""The work of a run, counted in forwards of the network on one sample: a measure that no machine's speed changes."""
+"""The work of a run: in forwards of the network on one sample, which no machine's speed changes, and in operations."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,15 +18,35 @@ class ForwardCount:
     Args:
         network: whose calls are counted; the first argument of its forward has a row per sample.
         recomputed: operations that its backward pass computes once more, as a share of a forward's.
+        flops: returns the operations of a forward on one row, from the shape of that row in the first argument; None
+            where they are not known.
+        rate: operations per second of the device's matrix products.
 
     Attributes:
         total: counted so far on this rank.
+        rate: as given.
     """
 
-    def __init__(self, network: nn.Module, *, recomputed: float) -> None:
-        self.total = 0.0
-        self._trained = 3.0 + recomputed
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        recomputed: float,
+        flops: Callable[[tuple[int, ...]], float] | None = None,
+        rate: float = 0.0,
+    ) -> None:
+        self.total, self.rate = 0.0, rate
+        self._trained, self._flops = 3.0 + recomputed, flops
+        self._forwards: Counter[tuple[int, ...]] = Counter()  # by shape of a row, recomputation left out
         network.register_forward_pre_hook(self._count)
 
+    @property
+    def operations(self) -> float:
+        """Return the operations so far on this rank, recomputation left out; 0 where they are not known."""
+        flops = self._flops
+        return 0.0 if flops is None else sum(count * flops(shape) for shape, count in self._forwards.items())
+
     def _count(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self.total += len(arguments[0]) * (self._trained if torch.is_grad_enabled() else 1.0)
+        rows, training = len(arguments[0]), torch.is_grad_enabled()
+        self.total += rows * (self._trained if training else 1.0)
+        self._forwards[tuple(arguments[0].shape[1:])] += rows * (3 if training else 1)

@@ -100,7 +100,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
         self._timed_until = time.perf_counter()
-        self._counted = 0.0
+        self._counted = 0.0, 0.0
         self._saved = self._position() if self.from_own else None
         self._evaluated: tuple[int, Evaluation] | None = None
         self._silent = False
@@ -118,7 +118,8 @@ class Trainer:
             if self._out_of_time() or self._asked_to_end():
                 break
             self.tracker.begin()
-            self.clock, self.metrics, self._counted = Clock(self.device), {}, self.forwards.total
+            self.clock, self.metrics = Clock(self.device), {}
+            self._counted = self.forwards.total, self.forwards.operations
             device_api.reset_peak_memory(self.device)
             yield epoch
             self._count_time()
@@ -192,7 +193,8 @@ class Trainer:
         step, every = self.state.finished, self.config.log_videos_every
         seconds = sum(self.clock.seconds.values())
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
-        forwards = float(self.ranks.all_gather(torch.tensor([self.forwards.total - self._counted])).sum())
+        own = [self.forwards.total - self._counted[0], self.forwards.operations - self._counted[1]]
+        forwards, operations = self.ranks.all_gather(torch.tensor([own], dtype=torch.float64)).sum(dim=0).tolist()
         self.state.forward_equivalents += forwards
         self.metrics |= self.clock.metrics() | server_metrics(self.collector.rewards.stats(), self.ranks)
         self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}
@@ -203,6 +205,9 @@ class Trainer:
             / (self.config.sample.expanded_batch_size * self.ranks.world_size),
             "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,
         }
+        if operations:
+            rate = operations / self.ranks.world_size / seconds
+            self.metrics |= {"system/tflops_per_device": rate / 1e12, "system/mfu": rate / self.forwards.rate}
         self.metrics |= self.updater.learning_rates()
         with self.ranks.sync_errors("logging"):
             self.tracker.log(self.metrics, step)

@@ -29,7 +29,7 @@ def _input_shapes(rows: int, latents: Shape, transformer: Mapping[str, Any]) -> 
 def _call(network: nn.Module, latents: Tensor, timesteps: Tensor, prompts: Tensor, inputs: Inputs) -> Tensor:
     joined = torch.cat([latents, inputs["source_latents"]], dim=2)
     predicted: Tensor = network(joined, timesteps, prompts, inputs["target_cameras"])[0]
-    return predicted[:, :, : latents.shape[2]]  # the prediction for the source half is meaningless
+    return predicted
 
 
 RECAM = VideoModel(

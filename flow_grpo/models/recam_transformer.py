@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from einops import rearrange
 from torch import Tensor, nn
 
-from flow_grpo.models.wan_blocks import Rotary, VideoToVideoWan, cast_norms
+from flow_grpo.models.wan_blocks import Rotary, SelfAttnProcessor, VideoToVideoWan, cast_norms, rotary_pairs
 
 
 class ReCamTransformerBlock(WanTransformerBlock):
@@ -37,6 +37,7 @@ class ReCamTransformerBlock(WanTransformerBlock):
         super().__init__(dim, ffn_dim, num_heads, qk_norm, cross_attn_norm, eps)  # type: ignore[arg-type]
         for attention in (self.attn1, self.attn2):
             cast_norms(attention, eps)
+        self.attn1.set_processor(SelfAttnProcessor())  # type: ignore[arg-type]
         self.cam_encoder = nn.Linear(camera_dim, dim)
         self.projector = nn.Linear(dim, dim)
         nn.init.zeros_(self.cam_encoder.weight)
@@ -52,23 +53,25 @@ class ReCamTransformerBlock(WanTransformerBlock):
         rotary_emb: Rotary,
         camera: Tensor,
         tokens_per_frame: int,
+        queries: int | None = None,
     ) -> Tensor:
-        """Return the (B, S, D) tokens after this block.
+        """Return the (B, S, D) tokens after this block, or the first ones only.
 
         Args:
             hidden_states: (B, S, D), S = 2F * tokens_per_frame, target frames before source frames.
             encoder_hidden_states: (B, L, D) embedded prompt.
             temb: (B, 6, D) modulation of the timestep.
-            rotary_emb: cosines and sines, (1, S, 1, head width) each.
+            rotary_emb: cosines and sines, (1, S, 1, P) each.
             camera: (B, F, camera_dim), the target's cameras, added to both halves.
             tokens_per_frame: patches in one latent frame; not derived from S, which may be a shard of the sequence.
+            queries: how many tokens to return; None for all.
         """
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
 
         normed = (self.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
         normed = self._add_camera(normed, camera, tokens_per_frame)
-        attended: Tensor = self.projector(self.attn1(normed, None, None, rotary_emb))
-        hidden_states = (hidden_states.float() + attended * gate).type_as(hidden_states)
+        attended: Tensor = self.projector(self.attn1(normed, rotary_emb=rotary_emb, queries=queries))
+        hidden_states = (hidden_states[:, :queries].float() + attended * gate).type_as(hidden_states)
 
         normed = self.norm2(hidden_states.float()).type_as(hidden_states)
         hidden_states = hidden_states + self.attn2(normed, encoder_hidden_states, None, None)
@@ -89,7 +92,7 @@ class ReCamTransformer3DModel(VideoToVideoWan):
     """Wan 2.1 text-to-video transformer with ReCamMaster's camera conditioning.
 
     `cam_encoder` is initialized to zero and `projector` to the identity, so a new model computes exactly what base Wan
-    computes on the same [target | source] latents.
+    computes for the target of the same [target | source] latents.
     """
 
     camera_modules = ("cam_encoder", "projector")
@@ -160,7 +163,7 @@ class ReCamTransformer3DModel(VideoToVideoWan):
         camera: Tensor,
         return_dict: bool = False,
     ) -> tuple[Tensor] | Transformer2DModelOutput:
-        """Predict the velocity of target and source latents; only the first half of the frames is meaningful.
+        """Predict the velocity of the target latents; nothing is learned about the source's, which is left out.
 
         Args:
             hidden_states: (B, C, 2F, H, W) latents, noisy target frames before clean source frames.
@@ -170,7 +173,7 @@ class ReCamTransformer3DModel(VideoToVideoWan):
             return_dict: return diffusers' output dataclass instead of a tuple.
 
         Returns:
-            A tuple whose only entry is (B, C, 2F, H, W).
+            A tuple whose only entry is (B, C, F, H, W).
 
         Raises:
             ValueError: the frames are not twice the camera's, or height and width are not multiples of the patch.
@@ -178,9 +181,9 @@ class ReCamTransformer3DModel(VideoToVideoWan):
         self._check_shapes(hidden_states, timestep, camera)
         frames, height, width = hidden_states.shape[2:]
         _, patch_h, patch_w = self.config["patch_size"]
-        grid = {"f": frames, "h": height // patch_h, "w": width // patch_w}
+        grid = {"f": frames // 2, "h": height // patch_h, "w": width // patch_w}
 
-        rotary = self.rope(hidden_states)
+        rotary = rotary_pairs(self.rope(hidden_states))
         tokens = rearrange(self.patch_embedding(hidden_states), "b d f h w -> b (f h w) d").contiguous()
         temb, modulation, text, _ = self.condition_embedder(timestep, encoder_hidden_states)
         modulation = rearrange(modulation, "b (six d) -> b six d", six=6)

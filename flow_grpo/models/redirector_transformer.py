@@ -14,23 +14,25 @@ from typing import Any
 
 import torch
 from diffusers.configuration_utils import register_to_config
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flow_grpo.maths.rays import CAMERA_NUMBERS, RAY_CHANNELS, by_latent_frame, packed_rays
-from flow_grpo.models.wan_blocks import Rotary, VideoToVideoWan, cast_norms
+from flow_grpo.models.wan_blocks import (
+    Rotary,
+    VideoToVideoWan,
+    attend,
+    cast_norms,
+    first,
+    project,
+    rotary_pairs,
+    rotate,
+    split_heads,
+)
 
 PHASE_MODULES = ("phase_qk", "phase_vo")
-
-
-def rotate(x: Tensor, angles: Rotary) -> Tensor:
-    """Rotate neighbouring channels (2i, 2i + 1) of x (B, S, heads, 2P) by angles that broadcast to (B, S, heads, P)."""
-    cos, sin = angles
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).type_as(x)
 
 
 def phase_angles(phases: Tensor, heads: int, pairs: int) -> Rotary:
@@ -59,8 +61,9 @@ class PhaseAttnProcessor:
         rotary_emb: Rotary | None = None,
         *,
         camera: Tensor,
+        queries: int | None = None,
     ) -> Tensor:
-        """Return (B, S, D); see `PhaseAttention`."""
+        """Return (B, Q, D) for the first Q tokens, of all for None; see `PhaseAttention`."""
         assert encoder_hidden_states is None
         assert attention_mask is None
         assert rotary_emb is not None
@@ -68,12 +71,13 @@ class PhaseAttnProcessor:
         phase_cos, phase_sin = phase_angles(attn.phase_qk(camera), attn.heads, cos.shape[-1])
         # cos(a + b) and sin(a + b): exactly the rotary's own where the phase is zero
         angles = (cos * phase_cos - sin * phase_sin, sin * phase_cos + cos * phase_sin)
-        query = rotate(_heads(attn.norm_q(attn.to_q(hidden_states)), attn), angles)
-        key = rotate(_heads(attn.norm_k(attn.to_k(hidden_states)), attn), angles)
+        asking = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
+        key = split_heads(attn.norm_k(attn.to_k(hidden_states)), attn)
+        query, key = rotate(asking, first(angles, queries)), rotate(key, angles)
         phase_cos, phase_sin = phase_angles(attn.phase_vo(camera), attn.heads, cos.shape[-1])
-        value = rotate(_heads(attn.to_v(hidden_states), attn), (phase_cos, -phase_sin))
-        attended = _project(attn, _attend(query, key, value, self._attention_backend))
-        return rotate(_heads(attended, attn), (phase_cos, phase_sin)).flatten(2)
+        value = rotate(split_heads(attn.to_v(hidden_states), attn), (phase_cos, -phase_sin))
+        attended = project(attend(query, key, value, self._attention_backend), attn)
+        return rotate(split_heads(attended, attn), first((phase_cos, phase_sin), queries)).flatten(2)
 
 
 class ImageTextAttnProcessor:
@@ -99,30 +103,12 @@ class ImageTextAttnProcessor:
         assert encoder_hidden_states is not None
         assert attention_mask is None
         assert rotary_emb is None
-        query = _heads(attn.norm_q(attn.to_q(hidden_states)), attn)
-        key = _heads(attn.norm_k(attn.to_k(encoder_hidden_states)), attn)
-        text = _attend(query, key, _heads(attn.to_v(encoder_hidden_states), attn), self._attention_backend)
-        key = _heads(attn.norm_added_k(attn.add_k_proj(image)), attn)
-        seen = _attend(query, key, _heads(attn.add_v_proj(image), attn), self._attention_backend)
-        return _project(attn, text + seen)
-
-
-def _heads(x: Tensor, attn: Any) -> Tensor:
-    """Split (B, S, D) into (B, S, heads, head width)."""
-    split: Tensor = x.unflatten(2, (attn.heads, -1))
-    return split
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Tensor:
-    """Return the attention's (B, S, D) of queries, keys and values (B, S, heads, head width)."""
-    attended: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
-    return attended.flatten(2, 3).type_as(query)
-
-
-def _project(attn: Any, x: Tensor) -> Tensor:
-    for layer in attn.to_out:
-        x = layer(x)
-    return x
+        query = split_heads(attn.norm_q(attn.to_q(hidden_states)), attn)
+        key = split_heads(attn.norm_k(attn.to_k(encoder_hidden_states)), attn)
+        text = attend(query, key, split_heads(attn.to_v(encoder_hidden_states), attn), self._attention_backend)
+        key = split_heads(attn.norm_added_k(attn.add_k_proj(image)), attn)
+        seen = attend(query, key, split_heads(attn.add_v_proj(image), attn), self._attention_backend)
+        return project(text + seen, attn)
 
 
 class PhaseAttention(WanAttention):
@@ -204,9 +190,16 @@ class ReDirectorTransformerBlock(WanTransformerBlock):
             cast_norms(attention, eps)
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, text: Tensor, image: Tensor, temb: Tensor, rotary_emb: Rotary, camera: Tensor
+        self,
+        hidden_states: Tensor,
+        text: Tensor,
+        image: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+        camera: Tensor,
+        queries: int | None = None,
     ) -> Tensor:
-        """Return the (B, S, D) tokens after this block.
+        """Return the (B, S, D) tokens after this block, or the first ones only.
 
         Args:
             hidden_states: (B, S, D), target frames before source frames.
@@ -215,12 +208,13 @@ class ReDirectorTransformerBlock(WanTransformerBlock):
             temb: (B, 6, D) modulation of the timestep.
             rotary_emb: cosines and sines, (1, S, 1, P) each.
             camera: (B, S, D), SiLU of the camera embeddings.
+            queries: how many tokens to return; None for all.
         """
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
 
         normed = (self.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
-        attended: Tensor = self.attn1(normed, rotary_emb=rotary_emb, camera=camera)
-        hidden_states = (hidden_states.float() + attended * gate).type_as(hidden_states)
+        attended: Tensor = self.attn1(normed, rotary_emb=rotary_emb, camera=camera, queries=queries)
+        hidden_states = (hidden_states[:, :queries].float() + attended * gate).type_as(hidden_states)
 
         normed = self.norm2(hidden_states.float()).type_as(hidden_states)
         hidden_states = hidden_states + self.attn2(normed, text, image=image)
@@ -344,12 +338,12 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
         modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
 
         tokens = self.through_blocks(tokens, text, image, modulation, rotary, camera)
-        return (self.head(tokens[:, : tokens.shape[1] // 2], temb, grid),)
+        return (self.head(tokens, temb, grid),)
 
     def _shared_rotary(self, target: Tensor) -> Rotary:
         """Return cosines and sines (1, S, 1, P): the target's positions twice, since the source has the same."""
-        cos, sin = self.rope(target)  # each pair's value twice
-        return cos[..., 0::2].repeat(1, 2, 1, 1), sin[..., 1::2].repeat(1, 2, 1, 1)
+        cos, sin = rotary_pairs(self.rope(target))
+        return cos.repeat(1, 2, 1, 1), sin.repeat(1, 2, 1, 1)
 
     def _check_shapes(self, hidden_states: Tensor, timestep: Tensor, image_embeds: Tensor, cameras: Tensor) -> None:
         rows, channels, frames = hidden_states.shape[:3]

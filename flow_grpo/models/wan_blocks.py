@@ -1,6 +1,7 @@
-"""What the video-to-video networks on diffusers' Wan share: norms, the walk through the blocks, the head, loading.
+"""What the video-to-video networks on diffusers' Wan share: attention, norms, the walk through the blocks, the head.
 
-Letters: B rows, C F H W latent channels, frames, height, width, D model width, S tokens.
+Letters: B rows, C F H W latent channels, frames, height, width, D model width, S tokens, target before source, Q of
+them whose output is asked for, P channel pairs of a head.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary angles."""
+"""Cosines and sines of rotary angles, one per channel pair."""
 
 
 Network = TypeVar("Network", bound="VideoToVideoWan")
@@ -36,6 +38,74 @@ def cast_norms(attention: WanAttention, eps: float) -> None:
     for name in ("norm_q", "norm_k", "norm_added_k"):
         if hasattr(attention, name):
             setattr(attention, name, CastingRMSNorm(attention.inner_dim, eps=eps))
+
+
+def rotary_pairs(rotary: tuple[Tensor, Tensor]) -> Rotary:
+    """Return (1, S, 1, P) cosines and sines of what diffusers' `rope` returns, which has each pair's value twice."""
+    cos, sin = rotary
+    return cos[..., 0::2], sin[..., 1::2]
+
+
+def rotate(x: Tensor, angles: Rotary) -> Tensor:
+    """Rotate neighbouring channels (2i, 2i + 1) of x (B, S, heads, 2P) by angles that broadcast to (B, S, heads, P)."""
+    cos, sin = angles
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).type_as(x)
+
+
+def first(angles: Rotary, queries: int | None) -> Rotary:
+    """Return the angles of the first tokens; of all for None."""
+    cos, sin = angles
+    return cos[:, :queries], sin[:, :queries]
+
+
+def split_heads(x: Tensor, attn: Any) -> Tensor:
+    """Split (B, S, D) into (B, S, heads, head width)."""
+    split: Tensor = x.unflatten(2, (attn.heads, -1))
+    return split
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Tensor:
+    """Return the (B, Q, D) attention of queries (B, Q, heads, head width) to keys and values (B, S, ...)."""
+    attended: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
+    return attended.flatten(2, 3).type_as(query)
+
+
+def project(x: Tensor, attn: Any) -> Tensor:
+    """Return x (B, Q, D) after an attention's output layers."""
+    for layer in attn.to_out:
+        x = layer(x)
+    return x
+
+
+class SelfAttnProcessor:
+    """Self-attention with rotary positions, through diffusers' choice of attention kernels.
+
+    As diffusers' own, bit for bit, but that it can leave out the output of the source's tokens.
+    """
+
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Rotary | None = None,
+        *,
+        queries: int | None = None,
+    ) -> Tensor:
+        """Return the (B, Q, D) output of the first Q tokens of hidden states (B, S, D); of all for None."""
+        assert encoder_hidden_states is None
+        assert attention_mask is None
+        assert rotary_emb is not None
+        asking = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
+        key = split_heads(attn.norm_k(attn.to_k(hidden_states)), attn)
+        value = split_heads(attn.to_v(hidden_states), attn)
+        query, key = rotate(asking, first(rotary_emb, queries)), rotate(key, rotary_emb)
+        return project(attend(query, key, value, self._attention_backend), attn)
 
 
 class VideoToVideoWan(WanTransformer3DModel):
@@ -70,11 +140,16 @@ class VideoToVideoWan(WanTransformer3DModel):
         return cast(Network, loaded)
 
     def through_blocks(self, tokens: Tensor, *arguments: Any) -> Tensor:
-        """Return the (B, S, D) tokens after all blocks, checkpointed if that is on; `arguments` go to every block."""
+        """Return the target's tokens after all blocks, (B, S/2, D), of (B, S, D); checkpointed if that is on.
+
+        `arguments` go to every block, and how many tokens to return: the last one computes the target's only.
+        """
         checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
         checkpointed: Any = self._gradient_checkpointing_func
+        targets = tokens.shape[1] // 2
         for block in self.blocks:
-            tokens = checkpointed(block, tokens, *arguments) if checkpointing else block(tokens, *arguments)
+            given = (tokens, *arguments, targets if block is self.blocks[-1] else None)
+            tokens = checkpointed(block, *given) if checkpointing else block(*given)
         return tokens
 
     def head(self, tokens: Tensor, temb: Tensor, grid: dict[str, int]) -> Tensor:

@@ -1,8 +1,8 @@
 """Parameters, operations and activation memory of a transformer call, counted without allocating anything.
 
-The real network code runs on fake tensors, so the counts include gradient checkpointing and autocast. Only attention is
-computed by formula, because the operation counter does not know every kernel. All blocks are identical: networks of one
-and two blocks are counted and extrapolated to any number.
+The real network code runs on fake tensors, so the counts include gradient checkpointing and autocast. Attention is
+counted by the shapes it is given, because torch's operation counter does not know every kernel. All blocks but the last
+are identical: networks of one and two blocks are counted and extrapolated to any number.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,8 +83,8 @@ def footprint(
         count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2)
     )
     total = {name: first + (config["num_layers"] - 1) * (two[name] - first) for name, first in one.items()}
-    # Transient tensors do not outlive their block: one block stands for all.
-    return Footprint(**(total | {name: one[name] for name in ("block_bytes", "forward_bytes")}))
+    # Transient tensors do not outlive their block: one stands for all, the first of two, as the last may do less.
+    return Footprint(**(total | {name: two[name] for name in ("block_bytes", "forward_bytes")}))
 
 
 def count_network(
@@ -95,35 +96,24 @@ def count_network(
     dtype: torch.dtype,
 ) -> dict[str, int]:
     """Return the fields of `Footprint` by name, counted on the whole network."""
-    layers, dim = config["num_layers"], config["num_attention_heads"] * config["attention_head_dim"]
+    layers = config["num_layers"]
     tokens = video_model.tokens(latent_shape, config["patch_size"])
     with FakeTensorMode():
-        network, adapted = fake_transformer(video_model, config, dtype, model)
-        latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
-        prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
-        shapes = video_model.input_shapes(rows, latent_shape, config)
-        inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
-        counter = FlopCounterMode(display=False)
-
-        def call() -> Tensor:
-            with _autocast(dtype):
-                return video_model.call(network, latents, timesteps, prompts, inputs)
+        network, adapted, call = _fake_call(video_model, config, latent_shape, model, rows, dtype)
 
         def forward() -> None:
-            with counter, torch.no_grad():
+            with torch.no_grad():
                 call()
 
         def forward_and_backward() -> None:
             call().sum().backward()
 
         forward_bytes = peak_bytes(forward)
-        attended = attention_bytes(forward) if model.checkpointing == "keep_attention" else 0
-        recomputes = model.checkpointing != "none"
+        flops, attention = _operations(forward)
+        recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
         set_checkpointing(network, "blocks" if recomputes else "none")
         kept = saved_bytes(network, call)
         update_bytes = peak_bytes(forward_and_backward)
-    counted = counter.get_total_flops()
-    attention = 4 * rows * layers * dim * tokens * (tokens + model.max_prompt_tokens)
     learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
     narrow = len(adapted) * rows * tokens * model.lora_rank * dtype.itemsize
     for linear in adapted:
@@ -132,12 +122,55 @@ def count_network(
         "tokens": tokens,
         "parameters": sum(p.numel() for p in network.parameters()),
         "trained": learned,
-        "forward_flops": counted - _counted_attention(counter) + attention,
-        "attention_flops": attention,
-        "kept_bytes": kept + attended + (0 if recomputes else narrow),
+        "forward_flops": flops,
+        "attention_flops": attention.flops,
+        "kept_bytes": kept + (0 if recomputes else narrow) + (attention.bytes if keeps_attention else 0),
         "block_bytes": max(0, update_bytes - kept) + (narrow // layers if recomputes else 0),
         "forward_bytes": forward_bytes,
     }
+
+
+def forward_flops(
+    video_model: VideoModel, config: Mapping[str, Any], latent_shape: tuple[int, int, int, int], prompt_tokens: int
+) -> float:
+    """Return the operations of a forward on one row, adapters left out; arguments as in `footprint`."""
+    model = ModelConfig(trained="full", max_prompt_tokens=prompt_tokens)
+    counts = []
+    for blocks in (1, 2):
+        with FakeTensorMode(), torch.no_grad():
+            small = {**config, "num_layers": blocks}
+            counts.append(_operations(_fake_call(video_model, small, latent_shape, model, 1, torch.float32)[2])[0])
+    total: float = counts[0] + (config["num_layers"] - 1) * (counts[1] - counts[0])
+    return total
+
+
+def _fake_call(
+    video_model: VideoModel,
+    config: Mapping[str, Any],
+    latent_shape: tuple[int, int, int, int],
+    model: ModelConfig,
+    rows: int,
+    dtype: torch.dtype,
+) -> tuple[WanTransformer3DModel, list[nn.Linear], Callable[[], Tensor]]:
+    """Return a transformer, its layers that are adapted, and its call; for use inside a `FakeTensorMode`."""
+    network, adapted = fake_transformer(video_model, config, dtype, model)
+    latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
+    prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
+    shapes = video_model.input_shapes(rows, latent_shape, config)
+    inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
+
+    def call() -> Tensor:
+        with _autocast(dtype):
+            return video_model.call(network, latents, timesteps, prompts, inputs)
+
+    return network, adapted, call
+
+
+def _operations(call: Callable[[], object]) -> tuple[int, AttentionCount]:
+    """Return the operations of a call, and what of it is attention."""
+    with FlopCounterMode(display=False) as counter, AttentionCount() as attention:
+        call()
+    return counter.get_total_flops() - _counted_attention(counter) + attention.flops, attention
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -178,25 +211,24 @@ class _LiveStorages(TorchDispatchMode):
         self._now -= self._sizes.pop(key)
 
 
-def attention_bytes(call: Callable[[], object]) -> int:
-    """Return the bytes of all that attention operators return in a call; call it inside a `FakeTensorMode`."""
-    outputs = _AttentionOutputs()
-    with outputs:
-        call()
-    return outputs.total
+class AttentionCount(TorchDispatchMode):
+    """Counts what attention operators do inside.
 
-
-class _AttentionOutputs(TorchDispatchMode):
-    """Adds up what attention operators return."""
+    Attributes:
+        flops: for scores and weighted sums; a multiply-add counts as two.
+        bytes: of what they return.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total, self._operators = 0, device_api.attention_operators()
+        self.flops, self.bytes, self._operators = 0, 0, device_api.attention_operators()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self._operators:
-            self.total += sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            query, key = args[:2]  # (B, heads, tokens, head width)
+            self.flops += 4 * query.numel() * key.shape[-2]
+            self.bytes += sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flow_grpo.maths.schedule import windows
 from flow_grpo.models.fake_policy import FakePolicy, transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.models.video_model import DTYPES
-from flow_grpo.preflight.footprint import Footprint, footprint, peak_bytes
+from flow_grpo.preflight.footprint import Footprint, footprint, forward_flops, peak_bytes
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
 
@@ -157,6 +158,25 @@ def recomputed_share(config: Config) -> float:
     latents, _ = _decoding(model.kind, model.path, largest_size(config))
     counted = _counted(_network_of(model), latents, DTYPES[model.dtype], 1)
     return 1 - counted.attention_flops / counted.forward_flops
+
+
+def flops_of_rows(config: Config) -> Callable[[tuple[int, ...]], float] | None:
+    """Return the operations of a forward by the shape of a row of latents, source included; each is counted once.
+
+    None for a policy of one's own.
+    """
+    model = config.model
+    if not is_video_model(model.kind):
+        return None
+    own = video_model(model.kind)
+
+    @functools.cache
+    def flops(shape: tuple[int, ...]) -> float:
+        channels, frames, height, width = shape
+        latents = channels, frames // own.videos, height, width
+        return forward_flops(own, _transformer(model), latents, model.max_prompt_tokens)
+
+    return flops
 
 
 # Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -313,6 +315,22 @@ def attention_backends(device: torch.device) -> tuple[str, ...]:
         "cuda": ("native", "_native_cudnn", "_native_flash", "_native_efficient", "flash"),
         "cpu": ("native", "_native_math"),
     }[device.type]
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second of matrix products, the best of a few: what a share of the device refers to."""
+    side = 1024 if device.type == "cpu" else 8192
+    left = torch.linspace(-1, 1, side * side, device=device).view(side, side).to(dtype)  # draws nothing at random
+    best, until = math.inf, time.perf_counter() + 1.0
+    for _ in range(10):
+        synchronize(device)
+        begun = time.perf_counter()
+        left @ left
+        synchronize(device)
+        best = min(best, time.perf_counter() - begun)
+        if time.perf_counter() > until:
+            break
+    return 2.0 * side**3 / best
 
 
 def attention_operators() -> frozenset[Any]:

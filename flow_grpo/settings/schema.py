@@ -383,6 +383,13 @@ class Config(Section):
     device: Literal["auto", "npu", "cuda", "cpu"] = knob("auto", "auto takes the first of npu, cuda, cpu that works")
     deterministic: Bool = knob(False, "use bitwise reproducible kernels, at some cost in speed")
     num_threads: Int = knob(0, "CPU threads per rank; 0 leaves torch's choice", ge=0, le=1024)
+    device_tflops: Float = knob(
+        0.0,
+        "rate of a device's matrix products that the metric system/mfu is a share of, in 1e12 operations a second; 0 "
+        "measures it at start",
+        ge=0,
+        le=MOST,
+    )
     num_epochs: Int = knob(200, "epochs, each one round of sampling and its updates; 0 only evaluates", ge=0)
     max_minutes: Float = knob(
         0.0, "minutes of training after which the run ends as if complete; 0 no limit", ge=0, le=LONGEST

@@ -10,7 +10,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 
-from flow_grpo.models import redirector_transformer
+from flow_grpo.models import redirector_transformer, wan_blocks
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
 from flow_grpo.models.transformers import load_transformer
@@ -84,13 +84,13 @@ def test_both_paths_both_videos_prompt_and_image_matter_and_rows_do_not_mix():
 def test_the_attention_kernel_that_is_set_computes_every_attention(monkeypatch):
     model, given, seen = tiny_redirector(), inputs(), []
     expected = model(*given)[0]
-    original = redirector_transformer.dispatch_attention_fn
+    original = wan_blocks.dispatch_attention_fn
 
     def recording(*arguments, backend):
         seen.append(str(backend.value))
         return original(*arguments, backend=backend)
 
-    monkeypatch.setattr(redirector_transformer, "dispatch_attention_fn", recording)
+    monkeypatch.setattr(wan_blocks, "dispatch_attention_fn", recording)
     default, _ = _AttentionBackendRegistry.get_active_backend()
     model.set_attention_backend("_native_math")
     _AttentionBackendRegistry.set_active_backend(default)

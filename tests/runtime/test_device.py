@@ -510,3 +510,9 @@ def test_a_module_on_its_device_is_not_moved() -> None:
     with device_api.visiting(module, CPU, stays=False):
         pass
     assert module.places == []
+
+
+def test_the_matrix_rate_is_that_of_products_and_draws_nothing_at_random() -> None:
+    before = torch.get_rng_state()
+    assert 1e8 < device_api.matrix_rate(CPU, torch.float32) < 1e14
+    assert torch.equal(torch.get_rng_state(), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import struct
@@ -23,7 +24,8 @@ from PIL import Image, ImageSequence
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting.tracker import Tracker
+from flow_grpo.runtime.reporting.tracker import Tracker, _as_gif
+from flow_grpo.runtime.video_file import write_video
 
 ALONE = Ranks()
 CONFIG = {"seed": 1, "sample": {"k": 4, "sde_steps": (1, 2)}}
@@ -104,6 +106,14 @@ def test_the_summary_is_deleted_when_the_run_is_extended(tmp_path: Path) -> None
     tracker.write_summary({"train_seconds": 12.5})
     tracker.begin()
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_long_high_video_becomes_a_small_gif_of_the_same_duration(tmp_path: Path) -> None:
+    film = tmp_path / "film.mp4"
+    write_video(film, torch.rand(3, 81, 240, 416), 15)
+    with Image.open(io.BytesIO(_as_gif(film))) as gif:
+        assert (gif.size, gif.n_frames) == ((208, 120), 21)
+        assert gif.n_frames * gif.info["duration"] == pytest.approx(1000 * 81 / 15, rel=0.05)
 
 
 def events(folder: Path) -> EventAccumulator:

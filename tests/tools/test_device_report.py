@@ -189,12 +189,12 @@ def test_what_cannot_work_is_refused_in_one_line(words, told, capsys) -> None:
     assert told in said and said.count("\n") == 1
 
 
-def test_a_forward_of_the_real_size_is_971_tflop() -> None:
+def test_a_forward_of_the_real_size_is_955_tflop() -> None:
     size = SIZES["real"]
     assert counts.transformer_config(size) == dict(WAN_1_3B)
     assert LONG.latent_shape == (16, 21, 60, 104) and LONG.tokens == 65_520
     counted = dict(counts.count(Setting(size, CPU, (LONG,), 1, 1)))
-    flops = {name.removesuffix("_81x480x832"): record["flops"] / 971e12 for name, record in counted.items()}
+    flops = {name.removesuffix("_81x480x832"): record["flops"] / 955e12 for name, record in counted.items()}
     assert flops["forward"] == flops["forward_compiled"] == pytest.approx(1, rel=0.01)
     assert flops["update"] == pytest.approx(4, rel=0.01) and flops["update_none"] == pytest.approx(3, rel=0.01)
     assert flops["update_keep_attention"] == pytest.approx(4 - 0.816, rel=0.01)  # attention's share of a forward

@@ -54,11 +54,10 @@ def count(setting: Setting) -> Records:
     size, model = setting.size, recipe(setting.size).model
     config, dtype = transformer_config(size), DTYPES[model.dtype]
     for video in setting.videos:
-        one = footprint(RECAM, config, video.latent_shape, model, rows=setting.rows, dtype=dtype).forward_flops
-        tokens, width = video.tokens, size.heads * size.head_width
-        attention = 4 * setting.rows * size.blocks * width * tokens * (tokens + size.prompt_tokens)
+        counted = footprint(RECAM, config, video.latent_shape, model, rows=setting.rows, dtype=dtype)
+        one = counted.forward_flops
         forwards = {name: number * one for name, number in UPDATE_FORWARDS.items()}
-        forwards["keep_attention"] -= attention
+        forwards["keep_attention"] -= counted.attention_flops
         whole = decoding_flops(size, video) * setting.rows
         plans = {kept: planned(setting, video, checkpointing=kept) for kept in ("blocks", "keep_attention", "none")}
         rollout, updated = plans["blocks"].rollout_gib, plans["blocks"].update_gib

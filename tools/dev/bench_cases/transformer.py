@@ -6,8 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from flow_grpo.models.checkpointing import set_checkpointing
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
@@ -20,11 +23,21 @@ TINY = Path(__file__).resolve().parents[3] / "assets" / "tiny_recam" / "transfor
 
 
 def measure() -> dict[str, float]:
-    """Return how long an update step takes with each kind of checkpointing, over one that recomputes blocks."""
+    """Return the seconds of an update step over those of the same step without a switch.
+
+    Checkpointing is compared with recomputing blocks, the target's tokens alone in the last block with all of them.
+    """
     network = load_transformer(ReCamTransformer3DModel, TINY)
     found = {}
     for tokens, shape in VIDEOS.items():
         step = _update(network, shape)
+        set_checkpointing(network, "none")
+        ratios = []
+        for _ in range(REPEATS):
+            short = _timed(step)
+            with mock.patch.object(ReCamTransformer3DModel, "through_blocks", all_tokens):
+                ratios.append(short / _timed(step))
+        found[f"update_target_only_over_all_tokens_{tokens}"] = statistics.median(ratios)
         seconds: dict[str, list[float]] = {"blocks": [], "keep_attention": [], "none": []}
         for repeat in range(REPEATS + 1):  # interleaved, because the speed of a shared machine drifts
             for mode, row in seconds.items():
@@ -35,6 +48,13 @@ def measure() -> dict[str, float]:
             ratios = [one / blocks for one, blocks in zip(seconds[mode], seconds["blocks"], strict=True)]
             found[f"update_{mode}_over_blocks_{tokens}"] = statistics.median(ratios)
     return found
+
+
+def all_tokens(self: ReCamTransformer3DModel, tokens: Tensor, *arguments: Any) -> Tensor:
+    """Return what `through_blocks` returns, without its shortcut in the last block."""
+    for block in self.blocks:
+        tokens = block(tokens, *arguments)
+    return tokens[:, : tokens.shape[1] // 2]
 
 
 def _update(network: ReCamTransformer3DModel, shape: tuple[int, int, int]) -> Callable[[], None]:
