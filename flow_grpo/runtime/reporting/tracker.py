@@ -248,7 +248,7 @@ def _wandb_key_is_set() -> bool:
 
 
 def _as_gif(path: Path) -> bytes:
-    """Return a video file as an animated GIF: of its frames every n-th, at most `GIF_FRAMES`, and at most `GIF_ROWS` high.
+    """Return a video file as an animated GIF of at most `GIF_FRAMES` of its frames, at most `GIF_ROWS` high.
 
     Every rank waits while rank 0 makes one, and a video of 480 rows at full size took 18 seconds.
     """
