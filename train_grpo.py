@@ -43,7 +43,7 @@ from flow_grpo.data.splits import held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
-from flow_grpo.models.registry import build_policy
+from flow_grpo.models.registry import build_policy, is_video_model
 from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight import dry_run
 from flow_grpo.preflight.checkpointing import settled
@@ -290,7 +290,6 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         check_sizes(policy, train, held_out)
         rewards = parts.build_rewards(config, config.reward.weights, ranks)
         try_rewards(rewards, train.condition(0))
-        cameras = pooled(train.cameras())
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
     state = distribute_model(config, policy, train, device, ranks)
     if path is not None:
@@ -326,8 +325,9 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         lock=lock,
         forwards=count_forwards(config, policy, device),
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, ranks),
-        cameras=cameras,
+        cameras=pooled(train.cameras()),
         from_own=from_own,
+        films=is_video_model(config.model.kind),
     )
 
 

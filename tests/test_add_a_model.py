@@ -42,7 +42,7 @@ def command(kind: str, small: dict[str, object], **changes: object) -> list[str]
     return [*words, *(f"--config.{name}={value}" for name, value in knobs.items())]
 
 
-def test_a_policy_of_a_user_s_own_trains_resumes_and_leaves_its_weights(places):  # noqa: F811
+def test_a_policy_of_a_user_s_own_trains_resumes_and_leaves_its_weights(places, capsys):  # noqa: F811
     small = SMALL | {"data.root": places["data.root"]}
     given = {"run_name": "run", "checkpoint__every": 1}
     assert train_grpo.main(command("toy.py:MyPolicy", small, output_root="whole", **given)) == 0
@@ -54,6 +54,32 @@ def test_a_policy_of_a_user_s_own_trains_resumes_and_leaves_its_weights(places):
     assert len(rows) == 3 and all(row["train/grad_norm"] > 0 for row in rows)
     assert all(row["policy/ratio_first_max_abs_log"] == 0 for row in rows)
     assert (Path("whole/run/adapter") / WEIGHTS_FILE).is_file()
+    said = capsys.readouterr().out
+    assert "train further:" in said and "tools/generate.py" not in said  # which makes videos of a VideoModel only
+
+
+@pytest.mark.parametrize(
+    ("line", "broken", "told"),
+    [
+        (
+            "return (latents - clean) /",
+            "return float('nan') * latents /",
+            "latents are not finite: the model's",
+        ),
+        ("return (latents - clean) /", "return latents[:, :2] /", "velocity has shape (8, 2, 5, 3, 4), latents"),
+        ("clean = network(", "with torch.no_grad(): clean = network(", "no gradient reaches the trained weights"),
+        ("scale_factor=(1, 8, 8)", "scale_factor=(1, 4, 4)", "decoded videos have shape (4, 3, 5, 12, 16)"),
+        ("start = torch.cat([", "start = {}['weights']; torch.cat([", "toy.py:MyPolicy fails in line 15: KeyError"),
+    ],
+)
+def test_what_is_wrong_in_a_policy_is_said_in_one_line(places, line, broken, told, capfd):  # noqa: F811
+    code = FILES["toy.py"]
+    assert code.count(line) == 1
+    Path("toy.py").write_text(code.replace(line, broken))
+    small = SMALL | {"data.root": places["data.root"]}
+    assert train_grpo.main(command("toy.py:MyPolicy", small, output_root="out", run_name="run")) == 2
+    said = capfd.readouterr()
+    assert told in said.out + said.err and "Traceback" not in said.err
 
 
 def test_a_video_model_of_a_user_s_own_trains_from_a_random_folder(places):  # noqa: F811

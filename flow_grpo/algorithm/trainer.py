@@ -77,6 +77,7 @@ class Trainer:
         dynamic_sampling: samples further rounds when groups are flat, or None.
         cameras: the kind of camera of every training condition, for statistics; () keeps none.
         from_own: the run resumes from its own checkpoint, so its state is already saved.
+        films: tools/generate.py can make videos with the policy's model.
     """
 
     config: Config
@@ -94,6 +95,7 @@ class Trainer:
     dynamic_sampling: DynamicSampling | None = None
     cameras: tuple[str, ...] = ()
     from_own: bool = False
+    films: bool = True
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
@@ -312,7 +314,9 @@ class Trainer:
             )
             self.tracker.close()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
-        self.progress.say("\n".join([f"verdict: {verdict}", *_places(*files), *next_commands(self.run_folder)]))
+        self.progress.say(
+            "\n".join([f"verdict: {verdict}", *_places(*files), *next_commands(self.run_folder, films=self.films)])
+        )
 
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""

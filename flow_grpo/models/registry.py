@@ -7,6 +7,7 @@ configuration and the device; only a `VideoModel` can be planned, traced and sam
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from flow_grpo.models.video_model import VideoModel
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.settings.errors import refusal
-from flow_grpo.settings.own_code import check_call, is_own, load_own
+from flow_grpo.settings.own_code import check_call, is_own, load_own, why_it_fails
 from flow_grpo.settings.schema import Config, ModelConfig, SampleConfig
 
 VIDEO_MODELS: dict[str, VideoModel] = {
@@ -71,7 +72,15 @@ def _find(kind: str) -> Any:
 
 def _make_own(kind: str, make: Any, model: ModelConfig, sample: SampleConfig, device: torch.device) -> Policy:
     check_call("model.kind", kind, make, "model", "sample", "device")
-    policy: Policy = make(model, sample, device)
+    try:
+        policy: Policy = make(model, sample, device)
+    except ValueError:  # says in one line what is wrong with an input
+        raise
+    except Exception as error:
+        file = Path(kind.partition(":")[0])
+        raise refusal(
+            "model.kind", kind, f"must make a policy, {why_it_fails(kind, file, error)}; correct it"
+        ) from error
     missing = [name for name in (*METHODS, "module") if not hasattr(policy, name)]
     if missing:
         text = (

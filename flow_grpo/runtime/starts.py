@@ -130,8 +130,13 @@ def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
     return from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
 
 
-def next_commands(run_folder: Path) -> list[str]:
-    """Return lines with the commands that use, measure and continue a run; [] without a record of its start."""
+def next_commands(run_folder: Path, *, films: bool = True) -> list[str]:
+    """Return lines with the commands that use, measure and continue a run; [] without a record of its start.
+
+    Args:
+        run_folder: of the run.
+        films: whether tools/generate.py can make videos with its model.
+    """
     files = _files(run_folder)
     if not files:
         return []
@@ -143,9 +148,10 @@ def next_commands(run_folder: Path) -> list[str]:
     again += [f"--config.num_epochs={2 * max(1, config['num_epochs'])}"]
     again += ["--config.max_minutes=0"] if config["max_minutes"] else []
     use = f"python tools/generate.py --run {run_folder}"
-    if config["data"].get("prompts"):
+    lines = []
+    if films and config["data"].get("prompts"):
         lines = [f"  make a video:         {use} --prompts 'WHAT IT SHOWS'"]
-    else:
+    elif films:
         lines = [
             f"  film your own video:  {use} --source VIDEO --camera arc_left",
             f"  measure it again:     python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}",

@@ -19,6 +19,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.ranks.process_group import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,12 @@ def decode(policy: Policy, conditions: Sequence[Condition], latents: Tensor) -> 
 
     Raises:
         RuntimeError: there is no memory for a single video.
-        ValueError: the videos have another size than their conditions ask for.
+        InputError: the videos have another size than their conditions ask for.
     """
     videos = _decode_in_halves(policy, latents)
     wanted = (len(conditions), 3, *conditions[0].size)
     if tuple(videos.shape) != wanted:
-        raise ValueError(
+        raise InputError(
             f"decoded videos have shape {tuple(videos.shape)}, the conditions ask for {wanted}: data.num_frames, "
             "data.height and data.width must fit the model's codec"
         )

@@ -67,7 +67,13 @@ def roll_out_probe(context: DoctorContext) -> Samples:
         conditioning = context.policy.encode(conditions)
     with context.ranks.sync_errors("the rollout"):
         windows = context.sampling.windows(conditions)
-        return rollout(context.policy, conditions, conditioning, windows, truncated_rollout(context))
+        samples = rollout(context.policy, conditions, conditioning, windows, truncated_rollout(context))
+        if not torch.isfinite(samples.final_latents).all():
+            raise ValueError(
+                "latents are not finite: the model's velocity is NaN or infinite; look at its weights, or pass "
+                "--config.model.dtype=fp32"
+            )
+        return samples
 
 
 def truncated_rollout(context: DoctorContext) -> RolloutSettings:
@@ -102,6 +108,11 @@ def _scored(
     """Return one step's (b,) log-ratios, their (b,) units and its residuals; its graph is freed on return."""
     with _grad_mode(objective, len(micro), gradients):
         step = objective.replay(micro, column)
+        if torch.is_grad_enabled() and not step.mean.requires_grad:
+            raise ValueError(
+                "no gradient reaches the trained weights: velocity() of the policy must call its network, and not "
+                "inside torch.no_grad()"
+            )
     after = micro.trajectory.next_latents(column)
     unit = step.std if objective.train.guard else torch.ones_like(step.std)
     ratio = unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column])
