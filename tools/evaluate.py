@@ -43,6 +43,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -111,7 +112,9 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n".join(baseline_lines(summary["baseline"])), flush=True)
     write_tables(args.out, settings, rows, summary)
     failed = f"{summary['videos'] - summary['registered']} not registered ({summary['failure_rate']:.1%})"
-    print(f"{len(rows)} videos; {failed}; {args.out / 'summary.md'}", flush=True)
+    causes = Counter(row["cause"] for row in rows if row["cause"]).most_common(1)
+    why = f", most often: {causes[0][0]}" if causes else ""
+    print(f"{len(rows)} videos; {failed}{why}; {args.out / 'summary.md'}", flush=True)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Host a reward over HTTP, for the weight `remote:<name>` of a run: docs/remote_rewards.md.
 
 python tools/reward_server.py --reward target_view --port 8000
+python tools/reward_server.py --reward my_rewards.py:warmth --port 8000
 python tools/reward_server.py --reward hpsv3 --weights models/HPSv3/HPSv3.safetensors --port 8001
 
 Needs requirements-server.txt. One request is scored at a time; /health is answered meanwhile.
@@ -9,6 +10,7 @@ Needs requirements-server.txt. One request is scored at a time; /health is answe
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 from flow_grpo.rewards.base import REWARDS, build_reward
 from flow_grpo.runtime import device
+from flow_grpo.settings.own_code import is_own
 from tools.serving.adapters import ADAPTERS, Settings, build_adapter, refuse_downloads
 from tools.serving.scoring_service import Judge, LocalJudge, ScoringService
 
@@ -30,7 +33,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--reward", required=True, choices=[*REWARDS, *ADAPTERS], help="what to host")
+    what = (
+        f"what to host: FILE.py:NAME of your own, which is served as NAME, or one of {', '.join([*REWARDS, *ADAPTERS])}"
+    )
+    add("--reward", required=True, metavar="NAME", help=what)
     add("--host", default="127.0.0.1", help="one that other machines reach needs a token (%(default)s)")
     add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
     add("--token-env", default="", metavar="NAME", help="environment variable that holds the token (no token)")
@@ -64,8 +70,12 @@ def build(args: argparse.Namespace) -> RewardServer:
     token = os.environ.get(args.token_env, "").strip() if args.token_env else ""
     if args.token_env and not token:
         raise ValueError(f"--token-env names {args.token_env}, which holds nothing: export a token there")
-    if args.reward in REWARDS:
-        judge: Judge = LocalJudge(build_reward(args.reward, data_root=args.data_root))
+    if not is_own(args.reward) and args.reward not in (*REWARDS, *ADAPTERS):
+        close = difflib.get_close_matches(args.reward, [*REWARDS, *ADAPTERS], n=1) or ["FILE.py:NAME"]
+        raise ValueError(f"--reward is {args.reward!r}, must be a name that --help lists, such as {close[0]}")
+    judge: Judge
+    if args.reward not in ADAPTERS:
+        judge = LocalJudge(build_reward(args.reward, data_root=args.data_root))
     else:
         found = device.resolve(args.device)
         device.select(found)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.maths.bootstrap import Interval, mean_interval
+
+LEAST_SCENES = 5  # for an interval
 
 
 class ConditionRow(TypedDict):
@@ -29,8 +32,9 @@ class ConditionRow(TypedDict):
 def paired_changes(before: Sequence[ConditionRow], after: Sequence[ConditionRow]) -> dict[str, Interval]:
     """Return `eval/` name -> mean of after - before over the conditions with a value both times.
 
-    The interval is a bootstrap over scenes, whose conditions share a source and are correlated; its ends are NaN with a
-    single scene. `eval/<name>_valid` are the changes of the shares of conditions with a value.
+    The interval is a bootstrap over scenes, whose conditions share a source and are correlated. Its ends are NaN with
+    fewer than `LEAST_SCENES`, of which a bootstrap gives intervals that are far too narrow. `eval/<name>_valid` are the
+    changes of the shares of conditions with a value.
     """
     pairs = [
         (row["scene"], _with_validity(old), _with_validity(row["values"]))
@@ -42,7 +46,9 @@ def paired_changes(before: Sequence[ConditionRow], after: Sequence[ConditionRow]
         differences = [(scene, new[name] - old[name]) for scene, old, new in pairs]
         finite = [(scene, difference) for scene, difference in differences if math.isfinite(difference)]
         if finite:
-            found[f"eval/{name}"] = mean_interval([value for _, value in finite], [scene for scene, _ in finite])
+            change = mean_interval([value for _, value in finite], [scene for scene, _ in finite])
+            few = change.groups < LEAST_SCENES
+            found[f"eval/{name}"] = dataclasses.replace(change, low=math.nan, high=math.nan) if few else change
     return found
 
 

@@ -296,7 +296,8 @@ class Trainer:
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
-        verdict = judge(changes, self.evaluator.names, self.config.reward.weights)
+        names, gold = self.evaluator.names, self.evaluator.gold is not None
+        verdict = judge(changes, names, self.config.reward.weights, gold=gold)
         best, worst = self._extreme_clips(after)
         with self.ranks.sync_errors("summary"):
             files = [self._log_extremes(name, clips) for name, clips in (("best", best), ("worst", worst))]

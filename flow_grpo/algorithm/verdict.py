@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flow_grpo.algorithm.changes import ConditionRow, earlier_values
+from flow_grpo.algorithm.changes import LEAST_SCENES, ConditionRow, earlier_values
 from flow_grpo.maths.bootstrap import Interval
 
 LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
+LIKENESS = "target_view"  # to the true view: measured in every evaluation that has one
 MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: likeness, shares
+TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
 DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
 
@@ -21,9 +23,10 @@ class Verdict:
 
     Attributes:
         overall: "better" or "worse" where the metrics that count agree, "mixed" where they do not, else "unclear".
-            Those that no reward of the training measures count; where there are none, all of them.
+            Those that no reward of the training measures count; where there is a gold estimator, of these only its
+            own and the likeness to the true view; where there are none, all.
         metrics: `eval/` name -> "better", "worse" or "unclear".
-        measurable: whether there are intervals at all: a single scene gives none.
+        measurable: whether there are intervals at all: too few scenes give none.
     """
 
     overall: str
@@ -38,7 +41,7 @@ class Verdict:
         """Return the verdict in one line."""
         said = "; ".join(f"{word}: {', '.join(names)}" for word in ("better", "worse") if (names := self.named(word)))
         if not said:
-            said = "no interval excludes 0" if self.measurable else "a single scene gives no intervals, see the table"
+            said = "no interval excludes 0" if self.measurable else TOO_FEW
         text = f"{self.overall} ({said})"
         return f"{text}; {DO_NOT_USE}" if self.overall == "worse" else text
 
@@ -51,13 +54,17 @@ def direction(name: str, rewards: Sequence[str]) -> int:
     return -1 if short.endswith(LESS_IS_BETTER) else 0
 
 
-def judge(changes: Mapping[str, Interval], rewards: Sequence[str], weights: Mapping[str, float]) -> Verdict:
+def judge(
+    changes: Mapping[str, Interval], rewards: Sequence[str], weights: Mapping[str, float], *, gold: bool = False
+) -> Verdict:
     """Return the verdict on paired changes.
 
     Args:
         changes: `eval/` name -> change; one without an interval is unclear.
         rewards: names of all that was measured, the gold estimator's included.
         weights: reward -> weight in training.
+        gold: whether an estimator that no reward uses is among what was measured. A reward of weight 0 then does not
+            count: it may be the trained one under another name.
     """
     found = {}
     for name, change in changes.items():
@@ -65,8 +72,8 @@ def judge(changes: Mapping[str, Interval], rewards: Sequence[str], weights: Mapp
         if sign:
             low, high = sorted((sign * change.low, sign * change.high))
             found[name] = "better" if low > 0 else "worse" if high < 0 else "unclear"
-    trained = [f"eval/{name}" for name, weight in weights.items() if weight]
-    independent = [found[name] for name in found if not any(f"{name}_".startswith(f"{own}_") for own in trained)]
+    known = [f"eval/{name}" for name, weight in weights.items() if weight or (gold and name != LIKENESS)]
+    independent = [found[name] for name in found if not any(f"{name}_".startswith(f"{own}_") for own in known)]
     words = set(independent or found.values()) - {"unclear"}
     overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
     return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()))

@@ -27,6 +27,7 @@ from flow_grpo.settings.schema import KNOBS, Config
 
 CONFIG, STARTS, CHECKPOINTS = "config.json", "starts", "checkpoints"
 OF_EACH_START = ("resume", "run_name", "output_root", "dry_run")  # knobs that are never taken from an earlier start
+LEAST_ROWS = 96  # of videos that tools/evaluate.py can measure
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,7 +47,9 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     config = load_config(spec, overrides)
     own = Path(config.output_root) / config.run_name
     run = _resumed_run(config, own)
-    if run is None or not (run / CONFIG).is_file():
+    if run is None:
+        return config, [f"nothing to resume in {own}: starts afresh"] if config.resume == "auto" else []
+    if not (run / CONFIG).is_file():
         return config, []
     known = knob_values(read_json_object(run / CONFIG, "restore it, or start afresh under another run_name"))
     recipe = _recipe_of(run)
@@ -63,7 +66,10 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     config = load_config(spec, overrides, kept)
     now = knob_values(to_dict(config))
     lines = [f"goes on with the configuration of {run}, started from {recipe or spec}"]
-    lines += _changes(known, now, "changed on the command line")
+    of_then = {path: value for path, value in now.items() if path in known}
+    new = {path: value for path, value in now.items() if path not in known}
+    lines += _changes(known, of_then, "changed on the command line")
+    lines += _changes(known, new, "no knob when the run was started, now as the recipe or the command line says")
     untouched = {path: value for path, value in now.items() if known.get(path) == value}
     lines += _changes(in_recipe, untouched, "kept from the run, where the recipe says otherwise now (recipe -> run)")
     lines += [f"  {path} is no knob any more: left out" for path in sorted(known.keys() - set(KNOBS))]
@@ -152,10 +158,11 @@ def next_commands(run_folder: Path, *, films: bool = True) -> list[str]:
     if films and config["data"].get("prompts"):
         lines = [f"  make a video:         {use} --prompts 'WHAT IT SHOWS'"]
     elif films:
-        lines = [
-            f"  film your own video:  {use} --source VIDEO --camera arc_left",
-            f"  measure it again:     python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}",
-        ]
+        lines = [f"  film your own video:  {use} --source VIDEO --camera arc_left"]
+        # Structure from motion locates no frame in videos as small as the tiny world's.
+        if config["data"]["height"] >= LEAST_ROWS:
+            again_by = f"python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}"
+            lines.append(f"  measure it again:     {again_by}")
     return [*lines, f"  train further:        {launcher} train_grpo.py {' '.join(again)}"]
 
 
@@ -198,7 +205,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], title: str) ->
     """Return the title and a line "knob: before -> after" for every knob that differs; [] where none does."""
     lines = []
     for path in sorted(after):
-        if path not in OF_EACH_START and before.get(path, after) != after[path]:
+        if path not in OF_EACH_START and (path not in before or before[path] != after[path]):
             old = "not known" if path not in before else json.dumps(before[path])
             lines.append(f"  {path}: {old} -> {json.dumps(after[path])}")
     return [f"{title}:", *lines] if lines else []

@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from flow_grpo.algorithm.changes import ConditionRow, as_metrics, changes_by_camera, paired_changes, with_intervals
+from flow_grpo.algorithm.changes import (
+    LEAST_SCENES,
+    ConditionRow,
+    as_metrics,
+    changes_by_camera,
+    paired_changes,
+    with_intervals,
+)
 from flow_grpo.maths.bootstrap import Interval, mean_interval
 
 
@@ -15,19 +22,28 @@ def row(scene: int, camera: int, **values: float) -> ConditionRow:
 
 
 def test_changes_are_means_of_differences_with_intervals_over_scenes():
-    before = [row(scene, camera, err=float(10 * scene + camera)) for scene in range(4) for camera in range(3)]
-    differences = [0.1, 0.2, 0.3, 1.0, 1.1, 1.2, -0.5, -0.4, -0.3, 2.0, 2.0, 2.3]
+    before = [row(scene, camera, err=float(10 * scene + camera)) for scene in range(5) for camera in range(3)]
+    differences = [0.1, 0.2, 0.3, 1.0, 1.1, 1.2, -0.5, -0.4, -0.3, 2.0, 2.0, 2.3, 0.6, 0.5, 0.4]
     after = [
         row(number // 3, number % 3, err=old["values"]["err"] + change)
         for number, (old, change) in enumerate(zip(before, differences, strict=True))
     ]
     found = paired_changes(before, after[::-1])["eval/err"]
-    expected = mean_interval(differences[::-1], [number // 3 for number in reversed(range(12))])
-    assert (found.rows, found.groups) == (12, 4)
+    expected = mean_interval(differences[::-1], [number // 3 for number in reversed(range(15))])
+    assert (found.rows, found.groups) == (15, 5)
     for name in ("mean", "low", "high"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), abs=1e-12)
-    wider = mean_interval(differences, range(12))
+    wider = mean_interval(differences, range(15))
     assert found.high - found.low > 1.3 * (wider.high - wider.low)  # the scenes differ more than their videos
+
+
+def test_few_scenes_give_a_change_without_an_interval():
+    for scenes, known in ((LEAST_SCENES, True), (LEAST_SCENES - 1, False)):
+        before = [row(scene, camera, err=1.0) for scene in range(scenes) for camera in range(9)]
+        after = [row(scene, camera, err=1.5 + 0.1 * scene) for scene in range(scenes) for camera in range(9)]
+        found = paired_changes(before, after)["eval/err"]
+        assert found.mean > 0.5 and found.groups == scenes
+        assert (math.isfinite(found.low), math.isfinite(found.high)) == (known, known)
 
 
 def test_only_conditions_with_a_value_both_times_count_and_shares_change_over_all():
@@ -45,7 +61,7 @@ def test_evaluations_without_a_common_condition_have_no_changes(before, after):
 
 def test_changes_by_camera_are_those_of_its_conditions_alone_where_these_have_an_interval():
     before = [
-        row(scene, camera, err=1.0) | {"preset": "pan" if camera else ""} for scene in range(3) for camera in (0, 1)
+        row(scene, camera, err=1.0) | {"preset": "pan" if camera else ""} for scene in range(5) for camera in (0, 1)
     ]
     after = [one | {"values": {"err": 1.0 + 0.1 * n}} for n, one in enumerate(before)]
     lonely = row(0, 2, err=5.0)

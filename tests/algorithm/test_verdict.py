@@ -68,14 +68,25 @@ def test_what_was_trained_on_does_not_count_beside_what_was_not(rot, reward, wei
     assert verdict.overall == overall and (DO_NOT_USE in str(verdict)) == (overall == "worse")
 
 
+def test_beside_a_gold_estimator_a_reward_of_weight_0_decides_nothing():
+    """It may be the trained reward under another name: measured here and by a server."""
+    changes = {"eval/rot_err_deg": change(0.0), "eval/warmth": change(0.3), "eval/remote:warmth": change(0.3)}
+    weights = {"remote:warmth": 1.0, "warmth": 0.0}
+    rewards = [*REWARDS, "warmth", "remote:warmth"]
+    assert judge(changes, rewards, weights, gold=True).overall == "unclear"
+    assert judge(changes, rewards, weights).overall == "better"
+    likeness = changes | {"eval/target_view_psnr_db": change(-0.3)}
+    assert judge(likeness, rewards, weights | {"target_view": 0.0}, gold=True).overall == "worse"
+
+
 def test_without_anything_else_the_trained_rewards_are_judged_on_held_out_conditions():
     assert judge({"eval/target_view": change(-0.3)}, REWARDS, {"target_view": 1.0}).overall == "worse"
     assert str(judge({"eval/target_view": change(0.0)}, REWARDS, {})) == "unclear (no interval excludes 0)"
 
 
-def test_a_single_scene_gives_no_verdict_and_says_why():
+def test_too_few_scenes_give_no_verdict_and_it_says_why():
     found = judge({"eval/target_view": Interval(3.0, math.nan, math.nan, 8, 1)}, REWARDS, {})
-    assert str(found) == "unclear (a single scene gives no intervals, see the table)"
+    assert str(found) == "unclear (fewer than 5 held-out scenes give no intervals, see the table)"
 
 
 def test_a_reward_is_not_taken_for_another_whose_name_begins_alike():

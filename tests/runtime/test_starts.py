@@ -44,6 +44,13 @@ def test_a_resume_keeps_the_overrides_of_the_first_start(tmp_path):
     assert "  train.learning_rate: 0.0001 -> 0.0002" in said[said.index("  num_epochs: 200 -> 300") :]
 
 
+def test_a_name_without_a_run_is_said_to_start_afresh(tmp_path):
+    started(tmp_path)
+    said = again(tmp_path, "resume=auto", "run_name=frist")[1]
+    assert said == [f"nothing to resume in {tmp_path / 'frist'}: starts afresh"]
+    assert again(tmp_path, "run_name=frist")[1] == []
+
+
 def test_overrides_of_a_resume_go_on_top_of_the_run_s_own_numbers(tmp_path):
     started(tmp_path, "reward.weights=exposure=0.2,target_view=1", "sample.k=16")
     config, said = again(tmp_path, "resume=auto", "reward.weights.exposure=0.5", "sample.k=8")

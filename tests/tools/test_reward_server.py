@@ -110,6 +110,15 @@ def test_a_hosted_reward_gives_the_scores_of_the_local_one_bit_for_bit(name, tmp
     assert torch.equal(far.values, local.values)
 
 
+def test_a_function_of_one_s_own_is_served_under_its_name(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text("def warmth(videos, conditions):\n    return (videos[:, 0] - videos[:, 2]).mean(dim=(1, 2, 3))\n")
+    expected = build_reward(f"{file}:warmth", data_root=".")(TRUE, judged_conditions())
+    with serving(build(parse(["--reward", f"{file}:warmth", "--port", "0"]))) as server:
+        found = RemoteReward("warmth", server.url, POLICY)(TRUE, judged_conditions())
+    assert found.valid.all() and torch.equal(found.values, expected.values)
+
+
 def test_what_the_reward_cannot_score_arrives_as_not_valid_with_its_cause():
     asked = [dataclasses.replace(judged_conditions()[0], target_video=None), judged_conditions()[1]]
     with serving(build(parse(["--reward", "target_view", "--port", "0"]))) as server:
@@ -179,6 +188,10 @@ def test_the_program_says_where_it_listens_and_serves():
     [
         (["--reward", "target_view", "--host", "0.0.0.0"], "error: --host is 0.0.0.0, which other machines reach"),
         (["--reward", "target_view", "--token-env", "NO_SUCH_NAME"], "error: --token-env names NO_SUCH_NAME"),
+        (
+            ["--reward", "target_vew"],
+            "error: --reward is 'target_vew', must be a name that --help lists, such as target_view",
+        ),
         (["--reward", "hpsv3"], "error: --weights is None, must be the file HPSv3.safetensors"),
         (["--reward", "hpsv3", "--weights", "tests"], "error: --weights is tests, must be the file HPSv3.safetensors"),
     ],

@@ -65,12 +65,12 @@ class LocalJudge:
         self._reward = reward
         self.model = reward.name
         self.version = code_version()
-        self.scores: tuple[str, ...] = (reward.name,)
+        self.scores: tuple[str, ...] = (reward.name.rpartition(":")[2],)  # NAME of an own one's FILE.py:NAME
         self.needs = NEEDS.get(reward.name, ("source", "target"))
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Score videos (B, 3, T, h, w)."""
-        return {self._reward.name: self._reward(videos, conditions)}
+        return {self.scores[0]: self._reward(videos, conditions)}
 
 
 class RefusedError(Exception):
