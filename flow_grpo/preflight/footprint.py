@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,7 +150,7 @@ def _fake_call(
     model: ModelConfig,
     rows: int,
     dtype: torch.dtype,
-) -> tuple[WanTransformer3DModel, list[nn.Linear], Callable[[], Tensor]]:
+) -> tuple[Any, list[nn.Linear], Callable[[], Tensor]]:
     """Return a transformer, its layers that are adapted, and its call; for use inside a `FakeTensorMode`."""
     network, adapted = fake_transformer(video_model, config, dtype, model)
     latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
