@@ -58,11 +58,13 @@ from flow_grpo.runtime import starts
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.context import Context, share_samples
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition, unwrap
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.checks import check_world
+from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import ConfigError, to_dict
 from flow_grpo.settings.schema import Config
 
@@ -260,7 +262,7 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
         problem = error
     except OSError as error:  # which names its file
         problem = ValueError(f"{error}; see that the file or folder can be used")
-    found = [text for text in ranks.gather_text("" if problem is None else str(problem)) if text]
+    found = [text for text in ranks.everyone.gather_text("" if problem is None else str(problem)) if text]
     if found:
         raise ValueError("; ".join(dict.fromkeys(found))) from problem
 
@@ -274,6 +276,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
     with raise_on_all_ranks(ranks):
         if ranks.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
+    ranks, context = share_samples(ranks, config.train.context_parallel, device)
     # A run draws from keyed generators only; this seed is for libraries that draw from torch's own.
     torch.manual_seed(config.seed)
     run_folder = Path(config.output_root) / run_name(config, spec, ranks)
@@ -291,6 +294,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         rewards = parts.build_rewards(config, config.reward.weights, ranks)
         try_rewards(rewards, train.condition(0))
         evaluator = parts.build_evaluator(config, policy, held_out, ranks)
+    share_tokens(policy, context)
     state = distribute_model(config, policy, train, device, ranks)
     if path is not None:
         state.restore(path, ranks=ranks)
@@ -300,9 +304,8 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         if ranks.is_main:
             lock.take()
             place = device_api.describe(device, config.device)
-            starts.record(
-                run_folder, given, spec, checkpoint=path, epoch=state.finished, ranks=ranks.world_size, device=place
-            )
+            world = ranks.everyone.world_size
+            starts.record(run_folder, given, spec, checkpoint=path, epoch=state.finished, ranks=world, device=place)
         step = None if path is None else state.finished
         better = functools.partial(direction, rewards=evaluator.names)
         tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=step, direction=better)
@@ -331,10 +334,26 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
     )
 
 
+def share_tokens(policy: Policy, context: Context) -> None:
+    """Let the ranks of `context` compute every sample together (collective call).
+
+    Raises:
+        ConfigError: the policy cannot do that.
+    """
+    if context.size == 1:
+        return
+    if not hasattr(policy, "share_tokens"):
+        text = f"must be 1 for {type(policy).__name__}, a policy of one's own without a method share_tokens"
+        raise refusal("train.context_parallel", context.size, f"{text}; see docs/add_a_model.md")
+    policy.share_tokens(context)
+
+
 def settle_checkpointing(config: Config, device: torch.device, ranks: Ranks) -> Config:
     """Return the configuration with `model.checkpointing=auto` decided for this device, and say what and why."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    config, said = settled(config, ranks.world_size, device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here)
+    config, said = settled(
+        config, ranks.everyone.world_size, device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here
+    )
     if said and ranks.is_main:
         print(said, flush=True)
     return config

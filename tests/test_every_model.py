@@ -100,6 +100,39 @@ def test_every_layout_trains_on_2_ranks_to_the_weights_of_one(knobs, tmp_path):
     assert len(norms) == 2 and norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
+def first_rows(run: Path) -> dict[str, float]:
+    """Return the metrics of the evaluation before training and of the first epoch."""
+    found: dict[str, float] = {}
+    for row in metrics_of(run):
+        found |= row
+        if "train/grad_norm" in row:
+            break
+    return found
+
+
+def test_2_ranks_that_share_every_sample_train_as_one_and_a_run_goes_on_without_sharing(knobs, tmp_path):
+    shared = {"train__context_parallel": 2, "sample__num_batches_per_epoch": 3, "eval__signal_groups": 1}
+    assert train_grpo.main(words(knobs, tmp_path / "one", **shared | {"train__context_parallel": 1})) == 0
+    for sharding in ("ddp", "fsdp2"):
+        given = words(knobs, tmp_path / sharding, **shared, train__sharding=sharding)
+        assert run_ranks(_train, 2, [*given, "--config.num_epochs=1"]) == [0, 0]
+    first = {name: first_rows(tmp_path / name / "run") for name in ("one", "ddp", "fsdp2")}
+    assert first["ddp"].keys() == first["fsdp2"].keys() == first["one"].keys()
+    for name in ("reward/mean", "train/grad_norm", "eval/sharpness"):
+        assert first["ddp"][name] == pytest.approx(first["one"][name], rel=1e-3), name
+        assert first["fsdp2"][name] == pytest.approx(first["one"][name], rel=1e-3), name
+    work = "system/forward_equivalents"  # of the samples, however many ranks share one
+    assert first["ddp"][work] == first["one"][work]
+    assert first["ddp"].get("policy/ratio_first_max_abs_log", 0.0) == 0.0
+    alone = words(knobs, tmp_path / "ddp", **shared | {"train__context_parallel": 1}, resume="auto")
+    assert train_grpo.main(alone) == 0
+    expected, found = (newest(tmp_path / folder / "run") for folder in ("one", "ddp"))
+    for name in (name for name in expected if name.endswith("exp_avg")):
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=1e-2, atol=1e-2 * float(expected[name].abs().max())
+        )
+
+
 def test_a_run_is_sampled_from_exported_and_loaded_by_the_same_tools(knobs, tmp_path):
     knobs = knobs | {"model.trained": "lora", "model.lora_full_modules": ""}
     assert train_grpo.main(words(knobs, tmp_path, num_epochs=1)) == 0

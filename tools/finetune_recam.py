@@ -64,6 +64,7 @@ from flow_grpo.runtime.checkpoints import checkpoint, resume
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
@@ -228,7 +229,7 @@ class Batches:
         for _ in range(len(self.plan)):
             with self.ranks.sync_errors("loading a batch"):
                 batch = next(batches)
-            problems = self.ranks.gather_text("; ".join(item for item in batch if isinstance(item, str)))
+            problems = self.ranks.everyone.gather_text("; ".join(item for item in batch if isinstance(item, str)))
             if any(problems):
                 raise ItemError("; ".join(dict.fromkeys(filter(None, problems))))
             yield batch
@@ -239,6 +240,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
     with train_grpo.raise_on_all_ranks(ranks):
         if ranks.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
+    ranks, context = share_samples(ranks, config.train.context_parallel, device)
     folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
     with train_grpo.raise_on_all_ranks(ranks):
         if config.data.prompts:
@@ -255,6 +257,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
         held_out = Batches(args, measured, policy, ranks, sorted(set(spread))) if spread else None
     identity = common_identity(policy.module, config.model.trained, data, ranks)
     ranks.check_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
+    train_grpo.share_tokens(policy, context)
     policy.module = parallelize(policy.module, "ddp", device, ranks)
     optimizer = build_optimizer(config, policy)
     return FineTuning(args, config, policy, optimizer, batches, held_out, identity, ranks, folder)

@@ -77,7 +77,7 @@ class Evaluation:
         by_camera: `eval_by_camera/` kind of camera / name -> the same per kind of camera.
         rows: one per condition, in a fixed order.
         presets: one row per camera preset: "preset", "count" and the same means.
-        clips: the first videos, on rank 0; empty elsewhere.
+        clips: the first videos that rank 0 scores; empty elsewhere.
     """
 
     metrics: dict[str, float]
@@ -136,8 +136,8 @@ class Evaluator:
         rows: dict[int, ConditionRow] = {}
         clips: list[Clip] = []
         with weights or contextlib.nullcontext():
-            for positions in self._own_batches():
-                self._measure(positions, rows, clips)
+            for number, positions in enumerate(self._own_batches()):
+                self._measure(number, positions, rows, clips)
         return self._summary(rows, clips)
 
     def floor(self) -> dict[str, float]:
@@ -152,7 +152,9 @@ class Evaluator:
         if self.gold is None:
             return {}
         rows: dict[int, ConditionRow] = {}
-        for positions in self._own_batches():
+        for number, positions in enumerate(self._own_batches()):
+            if not self.ranks.is_dealt(number):
+                positions = []
             with self.ranks.sync_errors("measuring the floor"):
                 found = {position: self.dataset.condition(self.indices[position]) for position in positions}
                 found = {position: one for position, one in found.items() if one.target_video is not None}
@@ -207,11 +209,12 @@ class Evaluator:
                         found.append(make_clip(conditions[0], video, scores))
         return found
 
-    def _measure(self, positions: Sequence[int], rows: dict[int, ConditionRow], clips: list[Clip]) -> None:
-        """Sample and score one batch."""
+    def _measure(self, number: int, positions: Sequence[int], rows: dict[int, ConditionRow], clips: list[Clip]) -> None:
+        """Sample one batch and score it, or leave that to another rank with the same samples."""
         conditions, latents = self._sample(positions)
         with self.ranks.sync_errors("evaluation"):
-            self._score(positions, conditions, latents, rows, clips)
+            if self.ranks.is_dealt(number):
+                self._score(positions, conditions, latents, rows, clips)
 
     def _sample(self, positions: Sequence[int]) -> tuple[list[Condition], Tensor]:
         """Return conditions and latents; errors are synchronised around the rollout, a collective call under FSDP2."""
@@ -264,7 +267,7 @@ class Evaluator:
 
     def _gather(self, rows: dict[int, ConditionRow]) -> list[ConditionRow]:
         """Return the rows of all ranks, by position in `indices`."""
-        texts = self.ranks.gather_text(json.dumps(list(rows.items())))
+        texts = self.ranks.everyone.gather_text(json.dumps(list(rows.items())))
         by_position: dict[int, ConditionRow] = dict(item for text in texts for item in json.loads(text))
         return [by_position[position] for position in sorted(by_position)]
 

@@ -211,7 +211,7 @@ class RunState:
 
     def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:
         """Return this rank's optimizer moments: under ZeRO-2 its own part, which cannot be read with another layout."""
-        here = ranks.world_size if is_partitioned(self.module) else 1
+        here = ranks.everyone.world_size if is_partitioned(self.module) else 1
         saved = found.world_size if shared is None else 1
         if saved != here:
             raise ValueError(
@@ -267,7 +267,7 @@ def common_identity(module: nn.Module, trained: str, data: Split, ranks: Ranks) 
     """
     identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
     identity[checkpoint.FILES] = data.contents()
-    ranks.check_equal(str(identity), "model and data")
+    ranks.everyone.check_equal(str(identity), "model and data")
     return identity
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from flow_grpo.algorithm.evaluate import ConditionSource
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
-from flow_grpo.algorithm.rollout.scoring import decode
+from flow_grpo.algorithm.rollout.scoring import decode, share_results
 from flow_grpo.maths.keys import key
 from flow_grpo.models.policy import Policy
+from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 
@@ -96,8 +97,8 @@ def sample_group(
         RuntimeError: on every rank, if any failed.
     """
     sample = sampling.sample
-    values: dict[str, list[Tensor]] = {name: [] for name in rewards.floors}
-    for first in range(0, sample.k, sample.train_batch_size):
+    scored: list[dict[str, RewardResult] | None] = []
+    for number, first in enumerate(range(0, sample.k, sample.train_batch_size)):
         slots = range(first, min(first + sample.train_batch_size, sample.k))
         with ranks.sync_errors("measuring the signal"):
             conditions = [dataset.condition(gid % len(dataset), gid, slot) for slot in slots]
@@ -105,10 +106,15 @@ def sample_group(
         with ranks.sync_errors("measuring the signal"):
             samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
         with ranks.sync_errors("measuring the signal"):
-            videos = decode(policy, conditions, samples.final_latents)
-            for name, result in rewards(videos, conditions).items():
-                values[name].append(result.values.cpu().double().masked_fill(~result.valid.cpu(), torch.nan))
-    return {name: torch.cat(parts) for name, parts in values.items()}
+            own = ranks.is_dealt(number)
+            scored.append(rewards(decode(policy, conditions, samples.final_latents), conditions) if own else None)
+    results = share_results(scored, ranks)
+    return {name: torch.cat([_values(one[name]) for one in results]) for name in rewards.floors}
+
+
+def _values(result: RewardResult) -> Tensor:
+    """Return the (B,) fp64 values, NaN where not valid."""
+    return result.values.cpu().double().masked_fill(~result.valid.cpu(), torch.nan)
 
 
 def _variance(values: Tensor) -> Tensor:

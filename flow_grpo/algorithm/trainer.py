@@ -69,7 +69,7 @@ class Trainer:
         state: what a checkpoint holds.
         tracker: metrics, videos, summary.
         progress: the console.
-        ranks: who takes part.
+        ranks: who takes part, as the data sees them.
         device: this rank's device.
         run_folder: where the run's files are.
         lock: the run lock of that folder.
@@ -208,7 +208,7 @@ class Trainer:
             "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,
         }
         if operations:
-            rate = operations / self.ranks.world_size / seconds
+            rate = operations / self.ranks.everyone.world_size / seconds
             self.metrics |= {"system/tflops_per_device": rate / 1e12, "system/mfu": rate / self.forwards.rate}
         self.metrics |= self.updater.learning_rates()
         with self.ranks.sync_errors("logging"):
@@ -438,7 +438,7 @@ class Trainer:
 
     def _asked_to_end(self) -> bool:
         """Return whether any rank received a signal to end; all ranks then know which."""
-        signals = [name for name in self.ranks.gather_text(self.end.signal) if name]
+        signals = [name for name in self.ranks.everyone.gather_text(self.end.signal) if name]
         self.ended_by = signals[0] if signals else ""
         return bool(signals)
 

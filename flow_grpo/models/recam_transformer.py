@@ -3,7 +3,7 @@
 Every block adds an embedding of the camera, and the source video is concatenated to the target on the frame axis.
 
 Letters: B rows, C H W latent channels, height, width, F latent frames of one video, D model width, S = 2F * tokens per
-frame, L prompt tokens.
+frame, s those of these tokens that are this rank's (all, unless ranks share samples), L prompt tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from einops import rearrange
 from torch import Tensor, nn
 
-from flow_grpo.models.wan_blocks import Rotary, SelfAttnProcessor, VideoToVideoWan, cast_norms, rotary_pairs
+from flow_grpo.models.wan_blocks import Positions, SelfAttnProcessor, VideoToVideoWan, cast_norms, rotary_pairs
 
 
 class ReCamTransformerBlock(WanTransformerBlock):
@@ -50,26 +50,24 @@ class ReCamTransformerBlock(WanTransformerBlock):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         temb: Tensor,
-        rotary_emb: Rotary,
+        rotary_emb: Positions,
         camera: Tensor,
-        tokens_per_frame: int,
         queries: int | None = None,
     ) -> Tensor:
-        """Return the (B, S, D) tokens after this block, or the first ones only.
+        """Return the (B, s, D) tokens after this block, or the first ones only.
 
         Args:
-            hidden_states: (B, S, D), S = 2F * tokens_per_frame, target frames before source frames.
+            hidden_states: (B, s, D), target frames before source frames.
             encoder_hidden_states: (B, L, D) embedded prompt.
             temb: (B, 6, D) modulation of the timestep.
-            rotary_emb: cosines and sines, (1, S, 1, P) each.
+            rotary_emb: positions of the tokens.
             camera: (B, F, camera_dim), the target's cameras, added to both halves.
-            tokens_per_frame: patches in one latent frame; not derived from S, which may be a shard of the sequence.
             queries: how many tokens to return; None for all.
         """
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
 
         normed = (self.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
-        normed = self._add_camera(normed, camera, tokens_per_frame)
+        normed = self._add_camera(normed, camera)
         attended: Tensor = self.projector(self.attn1(normed, rotary_emb=rotary_emb, queries=queries))
         hidden_states = (hidden_states[:, :queries].float() + attended * gate).type_as(hidden_states)
 
@@ -80,10 +78,10 @@ class ReCamTransformerBlock(WanTransformerBlock):
         fed: Tensor = self.ffn(normed)
         return (hidden_states.float() + fed.float() * ff_gate).type_as(hidden_states)
 
-    def _add_camera(self, tokens: Tensor, camera: Tensor, tokens_per_frame: int) -> Tensor:
+    def _add_camera(self, tokens: Tensor, camera: Tensor) -> Tensor:
         """Add one embedding per frame to all tokens of that frame, in both the target and the source half."""
         encoded = rearrange(self.cam_encoder(camera).type_as(tokens), "b f d -> b 1 f 1 d")
-        grid = rearrange(tokens, "b (halves f s) d -> b halves f s d", halves=2, s=tokens_per_frame)
+        grid = rearrange(tokens, "b (halves f s) d -> b halves f s d", halves=2, f=camera.shape[1])
         shifted: Tensor = rearrange(grid + encoded, "b halves f s d -> b (halves f s) d")
         return shifted
 
@@ -183,13 +181,14 @@ class ReCamTransformer3DModel(VideoToVideoWan):
         _, patch_h, patch_w = self.config["patch_size"]
         grid = {"f": frames // 2, "h": height // patch_h, "w": width // patch_w}
 
-        rotary = rotary_pairs(self.rope(hidden_states))
-        tokens = rearrange(self.patch_embedding(hidden_states), "b d f h w -> b (f h w) d").contiguous()
+        positions = self.positions(rotary_pairs(self.rope(hidden_states)), grid)
+        tokens = rearrange(self.patch_embedding(hidden_states), "b d f h w -> b (f h w) d")
+        tokens = positions.share.cut(tokens).contiguous()
         temb, modulation, text, _ = self.condition_embedder(timestep, encoder_hidden_states)
         modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
 
-        tokens = self.through_blocks(tokens, text, modulation, rotary, camera, grid["h"] * grid["w"])
-        output = self.head(tokens, temb, grid)
+        tokens = self.through_blocks(tokens, text, modulation, positions, camera)
+        output = self.head(tokens, temb, positions.share, grid)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     def _check_shapes(self, hidden_states: Tensor, timestep: Tensor, camera: Tensor) -> None:

@@ -5,7 +5,8 @@ keys, and of values, whose shift is undone after the output projection. Everythi
 the image-to-video variant of Wan 2.1 with an adapter for camera rays.
 
 Letters: B rows, C H W latent channels, height, width, F latent frames of one video, T its video frames, D model width,
-S = 2F * tokens per frame, L prompt tokens, I image tokens, P channel pairs of a head.
+S = 2F * tokens per frame, s those of them that are this rank's (all, unless ranks share samples), L prompt tokens, I
+image tokens, P channel pairs of a head.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from torch.nn import functional
 
 from flow_grpo.maths.rays import CAMERA_NUMBERS, RAY_CHANNELS, by_latent_frame, packed_rays
 from flow_grpo.models.wan_blocks import (
+    Positions,
     Rotary,
     VideoToVideoWan,
     attend,
+    attend_to_all,
     cast_norms,
     first,
     project,
@@ -36,7 +39,7 @@ PHASE_MODULES = ("phase_qk", "phase_vo")
 
 
 def phase_angles(phases: Tensor, heads: int, pairs: int) -> Rotary:
-    """Return cosine and sine (B, S, heads, pairs) of phases (B, S, heads * p), in fp32 or wider.
+    """Return cosine and sine (B, s, heads, pairs) of phases (B, s, heads * p), in fp32 or wider.
 
     The p phases of a head belong to its last pairs, those of rows and columns; the pairs of time are not turned.
     """
@@ -58,7 +61,7 @@ class PhaseAttnProcessor:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        rotary_emb: Rotary | None = None,
+        rotary_emb: Positions | None = None,
         *,
         camera: Tensor,
         queries: int | None = None,
@@ -67,7 +70,7 @@ class PhaseAttnProcessor:
         assert encoder_hidden_states is None
         assert attention_mask is None
         assert rotary_emb is not None
-        cos, sin = rotary_emb
+        cos, sin = rotary_emb.angles
         phase_cos, phase_sin = phase_angles(attn.phase_qk(camera), attn.heads, cos.shape[-1])
         # cos(a + b) and sin(a + b): exactly the rotary's own where the phase is zero
         angles = (cos * phase_cos - sin * phase_sin, sin * phase_cos + cos * phase_sin)
@@ -76,7 +79,7 @@ class PhaseAttnProcessor:
         query, key = rotate(asking, first(angles, queries)), rotate(key, angles)
         phase_cos, phase_sin = phase_angles(attn.phase_vo(camera), attn.heads, cos.shape[-1])
         value = rotate(split_heads(attn.to_v(hidden_states), attn), (phase_cos, -phase_sin))
-        attended = project(attend(query, key, value, self._attention_backend), attn)
+        attended = project(attend_to_all(query, key, value, self._attention_backend, rotary_emb.share), attn)
         return rotate(split_heads(attended, attn), first((phase_cos, phase_sin), queries)).flatten(2)
 
 
@@ -195,19 +198,19 @@ class ReDirectorTransformerBlock(WanTransformerBlock):
         text: Tensor,
         image: Tensor,
         temb: Tensor,
-        rotary_emb: Rotary,
+        rotary_emb: Positions,
         camera: Tensor,
         queries: int | None = None,
     ) -> Tensor:
-        """Return the (B, S, D) tokens after this block, or the first ones only.
+        """Return the (B, s, D) tokens after this block, or the first ones only.
 
         Args:
-            hidden_states: (B, S, D), target frames before source frames.
+            hidden_states: (B, s, D), target frames before source frames.
             text: (B, L, D) embedded prompt.
             image: (B, I, D) embedded image.
             temb: (B, 6, D) modulation of the timestep.
-            rotary_emb: cosines and sines, (1, S, 1, P) each.
-            camera: (B, S, D), SiLU of the camera embeddings.
+            rotary_emb: positions of the tokens.
+            camera: (B, s, D), SiLU of the camera embeddings.
             queries: how many tokens to return; None for all.
         """
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
@@ -331,14 +334,14 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
         padding = (0, 0, 0, 0, 0, 0, 0, self.config["in_channels"] - hidden_states.shape[1])
         patches = self.patch_embedding(functional.pad(hidden_states, padding))
         camera = self.control_adapter(cameras, height, width)
-        tokens = rearrange(patches, "b d f h w -> b (f h w) d") + camera
-        camera = functional.silu(camera)  # which every block projects
-        rotary = self._shared_rotary(hidden_states[:, :, :frames])
+        positions = self.positions(self._shared_rotary(hidden_states[:, :, :frames]), grid)
+        tokens = positions.share.cut(rearrange(patches, "b d f h w -> b (f h w) d") + camera)
+        camera = positions.share.cut(functional.silu(camera))  # which every block projects
         temb, modulation, text, image = self.condition_embedder(timestep, encoder_hidden_states, image_embeds)
         modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
 
-        tokens = self.through_blocks(tokens, text, image, modulation, rotary, camera)
-        return (self.head(tokens, temb, grid),)
+        tokens = self.through_blocks(tokens, text, image, modulation, positions, camera)
+        return (self.head(tokens, temb, positions.share, grid),)
 
     def _shared_rotary(self, target: Tensor) -> Rotary:
         """Return cosines and sines (1, S, 1, P): the target's positions twice, since the source has the same."""

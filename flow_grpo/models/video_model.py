@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.records import Condition
+from flow_grpo.runtime.ranks.context import Context
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer")  # folders of a model
@@ -37,6 +38,22 @@ WAN_1_3B: Mapping[str, Any] = {
     "qk_norm": "rms_norm_across_heads",
     "rope_max_seq_len": 1024,
 }
+
+
+def share_tokens(network: Any, context: Context) -> None:
+    """Let ranks share the tokens of a sample in a network that heeds its attribute `context` (collective call).
+
+    Raises:
+        ValueError: it has no such attribute.
+    """
+    if not hasattr(network, "context"):
+        raise ValueError(
+            f"train.context_parallel is {context.size}, must be 1 for {type(network).__name__}, which cannot share its "
+            "tokens: see docs/add_a_model.md"
+        )
+    context.divide_heads(network.config["num_attention_heads"])
+    network.context = context
+
 
 Shape: TypeAlias = tuple[int, ...]
 Inputs: TypeAlias = Mapping[str, Tensor]
@@ -58,6 +75,7 @@ class VideoModel:
         call: returns the velocity (B, C, F, H, W) from the network, latents, timesteps (B,) in 0..1000, prompt
             embeddings (B, L, D) and these inputs.
         components: folders that a model folder holds; with image_encoder and image_processor it has one.
+        share: lets ranks share the tokens of a sample (`train.context_parallel`).
     """
 
     network: type[WanTransformer3DModel]
@@ -70,6 +88,7 @@ class VideoModel:
     input_shapes: Callable[[int, Shape, Mapping[str, Any]], dict[str, Shape]]
     call: Callable[[nn.Module, Tensor, Tensor, Tensor, Inputs], Tensor]
     components: tuple[str, ...] = COMPONENTS
+    share: Callable[[Any, Context], None] = share_tokens
 
     def largest_video(self, transformer: Mapping[str, Any], compression: tuple[int, int]) -> tuple[int, int, int]:
         """Return the most frames, rows and columns of a video for which the model has rotary positions.

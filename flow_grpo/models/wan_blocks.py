@@ -1,14 +1,15 @@
 """What the video-to-video networks on diffusers' Wan share: attention, norms, the walk through the blocks, the head.
 
-Letters: B rows, C F H W latent channels, frames, height, width, D model width, S tokens, target before source, Q of
-them whose output is asked for, P channel pairs of a head.
+Letters: B rows, C F H W latent channels, frames, height, width, D model width, S tokens, target before source, s those
+of them that are this rank's (all, unless ranks share samples), Q of these whose output is asked for, P channel pairs of
+a head.
 """
 
 from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -17,8 +18,23 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flow_grpo.runtime.ranks.context import Context, Share
+
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of rotary angles, one per channel pair."""
+
+
+class Positions(NamedTuple):
+    """The rotary angles of this rank's tokens, (1, s, 1, P) cosines and sines, and which tokens these are."""
+
+    cos: Tensor
+    sin: Tensor
+    share: Share
+
+    @property
+    def angles(self) -> Rotary:
+        """Cosines and sines."""
+        return self.cos, self.sin
 
 
 Network = TypeVar("Network", bound="VideoToVideoWan")
@@ -71,6 +87,21 @@ def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Tensor:
     return attended.flatten(2, 3).type_as(query)
 
 
+def attend_to_all(query: Tensor, key: Tensor, value: Tensor, backend: Any, share: Share) -> Tensor:
+    """Return the (B, Q, D) attention of this rank's queries to the keys and values of all tokens.
+
+    Args:
+        query: (B, Q, heads, head width).
+        key: (B, s, heads, head width), of this rank's tokens.
+        value: likewise.
+        backend: of diffusers, None for its default.
+        share: which tokens are this rank's.
+    """
+    query, key, value = share.to_heads(query), share.to_keys(key), share.to_keys(value)
+    attended: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
+    return share.to_tokens(attended).flatten(2, 3).type_as(query)
+
+
 def project(x: Tensor, attn: Any) -> Tensor:
     """Return x (B, Q, D) after an attention's output layers."""
     for layer in attn.to_out:
@@ -93,19 +124,20 @@ class SelfAttnProcessor:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        rotary_emb: Rotary | None = None,
+        rotary_emb: Positions | None = None,
         *,
         queries: int | None = None,
     ) -> Tensor:
-        """Return the (B, Q, D) output of the first Q tokens of hidden states (B, S, D); of all for None."""
+        """Return the (B, Q, D) output of the first Q tokens of hidden states (B, s, D); of all for None."""
         assert encoder_hidden_states is None
         assert attention_mask is None
         assert rotary_emb is not None
         asking = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
         key = split_heads(attn.norm_k(attn.to_k(hidden_states)), attn)
         value = split_heads(attn.to_v(hidden_states), attn)
-        query, key = rotate(asking, first(rotary_emb, queries)), rotate(key, rotary_emb)
-        return project(attend(query, key, value, self._attention_backend), attn)
+        angles = rotary_emb.angles
+        query, key = rotate(asking, first(angles, queries)), rotate(key, angles)
+        return project(attend_to_all(query, key, value, self._attention_backend, rotary_emb.share), attn)
 
 
 class VideoToVideoWan(WanTransformer3DModel):
@@ -114,6 +146,7 @@ class VideoToVideoWan(WanTransformer3DModel):
     Attributes:
         camera_modules: names of the modules that read the camera, which plain Wan does not have.
         camera_encoders: those of them that `model.trained=camera` trains, in every block.
+        context: the ranks that share the tokens of a sample.
         variant: part of the file names of an exported transformer's weights, as of any diffusers variant: plain Wan
             does not find them, which would otherwise load all but the camera modules, with a warning.
     """
@@ -121,7 +154,8 @@ class VideoToVideoWan(WanTransformer3DModel):
     camera_modules: ClassVar[tuple[str, ...]]
     camera_encoders: ClassVar[tuple[str, ...]]
     variant: ClassVar[str]
-    # The base class's context-parallel plan would shard the tokens but not the camera.
+    context = Context()  # the ranks that share the tokens of a sample
+    # The base class's plan of diffusers' own context parallelism would share the tokens but not the camera.
     _cp_plan = None  # type: ignore[assignment]
 
     @classmethod
@@ -139,8 +173,14 @@ class VideoToVideoWan(WanTransformer3DModel):
         loaded: Any = super().from_pretrained(folder, **settings)
         return cast(Network, loaded)
 
+    def positions(self, rotary: Rotary, grid: dict[str, int]) -> Positions:
+        """Return this rank's positions, of the rotary angles (1, S, 1, P) of all tokens; grid as for `head`."""
+        share = self.context.share(grid["h"] * grid["w"])
+        cos, sin = map(share.cut, rotary)
+        return Positions(cos, sin, share)
+
     def through_blocks(self, tokens: Tensor, *arguments: Any) -> Tensor:
-        """Return the target's tokens after all blocks, (B, S/2, D), of (B, S, D); checkpointed if that is on.
+        """Return the target's tokens after all blocks, (B, s/2, D), of (B, s, D); checkpointed if that is on.
 
         `arguments` go to every block, and how many tokens to return: the last one computes the target's only.
         """
@@ -152,19 +192,20 @@ class VideoToVideoWan(WanTransformer3DModel):
             tokens = checkpointed(block, *given) if checkpointing else block(*given)
         return tokens
 
-    def head(self, tokens: Tensor, temb: Tensor, grid: dict[str, int]) -> Tensor:
-        """Return the (B, C, F, H, W) velocity of tokens (B, S, D), modulated by the timestep's temb (B, D).
+    def head(self, tokens: Tensor, temb: Tensor, share: Share, grid: dict[str, int]) -> Tensor:
+        """Return the (B, C, F, H, W) velocity of this rank's tokens, modulated by the timestep.
 
         Args:
-            tokens: (B, S, D).
-            temb: (B, D).
-            grid: tokens of a video along its axes: f frames, h rows, w columns; S = f h w.
+            tokens: (B, s/2, D), the target's.
+            temb: (B, D), of the timestep.
+            share: which tokens they are.
+            grid: patches of a video along its axes: f frames, h rows, w columns.
         """
         _, patch_h, patch_w = self.config["patch_size"]
         shift, scale = (self.scale_shift_table + rearrange(temb, "b d -> b 1 d")).chunk(2, dim=1)
         tokens = (self.norm_out(tokens.float()) * (1 + scale) + shift).type_as(tokens)
         velocity: Tensor = rearrange(
-            self.proj_out(tokens), "b (f h w) (p q c) -> b c f (h p) (w q)", p=patch_h, q=patch_w, **grid
+            share.join(self.proj_out(tokens)), "b (f h w) (p q c) -> b c f (h p) (w q)", p=patch_h, q=patch_w, **grid
         )
         return velocity
 

@@ -26,6 +26,7 @@ from flow_grpo.models.transformers import is_camera_weight, load_transformer
 from flow_grpo.models.video_model import DTYPES, VideoModel
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.ranks.context import Context
 from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.schema import ModelConfig, SampleConfig
@@ -232,6 +233,14 @@ class WanPolicy:
             device=device,
             store=TensorStore(Path(model.encodings) if model.encodings else None),
         )
+
+    def share_tokens(self, context: Context) -> None:
+        """Compute every sample together with the ranks of `context` (collective call); call before wrapping.
+
+        Raises:
+            ValueError: the network cannot share its tokens.
+        """
+        self.model.share(self.module, context)
 
     def keep_reference(self, *, offload: bool = False) -> None:
         """Copy the trained weights for `reference`, to the CPU if `offload`; LoRA needs no copy.

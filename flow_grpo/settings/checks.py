@@ -41,10 +41,16 @@ def check_world(config: Config, world_size: int) -> None:
     """Check that the groups of an epoch fit the number of ranks.
 
     Raises:
-        ConfigError: for a batch over all ranks that is not a whole number of groups, or a `contiguous` layout whose
-            groups do not divide evenly among the ranks.
+        ConfigError: for ranks that are not whole groups of `train.context_parallel`, a batch over all ranks that is not
+            a whole number of groups, or a `contiguous` layout whose groups do not divide evenly among the ranks.
     """
-    sample = config.sample
+    sample, sharing = config.sample, config.train.context_parallel
+    if world_size % sharing:
+        text = f"must divide the number of ranks, {world_size}; start with another, or pass "
+        raise refusal(
+            "train.context_parallel", sharing, f"{text}--config.train.context_parallel={math.gcd(world_size, sharing)}"
+        )
+    world_size //= sharing  # those that samples are dealt to
     rows = world_size * sample.train_batch_size
     unit = sample.k // math.gcd(sample.k, world_size)
     if rows % sample.k:

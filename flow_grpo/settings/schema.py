@@ -271,6 +271,12 @@ class TrainConfig(Section):
     sharding: Literal["ddp", "zero2", "fsdp2"] = knob(
         "ddp", "replicated | DeepSpeed ZeRO-2: gradients and moments sharded | FSDP2: weights as well"
     )
+    context_parallel: Int = knob(
+        1,
+        "consecutive ranks that compute one sample together, each on a part of its tokens (sequence parallelism)",
+        ge=1,
+        le=1024,
+    )
     copies: Int = knob(
         0, "copies of a group that are trained: the best and the worst, half as many each; 0 all", ge=0, multiple_of=2
     )

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.rollout.scoring import ScoringQueue, decode
+from flow_grpo.algorithm.rollout.scoring import ScoringQueue, decode, share_results
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.ranks.context import share_samples
+from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import FRAMES, SHAPE, BrightnessReward, ToyPolicy, group
+from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 REWARDS = RewardSet([BrightnessReward(broken=[(3, 1)])], {"brightness": 1.0})
@@ -52,7 +55,7 @@ class Watching(BrightnessReward):
 
 def queue(reward: BrightnessReward, clock: Clock, *, overlap: bool, policy: ToyPolicy | None = None):
     rewards = RewardSet([reward], {"brightness": 1.0})
-    return ScoringQueue(policy or ToyPolicy(), rewards, clock, overlap=overlap).open()
+    return ScoringQueue(policy or ToyPolicy(), rewards, clock, Ranks(), overlap=overlap).open()
 
 
 def test_videos_are_fp32_on_the_cpu_without_gradient():
@@ -138,3 +141,34 @@ def test_after_an_error_elsewhere_nothing_more_is_measured():
             raise ValueError("a file is broken")
     go_on.set()
     assert [gid for gid, *_ in watching.seen] in ([], [3])
+
+
+def shared_scores(ranks: Ranks, batches: int):
+    """Return what this rank of two with the same samples goes on with, and what it has measured itself."""
+    ranks, _ = share_samples(ranks, 2, CPU)
+    watching, clock = Watching(), Clock(CPU)
+    watching.broken = [(3, 1)]
+    with ScoringQueue(
+        ToyPolicy(), RewardSet([watching], {"brightness": 1.0}), clock, ranks, overlap=True
+    ).open() as own:
+        for gid in range(3, 3 + batches):
+            own.add(tuple(group(gid, 4)), latents_of(gid))
+        results = share_results(own.rewards(), ranks)
+    return [one["brightness"] for one in results], [gid for gid, *_ in watching.seen], own.first_videos.shape
+
+
+def test_ranks_with_the_same_samples_measure_each_batch_once_and_go_on_with_equal_results():
+    with queue(BrightnessReward(broken=[(3, 1)]), Clock(CPU), overlap=False) as alone:
+        for gid in (3, 4, 5):
+            alone.add(tuple(group(gid, 4)), latents_of(gid))
+        expected = [one["brightness"] for one in alone.rewards()]
+    (first, measured, videos), (second, others, none) = run_ranks(shared_scores, 2, 3)
+    assert (measured, others) == ([3, 5], [4])
+    assert len(videos) == 5 and none == (0,)
+    for results in (first, second):
+        for found, one in zip(results, expected, strict=True):
+            assert torch.equal(found.values.view(torch.int32), one.values.view(torch.int32))  # NaN included
+            assert torch.equal(found.valid, one.valid) and torch.equal(found.faults, one.faults)
+            assert found.causes == one.causes and found.info.keys() == one.info.keys()
+            assert all(torch.equal(found.info[name], one.info[name]) for name in one.info)
+    assert not first[0].valid.all()

@@ -359,6 +359,21 @@ def _refused(ranks: Ranks, given: list[str], which: str) -> str:
     return ""
 
 
+def test_2_ranks_that_share_every_sample_train_as_one(places, tmp_path) -> None:
+    given = {"train__adam_eps": 1e-3, "data__buckets": "", "data__num_frames": 5}
+    alone = words(places, tmp_path / "one", "--eval-items", "4", **given)
+    assert finetune_recam.main(alone) == 0
+    assert run_ranks(
+        _tune, 2, words(places, tmp_path / "two", "--eval-items", "4", train__context_parallel=2, **given)
+    ) == [0, 0]
+    one, two = newest(tmp_path / "one" / "run"), newest(tmp_path / "two" / "run")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name} {text}")
+    for metric in ("train/loss", "eval/loss"):
+        expected = metrics_of(tmp_path / "one" / "run", metric)
+        assert expected and metrics_of(tmp_path / "two" / "run", metric) == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("which", "message"),
     [

@@ -62,7 +62,9 @@ def server_metrics(stats: Mapping[str, Mapping[str, float]], ranks: Ranks) -> di
     """
     metrics: dict[str, float] = {}
     for name, own in stats.items():
-        everyone = ranks.all_gather(torch.tensor([[own[key] for key in ("calls", "failures", "p50_s", "p95_s")]]))
+        everyone = ranks.everyone.all_gather(
+            torch.tensor([[own[key] for key in ("calls", "failures", "p50_s", "p95_s")]])
+        )
         calls, failures, *percentiles = everyone.unbind(dim=1)
         prefix = f"server/{name.rpartition(':')[2]}"
         metrics |= {f"{prefix}_calls": float(calls.sum()), f"{prefix}_failures": float(failures.sum())}

@@ -15,7 +15,7 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_structure
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
-from flow_grpo.algorithm.rollout.scoring import ScoringQueue
+from flow_grpo.algorithm.rollout.scoring import ScoringQueue, share_results
 from flow_grpo.algorithm.rollout.shared_prefix import shared_prefixes
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.policy import Policy
@@ -107,14 +107,17 @@ class Collector:
             with clock.phase("rollout"):
                 known = [(conditions, conditioning) for _, conditions, conditioning in encoded]
                 prefixes = shared_prefixes(self.policy, known, gids, self.settings, self.ranks, sync_errors)
-        with ScoringQueue(self.policy, self.rewards, clock, overlap=self.settings.overlap).open() as queue:
+        overlap = self.settings.overlap
+        with ScoringQueue(self.policy, self.rewards, clock, self.ranks, overlap=overlap).open() as queue:
             with sync_errors():
                 sampled = []
                 for number, batch in enumerate(encoded):
                     sampled.append(self._roll_out(*batch, prefixes, clock, queue))
                     self._print([debug_print.prompt_line(number, [condition.prompt for condition in batch[1]])])
             with sync_errors():
-                rewards = queue.rewards()
+                own = queue.rewards()
+            rewards = share_results(own, self.ranks)
+            with sync_errors():
                 batches = merge_sizes([conditions for _, conditions, _ in encoded], sampled, rewards)
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
                 self._check(batches)

@@ -1,15 +1,19 @@
 """From final latents to videos to rewards, while the next batch is sampled or afterwards.
 
-Scoring needs final latents and conditions only and makes no collective call.
+Scoring needs final latents and conditions only. Ranks that share samples deal their batches among themselves and
+exchange the results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +23,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.ranks.process_group import InputError
+from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +75,18 @@ class ScoringQueue:
         policy: decodes.
         reward_set: measures.
         clock: counts the seconds spent waiting as "score", and those hidden behind sampling.
+        ranks: who takes part; a batch that is dealt to another rank with the same samples is left to it.
         overlap: measure while sampling continues.
 
     Attributes:
         first_videos: (B, 3, T, h, w) CPU fp32 videos of the first batch, once it is decoded; for the log.
     """
 
-    def __init__(self, policy: Policy, reward_set: RewardSet, clock: Clock, *, overlap: bool) -> None:
+    def __init__(self, policy: Policy, reward_set: RewardSet, clock: Clock, ranks: Ranks, *, overlap: bool) -> None:
         self._policy, self._reward_set, self._clock, self._overlap = policy, reward_set, clock, overlap
+        self._ranks = ranks
         self._batches: list[tuple[tuple[Condition, ...], Tensor]] = []
-        self._jobs: list[Future[tuple[dict[str, RewardResult], float]]] = []
+        self._jobs: list[Future[tuple[dict[str, RewardResult] | None, float]]] = []
         self._thread = ThreadPoolExecutor(1, "scoring", torch.set_num_threads, (torch.get_num_threads(),))
         self.first_videos = torch.empty(0)
 
@@ -94,8 +100,11 @@ class ScoringQueue:
         if self._overlap:
             self._start()
 
-    def rewards(self) -> list[dict[str, RewardResult]]:
-        """Return reward name -> result of every batch, in order; raises what the first failed batch raised."""
+    def rewards(self) -> list[dict[str, RewardResult] | None]:
+        """Return reward name -> result of every batch, in order, None for those that are left to another rank.
+
+        Raises what the first failed batch raised.
+        """
         done, begun = [], time.perf_counter()
         for number in range(len(self._batches)):
             if number == len(self._jobs):
@@ -117,16 +126,22 @@ class ScoringQueue:
 
     def _start(self) -> None:
         """Decode the next batch in this thread and submit it for measuring."""
-        conditions, latents = self._batches[len(self._jobs)]
+        number = len(self._jobs)
+        conditions, latents = self._batches[number]
+        if not self._ranks.is_dealt(number):
+            left: Future[tuple[dict[str, RewardResult] | None, float]] = Future()
+            left.set_result((None, 0.0))
+            self._jobs.append(left)
+            return
         try:
             with self._clock.phase("score"):
                 videos = decode(self._policy, conditions, latents)
         except Exception as error:  # noqa: BLE001 - raised by `rewards`
-            failed: Future[tuple[dict[str, RewardResult], float]] = Future()
+            failed: Future[tuple[dict[str, RewardResult] | None, float]] = Future()
             failed.set_exception(error)
             self._jobs.append(failed)
             return
-        if not self._jobs:
+        if number == 0:
             self.first_videos = videos
         self._jobs.append(self._thread.submit(self._measure, videos, conditions))
 
@@ -136,3 +151,42 @@ class ScoringQueue:
         with torch.no_grad():  # a thread starts with gradients enabled
             results = self._reward_set(videos, conditions)
         return results, time.perf_counter() - begun
+
+
+def share_results(own: Sequence[dict[str, RewardResult] | None], ranks: Ranks) -> list[dict[str, RewardResult]]:
+    """Return all results, of those that the ranks with the same samples have each measured (collective call).
+
+    All of them then go on with the same numbers, bit for bit, even of a reward that is not deterministic.
+
+    Args:
+        own: reward name -> result of every batch, None for those that are dealt to another rank.
+        ranks: who takes part.
+    """
+    texts = ["{}"]
+    if ranks.sharing is not None:
+        measured = {number: results for number, results in enumerate(own) if results is not None}
+        texts = ranks.sharing.gather_text(json.dumps(measured, default=_as_json))
+    found = {int(number): results for text in texts for number, results in json.loads(text).items()}
+    return [results or _from_json(found[number]) for number, results in enumerate(own)]
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _from_json(results: dict[str, Any]) -> dict[str, RewardResult]:
+    def tensor(saved: dict[str, Any] | None) -> Any:
+        return None if saved is None else torch.tensor(saved["values"], dtype=getattr(torch, saved["dtype"]))
+
+    return {
+        name: RewardResult(
+            values=tensor(saved["values"]),
+            valid=tensor(saved["valid"]),
+            causes=tuple(saved["causes"]),
+            info={key: tensor(extra) for key, extra in saved["info"].items()},
+            faulty=tensor(saved["faulty"]),
+        )
+        for name, saved in results.items()
+    }

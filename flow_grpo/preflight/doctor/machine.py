@@ -35,7 +35,7 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # their version
 
 def examine_machine(context: DoctorContext) -> list[Finding]:
     """Return the findings of this module; collective call: every rank must call it."""
-    config, device, ranks = context.config, context.device, context.ranks
+    config, device, ranks = context.config, context.device, context.ranks.everyone
     copies = 3 + (context.ema is not None)  # weights, two moments, EMA
     weights = sum(parameter.numel() for parameter in trained_parameters(context.policy.module).values())
     pixels = sum(math.prod(context.data.size_of(index)) for *_, index in planned_keys(context))

@@ -90,6 +90,7 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep={keep} must be at least 1, or no checkpoint would survive")
+    ranks = ranks.everyone
     final = path_of(folder, step)
     partial = folder / ranks.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
     try:
@@ -136,6 +137,7 @@ def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint
     Raises:
         ValueError: the checkpoint is missing or damaged, or its identity differs (every differing field is named).
     """
+    ranks = ranks.everyone
     if problem := shared_damage(path, ranks):
         raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint or use resume='auto'")
     manifest = _read_manifest(path)

@@ -73,6 +73,9 @@ class Ranks:
         heartbeat: the watchdog of this process, or None.
         restarted: whether the launcher restarted the ranks after an attempt that called `mark_started`.
         store: of the launcher, which outlives the ranks, or None.
+        timeouts: of collectives.
+        run: all ranks of the run, where these are one of every group that shares samples (`context.share_samples`).
+        sharing: then, the ranks of this rank's group.
     """
 
     rank: int = 0
@@ -82,11 +85,23 @@ class Ranks:
     heartbeat: Heartbeat | None = None
     restarted: bool = False
     store: Store | None = None
+    timeouts: Timeouts = Timeouts(control_s=3600.0)
+    run: Ranks | None = None
+    sharing: Ranks | None = None
+
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks of the run."""
+        return self.run or self
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints, logs and publishes."""
-        return self.rank == 0
+        """Whether this is the run's rank 0, which prints, logs and publishes."""
+        return self.everyone.rank == 0
+
+    def is_dealt(self, number: int) -> bool:
+        """Return whether piece `number` of the work that needs only one of the ranks with a sample is this rank's."""
+        return self.sharing is None or number % self.sharing.world_size == self.sharing.rank
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the (W*n, ...) rows of all ranks in rank order, bit for bit, from each rank's (n, ...) CPU tensor.
@@ -120,8 +135,8 @@ class Ranks:
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast_text(self, text: str) -> str:
-        """Return rank 0's text on every rank; the argument of the others is ignored. Collective call."""
-        return self.gather_text(text if self.is_main else "")[0]
+        """Return the run's rank 0's text on every rank; the argument of the others is ignored. Collective call."""
+        return self.everyone.gather_text(text if self.is_main else "")[0]
 
     def check_equal(self, fingerprint: str, what: str) -> None:
         """Check that all ranks pass the same fingerprint, a text that identifies `what`. Collective call.
@@ -139,13 +154,16 @@ class Ranks:
     def raise_if_any_failed(self, error: BaseException | None, phase: str) -> None:
         """Raise on every rank if any rank passes an error, else return. Collective call, once at the end of a phase.
 
-        It also serves as a barrier.
+        It also serves as a barrier. All ranks of the run take part.
 
         Raises:
             InputError: all errors are InputErrors; their messages, each once.
             RankError: the same message on every rank, with rank, phase, type and message of each error.
                 In both cases the original exception is the cause on a rank that failed.
         """
+        if self.run is not None:
+            self.run.raise_if_any_failed(error, phase)
+            return
         failed = torch.tensor([0 if error is None else 1 if isinstance(error, InputError) else 2], dtype=torch.int32)
         if self.control_group is not None:
             with self._announced(error), self.waiting_for_peers():
@@ -274,7 +292,7 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
     store.set_timeout(control_timeout)
     # A cloned connection: blocking calls on the original would delay heartbeats.
     heartbeat = _watchdog(timeouts, lambda: PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
-    ranks = Ranks(rank, world_size, local_rank, None, heartbeat, restarted, store)
+    ranks = Ranks(rank, world_size, local_rank, None, heartbeat, restarted, store, timeouts)
     with ranks.broadcast_failure():
         dist.init_process_group(
             device_api.process_group_backend(device),

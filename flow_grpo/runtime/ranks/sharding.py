@@ -42,10 +42,10 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
         raise ValueError(f"train.sharding is {kind!r}, must be one of {', '.join(KINDS)}")
     if kind == "zero2":
         return module
-    if kind == "ddp" or ranks.world_size == 1:
-        prepared: nn.Module = accelerator(device, ranks).prepare_model(module)
+    if kind == "ddp" or ranks.everyone.world_size == 1:
+        prepared: nn.Module = accelerator(device, ranks.everyone).prepare_model(module)
         return prepared
-    mesh = init_device_mesh(device.type, (ranks.world_size,))
+    mesh = init_device_mesh(device.type, (ranks.everyone.world_size,))
     blocks = getattr(module, "_no_split_modules", None) or ()
     # Without resharding, weights gathered in a rollout survive the optimizer's step, and the next forward pass computes
     # with the old ones (observed with torch 2.13).
@@ -96,7 +96,7 @@ def partition(
     Raises:
         ValueError: "zero2" without DeepSpeed, or accelerate's configuration contradicts the run's.
     """
-    if train.sharding != "zero2" or ranks.world_size == 1:
+    if train.sharding != "zero2" or ranks.everyone.world_size == 1:
         return module
     return Zero2(module, optimizer, train.max_grad_norm, device)
 
