@@ -26,7 +26,6 @@ from flow_grpo.models.wan_blocks import (
     Rotary,
     VideoToVideoWan,
     attend,
-    attend_to_all,
     cast_norms,
     first,
     project,
@@ -74,12 +73,13 @@ class PhaseAttnProcessor:
         phase_cos, phase_sin = phase_angles(attn.phase_qk(camera), attn.heads, cos.shape[-1])
         # cos(a + b) and sin(a + b): exactly the rotary's own where the phase is zero
         angles = (cos * phase_cos - sin * phase_sin, sin * phase_cos + cos * phase_sin)
-        asking = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
-        key = split_heads(attn.norm_k(attn.to_k(hidden_states)), attn)
-        query, key = rotate(asking, first(angles, queries)), rotate(key, angles)
+        share = rotary_emb.share
+        query = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
+        query = share.to_heads(rotate(query, first(angles, queries)))
+        key = share.to_keys(rotate(split_heads(attn.norm_k(attn.to_k(hidden_states)), attn), angles))
         phase_cos, phase_sin = phase_angles(attn.phase_vo(camera), attn.heads, cos.shape[-1])
-        value = rotate(split_heads(attn.to_v(hidden_states), attn), (phase_cos, -phase_sin))
-        attended = project(attend_to_all(query, key, value, self._attention_backend, rotary_emb.share), attn)
+        value = share.to_keys(rotate(split_heads(attn.to_v(hidden_states), attn), (phase_cos, -phase_sin)))
+        attended = project(share.to_tokens(attend(query, key, value, self._attention_backend)), attn)
         return rotate(split_heads(attended, attn), first((phase_cos, phase_sin), queries)).flatten(2)
 
 

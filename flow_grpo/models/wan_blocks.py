@@ -82,28 +82,14 @@ def split_heads(x: Tensor, attn: Any) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Tensor:
-    """Return the (B, Q, D) attention of queries (B, Q, heads, head width) to keys and values (B, S, ...)."""
+    """Return the attention (B, Q, heads, head width) of such queries to keys and values (B, S, heads, head width)."""
     attended: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
-    return attended.flatten(2, 3).type_as(query)
-
-
-def attend_to_all(query: Tensor, key: Tensor, value: Tensor, backend: Any, share: Share) -> Tensor:
-    """Return the (B, Q, D) attention of this rank's queries to the keys and values of all tokens.
-
-    Args:
-        query: (B, Q, heads, head width).
-        key: (B, s, heads, head width), of this rank's tokens.
-        value: likewise.
-        backend: of diffusers, None for its default.
-        share: which tokens are this rank's.
-    """
-    query, key, value = share.to_heads(query), share.to_keys(key), share.to_keys(value)
-    attended: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
-    return share.to_tokens(attended).flatten(2, 3).type_as(query)
+    return attended.type_as(query)
 
 
 def project(x: Tensor, attn: Any) -> Tensor:
-    """Return x (B, Q, D) after an attention's output layers."""
+    """Return what an attention's output layers make, (B, Q, D), of attention (B, Q, heads, head width)."""
+    x = x.flatten(2, 3)
     for layer in attn.to_out:
         x = layer(x)
     return x
@@ -132,12 +118,12 @@ class SelfAttnProcessor:
         assert encoder_hidden_states is None
         assert attention_mask is None
         assert rotary_emb is not None
-        asking = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
-        key = split_heads(attn.norm_k(attn.to_k(hidden_states)), attn)
-        value = split_heads(attn.to_v(hidden_states), attn)
-        angles = rotary_emb.angles
-        query, key = rotate(asking, first(angles, queries)), rotate(key, angles)
-        return project(attend_to_all(query, key, value, self._attention_backend, rotary_emb.share), attn)
+        angles, share = rotary_emb.angles, rotary_emb.share
+        query = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
+        query = share.to_heads(rotate(query, first(angles, queries)))
+        key = share.to_keys(rotate(split_heads(attn.norm_k(attn.to_k(hidden_states)), attn), angles))
+        value = share.to_keys(split_heads(attn.to_v(hidden_states), attn))
+        return project(share.to_tokens(attend(query, key, value, self._attention_backend)), attn)
 
 
 class VideoToVideoWan(WanTransformer3DModel):

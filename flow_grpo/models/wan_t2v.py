@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
@@ -30,28 +29,37 @@ def _call(network: nn.Module, latents: Tensor, timesteps: Tensor, prompts: Tenso
     return predicted
 
 
-def _share(network: WanTransformer3DModel, context: Context) -> None:
-    """Let ranks share the tokens between the first and the last block of diffusers' own network, by hooks."""
+class _Sharing:
+    """Hooks by which ranks share the tokens of diffusers' own network, from its first block to its output layer."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._share = context.share(context.size)  # of the forward in progress
+
+    def cut(self, block: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
+        tokens, *others = given
+        self._share = self._context.share(tokens.shape[1])
+        return self._share.cut(tokens), *others
+
+    def place(self, block: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
+        *others, rotary = given
+        cos, sin = map(self._share.cut, rotary_pairs(rotary))
+        return *others, Positions(cos, sin, self._share)
+
+    def join(self, layer: nn.Module, given: tuple[Any, ...], velocity: Tensor) -> Tensor:  # noqa: ARG002
+        return self._share.join(velocity)
+
+
+def _share_tokens(network: WanTransformer3DModel, context: Context) -> None:
     context.divide_heads(network.config["num_attention_heads"])
-    blocks: Any = network.blocks
-    for number, block in enumerate(blocks):
+    sharing, blocks = _Sharing(context), cast(Any, network.blocks)
+    blocks[0].register_forward_pre_hook(sharing.cut)
+    for block in blocks:
         processor = SelfAttnProcessor()
         processor._attention_backend = block.attn1.processor._attention_backend
         block.attn1.set_processor(processor)
-        block.register_forward_pre_hook(functools.partial(_enter, context, number == 0))
-    blocks[-1].register_forward_hook(_leave)
-
-
-def _enter(context: Context, first: bool, block: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001
-    tokens, text, modulation, rotary = given
-    share = context.share(rotary[0].shape[1])
-    cos, sin = map(share.cut, rotary_pairs(rotary))
-    return share.cut(tokens) if first else tokens, text, modulation, Positions(cos, sin, share)
-
-
-def _leave(block: nn.Module, given: tuple[Any, ...], tokens: Tensor) -> Tensor:  # noqa: ARG001
-    positions: Positions = given[3]
-    return positions.share.join(tokens)
+        block.register_forward_pre_hook(sharing.place)
+    network.proj_out.register_forward_hook(sharing.join)
 
 
 WAN_T2V = VideoModel(
@@ -67,5 +75,5 @@ WAN_T2V = VideoModel(
     inputs=_no_inputs,
     input_shapes=_no_input_shapes,
     call=_call,
-    share=_share,
+    share=_share_tokens,
 )

@@ -107,12 +107,12 @@ def count_network(
         def forward_and_backward() -> None:
             call().sum().backward()
 
-        forward_bytes = peak_bytes(forward)
+        forward_bytes = peak_bytes(forward, network)
         flops, attention = _operations(forward)
         recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
         set_checkpointing(network, "blocks" if recomputes else "none")
         kept = saved_bytes(network, call)
-        update_bytes = peak_bytes(forward_and_backward)
+        update_bytes = peak_bytes(forward_and_backward, network)
     learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
     narrow = len(adapted) * rows * tokens * model.lora_rank * dtype.itemsize
     for linear in adapted:
@@ -172,24 +172,25 @@ def _operations(call: Callable[[], object]) -> tuple[int, AttentionCount]:
     return counter.get_total_flops() - _counted_attention(counter) + attention.flops, attention
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
+def peak_bytes(call: Callable[[], object], network: nn.Module | None = None) -> int:
     """Return the most bytes that tensors created during a call hold at once; call it inside a `FakeTensorMode`.
 
-    Kernel workspaces and allocator fragmentation are not counted.
+    Views of the network's weights, where one is given, kernel workspaces and allocator fragmentation are not counted.
     """
-    alive = _LiveStorages()
+    alive = _LiveStorages(network)
     with alive:
         call()
     return alive.peak
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of every storage created inside, from its creation to its release."""
+    """Counts the bytes of every storage created inside, from its creation to its release, a network's weights aside."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak, self._now = 0, 0
         self._sizes: dict[int, int] = {}
+        self._weights = set() if network is None else _storages(network)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -200,7 +201,7 @@ class _LiveStorages(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self._sizes:
+        if key not in self._sizes and key not in self._weights:
             self._sizes[key] = storage.nbytes()
             self._now += self._sizes[key]
             self.peak = max(self.peak, self._now)
@@ -233,7 +234,7 @@ class AttentionCount(TorchDispatchMode):
 
 def saved_bytes(network: nn.Module, call: Callable[[], Tensor]) -> int:
     """Return the bytes of all tensors, the network's parameters aside, that autograd saves in a call."""
-    weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
+    weights = _storages(network)
     sizes: dict[int, int] = {}
     alive: list[Tensor] = []  # a freed storage's address could be reused
 
@@ -248,6 +249,10 @@ def saved_bytes(network: nn.Module, call: Callable[[], Tensor]) -> int:
         output = call()
     del output
     return sum(sizes.values())
+
+
+def _storages(network: nn.Module) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *network.buffers())}
 
 
 def _autocast(dtype: torch.dtype) -> AbstractContextManager[object]:

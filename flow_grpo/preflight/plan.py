@@ -22,6 +22,7 @@ from flow_grpo.maths.schedule import windows
 from flow_grpo.models.fake_policy import FakePolicy, transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.models.video_model import DTYPES
+from flow_grpo.preflight import traffic
 from flow_grpo.preflight.footprint import Footprint, footprint, forward_flops, peak_bytes
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
@@ -57,7 +58,10 @@ class Plan:
         update_gib: peak of the update.
         rollout_gib: peak of denoising in the rollout.
         decode_gib: peak of decoding a batch, without tiling.
-        exchanged_gib: sent by a rank in an epoch.
+        sent_gradients_gib: by a rank in an epoch, like the three that follow.
+        sent_weights_gib: of sharded weights.
+        sent_tokens_gib: between ranks that share samples.
+        sent_prefixes_gib: shared ones.
         host_gib: CPU memory: offloaded trajectories and frozen networks, and videos.
     """
 
@@ -80,7 +84,10 @@ class Plan:
     update_gib: float
     rollout_gib: float
     decode_gib: float
-    exchanged_gib: float
+    sent_gradients_gib: float
+    sent_weights_gib: float
+    sent_tokens_gib: float
+    sent_prefixes_gib: float
     host_gib: float
 
     @property
@@ -112,24 +119,24 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     counted = {n: _counted(_network_of(model), latents, DTYPES[model.dtype], n * copies) for n in rows}
     rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
     calls = sample.num_batches_per_epoch * longest_rollout(config)
-    trained = (train.copies or sample.k) / sample.k  # where every group carries a signal
-    replays = _steps(config) * trained * sample.expanded_batch_size / train.batch_size
-    # Forwards without gradients per replay: the reference policy, and recomputed old log-probabilities.
-    extra = (train.kl_coef > 0) + _recomputes_old_log_probs(config) + _follows_average(config)
+    replays, extra = _replays(config), _forwards_per_replay(config)
     passes = 3 + recomputed_share(config) + extra  # a backward costs two forwards, recomputation at most one more
     forward_flops = rollout.forward_flops / sample.train_batch_size
+    sharing = train.context_parallel
+    decoded = math.ceil(sample.num_batches_per_epoch / sharing) * sample.train_batch_size  # batches are dealt
     seconds = (
-        sample.expanded_batch_size * rollout_steps(config) * forward_flops / rate,
-        sample.expanded_batch_size * decode_flops / rate,
-        replays * passes * update.forward_flops / rate,
+        sample.expanded_batch_size * rollout_steps(config) * forward_flops / rate / sharing,
+        decoded * decode_flops / rate,
+        replays * passes * update.forward_flops / rate / sharing,
     )
     memory = _memory(config, devices, update, rollout, latents, decode_bytes)
     return Plan(
         tokens=update.tokens,
-        samples_per_epoch=sample.expanded_batch_size * devices,
+        samples_per_epoch=sample.expanded_batch_size * devices // sharing,
         rollout_calls=calls,
         update_calls=replays,
-        forward_equivalents_per_sample=copies * (rollout_steps(config) + _steps(config) * trained * passes),
+        forward_equivalents_per_sample=copies
+        * (rollout_steps(config) + replays * train.batch_size / sample.expanded_batch_size * passes),
         forward_tflop=forward_flops / 1e12,
         decode_tflop=decode_flops / 1e12,
         trained_parameters=update.trained,
@@ -137,11 +144,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         decode_s=seconds[1],
         update_s=seconds[2],
         epoch_s=sum(seconds),
-        exchanged_gib=(
-            _exchanged(config, devices, update, calls, replays, extra) + _sent_prefixes(config, devices, latents)
-        )
-        / GIB,
-        **{name: value / GIB for name, value in memory.items()},
+        **{name: value / GIB for name, value in (memory | _sent(config, devices, update, latents, calls)).items()},
     )
 
 
@@ -230,6 +233,7 @@ def decoding_bytes(policy: FakePolicy, latents: tuple[int, int, int, int], rows:
     counted = min(frames, 3)
     with policy.fake_mode:
         given = torch.empty(rows, channels, counted, height, width)
+        policy.decode(given[:, :, :1])  # loads the decoder
         peak = peak_bytes(lambda: policy.decode(given))
     scale = policy.codec.temporal * policy.codec.spatial**2
     return peak + 2.0 * 4 * 3 * rows * (frames - counted) * height * width * scale
@@ -245,6 +249,18 @@ def count_decoding(policy: FakePolicy, latents: tuple[int, int, int, int]) -> fl
 def _steps(config: Config) -> int:
     """Return the passes of an update over a sample."""
     return config.train.forward_levels if config.train.objective == "forward" else _window(config)
+
+
+def _replays(config: Config) -> float:
+    """Return the calls with a backward of an epoch, where every group carries a signal."""
+    sample, train = config.sample, config.train
+    trained = (train.copies or sample.k) / sample.k
+    return _steps(config) * trained * sample.expanded_batch_size / train.batch_size
+
+
+def _forwards_per_replay(config: Config) -> int:
+    """Return the calls without gradients of every such call: reference, recomputed log-probabilities, average."""
+    return (config.train.kl_coef > 0) + _recomputes_old_log_probs(config) + _follows_average(config)
 
 
 def _window(config: Config) -> int:
@@ -283,15 +299,6 @@ def _states(config: Config) -> int:
     return _window(config) + 1 if config.train.objective == "grpo" else 0
 
 
-def _sent_prefixes(config: Config, devices: int, latents: tuple[int, int, int, int]) -> float:
-    """Return the bytes of shared prefixes that a rank sends in an epoch, on average."""
-    sample = config.sample
-    if not sample.share_prefix or sample.layout == "contiguous":
-        return 0.0
-    others = min(sample.k, devices) - 1
-    return 4.0 * math.prod(latents) * others * sample.expanded_batch_size / sample.k
-
-
 def _recomputes_old_log_probs(config: Config) -> bool:
     """Return whether the update recomputes old log-probabilities, one more call per replay, with one video size."""
     train, sample = config.train, config.sample
@@ -303,18 +310,24 @@ def _recomputes_old_log_probs(config: Config) -> bool:
     return train.old_log_prob == "recompute" or (train.guard and train.old_log_prob != "detach")
 
 
-def _exchanged(config: Config, devices: int, update: Footprint, calls: float, replays: float, extra: int) -> float:
-    """Return the bytes of weights and gradients that a rank sends in an epoch."""
-    share = (devices - 1) / devices
-    gradients = 4.0 * update.trained * share
-    if config.train.sharding == "ddp":
-        return 2 * gradients * config.train.updates_per_epoch  # ring all-reduce: reduce-scatter and all-gather
-    if config.train.sharding == "zero2":
-        return gradients * (replays + config.train.updates_per_epoch)
-    # FSDP gathers blocks for every forward and once more for its backward, which shares them with recomputation.
-    frozen = (update.parameters - update.trained) * DTYPES[config.model.dtype].itemsize
-    gathers = calls + replays * (2 + extra)
-    return gradients * replays + gathers * (frozen + 4.0 * update.trained) * share
+def _sent(
+    config: Config, devices: int, counted: Footprint, latents: tuple[int, int, int, int], calls: int
+) -> dict[str, float]:
+    """Return the fields of `Plan` that count what is sent, in bytes."""
+    sample, train, model = config.sample, config.train, config.model
+    replays, extra = _replays(config), _forwards_per_replay(config)
+    copies = 1 if sample.guidance_scale == 1.0 else 2
+    replayed = replays * train.batch_size * copies
+    rows = sample.expanded_batch_size * copies * rollout_steps(config) + replayed * (2 + extra)
+    again = replayed if model.checkpointing != "none" else 0.0
+    transformer, videos = _transformer(model), video_model(model.kind).videos
+    frozen = counted.parameters - counted.trained
+    return {
+        "sent_gradients_gib": traffic.gradients(config, devices, counted.trained, replays),
+        "sent_weights_gib": traffic.weights(config, devices, frozen, counted.trained, calls + replays * (2 + extra)),
+        "sent_tokens_gib": traffic.tokens(config, transformer, counted.tokens, videos, rows, again),
+        "sent_prefixes_gib": traffic.prefixes(config, devices // train.context_parallel, latents),
+    }
 
 
 def _memory(
@@ -348,7 +361,8 @@ def _memory(
     trajectories = one * sample.expanded_batch_size
     on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)
     fixed = transformer / shards + gathered + states + frozen + on_device
-    activations = update.kept_bytes + update.block_bytes
+    sharing = train.context_parallel
+    activations = (update.kept_bytes + update.block_bytes) / sharing
     frames, rows, columns = largest_size(config)
     films = video_model(model.kind).videos  # the generated one, and its source
     videos = 4 * 3 * frames * rows * columns * films * sample.expanded_batch_size
@@ -359,7 +373,7 @@ def _memory(
         "trajectories_gib": on_device,
         "update_gib": fixed + activations,
         # Offloaded parts are on the device one at a time, between calls of the transformer.
-        "rollout_gib": fixed + max(rollout.forward_bytes, max(encoders, decoder) if model.offload else 0),
+        "rollout_gib": fixed + max(rollout.forward_bytes / sharing, max(encoders, decoder) if model.offload else 0),
         "decode_gib": fixed + decoding + (decoder if model.offload else 0),
         "host_gib": videos
         + (trajectories if offloaded else 0)

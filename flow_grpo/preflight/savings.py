@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flow_grpo.preflight.plan import Plan, largest_size, make_plan
-from flow_grpo.settings.checks import check
+from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.schema import Config
 
@@ -69,10 +69,11 @@ def knobs(config: Config, devices: int) -> list[Knob]:
             Knob("--config.train.sharding=zero2 (needs DeepSpeed)", _turned("train", sharding="zero2")),
         ),
         (train.sharding == "ddp" and devices > 1, Knob(shards, _in_shards)),
+        *((size <= devices, _shared(config, size)) for size in (2, 4, 8) if size > train.context_parallel),
         (model.dtype == "fp32", Knob("--config.model.dtype=bf16", _turned("model", dtype="bf16"), exact=False)),
         (model.trained != "lora", Knob("--config.model.trained=lora", _turned("model", trained="lora"), exact=False)),
     ]
-    return [knob for useful, knob in found if useful and _allowed(knob.turn(config))]
+    return [knob for useful, knob in found if useful and _allowed(knob.turn(config), devices)]
 
 
 def each_alone(config: Config, devices: int, rate: float) -> list[tuple[Knob, Plan]]:
@@ -95,7 +96,7 @@ def smallest_set(config: Config, devices: int, rate: float, limit: float) -> tup
                 turned = config
                 for knob in chosen:
                     turned = knob.turn(turned)
-                plan = make_plan(turned, devices, rate) if _allowed(turned) else None
+                plan = make_plan(turned, devices, rate) if _allowed(turned, devices) else None
                 if plan is not None and plan.most_gib <= limit:
                     fitting.append((list(chosen), plan))
             if fitting:
@@ -143,7 +144,7 @@ def _assumptions(config: Config, devices: int, rate: float, limit: float) -> lis
         f"  {devices} device(s) of {limit:g} GiB that sustain {speed}",
         f"  sizes of the network: {network}",
         f"  every video {frames}x{rows}x{columns}; every group carries a signal, and no round is resampled",
-        "  not counted in seconds: rewards, evaluation, copies between device and CPU memory, waiting of ranks",
+        "  not counted in seconds: rewards, evaluation, copies between device and CPU memory, what ranks send, waiting",
         "  not counted in GiB: fragmentation, kernel workspaces, other processes (leave a tenth of the device free),",
         "  and what model.vae_tiling saves in decoding",
     ]
@@ -177,18 +178,27 @@ def _in_shards(config: Config) -> Config:
     return _turned("train", sharding="fsdp2")(_turned("sample", share_prefix=False)(config))
 
 
+def _shared(config: Config, size: int) -> Knob:
+    """Return the knob that lets so many ranks share every sample, with as many samples an epoch as before."""
+    batches = config.sample.num_batches_per_epoch * size // config.train.context_parallel
+    words = f"--config.train.context_parallel={size} --config.sample.num_batches_per_epoch={batches}"
+    sharing, epoch = _turned("train", context_parallel=size), _turned("sample", num_batches_per_epoch=batches)
+    return Knob(words, lambda given: epoch(sharing(given)))
+
+
 def _smallest_batch(config: Config, devices: int) -> tuple[int, int]:
     """Return the smallest sample.train_batch_size of whole groups, and the batches that keep an epoch's samples."""
     sample = config.sample
-    unit = sample.k // math.gcd(sample.k, devices)
+    unit = sample.k // math.gcd(sample.k, devices // config.train.context_parallel)
     if sample.expanded_batch_size % unit:
         return sample.train_batch_size, sample.num_batches_per_epoch
     return unit, sample.expanded_batch_size // unit
 
 
-def _allowed(config: Config) -> bool:
+def _allowed(config: Config, devices: int) -> bool:
     try:
         check(config)
+        check_world(config, devices)
     except ConfigError:
         return False
     return True

@@ -106,3 +106,5 @@ def test_the_peak_counts_tensors_alive_at_once_and_views_are_free():
 
     with FakeTensorMode():
         assert peak_bytes(call) == 8000
+        layer, given = torch.nn.Linear(1000, 10), torch.empty(1, 1000)
+        assert peak_bytes(lambda: layer(given), layer) == 4 * 10  # of its weight only a view is made

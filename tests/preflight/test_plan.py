@@ -70,7 +70,8 @@ def test_a_shared_prefix_a_single_step_and_a_short_tail_are_counted(capsys):
     _, found = planned(capsys, *words, *shared)
     assert found["forward_equivalents_per_sample"] == 2 / 4 + 1 + 5 + 4
     latent = 4 * 16 * 21 * 60 * 104  # of one group a rank, sent to the three ranks with its other copies
-    assert found["exchanged_gib"] - short["exchanged_gib"] == pytest.approx(3 * latent / 2**30, rel=1e-6)
+    assert found["sent_prefixes_gib"] == pytest.approx(3 * latent / 2**30, rel=1e-6)
+    assert short["sent_prefixes_gib"] == 0
     _, guided = planned(capsys, *words, "--config.sample.guidance_scale=5")
     assert guided["forward_equivalents_per_sample"] == 2 * short["forward_equivalents_per_sample"]
 
@@ -113,7 +114,7 @@ def test_the_model_folder_is_measured_where_there_is_one(capsys):
         (
             ["--config.train.sharding=fsdp2", "--config.sample.share_prefix=false"],
             ["weights_gib", "optimizer_gib", "update_gib"],
-            ["exchanged_gib"],
+            ["sent_weights_gib"],
         ),
         (["--config.model.offload=true"], ["weights_gib", "update_gib"], ["host_gib"]),
         (["--config.model.encodings=enc"], ["weights_gib", "update_gib", "rollout_gib"], []),
@@ -196,8 +197,20 @@ def test_weights_in_shards_travel_for_every_forward_and_its_backward(capsys):
     _, kl = planned(capsys, *words, "--config.train.kl_coef=0.1", recipe="my_recam_8npu_tiny")
     weights = 4 * plain["trained_parameters"] * 7 / 8 / 2**30
     gathers = plain["rollout_calls"] + 2 * plain["update_calls"]
-    assert plain["exchanged_gib"] == pytest.approx(weights * (gathers + plain["update_calls"]), rel=1e-6)
-    assert kl["exchanged_gib"] - plain["exchanged_gib"] == pytest.approx(weights * plain["update_calls"], rel=1e-6)
+    assert plain["sent_weights_gib"] == pytest.approx(weights * gathers, rel=1e-6)
+    assert plain["sent_gradients_gib"] == pytest.approx(weights * plain["update_calls"], rel=1e-6)
+    assert kl["sent_weights_gib"] - plain["sent_weights_gib"] == pytest.approx(
+        weights * plain["update_calls"], rel=1e-6
+    )
+
+
+def test_ranks_that_share_samples_have_a_part_of_their_activations_and_seconds(capsys):
+    _, alone = planned(capsys)
+    _, four = planned(capsys, "--config.train.context_parallel=4")
+    for name in ("activations_gib", "rollout_s", "update_s"):
+        assert four[name] == pytest.approx(alone[name] / 4), name
+    assert four["samples_per_epoch"] == alone["samples_per_epoch"] / 4
+    assert alone["sent_tokens_gib"] == 0 and four["sent_gradients_gib"] == alone["sent_gradients_gib"]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +218,7 @@ def test_weights_in_shards_travel_for_every_forward_and_its_backward(capsys):
     [
         (["--memory", "lots"], "--memory: got 'lots'"),
         (["--devices", "3"], "config.sample.train_batch_size: got 2, 3 rank(s)"),
+        (["--config.train.context_parallel=3"], "context_parallel: got 3, must divide the number of ranks, 8"),
         (["--config.sample.kk=3"], "config.sample.kk: no such knob"),
     ],
 )
