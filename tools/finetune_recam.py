@@ -60,7 +60,7 @@ from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
-from flow_grpo.runtime.checkpoints import checkpoint, resume
+from flow_grpo.runtime.checkpoints import checkpoint, resume, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.ranks import process_group
@@ -379,7 +379,10 @@ class FineTuning:
         state = {"trained": adapters.trained_state(self.policy.module), "moments": moments}
         state["plan"] = self.batches.plan.state_dict(self.consumed)
         folder, keep, ranks = self.folder / "checkpoints", self.config.checkpoint.keep, self.ranks
-        checkpoint.save(folder, self.step, state=state, per_rank={}, identity=self.identity, ranks=ranks, keep=keep)
+        begun = saving.begin(
+            folder, self.step, state=state, per_rank={}, identity=self.identity, ranks=ranks, keep=keep
+        )
+        begun.wait()
 
     @torch.no_grad()
     def evaluate(self) -> None:

@@ -18,8 +18,9 @@ from flow_grpo.data.dataset import Split
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints import checkpoint, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
+from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -88,11 +89,11 @@ class RunState:
     shortages: list[int] = dataclasses.field(default_factory=list)
     history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
 
-    def save(self, folder: Path, *, keep: int, ranks: Ranks, score: float | None = None) -> Path:
-        """Publish a checkpoint of the finished epochs (collective call). `score` as for `checkpoint.save`.
+    def save(self, folder: Path, *, keep: int, ranks: Ranks, score: float | None = None) -> Saving:
+        """Begin to write a checkpoint of the finished epochs (collective call). `score` as for `saving.begin`.
 
         Raises:
-            RuntimeError: on every rank, if any failed to write.
+            RuntimeError: on every rank, if it cannot begin on any.
         """
         state: dict[str, Any] = {
             "sampler": self.sampler.state_dict(),  # the same on every rank
@@ -121,7 +122,7 @@ class RunState:
             per_rank["learned"] = local_shards(learned)
         else:
             state["learned"] = learned
-        return checkpoint.save(
+        return saving.begin(
             folder,
             self.finished,
             state=state,

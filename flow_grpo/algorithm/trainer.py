@@ -41,6 +41,7 @@ from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
 from flow_grpo.runtime.reporting.clips import Clip, log_clips, log_rows, training_clips
 from flow_grpo.runtime.reporting.console import Progress, print_before_after
@@ -104,6 +105,7 @@ class Trainer:
         self._timed_until = time.perf_counter()
         self._counted = 0.0, 0.0
         self._saved = self._position() if self.from_own else None
+        self._saving: Saving | None = None
         self._evaluated: tuple[int, Evaluation] | None = None
         self._silent = False
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
@@ -233,9 +235,10 @@ class Trainer:
         self._stop_if_broken()
 
     def save_if_due(self) -> None:
-        """Save every `checkpoint.every` epochs."""
+        """Begin to save every `checkpoint.every` epochs; what the epoch before has begun is published by now."""
+        self._settle()
         if self.state.finished % self.config.checkpoint.every == 0:
-            self.save()
+            self._begin_saving()
 
     def evaluate(self) -> Evaluation:
         """Measure the held-out conditions with the current weights, once per epoch, and record the result."""
@@ -291,7 +294,7 @@ class Trainer:
     def finish(self) -> None:
         """Save, evaluate once more, write the adapter and the summary, and print table and verdict."""
         assert self.state.before is not None, "evaluate_before() comes first"
-        self.save()
+        self._begin_saving()
         after = self.evaluate()
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
@@ -314,6 +317,7 @@ class Trainer:
                 }
             )
             self.tracker.close()
+        self._settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
         self.progress.say(
             "\n".join([f"verdict: {verdict}", *_places(*files), *next_commands(self.run_folder, films=self.films)])
@@ -335,12 +339,27 @@ class Trainer:
 
     def save(self) -> None:
         """Publish a checkpoint of the finished epochs and the sampler's position, unless it is saved already."""
+        self._begin_saving()
+        self._settle()
+
+    def _begin_saving(self) -> None:
         if self._saved != self._position():
+            self._settle()
             self._count_time()
             folder, keep = self.run_folder / "checkpoints", self.config.checkpoint.keep
-            self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
+            self._saving = self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
             self._saved = self._position()
-            self._timed_until = time.perf_counter()  # writing does not count as training
+            self._timed_until = time.perf_counter()  # copying does not count as training
+
+    def _settle(self) -> None:
+        """Wait until the checkpoint that is being written is published (collective call).
+
+        Raises:
+            RankError: on every rank, if any failed to write.
+        """
+        if self._saving is not None:
+            begun, self._saving = self._saving, None
+            begun.wait()
 
     def _collect(self, phase: str) -> tuple[ScoredBatch, ...]:
         return self.collector.collect(self.clock, lambda: self.ranks.sync_errors(phase))

@@ -13,7 +13,7 @@ from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema, trained_parameters
-from flow_grpo.runtime.checkpoints import checkpoint, state_files
+from flow_grpo.runtime.checkpoints import saving, state_files
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
 
@@ -52,7 +52,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path, camera_
         if epoch == 2:
             whole.before, whole.train_seconds = {"eval/x": 1.5}, 7.0
             whole.history.bad_steps[:] = ["a gradient is not finite"]
-            path = whole.save(tmp_path, keep=2, ranks=Ranks())
+            path = whole.save(tmp_path, keep=2, ranks=Ranks()).wait()
             assert len(whole.history.norms) == 8
     resumed, other = a_run(tmp_path, camera_lr=camera_lr)
     resumed.restore(path, ranks=Ranks())
@@ -67,7 +67,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path, camera_
 
 def test_the_random_state_comes_back(tmp_path):
     state, _ = a_run(tmp_path)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
     wanted = torch.rand(3)
     torch.rand(5)
     state.restore(path, ranks=Ranks())
@@ -77,13 +77,13 @@ def test_the_random_state_comes_back(tmp_path):
 def test_a_checkpoint_of_an_earlier_version_without_a_history_is_restored(tmp_path, monkeypatch):
     state, policy = a_run(tmp_path)
     step(state, policy, 1)
-    save = checkpoint.save
+    begin = saving.begin
 
     def saved_before(*args, state, **given):
-        return save(*args, state={name: value for name, value in state.items() if name not in LATER}, **given)
+        return begin(*args, state={name: value for name, value in state.items() if name not in LATER}, **given)
 
-    monkeypatch.setattr(checkpoint, "save", saved_before)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    monkeypatch.setattr(saving, "begin", saved_before)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
     other, restored = a_run(tmp_path)
     other.history.bad_steps = ["of another run"]
     other.restore(path, ranks=Ranks())
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_an_earlier_version_without_a_history_is_restored(tmp_pa
 def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path):
     state, policy = a_run(tmp_path)
     step(state, policy, 1)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
     other, _ = a_run(tmp_path, lr=3e-4)
     other.restore(path, ranks=Ranks())
     assert other.optimizer.param_groups[0]["lr"] == 3e-4
@@ -104,7 +104,7 @@ def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path)
 def test_a_run_goes_on_when_a_group_of_weights_gets_its_own_learning_rate(tmp_path):
     state, policy = a_run(tmp_path)
     step(state, policy, 1)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
     other, restored = a_run(tmp_path, camera_lr=1e-2)  # in another order, at the same rate
     other.restore(path, ranks=Ranks())
     for run, own in ((state, policy), (other, restored)):
@@ -114,7 +114,7 @@ def test_a_run_goes_on_when_a_group_of_weights_gets_its_own_learning_rate(tmp_pa
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
     state, _ = a_run(tmp_path)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
     other, policy = a_run(tmp_path, seed=1)
     with pytest.raises(ValueError, match="belongs to another run: model is"):
         other.restore(path, ranks=Ranks())
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
 
 def test_a_checkpoint_with_other_sampler_numbers_is_refused(tmp_path):
     state, _ = a_run(tmp_path)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
     other, _ = a_run(tmp_path, k=2)
     with pytest.raises(ValueError, match="k was 4, is 2"):
         other.restore(path, ranks=Ranks())
@@ -132,7 +132,7 @@ def test_a_checkpoint_with_other_sampler_numbers_is_refused(tmp_path):
 @pytest.mark.parametrize(("saved", "loaded", "word"), [(True, False, "with"), (False, True, "without")])
 def test_a_weight_average_cannot_be_added_or_dropped_on_resume(tmp_path, saved, loaded, word):
     state, _ = a_run(tmp_path, ema=saved)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
     other, _ = a_run(tmp_path, ema=loaded)
     with pytest.raises(ValueError, match=f"was saved {word} a weight average"):
         other.restore(path, ranks=Ranks())
@@ -148,7 +148,7 @@ def test_the_fingerprint_tells_models_apart_by_name_shape_and_value():
 def test_metrics_before_and_after_are_measured_alike_or_not_compared(tmp_path):
     state, _ = a_run(tmp_path)
     state.measured_on, state.before = {"eval.num_conditions": 16, "eval.gold": "room_pose"}, {"eval/x": 1.5}
-    state.restore(state.save(tmp_path, keep=1, ranks=Ranks()), ranks=Ranks())
+    state.restore(state.save(tmp_path, keep=1, ranks=Ranks()).wait(), ranks=Ranks())
     state.match_evaluation({"eval.num_conditions": 16, "eval.of_a_later_version": 1}, own=True)
     other = {"eval.num_conditions": 64, "eval.gold": "room_pose"}
     with pytest.raises(ValueError, match=r"^config.eval.num_conditions: got 64, must be 16, as when .*evaluate.py"):
@@ -201,7 +201,7 @@ def make_fit(path) -> None:
 def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tmp_path, name, where, value, said):
     state, policy = a_run(tmp_path)
     step(state, policy, 0)
-    path = state.save(tmp_path, keep=1, ranks=Ranks())
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
     if where.startswith("learned/trained"):
         where = f"learned/trained/{next(iter(dict(trained_parameters(policy.module))))}"
     if value == "x":
@@ -216,7 +216,7 @@ def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tm
 
 
 def test_files_of_a_checkpoint_that_changed_places_are_refused(tmp_path):
-    path = a_run(tmp_path)[0].save(tmp_path, keep=1, ranks=Ranks())
+    path = a_run(tmp_path)[0].save(tmp_path, keep=1, ranks=Ranks()).wait()
     for ending in (".json", ".safetensors"):
         first, second = path / f"state{ending}", path / f"rank_0{ending}"
         first.rename(path / "aside")

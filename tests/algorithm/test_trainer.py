@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import RankError, Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
@@ -44,7 +45,7 @@ from tests.toy import (
     weights_of,
 )
 from tests.workers import run_ranks
-from train_grpo import train_epoch
+from train_grpo import train, train_epoch
 
 DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
 
@@ -295,12 +296,36 @@ def test_a_sampler_position_that_moved_since_the_last_save_is_saved(a_trainer, t
     trainer.save()
     assert (tmp_path / "checkpoints" / "checkpoint_000000").is_dir()  # before the first epoch as well
     steps = []
-    trainer.state.save = lambda *_, **__: steps.append(trainer.state.sampler.next_step)
+    begun = mock.Mock()
+    trainer.state.save = lambda *_, **__: steps.append(trainer.state.sampler.next_step) or begun
     trainer.save()
     trainer.sample()
     trainer.save()
     trainer.save()
-    assert len(steps) == 1 and steps[0] > 0
+    assert len(steps) == 1 and steps[0] > 0 and begun.wait.call_count == 1
+
+
+def test_a_checkpoint_is_written_behind_the_next_epoch_and_its_failure_ends_the_run(a_trainer, monkeypatch):
+    trainer = a_trainer(num_epochs=3, checkpoint=CheckpointConfig(every=1, keep=1))
+    order = []
+    trainer.state.save = lambda *_, **__: (
+        order.append(f"begin {trainer.state.finished}") or mock.Mock(wait=lambda: order.append("wait"))
+    )
+    monkeypatch.setattr(trainer, "update", lambda *_: order.append("update"))
+    train(trainer)
+    epochs = [f"begin {n}" for n in (1, 2, 3)]
+    assert order == ["update", epochs[0], "update", "wait", epochs[1], "update", "wait", epochs[2]]
+    trainer.save()
+    assert order[-1] == "wait"
+
+    def fail() -> None:
+        raise RankError("rank 1 failed in saving a checkpoint (files): OSError: No space left on device")
+
+    trainer = a_trainer(num_epochs=3, checkpoint=CheckpointConfig(every=1, keep=1))
+    trainer.state.save = lambda *_, **__: mock.Mock(wait=fail)
+    with pytest.raises(RankError, match="No space left on device"):
+        train(trainer)
+    assert trainer.state.finished == 2
 
 
 @pytest.mark.parametrize(("found", "score"), [({"eval/brightness": 0.5}, None), ({"eval/rot_err_deg": 0.5}, -0.5)])

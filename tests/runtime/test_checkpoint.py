@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from flow_grpo.runtime.checkpoints import checkpoint, resume, state_files
+from flow_grpo.runtime.checkpoints import checkpoint, resume, saving, state_files
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests import workers
 from tests.workers import run_ranks
@@ -29,7 +30,7 @@ IDENTITY = {"model": "tiny", "k": "4"}
 def save(folder: Path, step: int, ranks: Ranks = ALONE, keep: int = 3, identity: dict[str, str] = IDENTITY) -> Path:
     state = {"weights": torch.full((5,), float(step)), "step": step}
     mine = {"rng": torch.tensor([ranks.rank, step])}
-    return checkpoint.save(folder, step, state=state, per_rank=mine, identity=identity, ranks=ranks, keep=keep)
+    return saving.begin(folder, step, state=state, per_rank=mine, identity=identity, ranks=ranks, keep=keep).wait()
 
 
 def load_latest(
@@ -67,7 +68,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_the_best_checkpoint_is_kept_as_well_as_the_newest(tmp_path: Path) -> None:
     def kept(step: int, score: float | None) -> list[str]:
         identity = {"model": "m"}
-        checkpoint.save(tmp_path, step, state={}, per_rank={}, identity=identity, ranks=ALONE, keep=1, score=score)
+        saving.begin(tmp_path, step, state={}, per_rank={}, identity=identity, ranks=ALONE, keep=1, score=score).wait()
         return [path.name[-1] for path in checkpoint.published(tmp_path)]
 
     assert kept(1, 0.5) == ["1"]
@@ -82,7 +83,7 @@ def test_saving_after_going_back_replaces_the_abandoned_steps(tmp_path: Path) ->
     for step in (1, 2, 3):
         save(tmp_path, step)
     state = {"again": True}
-    checkpoint.save(tmp_path, 2, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=3)
+    saving.begin(tmp_path, 2, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=3).wait()
     loaded = load_latest(tmp_path)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
     assert loaded is not None and loaded.state == state
@@ -183,7 +184,7 @@ def test_a_process_killed_while_replacing_a_checkpoint_leaves_the_new_one(
     monkeypatch.setattr(os, "rename", until_killed)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # what a killed process does not come to
     with pytest.raises(RuntimeError, match="killed"):
-        checkpoint.save(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+        saving.begin(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1).wait()
     monkeypatch.undo()
     resume.remove_stale(tmp_path, ranks=ALONE)
     loaded = load_latest(tmp_path)
@@ -203,7 +204,7 @@ def test_a_replaced_checkpoint_is_restored_if_the_new_one_cannot_be_published(
 
     monkeypatch.setattr(os, "rename", stale)
     with pytest.raises(RuntimeError, match="Stale file handle"):
-        checkpoint.save(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+        saving.begin(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1).wait()
     assert names(tmp_path) == ["checkpoint_000001"]
     assert "weights" in load_latest(tmp_path).state
 
@@ -249,7 +250,8 @@ def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_renam
         fsync(path)
 
     def watched_rename(source: Path, target: Path) -> None:
-        events.append("rename")
+        if not Path(target).name.startswith("rank_"):  # a note of what this rank has written
+            events.append("rename")
         rename(source, target)
 
     monkeypatch.setattr(state_files, "fsync", watched_fsync)
@@ -262,6 +264,44 @@ def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_renam
     assert manifest["format"] == checkpoint.FORMAT
 
 
+def test_what_is_saved_is_the_state_as_it_was_however_late_it_is_written(tmp_path, monkeypatch) -> None:
+    go_on, write = threading.Event(), state_files.write_copy
+
+    def slowly(*given: Any) -> None:
+        assert go_on.wait(20)
+        write(*given)
+
+    monkeypatch.setattr(state_files, "write_copy", slowly)
+    state = {"weights": torch.zeros(3), "losses": [1.0]}
+    begun = saving.begin(tmp_path, 1, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+    state["weights"] += 1  # the next optimizer step
+    state["losses"].append(2.0)
+    assert checkpoint.published(tmp_path) == [] and not begun.written.done()
+    go_on.set()
+    loaded = checkpoint.load(begun.wait(), identity=IDENTITY, ranks=ALONE)
+    assert loaded.state["losses"] == [1.0] and torch.equal(loaded.state["weights"], torch.zeros(3))
+    assert {path.name for path in begun.path.iterdir()} == {"manifest.json", *loaded_files(begun.path)}
+
+
+def loaded_files(path: Path) -> set[str]:
+    return set(json.loads((path / "manifest.json").read_text())["files"])
+
+
+def begin_and_look(ranks: Ranks, folder: Path) -> bool:
+    """Return whether the checkpoint is published although no rank waits for it."""
+    mine = {"rng": torch.tensor([ranks.rank])}
+    begun = saving.begin(folder, 1, state={}, per_rank=mine, identity=IDENTITY, ranks=ranks, keep=1)
+    begun.published.result(20)
+    ranks.raise_if_any_failed(None, "looking")
+    seen = checkpoint.damage(begun.path) == ""
+    begun.wait()
+    return seen
+
+
+def test_a_checkpoint_is_published_without_anybody_waiting_for_it(tmp_path: Path) -> None:
+    assert run_ranks(begin_and_look, 3, tmp_path) == [True] * 3
+
+
 def save_on_all(ranks: Ranks, folder: Path, unpicklable_rank: int | None) -> str:
     save(folder, 1, ranks)
     if unpicklable_rank is None:
@@ -270,7 +310,7 @@ def save_on_all(ranks: Ranks, folder: Path, unpicklable_rank: int | None) -> str
         return f"{loaded.path.name} {loaded.world_size} {loaded.per_rank['rng'].tolist()}"
     mine = {"rng": object() if ranks.rank == unpicklable_rank else 0}
     with pytest.raises(RuntimeError) as caught:
-        checkpoint.save(folder, 2, state={}, per_rank=mine, identity={}, ranks=ranks, keep=3)
+        saving.begin(folder, 2, state={}, per_rank=mine, identity={}, ranks=ranks, keep=3).wait()
     return str(caught.value)
 
 
@@ -293,7 +333,7 @@ def save_for_ever(folder: Path, step: int) -> None:
     while True:
         step += 1
         state = {"weights": torch.full((20000,), float(step)), "step": step}
-        checkpoint.save(folder, step, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=2)
+        saving.begin(folder, step, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=2).wait()
 
 
 def newest(folder: Path) -> int:

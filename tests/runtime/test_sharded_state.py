@@ -62,7 +62,7 @@ def weights(state: RunState, policy) -> torch.Tensor:
 def save_and_go_on(ranks: Ranks, folder: Path, mode: str, kind: str) -> tuple[Path, torch.Tensor]:
     state, policy = a_run(ranks, mode, kind)
     step(state, policy, ranks)
-    path = state.save(folder, keep=2, ranks=ranks)
+    path = state.save(folder, keep=2, ranks=ranks).wait()
     step(state, policy, ranks)
     return path, weights(state, policy)
 

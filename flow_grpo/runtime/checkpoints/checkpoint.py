@@ -1,13 +1,11 @@
-"""Checkpoints: the complete state of a run, published atomically, nothing pickled.
+"""Checkpoints: the complete state of a run, as folders that are read and checked here; nothing is pickled.
 
     checkpoints/checkpoint_000010/
         manifest.json           format, step, world size, identity, size and sha256 of every other file; written last
         state.safetensors .json state shared by all ranks, written by rank 0
         rank_0.safetensors .json ... each rank's own state
 
-All files are written into a temporary sibling folder and flushed to disk, the manifest last; then the folder is
-renamed. A process killed at any moment leaves the previous checkpoint valid and at most a temporary folder, which the
-next start removes. All ranks must share one file system.
+`saving` writes them. All ranks must share one file system.
 """
 
 from __future__ import annotations
@@ -17,12 +15,9 @@ import errno
 import hashlib
 import json
 import logging
-import math
-import os
 import re
 import shutil
 import stat
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,64 +53,9 @@ class Checkpoint:
     per_rank: dict[str, Any] | None
 
 
-def save(
-    folder: Path,
-    step: int,
-    *,
-    state: Mapping[str, Any],
-    per_rank: Mapping[str, Any],
-    identity: Mapping[str, str],
-    ranks: Ranks,
-    keep: int,
-    score: float | None = None,
-) -> Path:
-    """Publish a checkpoint of `step` and return its folder. Collective call: every rank must call it.
-
-    Afterwards only the `keep` newest checkpoints and the one with the highest score are kept. Checkpoints of later
-    steps are removed: they were abandoned when the run resumed from an earlier step.
-
-    Args:
-        folder: the run's checkpoints folder.
-        step: number of finished steps.
-        state: shared by all ranks, read on rank 0 only; nested as `state_files.flatten` describes.
-        per_rank: this rank's own state, such as random states; nested likewise.
-        identity: names the model, data and configuration that the checkpoint belongs to; compared by `load`.
-        ranks: of the run.
-        keep: number of checkpoints to keep, at least 1.
-        score: of this checkpoint, higher is better; None if it was not evaluated.
-
-    Raises:
-        RuntimeError: on every rank, if any failed; nothing is published then.
-        ValueError: `keep` is below 1.
-    """
-    if keep < 1:
-        raise ValueError(f"checkpoint.keep={keep} must be at least 1, or no checkpoint would survive")
-    ranks = ranks.everyone
-    final = path_of(folder, step)
-    partial = folder / ranks.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
-    try:
-        with ranks.sync_errors("saving a checkpoint (folder)"):
-            if ranks.is_main:
-                partial.mkdir(parents=True)
-        with ranks.sync_errors("saving a checkpoint (files)"):
-            if ranks.is_main:
-                state_files.write(partial / "state", state)
-            state_files.write(partial / f"rank_{ranks.rank}", per_rank)
-        with ranks.sync_errors("saving a checkpoint (publishing)"):
-            if ranks.is_main:
-                _write_manifest(partial, step, ranks.world_size, identity, score)
-                _publish(partial, final)
-                _prune(folder, step, keep)
-    except BaseException:
-        if ranks.is_main:  # the error was synchronised: no rank is still writing
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
-
-
 def saved_step(path: Path) -> int:
     """Return the step in a checkpoint's manifest; its folder may have been renamed."""
-    step: int = _read_manifest(path)["step"]
+    step: int = read_manifest(path)["step"]
     return step
 
 
@@ -127,7 +67,7 @@ def identity_of(path: Path) -> dict[str, str]:
     """
     if problem := damage(path):
         raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint")
-    found: dict[str, str] = _read_manifest(path)["identity"]
+    found: dict[str, str] = read_manifest(path)["identity"]
     return found
 
 
@@ -140,7 +80,7 @@ def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint
     ranks = ranks.everyone
     if problem := shared_damage(path, ranks):
         raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint or use resume='auto'")
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     _compare_identity(path, manifest["identity"], identity, ranks)
     own = path / f"rank_{ranks.rank}"
     return Checkpoint(
@@ -183,7 +123,7 @@ def damage(path: Path) -> str:
         InputError: a file cannot be read, which does not mean that it is damaged.
     """
     try:
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         return _manifest_problem(manifest) or _file_problem(path, manifest["files"])
     except OSError as error:
         if error.errno in _ABSENT:
@@ -203,7 +143,13 @@ def shared_damage(path: Path, ranks: Ranks) -> str:
     return ranks.broadcast_text(problem)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest, not checked.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is no JSON, or no file.
+    """
     manifest: dict[str, Any] = json.loads(_regular(path / MANIFEST).read_text(encoding="utf-8"))
     return manifest
 
@@ -221,7 +167,7 @@ def _file_problem(path: Path, listed: Mapping[str, Any]) -> str:
         size = _regular(path / file).stat().st_size
         if size != expected["size"]:
             return f"{file} has {size} bytes instead of {expected['size']}"
-        if _sha256(path / file) != expected["sha256"]:
+        if sha256(path / file) != expected["sha256"]:
             return f"{file} has another sha256 than when it was written"
     return ""
 
@@ -239,65 +185,18 @@ def _manifest_problem(manifest: dict[str, Any]) -> str:
     listed, ranks = manifest["files"], manifest["world_size"]
     if len(listed) != 2 * (ranks + 1):
         return f"{MANIFEST} lists {len(listed)} files, must be {2 * (ranks + 1)} for world_size={ranks}"
-    strange = sorted(listed.keys() ^ {path.name for path in _files(Path(), ranks)})
+    strange = sorted(listed.keys() ^ {path.name for path in files_of(Path(), ranks)})
     return f"{MANIFEST} lists other files than those of {ranks} rank(s), such as {strange[0]!r}" if strange else ""
 
 
-def _files(folder: Path, world_size: int) -> list[Path]:
+def files_of(folder: Path, world_size: int) -> list[Path]:
     """Return the paths of all files that a complete checkpoint has, apart from its manifest."""
     stems = ["state", *(f"rank_{rank}" for rank in range(world_size))]
     return [path for stem in stems for path in state_files.paths(folder / stem)]
 
 
-def _write_manifest(folder: Path, step: int, world_size: int, identity: Mapping[str, str], score: float | None) -> None:
-    files = _files(folder, world_size)
-    listed = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-    manifest: dict[str, Any] = {"format": FORMAT, "step": step, "world_size": world_size}
-    manifest |= {"identity": dict(identity), "score": score, "files": listed}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    state_files.fsync(folder / MANIFEST)
-    state_files.fsync(folder)
-
-
-def _publish(partial: Path, final: Path) -> None:
-    replaced = _set_aside(final) if final.exists() else None  # rename does not replace a folder
-    try:
-        os.rename(partial, final)
-    except OSError:
-        if replaced is not None:
-            os.rename(replaced, final)
-        raise
-    state_files.fsync(final.parent)
-    if replaced is not None:
-        remove(replaced)
-
-
-def _prune(folder: Path, step: int, keep: int) -> None:
-    existing = published(folder)
-    current = [path for path in existing if step_of(path) <= step]
-    scores = {path: score for path in current if (score := _score(path)) is not None}
-    best = max(scores, key=lambda path: (scores[path], step_of(path)), default=None)
-    for path in existing:
-        if path not in current[-keep:] and path != best:
-            remove(_set_aside(path))  # renamed first: a process killed half-way must not leave a damaged checkpoint
-
-
-def _score(path: Path) -> float | None:
-    """Return the score in a checkpoint's manifest, or None if it is missing, unreadable or not finite."""
-    try:
-        score = _read_manifest(path)["score"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return score if isinstance(score, float) and math.isfinite(score) else None
-
-
-def _set_aside(path: Path) -> Path:
-    doomed = path.with_name(f"{path.name}{REMOVED}{uuid.uuid4().hex[:8]}")
-    os.rename(path, doomed)
-    return doomed
-
-
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the hash of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

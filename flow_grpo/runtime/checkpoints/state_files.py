@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+Copy = tuple[dict[str, Tensor], str]
+
 
 def write(stem: Path, tree: Mapping[str, Any]) -> None:
     """Write a nested dict to the files `paths(stem)` and fsync them.
@@ -25,15 +27,30 @@ def write(stem: Path, tree: Mapping[str, Any]) -> None:
         ValueError: a value is of a type that `flatten` does not support.
         OSError: a file cannot be written.
     """
+    write_copy(stem, copied(tree))
+
+
+def copied(tree: Mapping[str, Any]) -> Copy:
+    """Return copies of a nested dict's tensors on the CPU, and the rest as JSON.
+
+    Raises:
+        ValueError: a value is of a type that `flatten` does not support.
+    """
     tensors, rest = flatten(dict(tree))
-    # Copies: safetensors refuses tensors that share storage.
+    # Copies also because safetensors refuses tensors that share storage.
     copies = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
+    return copies, json.dumps(rest)
+
+
+def write_copy(stem: Path, copy: Copy) -> None:
+    """Write what `copied` returned to the files `paths(stem)` and fsync them; OSError if a file cannot be written."""
     tensor_file, rest_file = paths(stem)
-    save_file(copies, tensor_file)
-    rest_file.write_text(json.dumps(rest))
+    tensors, rest = copy
+    save_file(tensors, tensor_file)
+    rest_file.write_text(rest)
     fsync(tensor_file)
     fsync(rest_file)
 

@@ -1,0 +1,226 @@
+"""Writing checkpoints behind training.
+
+The state is copied to the CPU; a thread of every rank writes its files into a temporary sibling folder and flushes them
+to disk, and then leaves a note with their sizes and hashes. When rank 0's thread finds all notes, it writes the
+manifest, last of all, and renames the folder. No thread makes a collective call, so training goes on meanwhile; `wait`
+tells all ranks how it ended.
+
+A process killed at any moment leaves the previous checkpoint valid and at most a temporary folder, which the next start
+removes, or publishes where it is complete (`resume.remove_stale`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.runtime.checkpoints import state_files
+from flow_grpo.runtime.checkpoints.checkpoint import (
+    FORMAT,
+    MANIFEST,
+    REMOVED,
+    TEMPORARY,
+    files_of,
+    path_of,
+    published,
+    read_manifest,
+    remove,
+    sha256,
+    step_of,
+)
+from flow_grpo.runtime.ranks.process_group import Ranks
+
+LOOK_S = 0.05  # between two looks for the notes of other ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written.
+
+    Attributes:
+        path: of the folder, once it is published.
+        ranks: of the run.
+        partial: the folder that is written.
+        written: done when this rank's files are.
+        published: on rank 0, done when the checkpoint is published.
+        given_up: set when another rank has failed.
+    """
+
+    path: Path
+    ranks: Ranks
+    partial: Path
+    written: Future[None]
+    published: Future[None]
+    given_up: threading.Event
+
+    def wait(self) -> Path:
+        """Return the published checkpoint's folder. Collective call: every rank must call it.
+
+        Raises:
+            RuntimeError: on every rank, if any failed; nothing is published then.
+        """
+        try:
+            with self.ranks.sync_errors("saving a checkpoint (files)"):
+                self.written.result()
+            with self.ranks.sync_errors("saving a checkpoint (publishing)"):
+                self.published.result()
+        except BaseException:
+            self.given_up.set()
+            if self.ranks.is_main:  # the error was synchronised: no rank is still writing
+                with contextlib.suppress(Exception):
+                    self.published.result()
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise
+        return self.path
+
+
+def begin(
+    folder: Path,
+    step: int,
+    *,
+    state: Mapping[str, Any],
+    per_rank: Mapping[str, Any],
+    identity: Mapping[str, str],
+    ranks: Ranks,
+    keep: int,
+    score: float | None = None,
+) -> Saving:
+    """Copy the state of `step` and begin to write it. Collective call: every rank must call it.
+
+    Once it is published, only the `keep` newest checkpoints and the one with the highest score are kept. Checkpoints of
+    later steps are removed: they were abandoned when the run resumed from an earlier step.
+
+    Args:
+        folder: the run's checkpoints folder.
+        step: number of finished steps.
+        state: shared by all ranks, read on rank 0 only; nested as `state_files.flatten` describes.
+        per_rank: this rank's own state, such as random states; nested likewise.
+        identity: names the model, data and configuration that the checkpoint belongs to; compared by `checkpoint.load`.
+        ranks: of the run.
+        keep: number of checkpoints to keep, at least 1.
+        score: of this checkpoint, higher is better; None if it was not evaluated.
+
+    Raises:
+        RuntimeError: on every rank, if the folder cannot be made on rank 0 or a state cannot be saved.
+        ValueError: `keep` is below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"checkpoint.keep={keep} must be at least 1, or no checkpoint would survive")
+    ranks = ranks.everyone
+    final = path_of(folder, step)
+    partial = folder / ranks.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
+    trees = ({"state": state} if ranks.is_main else {}) | {f"rank_{ranks.rank}": per_rank}
+    try:
+        with ranks.sync_errors("saving a checkpoint (files)"):
+            copies = {stem: state_files.copied(tree) for stem, tree in trees.items()}
+            if ranks.is_main:
+                partial.mkdir(parents=True)
+    except BaseException:
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    given_up = threading.Event()
+
+    def write() -> None:
+        for stem in list(copies):
+            state_files.write_copy(partial / stem, copies.pop(stem))
+        _leave_note(partial, ranks.rank, list(trees))
+
+    def publish() -> None:
+        files = _noted(partial, ranks.world_size, given_up) if ranks.is_main else None
+        if files is not None:
+            manifest = {"format": FORMAT, "step": step, "world_size": ranks.world_size}
+            _write_manifest(partial, manifest | {"identity": dict(identity), "score": score, "files": files})
+            _publish(partial, final)
+            _prune(folder, step, keep)
+
+    thread = ThreadPoolExecutor(1, "checkpoint")
+    written, published = thread.submit(write), thread.submit(publish)
+    thread.shutdown(wait=False)
+    return Saving(final, ranks, partial, written, published, given_up)
+
+
+def _leave_note(partial: Path, rank: int, stems: Sequence[str]) -> None:
+    """Write sizes and hashes of this rank's files, at once, beside them."""
+    files = [path for stem in stems for path in state_files.paths(partial / stem)]
+    listed = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in files}
+    note = _note(partial, rank)
+    begun = note.with_suffix(".begun")
+    begun.write_text(json.dumps(listed))
+    os.rename(begun, note)
+
+
+def _note(partial: Path, rank: int) -> Path:
+    return partial / f"rank_{rank}.written"
+
+
+def _noted(partial: Path, world_size: int, given_up: threading.Event) -> dict[str, Any] | None:
+    """Return the files of all ranks once all are written and visible here, and remove the notes; None if given up."""
+    listed: dict[str, Any] = {}
+    for rank in range(world_size):
+        note = _note(partial, rank)
+        while not note.exists():
+            if given_up.wait(LOOK_S):
+                return None
+        listed |= json.loads(note.read_text())
+        note.unlink()
+    ordered = [path.name for path in files_of(partial, world_size)]
+    for name in ordered:  # a network file system may show a note before its files
+        while not (partial / name).exists() or (partial / name).stat().st_size != listed[name]["size"]:
+            if given_up.wait(LOOK_S):
+                return None
+    return {name: listed[name] for name in ordered}
+
+
+def _write_manifest(partial: Path, manifest: Mapping[str, Any]) -> None:
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    state_files.fsync(partial / MANIFEST)
+    state_files.fsync(partial)
+
+
+def _publish(partial: Path, final: Path) -> None:
+    replaced = _set_aside(final) if final.exists() else None  # rename does not replace a folder
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, final)
+        raise
+    state_files.fsync(final.parent)
+    if replaced is not None:
+        remove(replaced)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    existing = published(folder)
+    current = [path for path in existing if step_of(path) <= step]
+    scores = {path: score for path in current if (score := _score(path)) is not None}
+    best = max(scores, key=lambda path: (scores[path], step_of(path)), default=None)
+    for path in existing:
+        if path not in current[-keep:] and path != best:
+            remove(_set_aside(path))  # renamed first: a process killed half-way must not leave a damaged checkpoint
+
+
+def _score(path: Path) -> float | None:
+    """Return the score in a checkpoint's manifest, or None if it is missing, unreadable or not finite."""
+    try:
+        score = read_manifest(path)["score"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return score if isinstance(score, float) and math.isfinite(score) else None
+
+
+def _set_aside(path: Path) -> Path:
+    doomed = path.with_name(f"{path.name}{REMOVED}{uuid.uuid4().hex[:8]}")
+    os.rename(path, doomed)
+    return doomed
