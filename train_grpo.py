@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     trainer.rewind()
                 if not isinstance(error, NoSignalError):
                     trainer.save()
+                trainer.tracker.close()
                 trainer.lock.release()
                 refuse(error, ranks)
                 return 2

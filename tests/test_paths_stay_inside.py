@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,9 @@ import torch
 
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.multicam import CAMERAS_JSON
+from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.clips import log_clips, make_clip
+from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.loading import ConfigError, load_config
 from tests.data.test_multicam import FRAMES, extrinsics, open_split, write_scene
@@ -56,8 +57,10 @@ def test_a_clip_lies_in_its_folder_whatever_its_condition_is_called(tmp_path, na
     named = dataclasses.replace(condition(), scene=name, target_camera=name, preset=name, target_video=None)
     generated = torch.zeros_like(named.source_video)
     clip = make_clip(named, generated, {f"remote:{name}": 1.0})
-    log_clips(types.SimpleNamespace(log_video=print), tmp_path / "videos", "eval", [clip], 1)
-    (path,) = [file for file in tmp_path.rglob("*") if file.is_file()]
+    tracker = Tracker(tmp_path / "run", {}, (), Ranks())
+    log_clips(tracker, tmp_path / "videos", "eval", [clip], 1)
+    tracker.close()
+    (path,) = [file for file in tmp_path.rglob("*.mp4") if file.is_file()]
     assert path.parent == tmp_path / "videos"
 
 

@@ -404,6 +404,7 @@ def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_p
     config, recipe = train_grpo.read_command_line(words(places, tmp_path))
     trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
     trainer.tracker.log({"eval/trans_err_m": 0.5}, 0)
+    trainer.tracker.close()
     assert [drawn[0](f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, 0]
 
 

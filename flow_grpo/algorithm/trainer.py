@@ -48,7 +48,6 @@ from flow_grpo.runtime.reporting.console import Progress, print_before_after
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.starts import next_commands
-from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.schema import Config, RewardConfig
 
 SHOWN = 2  # videos of the conditions that a run improved most, and of those that it improved least
@@ -410,8 +409,7 @@ class Trainer:
         step, files = self.state.finished, []
         for number, clip in enumerate(clips, start=1):
             file = self.run_folder / "videos" / f"{kind}_{step:06d}_{number}_{clip.name}.mp4"
-            write_video(file, clip.video)
-            self.tracker.log_video(f"eval/{kind}_{number}", file, clip.caption, step)
+            self.tracker.log_video(f"eval/{kind}_{number}", file, clip.video, clip.caption, step)
             files.append(str(file))
         return files
 

@@ -48,16 +48,25 @@ def write_video(path: str | Path, video: Tensor, fps: float = 15, lossless: bool
         _encode(temporary, frames, fps, lossless)
 
 
+def levels(video: Tensor) -> Tensor:
+    """Return the uint8 of a video of floats in [0, 1].
+
+    Raises:
+        ValueError: values that are not within [0, 1].
+    """
+    scaled = (video.float() * 255).round()
+    if not ((scaled >= 0) & (scaled <= 255)).all():  # also false for NaN
+        low, high = video.min().item(), video.max().item()
+        raise ValueError(f"video to write has values from {low:g} to {high:g}, must be within [0, 1]; clamp first")
+    return scaled.to(torch.uint8)
+
+
 def _to_frames(video: Tensor) -> NDArray[np.uint8]:
     if video.ndim != 4 or video.shape[0] != 3 or 0 in video.shape:
         raise ValueError(f"video to write has shape {tuple(video.shape)}, must be (3, T, h, w)")
     video = video.detach().cpu()
     if video.is_floating_point():
-        levels = (video.float() * 255).round()
-        if not ((levels >= 0) & (levels <= 255)).all():  # also false for NaN
-            low, high = video.min().item(), video.max().item()
-            raise ValueError(f"video to write has values from {low:g} to {high:g}, must be within [0, 1]; clamp first")
-        video = levels.to(torch.uint8)
+        video = levels(video)
     if video.dtype != torch.uint8:
         raise ValueError(f"video to write is {video.dtype}, must be uint8 or floating point")
     frames: NDArray[np.uint8] = rearrange(video, "c t h w -> t h w c").contiguous().numpy()

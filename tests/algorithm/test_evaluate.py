@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import types
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.clips import log_clips, make_clip, side_by_side
+from flow_grpo.runtime.reporting.tracker import Tracker
 from tests.toy import FRAMES, SIGMAS, BrightnessReward, ToyPolicy, condition
 from tests.workers import run_ranks
 
@@ -224,23 +225,26 @@ def test_videos_show_source_generated_and_target_side_by_side_enlarged():
     generated = torch.zeros_like(shown.source_video)
     video = side_by_side(shown, generated)
     assert video.shape == (3, FRAMES, 240, 720)
-    assert torch.equal(video[:, :, ::120, ::120], torch.cat([shown.source_video, generated, shown.target_video], -1))
+    parts = torch.cat([shown.source_video, generated, shown.target_video], -1)
+    assert torch.equal(video[:, :, ::120, ::120], (255 * parts).round().to(torch.uint8))
     assert side_by_side(dataclasses.replace(shown, target_video=None), generated).shape == (3, FRAMES, 240, 480)
 
 
 def test_a_sample_that_is_not_finite_is_shown_as_well():
     shown = condition(3)
-    assert make_clip(shown, torch.full_like(shown.source_video, float("nan")), {}).video.isfinite().all()
+    assert make_clip(shown, torch.full_like(shown.source_video, float("nan")), {}).video.dtype == torch.uint8
 
 
 def test_clips_are_written_with_their_rewards_in_the_name(tmp_path):
     found: Evaluation = evaluator(number=12).run()
     assert len(found.clips) == 2
-    shown = []
-    tracker = types.SimpleNamespace(log_video=lambda name, path, caption, step: shown.append((name, path, step)))
-    log_clips(tracker, tmp_path / "videos", "eval", found.clips, 1)
-    paths = [path for _, path, _ in shown]
-    assert [(name, step) for name, _, step in shown] == [("eval/video_0", 1), ("eval/video_1", 1)]
+    tracker = Tracker(tmp_path, {}, (), Ranks())
+    with mock.patch.object(tracker, "log_video", side_effect=tracker.log_video) as shown:
+        log_clips(tracker, tmp_path / "videos", "eval", found.clips, 1)
+    tracker.close()
+    calls = [call.args for call in shown.call_args_list]
+    paths = [path for _, path, *_ in calls]
+    assert [(name, step) for name, *_, step in calls] == [("eval/video_0", 1), ("eval/video_1", 1)]
     index = int(found.clips[0].caption.split(",")[0].rpartition("scene")[2])
     assert paths[0].name.startswith(f"eval_000001_val-f17_aperture10-scene{index}_cam02_brightness_0.")
     assert "(source | generated | target)" in found.clips[0].caption

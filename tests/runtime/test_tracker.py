@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -36,15 +35,9 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def video(tmp_path: Path) -> Path:
-    path = tmp_path / "video.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height = 32, 16
-        for value in (0, 120, 240):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((16, 32, 3), value, np.uint8))))
-        container.mux(stream.encode())
-    return path
+def video() -> torch.Tensor:
+    """Three grey frames, each brighter than the one before."""
+    return torch.tensor([0, 120, 240], dtype=torch.uint8).view(1, 3, 1, 1).expand(3, 3, 16, 32)
 
 
 def test_files_are_written_without_any_tracker(tmp_path: Path) -> None:
@@ -61,6 +54,7 @@ def test_curves_are_drawn_at_each_evaluation(tmp_path: Path) -> None:
     tracker.log({"reward/mean": 0.5}, 1)
     assert not (tmp_path / "curves.png").exists()
     tracker.log({"eval/trans_err_m": 0.5}, 1)
+    tracker.close()
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.format == "PNG"
 
@@ -72,14 +66,14 @@ def test_a_name_outside_the_groups_is_refused_on_every_rank(name: str, rank: int
     with pytest.raises(ValueError, match=f"'{name}' has no known group.*<group>/<name>.*reward, policy"):
         tracker.log({"train/fine": 1.0, name: 1.0}, 1)
     with pytest.raises(ValueError, match="has no known group"):
-        tracker.log_video(name, tmp_path, "", 1)
+        tracker.log_video(name, tmp_path, torch.zeros(3, 1, 2, 2), "", 1)
 
 
 def test_ranks_other_than_zero_write_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     tracker = Tracker(folder, CONFIG, ("tensorboard",), Ranks(rank=1, world_size=2))
     tracker.log({"eval/x": 1.0}, 1)
-    tracker.log_video("eval/v", tmp_path / "missing.mp4", "", 1)
+    tracker.log_video("eval/v", folder / "video.mp4", torch.zeros(3, 1, 2, 2), "", 1)
     tracker.log_table("eval/t", ["a"], [[1]], 1)
     tracker.write_summary({})
     tracker.close()
@@ -122,10 +116,10 @@ def events(folder: Path) -> EventAccumulator:
     return accumulator
 
 
-def test_tensorboard_gets_scalars_videos_and_tables(tmp_path: Path, video: Path) -> None:
+def test_tensorboard_gets_scalars_videos_and_tables(tmp_path: Path, video: torch.Tensor) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, ("tensorboard",), ALONE)
     tracker.log({"reward/mean": 0.5, "eval/trans_err_m": 0.25}, 3)
-    tracker.log_video("eval/room", video, "reward 0.7", 3)
+    tracker.log_video("eval/room", tmp_path / "room.mp4", video, "reward 0.7", 3)
     tracker.log_table("eval/worst", ["scene", "error"], [["a", 1.5], ["b", 2]], 3)
     tracker.close()
     seen = events(tmp_path / "run")
@@ -135,7 +129,12 @@ def test_tensorboard_gets_scalars_videos_and_tables(tmp_path: Path, video: Path)
     event = seen.Images("eval/room")[0]
     (tmp_path / "room.gif").write_bytes(event.encoded_image_string)
     with Image.open(tmp_path / "room.gif") as gif:
-        assert (event.width, event.height, gif.n_frames, gif.info["duration"]) == (32, 16, 3, 100)
+        assert (event.width, event.height, gif.n_frames, gif.info["duration"]) == (
+            32,
+            16,
+            3,
+            60,
+        )  # 15 a second, in steps of 10 ms
         brightness = [float(np.asarray(frame.convert("L")).mean()) for frame in ImageSequence.Iterator(gif)]
     assert brightness == pytest.approx([0, 120, 240], abs=6)
     texts = {tag: seen.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in seen.Tags()["tensors"]}
@@ -203,22 +202,27 @@ def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any) -
     }
     tracker.log({"reward/mean": 0.5}, 3)
     tracker.log({"time/epoch": 0.5, "eval/x": 1.0}, 4)
+    tracker.close()
     logged = [call.args[0] for call in wandb.run.log.call_args_list]
     assert logged[:2] == [
         {"reward/mean": 0.5, "train/epoch": 3},
         {"time/epoch": 0.5, "eval/x": 1.0, "train/epoch": 4, "eval/epoch": 4},
     ]
-    assert set(logged[2]) == {"eval/curves", "eval/epoch"}
-    tracker.close()
+    assert [set(row) for row in logged[2:]] == [{"eval/curves", "eval/epoch"}] * 2
     wandb.run.finish.assert_called_once()
 
 
-def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: Path, wandb: Any) -> None:
+def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: torch.Tensor, wandb: Any) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
-    tracker.log_video("train/room", video, "reward 0.7", 2)
+    tracker.log_video("train/room", tmp_path / "room.mp4", video, "reward 0.7", 2)
     tracker.log_table("eval/worst", ["a"], [(1,)], 2)
+    tracker.close()
     first, second = (call.args[0] for call in wandb.run.log.call_args_list)
-    assert first == {"train/room": ((str(video),), {"caption": "reward 0.7", "format": "mp4"}), "train/epoch": 2}
+    assert (tmp_path / "room.mp4").is_file()
+    assert first == {
+        "train/room": ((str(tmp_path / "room.mp4"),), {"caption": "reward 0.7", "format": "mp4"}),
+        "train/epoch": 2,
+    }
     assert second == {"eval/worst": ((), {"columns": ["a"], "data": [[1]]}), "eval/epoch": 2}
 
 

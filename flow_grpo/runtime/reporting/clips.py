@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, ScoredBatch
 from flow_grpo.runtime.reporting.tracker import Tracker
-from flow_grpo.runtime.video_file import write_video
+from flow_grpo.runtime.video_file import levels
 
 SHOWN_ROWS = 240  # pixels: smaller videos are enlarged to about this height
 
@@ -22,7 +22,7 @@ class Clip:
     """One video for the log.
 
     Attributes:
-        video: (3, T, rows, columns) in [0, 1]: source | generated | target, enlarged.
+        video: (3, T, rows, columns) uint8: source | generated | target, enlarged.
         name: file name without suffix: condition and rewards.
         caption: the same as a sentence.
     """
@@ -59,9 +59,9 @@ def training_clips(batch: ScoredBatch, count: int) -> list[Clip]:
 
 
 def side_by_side(condition: Condition, generated: Tensor) -> Tensor:
-    """Return source | generated | target (3, T, rows, columns), enlarged by an integer factor when small."""
+    """Return source | generated | target (3, T, rows, columns) uint8, enlarged by an integer factor when small."""
     parts = [part for part in (condition.source_video, generated, condition.target_video) if part is not None]
-    video = torch.cat([part.float() for part in parts], dim=-1)
+    video = torch.cat([levels(part) for part in parts], dim=-1)
     factor = max(1, round(SHOWN_ROWS / video.shape[-2]))
     return video.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
 
@@ -70,8 +70,7 @@ def log_clips(tracker: Tracker, folder: Path, group: str, clips: Sequence[Clip],
     """Write clips to `folder` as mp4 files `<group>_<step>_<name>.mp4` and show them in the trackers."""
     for number, clip in enumerate(clips):
         path = folder / f"{group}_{step:06d}_{clip.name}.mp4"
-        write_video(path, clip.video)
-        tracker.log_video(f"{group}/video_{number}", path, clip.caption, step)
+        tracker.log_video(f"{group}/video_{number}", path, clip.video, clip.caption, step)
 
 
 def log_rows(tracker: Tracker, name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:

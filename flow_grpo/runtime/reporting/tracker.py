@@ -2,10 +2,14 @@
 
 Metrics are named `group/name`; trackers show groups as sections. Evaluation groups (`eval` and `eval_...`) have the
 step axis `eval/epoch`, all others `train/epoch`.
+
+Only the metric files are written at once. Trackers, videos and plots are served by a thread, so that nobody waits for
+an encoder or a network, and a tracker that fails ends nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import io
@@ -22,11 +26,14 @@ from urllib.parse import urlparse
 
 import av
 from PIL import Image
+from torch import Tensor
 
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.reporting.background import Background
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.runtime.video_file import write_video
 
 GROUPS = (
     *("reward", "policy", "dyn", "eval", "train", "time", "system", "server"),
@@ -35,6 +42,7 @@ GROUPS = (
 CURVES = "curves.png"
 GIF_FRAMES, GIF_ROWS = 24, 120  # of a video in tensorboard, which shows GIFs only
 SUMMARY = "summary.json"  # its existence marks a run as complete
+CLOSING_S = 120.0  # for what is left to report when a run ends
 
 
 class Tracker:
@@ -74,11 +82,12 @@ class Tracker:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
         self._folder, self._is_main, self._direction = run_folder, ranks.is_main, direction
-        self._sinks: list[_Wandb | _Tensorboard] = []
+        self._sinks: dict[str, _Wandb | _Tensorboard] = {}
+        self._background = Background()
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._files = MetricFiles(run_folder, resumed_step)
-            self._sinks = [_SINKS[name](run_folder, config, resumed_step) for name in libraries]
+            self._sinks = {name: _SINKS[name](run_folder, config, resumed_step) for name in libraries}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics of a step; if they include held-out metrics, redraw the curves.
@@ -95,8 +104,7 @@ class Tracker:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
         if self._files.append(numbers, step):
-            for sink in self._sinks:
-                sink.scalars(numbers, step)
+            self._to_sinks(lambda sink: sink.scalars(numbers, step))
         if any(name.startswith("eval/") for name in numbers):
             self._draw_curves(step)
 
@@ -104,17 +112,17 @@ class Tracker:
         """Return the names of a step's logged metrics; empty on ranks other than 0."""
         return set(self._files.rows.get(step, ())) if self._is_main else set()
 
-    def log_video(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Log an mp4 file to the trackers."""
+    def log_video(self, name: str, path: Path, video: Tensor, caption: str, step: int) -> None:
+        """Write a video (3, T, h, w), as for `write_video`, to an mp4 file and show it in the trackers."""
         _check_names([name])
-        for sink in self._sinks:
-            sink.video(name, path, caption, step)
+        if self._is_main:
+            self._background.add("videos", lambda: write_video(path, video))
+        self._to_sinks(lambda sink: sink.video(name, path, caption, step))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Log a table to the trackers."""
         _check_names([name])
-        for sink in self._sinks:
-            sink.table(name, columns, rows, step)
+        self._to_sinks(lambda sink: sink.table(name, columns, rows, step))
 
     def begin(self) -> None:
         """Delete `summary.json`: the run trains another epoch, so it is no longer complete."""
@@ -127,17 +135,21 @@ class Tracker:
             write_atomically(self._folder / SUMMARY, json.dumps(summary, indent=1))
 
     def close(self) -> None:
-        """Redraw the curves and close the trackers."""
+        """Redraw the curves, report what is left, and close the trackers."""
         if self._is_main and self._files.rows:
             self._draw_curves(max(self._files.rows))
-        for sink in self._sinks:
-            sink.close()
+        self._to_sinks(lambda sink: sink.close())
+        self._background.finish(CLOSING_S)
 
     def _draw_curves(self, step: int) -> None:
-        path = self._folder / CURVES
-        plots.draw_curves(self._files.rows, path, title=self._folder.name, direction=self._direction)
-        for sink in self._sinks:
-            sink.image("eval/curves", path, "rewards and held-out metrics", step)
+        path, rows = self._folder / CURVES, {step: dict(row) for step, row in self._files.rows.items()}
+        draw = functools.partial(plots.draw_curves, rows, path, title=self._folder.name, direction=self._direction)
+        self._background.add(CURVES, draw)
+        self._to_sinks(lambda sink: sink.image("eval/curves", path, "rewards and held-out metrics", step))
+
+    def _to_sinks(self, report: Callable[[_Wandb | _Tensorboard], object]) -> None:
+        for name, sink in self._sinks.items():
+            self._background.add(name, functools.partial(report, sink))
 
 
 class _Wandb:
@@ -250,7 +262,7 @@ def _wandb_key_is_set() -> bool:
 def _as_gif(path: Path) -> bytes:
     """Return a video file as an animated GIF of at most `GIF_FRAMES` of its frames, at most `GIF_ROWS` high.
 
-    Every rank waits while rank 0 makes one, and a video of 480 rows at full size took 18 seconds.
+    At full size a video of 480 rows took 18 seconds.
     """
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
