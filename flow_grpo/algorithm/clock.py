@@ -13,14 +13,14 @@ from flow_grpo.runtime import device as device_api
 
 
 class Clock:
-    """Adds up wall time per phase.
+    """Adds up wall time per phase, from its creation on.
 
     Args:
         device: synchronised at both ends of a phase.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._begun = device, time.perf_counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.hidden: defaultdict[str, float] = defaultdict(float)  # of work that ran concurrently with other phases
 
@@ -34,6 +34,8 @@ class Clock:
         self.seconds[name] += time.perf_counter() - begun
 
     def metrics(self) -> dict[str, float]:
-        """Return `time/` metrics in seconds."""
+        """Return `time/` metrics in seconds: since the creation in all, in each phase and in none, and hidden ones."""
+        total = time.perf_counter() - self._begun
+        phases = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         hidden = {f"time/{name}_hidden_s": seconds for name, seconds in self.hidden.items()}
-        return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()} | hidden
+        return phases | {"time/other_s": total - sum(self.seconds.values()), "time/epoch_s": total} | hidden

@@ -103,6 +103,7 @@ class Trainer:
         self.end, self.ended_by = EndRequest(), ""
         self._timed_until = time.perf_counter()
         self._counted = 0.0, 0.0
+        self._afterwards: dict[str, float] = {}  # seconds after an epoch's metrics are logged: go with the next one's
         self._saved = self._position() if self.from_own else None
         self._saving: Saving | None = None
         self._evaluated: tuple[int, Evaluation] | None = None
@@ -194,15 +195,15 @@ class Trainer:
     def log(self, batches: Sequence[ScoredBatch]) -> None:
         """Record the finished epoch's metrics and, when due, videos of its samples."""
         step, every = self.state.finished, self.config.log_videos_every
-        seconds = sum(self.clock.seconds.values())
+        self.metrics |= self.clock.metrics() | self._afterwards
+        seconds, begun = self.metrics["time/epoch_s"], time.perf_counter()
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
         own = [self.forwards.total - self._counted[0], self.forwards.operations - self._counted[1]]
         forwards, operations = self.ranks.all_gather(torch.tensor([own], dtype=torch.float64)).sum(dim=0).tolist()
         self.state.forward_equivalents += forwards
-        self.metrics |= self.clock.metrics() | server_metrics(self.collector.rewards.stats(), self.ranks)
+        self.metrics |= server_metrics(self.collector.rewards.stats(), self.ranks)
         self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}
         self.metrics |= {
-            "time/epoch_s": seconds,
             "system/forward_equivalents": self.state.forward_equivalents,
             "system/forward_equivalents_per_sample": forwards
             / (self.config.sample.expanded_batch_size * self.ranks.world_size),
@@ -217,6 +218,7 @@ class Trainer:
             if every and step % every == 0 and self.ranks.is_main:
                 clips = training_clips(batches[0], self.config.eval.videos)
                 log_clips(self.tracker, self.run_folder / "videos", "train", clips, step)
+        self._afterwards = {"time/log_s": time.perf_counter() - begun}
 
     def evaluate_if_due(self) -> None:
         """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console.
@@ -235,9 +237,11 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Begin to save every `checkpoint.every` epochs; what the epoch before has begun is published by now."""
+        begun = time.perf_counter()
         self._settle()
         if self.state.finished % self.config.checkpoint.every == 0:
             self._begin_saving()
+        self._afterwards["time/save_s"] = time.perf_counter() - begun
 
     def evaluate(self) -> Evaluation:
         """Measure the held-out conditions with the current weights, once per epoch, and record the result."""
@@ -246,13 +250,16 @@ class Trainer:
             begun = time.perf_counter()
             evaluation = self.evaluator.run(self._weights())
             signal = self._signal()
+            measured = time.perf_counter()
             with self.ranks.sync_errors("logging"):
-                seconds = {"time/evaluation_s": time.perf_counter() - begun}
+                seconds = {"time/evaluation_s": measured - begun}
                 changes = as_metrics(self._changes(evaluation), list(evaluation.metrics))
                 self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
                 log_rows(self.tracker, "eval/presets", evaluation.presets, step)
                 log_clips(self.tracker, self.run_folder / "videos", "eval", evaluation.clips, step)
             self._evaluated = step, evaluation
+            logged = time.perf_counter() - measured
+            self._afterwards["time/log_s"] = self._afterwards.get("time/log_s", 0.0) + logged
         return self._evaluated[1]
 
     def evaluate_before(self) -> None:
@@ -267,11 +274,13 @@ class Trainer:
         if self.state.before is None:
             first = self.evaluate()
             self.state.before, self.state.before_rows = first.metrics, first.rows
+            begun = time.perf_counter()
             self.state.floor = self.evaluator.floor()
             self.state.measured_on = dict(self.evaluator.settings.measured_on)
             if self.state.floor:
                 with self.ranks.sync_errors("logging"):
-                    self.tracker.log(self.state.floor, self.state.finished)
+                    seconds = {"time/floor_s": time.perf_counter() - begun}
+                    self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
             if self._silent and self.config.doctor != "off" and self.config.num_epochs:
                 raise NoSignalError(
@@ -294,7 +303,7 @@ class Trainer:
         """Save, evaluate once more, write the adapter and the summary, and print table and verdict."""
         assert self.state.before is not None, "evaluate_before() comes first"
         self._begin_saving()
-        after = self.evaluate()
+        after, begun = self.evaluate(), time.perf_counter()
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
@@ -315,6 +324,8 @@ class Trainer:
                     "train_seconds": self.state.train_seconds,
                 }
             )
+            self._afterwards["time/finish_s"] = time.perf_counter() - begun
+            self.tracker.log(self._afterwards, self.state.finished)
             self.tracker.close()
         self._settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)

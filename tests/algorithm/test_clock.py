@@ -18,7 +18,9 @@ def test_a_phase_entered_twice_adds_up_and_others_do_not_mix():
     with clock.phase("score"):
         pass
     metrics = clock.metrics()
-    assert set(metrics) == {"time/rollout_s", "time/score_s"}
+    assert set(metrics) == {"time/rollout_s", "time/score_s", "time/other_s", "time/epoch_s"}
+    phases = [metrics[f"time/{name}_s"] for name in ("rollout", "score", "other")]
+    assert metrics["time/epoch_s"] == pytest.approx(sum(phases)) and metrics["time/other_s"] >= 0
     assert metrics["time/rollout_s"] >= 0.02 > metrics["time/score_s"]
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -190,10 +191,42 @@ def test_the_judge_s_floor_is_measured_once_and_reported(a_trainer, tmp_path, ca
     assert other.state.floor == summary["floor"]
 
 
+def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch):
+    """Parts are slowed down, those between the phases as well, so that what nobody measures would be missed."""
+    trainer = a_trainer(num_epochs=2, checkpoint=CheckpointConfig(every=1, keep=1))
+    for owner, name in (
+        (ToyPolicy, "decode"),
+        (Tracker, "log"),
+        (RunState, "save"),
+        (trainer_module.compare, "advantages"),
+        (trainer_module, "save_adapter"),
+        (Evaluator, "clips"),
+    ):
+        monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
+    ended = []
+    monkeypatch.setattr(Tracker, "close", lambda _: ended.append(time.perf_counter()))
+    begun = time.perf_counter()
+    run(trainer)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    outside = {f"time/{name}_s" for name in ("epoch", "evaluation", "log", "save", "finish")}
+    found = [sum(row.get(name, 0.0) for row in rows) for name in sorted(outside)]
+    assert all(seconds > 0.05 for seconds in found)
+    last_report = 0.1  # which cannot hold its own seconds
+    assert 0.98 * (ended[0] - begun - last_report) < sum(found) <= ended[0] - begun
+
+
+def slowed(function):
+    def slow(*given, **named):
+        time.sleep(0.1)
+        return function(*given, **named)
+
+    return slow
+
+
 def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
     run(a_trainer(num_epochs=1))
     (row,) = metrics_of(tmp_path)
-    phases = ("fetch", "encode", "rollout", "score", "gather", "update")
+    phases = ("fetch", "encode", "rollout", "score", "gather", "update", "other")
     assert {f"time/{phase}_s" for phase in phases} <= set(row)
     assert row["time/epoch_s"] == pytest.approx(sum(row[f"time/{phase}_s"] for phase in phases))
     assert row["system/samples_per_s"] == pytest.approx(8 / row["time/epoch_s"])
