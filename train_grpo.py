@@ -362,7 +362,10 @@ def settle_checkpointing(config: Config, device: torch.device, ranks: Ranks) -> 
 
 def count_forwards(config: Config, policy: Policy, device: torch.device) -> ForwardCount:
     """Return the count of the network's calls, with the rate of the device that their operations are a share of."""
-    rate = 1e12 * config.device_tflops or device_api.matrix_rate(device, DTYPES[config.model.dtype])
+
+    def rate() -> float:
+        return 1e12 * config.device_tflops or device_api.matrix_rate(device, DTYPES[config.model.dtype])
+
     network, share = unwrap(policy.module), recomputed_share(config)
     return ForwardCount(network, recomputed=share, flops=flops_of_rows(config), rate=rate)
 

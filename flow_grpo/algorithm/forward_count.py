@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +22,10 @@ class ForwardCount:
         recomputed: operations that its backward pass computes once more, as a share of a forward's.
         flops: returns the operations of a forward on one row, from the shape of that row in the first argument; None
             where they are not known.
-        rate: operations per second of the device's matrix products.
+        rate: returns the operations per second of the device's matrix products; called once, when it is first needed.
 
     Attributes:
         total: counted so far on this rank.
-        rate: as given.
     """
 
     def __init__(
@@ -33,18 +34,28 @@ class ForwardCount:
         *,
         recomputed: float,
         flops: Callable[[tuple[int, ...]], float] | None = None,
-        rate: float = 0.0,
+        rate: Callable[[], float] = lambda: math.nan,
     ) -> None:
-        self.total, self.rate = 0.0, rate
-        self._trained, self._flops = 3.0 + recomputed, flops
-        self._forwards: Counter[tuple[int, ...]] = Counter()  # by shape of a row, recomputation left out
+        self.total, self._marked = 0.0, 0.0
+        self._trained, self._flops, self._rate = 3.0 + recomputed, flops, rate
+        self._forwards: Counter[tuple[int, ...]] = Counter()  # since the mark, by shape of a row; not recomputation
         network.register_forward_pre_hook(self._count)
 
-    @property
-    def operations(self) -> float:
-        """Return the operations so far on this rank, recomputation left out; 0 where they are not known."""
+    def mark(self) -> None:
+        """Let `since_mark` count from here on."""
+        self._marked = self.total
+        self._forwards.clear()
+
+    def since_mark(self) -> tuple[float, float]:
+        """Return forward-equivalents and operations on this rank, of these without recomputation; 0 if not known."""
         flops = self._flops
-        return 0.0 if flops is None else sum(count * flops(shape) for shape, count in self._forwards.items())
+        known = 0.0 if flops is None else sum(count * flops(shape) for shape, count in self._forwards.items())
+        return self.total - self._marked, known
+
+    @functools.cached_property
+    def rate(self) -> float:
+        """Operations per second of the device's matrix products."""
+        return self._rate()
 
     def _count(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
         rows, training = len(arguments[0]), torch.is_grad_enabled()

@@ -102,7 +102,6 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
         self._timed_until = time.perf_counter()
-        self._counted = 0.0, 0.0
         self._afterwards: dict[str, float] = {}  # seconds after an epoch's metrics are logged: go with the next one's
         self._saved = self._position() if self.from_own else None
         self._saving: Saving | None = None
@@ -123,7 +122,7 @@ class Trainer:
                 break
             self.tracker.begin()
             self.clock, self.metrics = Clock(self.device), {}
-            self._counted = self.forwards.total, self.forwards.operations
+            self.forwards.mark()
             device_api.reset_peak_memory(self.device)
             yield epoch
             self._count_time()
@@ -198,8 +197,8 @@ class Trainer:
         self.metrics |= self.clock.metrics() | self._afterwards
         seconds, begun = self.metrics["time/epoch_s"], time.perf_counter()
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
-        own = [self.forwards.total - self._counted[0], self.forwards.operations - self._counted[1]]
-        forwards, operations = self.ranks.all_gather(torch.tensor([own], dtype=torch.float64)).sum(dim=0).tolist()
+        own = torch.tensor([self.forwards.since_mark()], dtype=torch.float64)
+        forwards, operations = self.ranks.all_gather(own).sum(dim=0).tolist()
         self.state.forward_equivalents += forwards
         self.metrics |= server_metrics(self.collector.rewards.stats(), self.ranks)
         self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}

@@ -392,7 +392,7 @@ class Config(Section):
     device_tflops: Float = knob(
         0.0,
         "rate of a device's matrix products that the metric system/mfu is a share of, in 1e12 operations a second; 0 "
-        "measures it at start",
+        "measures it once",
         ge=0,
         le=MOST,
     )
