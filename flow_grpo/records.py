@@ -8,6 +8,7 @@ L D prompt tokens and width, T video frames, h w video rows and columns. Latents
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -317,5 +318,15 @@ class TrainingBatch:
 
     def take(self, places: Tensor, device: torch.device | str) -> Samples:
         """Return the samples at these places, all of one size, on `device`; rows are in the order of the parts."""
-        found = [(part, torch.isin(part.places, places).nonzero().flatten()) for part in self.parts]
-        return Samples.concatenate([part.rows(rows) for part, rows in found if len(rows)]).to(device)
+        owners, rows = self._where[:, places]
+        found = [(part, rows[owners == number].sort().values) for number, part in enumerate(self.parts)]
+        return Samples.concatenate([part.rows(own) for part, own in found if len(own)]).to(device)
+
+    @functools.cached_property
+    def _where(self) -> Tensor:
+        """(2, length) int64: which part holds each place, and in which row."""
+        where = torch.full((2, self.length), -1)
+        for number, part in enumerate(self.parts):
+            (held,) = (part.places >= 0).nonzero(as_tuple=True)
+            where[0, part.places[held]], where[1, part.places[held]] = number, held
+        return where

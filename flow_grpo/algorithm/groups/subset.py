@@ -25,13 +25,14 @@ def best_and_worst(gids: Tensor, compared: CombinedAdvantages, copies: int) -> T
         compared: their advantages, 0 throughout in flat groups, which are left out.
         copies: how many of a group; even, at most k. Of equal advantages those of the first rows are taken.
     """
+    order = compared.advantages.argsort(descending=True, stable=True)
+    order = order[gids[order].argsort(stable=True)]  # group after group, each from its best copy to its worst
+    _, group, counts = gids[order].unique_consecutive(return_inverse=True, return_counts=True)
+    rank = torch.arange(len(gids)) - (counts.cumsum(0) - counts)[group]
+    outer = (rank < copies // 2) | (rank >= counts[group] - copies // 2)
+    has_signal = torch.zeros(len(counts)).index_add(0, group, (compared.advantages[order] != 0).float()) > 0
     wanted = torch.zeros(len(gids), dtype=torch.bool)
-    for gid in gids.unique().tolist():
-        rows = (gids == gid).nonzero().flatten()
-        own = compared.advantages[rows]
-        if own.any():
-            order = rows[own.argsort(descending=True, stable=True)]
-            wanted[order[: copies // 2]] = wanted[order[len(order) - copies // 2 :]] = True
+    wanted[order] = outer & has_signal[group]
     return wanted
 
 
