@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.dev import bench
-from tools.dev.bench_cases import exchange
+from tools.dev.bench_cases import exchange, growth
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +40,22 @@ def test_the_exchange_moves_less_than_a_gather_of_objects_takes() -> None:
     assert set(result) == {"exchange_s", "objects_s", "time_ratio", "exchange_mib", "objects_mib", "memory_ratio"}
     assert result["time_ratio"] > 1
     assert result["memory_ratio"] > 2
+
+
+def test_growth_fits_exponents_counts_what_the_plan_counts_and_draws(monkeypatch, tmp_path) -> None:
+    assert growth.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
+    for name, value in {"FRAMES": (2, 4), "SIDES": ((2, 2), (4, 4)), "SAMPLES": (8, 64), "RANKS": (2,)}.items():
+        monkeypatch.setattr(growth, name, value)
+    monkeypatch.setattr(growth, "KNOBS", {"window": (1, 2)})
+    monkeypatch.setattr(growth, "REPEATS", 1)
+    monkeypatch.setattr(growth, "slope", lambda sizes, values: dict(zip(sizes, values, strict=True)))
+    found = growth.measure(None)
+    assert found["window_work_exponent"] == found["window_work_exponent_planned"]
+    assert found["ranks_sent_exponent"] == found["ranks_sent_exponent_planned"]
+    assert set(found["samples_round_exponent"]) == {8, 64} and found["frames_memory_exponent"][256] > 0
+    monkeypatch.undo()
+    growth.draw({"a": growth.Axis("seconds against tokens", (1, 2), (1.0, 2.0), (3.0, 6.0))}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_only_the_first_word_names_a_case(capsys) -> None:

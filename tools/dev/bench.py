@@ -4,11 +4,15 @@
     python tools/dev/bench.py dynamic-sampling --json
     python tools/dev/bench.py packing --json
     python tools/dev/bench.py transformer
+    python tools/dev/bench.py growth --plot growth.png
+    python tools/dev/bench.py --all --plot growth.png
 
 The first command times the phases of an epoch against the transformer calls alone; the second moves a group of 32 MiB
 samples between 4 ranks, against gathering all samples as objects (`time_ratio`, `memory_ratio`); the third computes how
 long ranks wait for each other with cost-limited batches, against packing on each rank (`idle_share`,
-`naive_idle_share`); the fourth times an update step by what checkpointing recomputes.
+`naive_idle_share`); the fourth times an update step by what checkpointing recomputes; the fifth measures how time,
+memory, work and traffic grow (exponents of tokens, frames, k, window, steps, samples of a rank, ranks). `--all` runs
+these and epochs of the tiny recipe, within ten minutes on two cores.
 
 `rollout_update_over_bare` divides the rollout and update phases by the same number of forward and backward calls on the
 same shapes; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate and their medians are compared,
@@ -22,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,31 +42,40 @@ from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
-from tools.dev.bench_cases import exchange, packing, transformer
+from tools.dev.bench_cases import exchange, growth, packing, transformer
 from tools.common import make_parser
 
-CASES: dict[str, Callable[[], dict[str, float]]] = {
-    "dynamic-sampling": exchange.measure,
-    "packing": packing.measure,
-    "transformer": transformer.measure,
+CASES: dict[str, Callable[[Namespace], dict[str, float]]] = {
+    "dynamic-sampling": lambda _: exchange.measure(),
+    "packing": lambda _: packing.measure(),
+    "transformer": lambda _: transformer.measure(),
+    "growth": lambda given: growth.measure(given.plot),
 }
+TINY = f"{growth.ROOT}/config/grpo.py:tiny_recam"
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit code."""
     given = list(sys.argv[1:] if words is None else words)
-    case = given.pop(0) if given and given[0] in CASES else "epoch"
+    case = given.pop(0) if given and given[0] in CASES else "all" if "--all" in given else "epoch"
     parser = make_parser(__doc__, recipe=case == "epoch")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    if case in ("growth", "all"):
+        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how everything grows")
+        parser.add_argument("--all", action="store_true", help="run every case")
     if case == "epoch":
         parser.add_argument("--epochs", type=int, default=5, help="measured epochs, after one warm-up epoch")
         known, overrides = parser.parse_known_args(given)
         say(f"{known.config}: one epoch to warm up and {known.epochs} measured, each beside its bare calls")
         result = measure_epochs(known.config, overrides, known.epochs)
     else:
-        known = parser.parse_args(given)
-        say(f"the case {case}, up to a few minutes")
-        result = CASES[case]()
+        known, result = parser.parse_args(given), {}
+        for name in CASES if case == "all" else [case]:
+            say(f"the case {name}, up to a few minutes")
+            result |= CASES[name](known)
+        if case == "all":
+            say(f"{TINY}: one epoch to warm up and 3 measured, each beside its bare calls")
+            result |= measure_epochs(TINY, [], 3)
     print(json.dumps(result) if known.json else table(result))
     return 0
 
