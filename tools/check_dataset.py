@@ -42,6 +42,7 @@ from flow_grpo.maths.poses import rotation_angle_deg
 from tools.common import image_size, make_parser
 
 # Well above any camera of the dataset: 4.87 m and 75 degrees in 80 frames at varying speed.
+SHORT_M = 0.02  # of a path: that of a file in metres, read as centimetres
 MAX_STEP = (1.0, 30.0)
 MOTIONS = ("path_m", "rotation_deg", "step_m", "step_deg")
 
@@ -223,8 +224,21 @@ def summarise(settings: Settings, scenes: Sequence[SceneReport]) -> dict[str, An
         motions = list(zip(*(motion for scene in own for motion in scene.motions), strict=True)) or [()] * len(MOTIONS)
         splits.append({"split": split} | {n: _range(values) for n, values in zip(MOTIONS, motions, strict=True)})
     listed = [{"file": file, "problem": text} for file, text in problems]
+    notes = [note for split in splits for note in _notes(split, [s for s in scenes if s.place[0] == split["split"]])]
     head = {"root": str(settings.root), "decoded": settings.decode}
-    return head | {"lenses": lenses, "motion": splits, "problems": listed}
+    return head | {"lenses": lenses, "motion": splits, "problems": listed, "notes": notes}
+
+
+def _notes(split: dict[str, Any], scenes: Sequence[SceneReport]) -> list[str]:
+    """Return what may be right and deserves a look."""
+    name, path = split["split"], split[MOTIONS[0]]
+    notes = []
+    if path and path["max"] < SHORT_M:
+        notes.append(f"{name}: no camera moves {SHORT_M:g} m (at most {path['max']:g}): are the files in centimetres?")
+    if bare := sum(not scene.place[1] for scene in scenes):
+        text = "no focal length in a folder's name (f24_aperture5): pose_rot and pose_trans cannot measure them"
+        notes.append(f"{name}: {bare} scenes have {text}")
+    return notes
 
 
 def _summarise_lens(place: tuple[str, str], scenes: Sequence[SceneReport]) -> dict[str, Any]:
@@ -268,6 +282,8 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     for problem in report["problems"]:
         print(f"{problem['file']}: {problem['problem']}")
+    for note in report["notes"]:
+        print(f"note: {note}")
     print(f"{len(report['problems'])} problems" if report["problems"] else "no problems")
 
 

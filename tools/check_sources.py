@@ -8,7 +8,7 @@ of the true view is located as well (docs/camera_rewards.md). Samples of an unus
 reward; excluded items are never drawn. The file holds a verdict per item of the training split, "" or the problem; it
 is updated as the check proceeds, and the same command resumes. Items are identified by name: delete the file after
 replacing videos or cameras. Exit code: 0, 1 if an item could not be read or measured (it has no verdict and is retried
-next time), 2 for invalid settings.
+next time) or none is usable, 2 for invalid settings.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return fail(error)
     problems = check(data, verdicts, lambda: write_verdicts(verdicts, *made_from, known.out), known.workers)
-    report(data, verdicts, known.out)
+    usable = report(data, verdicts, known.out)
     for problem in problems:
         fail(problem)
-    return 1 if problems else 0
+    return 0 if usable and not problems else 1
 
 
 def check(data: MultiCamDataset, verdicts: Verdicts, keep: Callable[[], None], workers: int) -> list[str]:
@@ -86,14 +86,17 @@ def known(data: MultiCamDataset, number: int, verdicts: Verdicts) -> bool:
     return camera in verdicts.get(scene, {})
 
 
-def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> None:
-    """Print the number of usable items and the problems of the others."""
+def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> int:
+    """Print the problems of the items that are not usable, and return the number of the others."""
     names = [data.name_of(number) for number in range(len(data))]
     found = {(scene, camera): verdicts[scene][camera] for scene, camera in names if camera in verdicts.get(scene, {})}
     wrong = {name: text for name, text in found.items() if text}
     for (scene, camera), text in wrong.items():
-        print(f"{scene} {camera}: {text}")
+        print(f"true view {scene} {camera}: {text}")
     print(f"{len(found) - len(wrong)} of {len(names)} items are usable, {len(wrong)} are not: {out}", flush=True)
+    if len(wrong) == len(names):
+        print("none is usable: probably the poses are not in the data set's convention, or the focal length is wrong")
+    return len(found) - len(wrong)
 
 
 if __name__ == "__main__":

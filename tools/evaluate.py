@@ -199,13 +199,19 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 def generated_tasks(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[Task], list[Task]]:
     """Generate the held-out conditions of --config, or of --run, also before training; ValueError if they cannot be."""
     # Imported here: the estimating processes load this file too and need no model.
-    from flow_grpo.runtime.starts import configuration_of
+    from flow_grpo.runtime.starts import LEAST_ROWS, configuration_of
     from flow_grpo.settings.loading import load_config
     from tools.evaluation.videos import make_videos
     from tools.export_adapter import export
 
     if args.run:
         config = configuration_of(args.run, overrides)
+        if config.data.height < LEAST_ROWS:
+            raise ValueError(
+                f"the videos of --run {args.run} are {config.data.height} rows high, must be at least {LEAST_ROWS} for "
+                "structure from motion: a run as small is judged by its own estimator (eval.gold), whose result is in "
+                "its summary.json; the last lines of its output have the command that measures it again"
+            )
         made = [make_videos(config, args.run / "adapter", args.out, args.focal_px)]
         made += [make_videos(config, None, args.out / "before", args.focal_px)] if args.before else []
         after, *before = (find_tasks(*places, args.focal_px) for places in made)

@@ -68,6 +68,7 @@ from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import on_every_call
 from flow_grpo.runtime.reporting.clips import side_by_side
+from flow_grpo.runtime.starts import LEAST_ROWS
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.runtime.video_file import write_video
 from tools.common import fail
@@ -124,7 +125,10 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{place}: {request.file(AFTER)} ({time.perf_counter() - begun:.1f} s)", flush=True)
     focal = "" if record["focal_px"] else " --focal-px PIXELS"
     for folder in sorted({request.folder for request in requests if request.source}):
-        print(f"measure the cameras: python tools/evaluate.py {folder}{focal}", flush=True)
+        if args.height >= LEAST_ROWS:
+            print(f"measure the cameras: python tools/evaluate.py {folder}{focal}", flush=True)
+        else:
+            print(f"too small to measure their cameras: look at {folder}/*{BESIDE}", flush=True)
     return 0
 
 

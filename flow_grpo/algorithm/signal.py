@@ -144,5 +144,11 @@ def is_silent(spreads: Mapping[str, Spread], weights: Mapping[str, float], *, sh
     return not any(spread.inside(shared=shared) > spread.floor for spread in used)
 
 
+def without_value(spreads: Mapping[str, Spread], weights: Mapping[str, float], *, shared: bool) -> list[str]:
+    """Return the rewards with a weight that have fewer than two valid copies in every group: measuring them fails."""
+    used = {name: spread for name, spread in spreads.items() if weights.get(name)}
+    return [name for name, spread in used.items() if math.isnan(spread.inside(shared=shared))]
+
+
 def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]

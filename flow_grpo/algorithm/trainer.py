@@ -32,7 +32,7 @@ from flow_grpo.algorithm.groups.metrics import (
 from flow_grpo.algorithm.groups.subset import narrow
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
-from flow_grpo.algorithm.signal import is_silent, measure_spread, spread_metrics
+from flow_grpo.algorithm.signal import is_silent, measure_spread, spread_metrics, without_value
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.algorithm.verdict import best_and_worst, direction, in_summary, judge
@@ -106,7 +106,7 @@ class Trainer:
         self._saved = self._position() if self.from_own else None
         self._saving: Saving | None = None
         self._evaluated: tuple[int, Evaluation] | None = None
-        self._silent = False
+        self._silent, self._without_value = False, list[str]()
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
 
     @property
@@ -282,6 +282,11 @@ class Trainer:
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
             if self._silent and self.config.doctor != "off" and self.config.num_epochs:
+                if self._without_value:
+                    raise NoSignalError(
+                        f"{', '.join(self._without_value)} has no value for any copy of the held-out conditions that "
+                        "were sampled, and no other weighted reward tells copies apart; the warnings above say why"
+                    )
                 raise NoSignalError(
                     "the copies of a group score the same within the rewards' own noise (policy/spread_over_floor), so "
                     "nothing can be learned; raise sample.noise_level or sample.k, let earlier steps be stochastic "
@@ -310,7 +315,7 @@ class Trainer:
         verdict = judge(changes, names, self.config.reward.weights, gold=gold)
         best, worst = self._extreme_clips(after)
         with self.ranks.sync_errors("summary"):
-            files = [self._log_extremes(name, clips) for name, clips in (("best", best), ("worst", worst))]
+            files = self._log_extremes("best", best), self._log_extremes("worst", worst)
             by_camera = changes_by_camera(self.state.before_rows or (), after.rows)
             self.tracker.write_summary(
                 {
@@ -329,8 +334,11 @@ class Trainer:
         self._settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
         self.progress.say(
-            "\n".join([f"verdict: {verdict}", *_places(*files), *next_commands(self.run_folder, films=self.films)])
+            "\n".join([f"verdict: {verdict}", *_places(*files, self._extremes_of()), *self._next_commands()])
         )
+
+    def _next_commands(self) -> list[str]:
+        return next_commands(self.run_folder, finished=self.state.finished, films=self.films)
 
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""
@@ -407,12 +415,16 @@ class Trainer:
 
     def _extreme_clips(self, after: Evaluation) -> tuple[list[Clip], list[Clip]]:
         """Return clips of the conditions that the run improved most and least (collective call)."""
-        name = self.config.checkpoint.best.removeprefix("-").removeprefix("eval/") or self.evaluator.names[-1]
+        name = self._extremes_of()
         sign = direction(name, self.evaluator.names) or 1
         count = min(SHOWN, self.config.eval.videos)
         best, worst = best_and_worst(self.state.before_rows or (), after.rows, name, sign, count)
         clips = self.evaluator.clips([*best, *worst], after.rows, self._weights())
         return clips[: len(best)], clips[len(best) :]
+
+    def _extremes_of(self) -> str:
+        """Return the metric by which conditions improved most and least."""
+        return self.config.checkpoint.best.removeprefix("-").removeprefix("eval/") or self.evaluator.names[-1]
 
     def _log_extremes(self, kind: str, clips: Sequence[Clip]) -> list[str]:
         """Write clips as `videos/best_000130_1_...mp4`, show them in the trackers, and return their files."""
@@ -451,6 +463,7 @@ class Trainer:
         rewards, weights = self.collector.rewards, self.reward.weights
         spreads = measure_spread(policy, dataset, rewards, sampling, self.ranks, groups=groups, own=not shared)
         self._silent = is_silent(spreads, weights, shared=shared)
+        self._without_value = without_value(spreads, weights, shared=shared)
         return spread_metrics(spreads, weights, shared=shared)
 
     def _has_evaluated(self) -> bool:
@@ -474,9 +487,9 @@ class Trainer:
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
 
 
-def _places(best: Sequence[str], worst: Sequence[str]) -> list[str]:
-    """Return a line per video of the conditions that improved most and least."""
-    kinds = (("improved most", best), ("improved least", worst))
+def _places(best: Sequence[str], worst: Sequence[str], name: str) -> list[str]:
+    """Return a line per video of the conditions that improved most and least in a metric."""
+    kinds = ((f"improved most in {name}", best), (f"improved least in {name}", worst))
     return [f"  {words}: {file}" for words, files in kinds for file in files]
 
 

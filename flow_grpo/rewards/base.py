@@ -200,10 +200,11 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
 def try_rewards(rewards: RewardSet, condition: Condition) -> None:
     """Refuse rewards that would fail all samples of a run.
 
-    Those of the user's own score a video twice.
+    Those of the user's own score a video twice, servers are asked who they are.
 
     Raises:
         ConfigError: one needs what the data lacks, fails, or does not return what a reward returns.
+        ValueError: a server does not answer.
     """
     for reward in rewards.rewards:
         lacking = [field for field in getattr(reward, "needs", ()) if getattr(condition, field) is None]
@@ -213,6 +214,8 @@ def try_rewards(rewards: RewardSet, condition: Condition) -> None:
     video = torch.full((3, *condition.size), 0.5) if condition.source_video is None else condition.source_video
     videos, conditions = torch.stack([video] * 2), (condition, condition)
     for reward in rewards.rewards:
+        if isinstance(reward, RemoteReward):
+            reward.try_server()
         if not is_own(reward.name):
             continue
         try:

@@ -136,11 +136,12 @@ def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
     return from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
 
 
-def next_commands(run_folder: Path, *, films: bool = True) -> list[str]:
+def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) -> list[str]:
     """Return lines with the commands that use, measure and continue a run; [] without a record of its start.
 
     Args:
         run_folder: of the run.
+        finished: epochs, of a run that began from another's checkpoint its epochs included.
         films: whether tools/generate.py can make videos with its model.
     """
     files = _files(run_folder)
@@ -151,19 +152,20 @@ def next_commands(run_folder: Path, *, films: bool = True) -> list[str]:
     launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
     place = [f"--config.output_root={config['output_root']}"] if config["output_root"] != Config.output_root else []
     again = [f"--config {start['recipe']} --config.resume=auto --config.run_name={run_folder.name}", *place]
-    again += [f"--config.num_epochs={2 * max(1, config['num_epochs'])}"]
-    again += ["--config.max_minutes=0"] if config["max_minutes"] else []
+    further = [*again, f"--config.num_epochs={2 * max(1, config['num_epochs'], finished)}"]
+    further += ["--config.max_minutes=0"] if config["max_minutes"] else []
+    train = f"{launcher} train_grpo.py"
     use = f"python tools/generate.py --run {run_folder}"
     lines = []
     if films and config["data"].get("prompts"):
         lines = [f"  make a video:         {use} --prompts 'WHAT IT SHOWS'"]
     elif films:
         lines = [f"  film your own video:  {use} --source VIDEO --camera arc_left"]
-        # Structure from motion locates no frame in videos as small as the tiny world's.
-        if config["data"]["height"] >= LEAST_ROWS:
-            again_by = f"python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}"
-            lines.append(f"  measure it again:     {again_by}")
-    return [*lines, f"  train further:        {launcher} train_grpo.py {' '.join(again)}"]
+        # Structure from motion locates no frame in videos as small as the tiny world's; the run's own judge does.
+        by_motion = f"python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}"
+        measured = by_motion if config["data"]["height"] >= LEAST_ROWS else f"{train} {' '.join(again)}"
+        lines.append(f"  measure it again:     {measured}")
+    return [*lines, f"  train further:        {train} {' '.join(further)}"]
 
 
 def commit() -> str:

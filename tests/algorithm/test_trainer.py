@@ -303,6 +303,13 @@ def test_a_run_whose_copies_cannot_be_told_apart_does_not_begin(a_trainer):
             trainer.evaluate_before()
 
 
+def test_rewards_without_any_value_are_named_and_not_taken_for_copies_that_are_alike(a_trainer):
+    trainer = a_trainer(eval=dataclasses.replace(a_config().eval, signal_groups=1), doctor="fast", num_epochs=1)
+    trainer.collector.rewards.rewards[0].broken = {(index, slot) for index in range(24) for slot in range(4)}
+    with pytest.raises(NoSignalError, match=r"^brightness has no value for any copy .* the warnings above say why$"):
+        trainer.evaluate_before()
+
+
 def test_a_resumed_run_makes_up_once_for_an_evaluation_that_was_due_and_failed(a_trainer):
     first, second = a_trainer(num_epochs=2), a_trainer(num_epochs=2)
     second.tracker = first.tracker

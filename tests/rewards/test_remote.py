@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flow_grpo.rewards.base import RewardSet
+from flow_grpo.rewards.base import RewardSet, try_rewards
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote import reward as remote
 from flow_grpo.rewards.remote.reward import CircuitBreaker, RemoteReward, RetryPolicy
@@ -207,6 +207,15 @@ def test_one_call_is_bounded_however_the_server_fails():
     with ScriptedServer(dripping, health=answer(HEALTH | {"max_bytes": room})) as server:
         reward(server, policy)(VIDEOS, CONDITIONS)
         assert server.scored == 3  # three attempts of one request; the other two were not sent
+
+
+def test_a_server_that_does_not_answer_is_refused_before_a_run():
+    with ScriptedServer(FINE) as server:
+        try_rewards(RewardSet([reward(server)], {"remote:beauty": 1.0}), CONDITIONS[0])
+        assert server.scored == 0
+    gone = RewardSet([reward(server)], {"remote:beauty": 1.0})
+    with pytest.raises(ValueError, match=r"remote:beauty failed .* start its server .* mend reward\.remote\.beauty"):
+        try_rewards(gone, CONDITIONS[0])
 
 
 def test_a_remote_reward_is_one_of_a_set():

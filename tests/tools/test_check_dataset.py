@@ -210,6 +210,27 @@ def test_a_caption_without_text_and_one_given_twice_are_named(root):
     ]
 
 
+def test_paths_as_short_as_those_of_a_file_in_metres_and_folders_without_a_lens_are_noted(root, capsys):
+    assert report(root, code=0)["notes"] == []
+
+    def in_metres(content):
+        for frame in content.values():
+            for camera, text in frame.items():
+                rows = [row.split() for row in text.strip(" []").split("] [")]
+                rows[3][:3] = [str(float(number) / 100) for number in rows[3][:3]]
+                frame[camera] = " ".join(f"[{' '.join(row)}]" for row in rows) + " "
+
+    for scene in (SCENE, OTHER):
+        edit_cameras(root / scene, in_metres)
+    lens = (root / SCENE).parent
+    lens.rename(lens.with_name("unknown"))
+    (short, bare) = report(root, "--split", "train", code=0)["notes"]
+    assert short.startswith("train: no camera moves 0.02 m (at most 0.0") and short.endswith("in centimetres?")
+    assert bare.startswith("train: ") and "no focal length in a folder's name (f24_aperture5)" in bare
+    check_dataset.main([str(root), "--split", "train"])
+    assert f"note: {short}" in capsys.readouterr().out
+
+
 def test_one_split_may_be_checked_alone(root):
     (root / VAL / CAMERAS).unlink()
     assert [row["split"] for row in report(root, "--split", "train", code=0)["lenses"]] == ["train"]

@@ -38,13 +38,13 @@ def pretend(monkeypatch, judge) -> list[tuple[str, str]]:
 
 
 def test_pictures_too_small_for_features_are_found_unusable(world, tmp_path, capsys):
-    assert check_sources.main(words(world, tmp_path / "usable.json")) == 0
+    assert check_sources.main(words(world, tmp_path / "usable.json")) == 1
     verdicts = verdicts_in(tmp_path / "usable.json")
     assert all("anchors" in text for row in verdicts.values() for text in row.values())
     printed = capsys.readouterr().out
     count = sum(map(len, verdicts.values()))
     assert f"0 of {count} items are usable, {count} are not" in printed
-    assert printed.count(" is unusable: ") == count
+    assert printed.count(" is unusable: ") == count and "none is usable: probably the poses" in printed
 
 
 def test_a_second_call_checks_only_items_without_a_verdict(world, tmp_path, monkeypatch, capsys):

@@ -83,7 +83,7 @@ def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(so
     first, *_, last = output.out.splitlines()
     assert first.startswith(f"1 video(s) of 5x24x32: {MODEL}, no adapter, 2 steps, shift 5, guidance 1, fp32")
     assert f"\nloading {MODEL}\n" in output.out  # the network takes a minute
-    assert last == f"measure the cameras: python tools/evaluate.py {source.parent} --focal-px PIXELS"
+    assert last == f"too small to measure their cameras: look at {source.parent}/*_beside.mp4"
 
 
 def test_the_side_by_side_video_shows_source_left_and_result_right(source):

@@ -115,6 +115,19 @@ class RemoteReward:
         valid = torch.tensor([not cause for cause in causes])
         return RewardResult(values, valid, tuple(causes), faulty=faulty)
 
+    def try_server(self) -> None:
+        """Ask the server who it is, before a run depends on it.
+
+        Raises:
+            ValueError: it does not answer, or gives no such score.
+        """
+        try:
+            self._check_health()
+        except ServiceError as error:
+            raise ValueError(
+                f"{self.name} {error}; start its server (tools/reward_server.py) or mend reward.remote.{self._score}"
+            ) from None
+
     def stats(self) -> dict[str, float]:
         """Return requests, failures and the 50 % and 95 % quantiles of their seconds since the last call."""
         seconds, failures = sorted(self._seconds), self._failures
