@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 
 import train_grpo
 from flow_grpo.models.adapter_files import WEIGHTS_FILE
+from flow_grpo.runtime.ranks.process_group import RankError, Ranks
 from flow_grpo.runtime.reporting import plots
-from tests.test_train_grpo import SMALL, assert_equal_state, metrics_of, newest, places  # noqa: F401 - a fixture
+from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest, places  # noqa: F401 - a fixture
+from tests.workers import run_ranks
 from tools import random_model
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +38,8 @@ def files(tmp_path, monkeypatch):
 
 def command(kind: str, small: dict[str, object], **changes: object) -> list[str]:
     """Return the page's command that trains a kind, on a small world and fewer conditions."""
-    (words,) = [words[2:] for words in COMMANDS if f"--config.model.kind={kind}" in words]
+    (words,) = [words[2:] for words in COMMANDS if f"--config.model.kind={Path(kind).name}" in words]
+    words += [f"--config.model.kind={kind}"]
     kept = {"data.tiny_world", "data.root", "data.tune_scenes", "eval.num_conditions", "eval.num_steps", "eval.gold"}
     knobs = {name: value for name, value in small.items() if name in kept} | {"eval.signal_groups": 0, "trackers": ""}
     knobs |= {name.replace("__", "."): value for name, value in changes.items()}
@@ -69,6 +73,10 @@ def test_a_policy_of_a_user_s_own_trains_resumes_and_leaves_its_weights(places, 
         ("return (latents - clean) /", "return latents[:, :2] /", "velocity has shape (8, 2, 5, 3, 4), latents"),
         ("clean = network(", "with torch.no_grad(): clean = network(", "no gradient reaches the trained weights"),
         ("scale_factor=(1, 8, 8)", "scale_factor=(1, 4, 4)", "decoded videos have shape (4, 3, 5, 12, 16)"),
+        ("return list(unwrap(self.module).parameters())", "return unwrap(self.module).parameters()", "got generator;"),
+        ("return list(unwrap(self.module).parameters())", "return []", "trained_parameters(), got 0 entries"),
+        ("return []", "return [nn.Parameter(torch.ones(1))]", "other parameters from camera_parameters()"),
+        ("padding=1).to(device)", "padding=1).to(device).requires_grad_(False)", "have requires_grad=False"),
         ("start = torch.cat([", "start = {}['weights']; torch.cat([", "toy.py:MyPolicy fails in line 15: KeyError"),
     ],
 )
@@ -80,6 +88,33 @@ def test_what_is_wrong_in_a_policy_is_said_in_one_line(places, line, broken, tol
     assert train_grpo.main(command("toy.py:MyPolicy", small, output_root="out", run_name="run")) == 2
     said = capfd.readouterr()
     assert told in said.out + said.err and "Traceback" not in said.err
+
+
+def _trained_past_the_wrapper(ranks: Ranks, given: list[str], folder: str) -> str:
+    os.chdir(folder)
+    with pytest.raises(RankError) as caught:
+        _train(ranks, given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "broken"),
+    [
+        ("self.module if torch.is_grad_enabled() else unwrap(self.module)", "unwrap(self.module)"),
+        ("nn.Conv3d(6, 3, 3, padding=1)", "Unused()"),
+    ],
+)
+def test_gradients_that_are_not_averaged_over_the_ranks_end_the_run(places, line, broken):  # noqa: F811
+    unused = "class Unused(nn.Conv3d):\n    def __init__(self):\n        super().__init__(6, 3, 3, padding=1)\n"
+    unused += "        self.more = nn.Parameter(torch.ones(1))\n\n\nclass MyPolicy"
+    code = FILES["toy.py"].replace("class MyPolicy", unused)
+    assert code.count(line) == 1
+    Path("toy.py").write_text(code.replace(line, broken))
+    small = SMALL | {"data.root": places["data.root"]}
+    half = {"sample__train_batch_size": 4, "train__batch_size": 4, "num_epochs": 1, "doctor": "off"}
+    given = command(f"{Path.cwd()}/toy.py:MyPolicy", small, output_root=Path.cwd() / "out", run_name="run", **half)
+    for said in run_ranks(_trained_past_the_wrapper, 2, given, str(Path.cwd())):
+        assert "the gradients are not averaged over the ranks, their norms are [" in said
 
 
 def test_a_video_model_of_a_user_s_own_trains_from_a_random_folder(places):  # noqa: F811

@@ -171,6 +171,8 @@ def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
     header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True)}
     header |= {CAMERA_COUNT: str(len(camera))}
     for file, names in ((CAMERA_FILE, camera), (LORA_FILE, tensors.keys() - camera)):
+        if file == CAMERA_FILE and not camera:
+            continue
         save_file({name: tensors[name].contiguous() for name in sorted(names)}, folder / file, header)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam import RECAM
@@ -87,4 +88,21 @@ def _make_own(kind: str, make: Any, model: ModelConfig, sample: SampleConfig, de
             f"must make a policy, {type(policy).__name__} has no {', '.join(missing)}; see flow_grpo/models/policy.py"
         )
         raise refusal("model.kind", kind, text)
+    _check_weights(kind, policy)
     return policy
+
+
+def _check_weights(kind: str, policy: Policy) -> None:
+    """Raise ConfigError unless an own policy's parameters can be trained."""
+    trained = policy.trained_parameters()
+    if not isinstance(trained, list) or not trained or not all(isinstance(one, nn.Parameter) for one in trained):
+        got = f"{len(trained)} entries" if isinstance(trained, list) else type(trained).__name__
+        text = f"must return a list of the parameters to train from trained_parameters(), got {got}"
+        raise refusal("model.kind", kind, f"{text}; correct it")
+    if frozen := [number for number, one in enumerate(trained) if not one.requires_grad]:
+        text = f"trains parameters of which {len(frozen)} of {len(trained)} have requires_grad=False"
+        raise refusal("model.kind", kind, f"{text}; leave them out of trained_parameters(), or let them require it")
+    own = set(map(id, trained))
+    if any(id(one) not in own for one in policy.camera_parameters()):
+        text = "returns other parameters from camera_parameters() than are in trained_parameters()"
+        raise refusal("model.kind", kind, f"{text}; return some of those")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -198,7 +199,8 @@ class WanPolicy:
         self.dtype = dtype
         self.device = device
         self._round_timestep = round_timestep
-        self._patch: tuple[int, int, int] = networks.transformer.config["patch_size"]
+        self._config: Mapping[str, Any] = networks.transformer.config
+        self._patch: tuple[int, int, int] = self._config["patch_size"]
         compression = self.codec.temporal, self.codec.spatial
         self._largest = self.model.largest_video(networks.transformer.config, compression)
         self._reference: list[Tensor] | None = None
@@ -261,18 +263,27 @@ class WanPolicy:
         Raises:
             ValueError: the videos do not fit the model or differ in size, see `latent_shape`.
         """
-        self.latent_shape(conditions)
+        latents = self.latent_shape(conditions)
         guidance = guidance or self.guidance
+        inputs = self.model.inputs(self.encodings, conditions)
+        self._check_inputs(inputs, latents, len(conditions))
         prompts = {text: self.encodings.prompt(text) for text in dict.fromkeys(c.prompt for c in conditions)}
         negative = None
         if guidance.scale != 1.0:
             negative = self.encodings.prompt(guidance.negative_prompt).repeat(len(conditions), 1, 1)
         return Conditioning(
             prompt_embeds=torch.stack([prompts[condition.prompt] for condition in conditions]),
-            inputs=self.model.inputs(self.encodings, conditions),
+            inputs=inputs,
             negative_prompt_embeds=negative,
             guidance_scale=guidance.scale,
         ).to(self.device)
+
+    def _check_inputs(self, inputs: dict[str, Tensor], latents: tuple[int, int, int, int], rows: int) -> None:
+        """Raise ValueError unless a model's inputs are those that it plans with, sizes that its parts decide aside."""
+        made = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        planned = self.model.input_shapes(rows, latents, self._config)
+        if {n: (s[0], len(s)) for n, s in made.items()} != {n: (s[0], len(s)) for n, s in planned.items()}:
+            raise ValueError(f"inputs() of the model made {made}, input_shapes() says {planned}: must be the same")
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of the target latents.

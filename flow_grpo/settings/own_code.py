@@ -47,7 +47,9 @@ def load_own(knob: str, name: str, *kinds: type) -> Any:
         ) from error
     found = getattr(module, attribute, None) if attribute else None
     if not callable(found) and not isinstance(found, kinds):
-        known = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        objects = [n for n, value in vars(module).items() if isinstance(value, kinds)]
+        own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        known = objects or own
         close = difflib.get_close_matches(attribute, known, n=1) or sorted(known)
         hint = f"; it has {', '.join(close)}" if close else ""
         wanted = " or ".join(["function", "class", *(kind.__name__ for kind in kinds)])

@@ -40,9 +40,12 @@ def test_an_unknown_policy_is_refused_with_those_there_are():
 
 def test_a_policy_may_be_a_class_of_the_user_s_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    methods = "".join(f"    {name} = None\n" for name in (*registry.METHODS, "module"))
-    start = "    def __init__(self, *given):\n        self.given = given\n"
-    text = f"class MyPolicy:\n{methods}{start}"
+    others = [name for name in (*registry.METHODS, "module") if not name.endswith("_parameters")]
+    methods = "".join(f"    {name} = None\n" for name in others)
+    start = "    def __init__(self, *given):\n        self.given, self.own = given, [nn.Parameter(torch.ones(1))]\n"
+    start += "    def trained_parameters(self):\n        return self.own\n"
+    start += "    def camera_parameters(self):\n        return self.own\n"
+    text = f"import torch\nfrom torch import nn\nclass MyPolicy:\n{methods}{start}"
     Path("my_models.py").write_text(text)
     config = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy"])
     assert registry.build_policy(config, CPU).given == (config.model, config.sample, CPU)
