@@ -60,7 +60,7 @@ from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import Context, share_samples
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
-from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition, unwrap
+from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition, sent_weights, unwrap
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.checks import check_world
@@ -393,7 +393,14 @@ def distribute_model(config: Config, policy: Policy, train: Split, device: torch
         policy.keep_reference(offload=config.model.offload)
     optimizer = parts.build_optimizer(config, policy)
     policy.module = partition(policy.module, optimizer, config.train, device, ranks)
-    on_every_call(policy.module, ranks.report_progress)  # progress for the watchdog, however large a batch is
+
+    def on_call() -> None:
+        ranks.report_progress()  # for the watchdog, however large a batch is
+        # FSDP gathers once more for the backward pass.
+        ranks.sent["weights"] += int(gathered * (2 if torch.is_grad_enabled() else 1))
+
+    gathered = sent_weights(policy.module)
+    on_every_call(policy.module, on_call)
     sampler = parts.build_sampler(config, train, ranks)
     return RunState(
         module=policy.module,

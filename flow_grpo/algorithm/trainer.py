@@ -50,6 +50,7 @@ from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.starts import next_commands
 from flow_grpo.settings.schema import Config, RewardConfig
 
+SENT = ("gradients", "weights", "tokens", "rows", "control")  # what ranks send each other
 SHOWN = 2  # videos of the conditions that a run improved most, and of those that it improved least
 
 
@@ -123,6 +124,7 @@ class Trainer:
             self.tracker.begin()
             self.clock, self.metrics = Clock(self.device), {}
             self.forwards.mark()
+            self.ranks.sent.clear()
             device_api.reset_peak_memory(self.device)
             yield epoch
             self._count_time()
@@ -211,13 +213,19 @@ class Trainer:
         if operations:
             rate = operations / self.ranks.everyone.world_size / seconds
             self.metrics |= {"system/tflops_per_device": rate / 1e12, "system/mfu": rate / self.forwards.rate}
-        self.metrics |= self.updater.learning_rates()
+        self.metrics |= self.updater.learning_rates() | self._sent()
         with self.ranks.sync_errors("logging"):
             self.tracker.log(self.metrics, step)
             if every and step % every == 0 and self.ranks.is_main:
                 clips = training_clips(batches[0], self.config.eval.videos)
                 log_clips(self.tracker, self.run_folder / "videos", "train", clips, step)
         self._afterwards = {"time/log_s": time.perf_counter() - begun}
+
+    def _sent(self) -> dict[str, float]:
+        """Return `system/sent_..._gib`: what a rank has sent since the epoch began, by kind, on average."""
+        own = torch.tensor([[float(self.ranks.sent[kind]) for kind in SENT]])
+        mean = self.ranks.everyone.all_gather(own).mean(dim=0).tolist()
+        return {f"system/sent_{kind}_gib": count / 2**30 for kind, count in zip(SENT, mean, strict=True) if count}
 
     def evaluate_if_due(self) -> None:
         """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console.

@@ -20,7 +20,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import RankError, Ranks
-from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, take_step
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, sent_gradients, take_step
 from flow_grpo.settings.schema import TrainConfig
 
 SAME_NORM = 1e-3  # by which the norms of one averaged gradient may differ between devices
@@ -223,6 +223,7 @@ class Updater:
                     assert micro.weights is not None
                     weight = micro.weights.to(loss.terms.per_sample) * (scale / passes)
                     backward((loss.terms.per_sample * weight).sum() * loss.scale)
+                self.ranks.sent["gradients"] += int(sent_gradients(self.policy.module, now=last))
                 stats.add(loss.terms, weight / self.ranks.world_size, loss.drift if before_any_update else None)
                 replayed.append((number, micro.keys[:, 0]))
                 self.on_pass()

@@ -40,12 +40,11 @@ class Context:
 
     Attributes:
         team: how many ranks exchange tokens for heads: consecutive ones.
-        sent: bytes that this rank has sent to others.
     """
 
     def __init__(self, ranks: Ranks | None = None, group: Group = None) -> None:
         self.ranks = ranks or Ranks()
-        self.team, self.sent = 1, 0
+        self.team = 1
         self._group, self._team_group, self._mates_group = group, group, group
 
     @property
@@ -116,7 +115,7 @@ class _AllToAll(torch.autograd.Function):
 def _all_to_all(flat: Tensor, send: list[int], receive: list[int], group: Group, context: Context) -> Tensor:
     received = flat.new_empty(sum(receive))
     dist.all_to_all_single(received, flat, receive, send, group=group)
-    context.sent += (len(flat) - send[dist.get_rank(group)]) * flat.itemsize
+    context.ranks.sent["tokens"] += (len(flat) - send[dist.get_rank(group)]) * flat.itemsize
     return received
 
 

@@ -41,6 +41,7 @@ def exchange_rows(
         # One tensor at a time: only the rows that move are copied, and freed before the next tensor.
         outgoing = _bytes(tensors[name], [row for rows in send for row in rows]) if tensors else torch.empty(0)
         row_bytes = _row_bytes(shape, dtype)
+        ranks.sent["rows"] += row_bytes * (sum(map(len, send)) - len(send[ranks.rank]))
         incoming = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8)
         if ranks.control_group is not None:
             with ranks.waiting_for_peers():

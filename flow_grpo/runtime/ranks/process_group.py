@@ -12,6 +12,7 @@ import datetime
 import os
 import socket
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -76,6 +77,7 @@ class Ranks:
         timeouts: of collectives.
         run: all ranks of the run, where these are one of every group that shares samples (`context.share_samples`).
         sharing: then, the ranks of this rank's group.
+        sent: kind -> bytes that this rank has sent to others; one counter for all views of a run's ranks.
     """
 
     rank: int = 0
@@ -88,6 +90,7 @@ class Ranks:
     timeouts: Timeouts = Timeouts(control_s=3600.0)
     run: Ranks | None = None
     sharing: Ranks | None = None
+    sent: Counter[str] = dataclasses.field(default_factory=Counter, compare=False)
 
     @property
     def everyone(self) -> Ranks:
@@ -256,6 +259,7 @@ class Ranks:
     def _gather_equal(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, which must have the same shape, concatenated."""
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self.sent["control"] += tensor.nbytes * (self.world_size - 1)
         with self.waiting_for_peers():
             dist.all_gather(parts, tensor, group=self.control_group)
         return torch.cat(parts)

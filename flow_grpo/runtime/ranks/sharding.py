@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -144,6 +145,28 @@ def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[T
     local_only = getattr(module, "no_sync", contextlib.nullcontext)
     with contextlib.nullcontext() if now else local_only():
         yield Tensor.backward
+
+
+def sent_gradients(module: nn.Module, *, now: bool) -> float:
+    """Return the bytes of gradients that this rank sends in a backward pass, and for the step after it if `now`.
+
+    Rings are assumed: an all-reduce sends everything twice, all but this rank's part.
+    """
+    own = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    once = 4.0 * own * _others()
+    if isinstance(module, Zero2):
+        return once * (1 + now)
+    return once if is_sharded(module) else 2 * once * now
+
+
+def sent_weights(module: nn.Module) -> float:
+    """Return the bytes of sharded weights that this rank sends when all are gathered once; 0 if they are replicated."""
+    return sum(p.numel() * p.element_size() for p in module.parameters()) * _others() if is_sharded(module) else 0.0
+
+
+def _others() -> float:
+    """Return the share of other ranks in what all hold together."""
+    return 1 - 1 / dist.get_world_size() if dist.is_initialized() else 0.0
 
 
 def take_step(module: nn.Module, optimizer: torch.optim.Optimizer, bound: float) -> Tensor:

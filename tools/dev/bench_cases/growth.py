@@ -252,7 +252,7 @@ def _rank(rank: int, world: int, shape: tuple[int, int, int], folder: str) -> No
     network = load_transformer(ReCamTransformer3DModel, TINY)
     share_tokens(network, context)
     _call(network, shape)(True)
-    Path(folder, f"{rank}.txt").write_text(str(context.sent))
+    Path(folder, f"{rank}.txt").write_text(str(ranks.sent["tokens"]))
     process_group.shut_down(ranks)
 
 
