@@ -1,7 +1,9 @@
 """Estimate a recipe's memory and time on given devices, without loading a model.
 
     python tools/plan.py --config config/grpo.py:my_recam_8npu --devices 8 --memory 64GiB --tflops 300
+    python tools/plan.py --run outputs/first
 
+The second puts the plan of a run beside its metrics, at the rate that its devices sustained in the median epoch.
 --tflops is the device's sustained rate on this model, not the data sheet's; tools/device_report.py measures it.
 Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. flow_grpo/preflight/plan.py says what each line
 counts; each knob that saves memory is listed with its GiB and seconds, and what does not fit ends with the fewest
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from flow_grpo.preflight.checkpointing import settled
 from flow_grpo.preflight.plan import make_plan
 from flow_grpo.preflight.savings import report
+from flow_grpo.runtime import starts
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, load_config
 
@@ -30,7 +35,8 @@ from flow_grpo.settings.loading import ConfigError, load_config
 def main(words: Sequence[str] | None = None) -> int:
     """Print the plan and return 0 if it fits, 1 if not, 2 for a setting that cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
+    parser.add_argument("--config", metavar="FILE:RECIPE", help="its knobs may follow")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="of a run: its plan beside its metrics")
     parser.add_argument("--devices", type=int, default=8, help="ranks")
     parser.add_argument("--memory", default="64GiB", help="of one device, such as 64GiB")
     parser.add_argument(
@@ -39,6 +45,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     known, overrides = parser.parse_known_args(words)
     try:
+        if (known.config is None) == (known.run is None):
+            raise ConfigError("one of --config FILE:RECIPE and --run FOLDER is needed; see --help")
+        if known.run is not None:
+            print(beside_run(known.run))
+            return 0
         config = load_config(known.config, overrides)
         check_world(config, known.devices)
         limit, rate = parse_memory(known.memory), known.tflops * 1e12
@@ -51,10 +62,56 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
             text, fits = report(config, known.devices, rate, limit)
             print(*([said] if said else []), text, sep="\n")
-    except ConfigError as error:
+    except ValueError as error:
         print("error:", error, file=sys.stderr)
         return 2
     return 0 if fits else 1
+
+
+def beside_run(run: Path) -> str:
+    """Return a table of what is planned for a run and what its median epoch measured.
+
+    Raises:
+        ValueError: the folder is no run's, or no epoch has finished.
+    """
+    config, start = starts.configuration_of(run), starts.latest(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    epochs = [row for row in rows if "time/epoch_s" in row]
+    if not epochs:
+        raise ValueError(f"--run {run} has no finished epoch yet")
+
+    def measured(name: str) -> float | None:
+        found = [row[name] for row in epochs if name in row]
+        return statistics.median(found) if found else None
+
+    rate = measured("system/tflops_per_device")
+    plan = make_plan(config, start["ranks"], 1e12 * (rate or math.nan))
+    at = (
+        "no rate of the device is on record" if rate is None else f"seconds planned at the {rate:.3g} TFLOP/s sustained"
+    )
+    lines = [
+        f"{run}: {len(epochs)} epochs on {start['ranks']} rank(s), {start['device'].partition(';')[0]}; {at}",
+        f"{'':34s} {'planned':>12s} {'measured':>12s}",
+    ]
+    for what, planned, metric in (
+        ("forwards a sample", plan.forward_equivalents_per_sample, "system/forward_equivalents_per_sample"),
+        ("seconds of rollouts", plan.rollout_s, "time/rollout_s"),
+        ("seconds of the update", plan.update_s, "time/update_s"),
+        ("seconds of an epoch", plan.epoch_s, "time/epoch_s"),
+        ("GiB at the peak", plan.most_gib, "system/memory_peak_gib"),
+        ("GiB sent: gradients", plan.sent_gradients_gib, "system/sent_gradients_gib"),
+        ("GiB sent: sharded weights", plan.sent_weights_gib, "system/sent_weights_gib"),
+        ("GiB sent: tokens", plan.sent_tokens_gib, "system/sent_tokens_gib"),
+    ):
+        found = measured(metric)
+        lines.append(f"{what:34s} {_number(planned):>12s} {_number(found):>12s}")
+    if start["device"].startswith("device cpu"):
+        lines.append("a CPU's peak is that of the whole process, Python and its libraries included")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
 def parse_memory(text: str) -> float:

@@ -136,6 +136,14 @@ def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
     return from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
 
 
+def latest(run_folder: Path) -> dict[str, Any]:
+    """Return the record of a run's latest start; ValueError where there is none."""
+    files = _files(run_folder)
+    if not files:
+        raise ValueError(f"{run_folder / STARTS} holds no record of a start; give the folder of a run")
+    return read_json_object(files[-1], "remove it")
+
+
 def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) -> list[str]:
     """Return lines with the commands that use, measure and continue a run; [] without a record of its start.
 

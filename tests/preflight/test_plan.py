@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.preflight import plan as planning
 from flow_grpo.preflight.footprint import footprint
+from flow_grpo.runtime import starts
 from flow_grpo.settings.loading import load_config
 from tools import plan
 
@@ -226,3 +227,30 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(capsys, words, message):
     assert plan.main(["--config", f"{ROOT}/config/grpo.py:my_recam_8npu", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_the_plan_of_a_run_stands_beside_what_it_measured(tmp_path, capsys):
+    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.output_root={tmp_path}"])
+    run, device = tmp_path / "first", "device cpu (x86_64, 2 cores); no npu: torch_npu is not installed"
+    starts.record(run, config, "config/grpo.py:tiny_recam", checkpoint=None, epoch=0, ranks=2, device=device)
+    starts.begin(run, config)
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/x": 1}\n')
+    assert plan.main(["--run", str(run)]) == 2
+    assert "has no finished epoch yet" in capsys.readouterr().err
+    row = {
+        "time/epoch_s": 3.0,
+        "time/update_s": 1.0,
+        "system/tflops_per_device": 0.02,
+        "system/sent_gradients_gib": 0.5,
+    }
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row | {"step": step, "time/epoch_s": float(step)}) + "\n" for step in (1, 2, 9))
+    assert plan.main(["--run", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "3 epochs on 2 rank(s), device cpu (x86_64, 2 cores); seconds planned at the 0.02 TFLOP/s sustained" in said
+    found = {line[:34].strip(): line[34:].split() for line in said.splitlines()[2:-1]}
+    expected = planning.make_plan(config, 2, 2e10)
+    assert found["seconds of an epoch"] == [f"{expected.epoch_s:.4g}", "2"]
+    assert found["GiB sent: gradients"] == [f"{expected.sent_gradients_gib:.4g}", "0.5"]
+    assert found["seconds of rollouts"][1] == "-"
+    assert plan.main([]) == 2 and plan.main(["--run", str(run), "--config", "x"]) == 2
