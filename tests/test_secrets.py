@@ -75,7 +75,7 @@ def test_a_server_that_refuses_the_token_ends_the_run_without_telling_it(setup, 
     printed = nothing_seen(setup.folder, capfd, caplog)
     assert "refused, status 401: the token is missing or wrong" in printed
     (line,) = [line for line in printed.splitlines() if line.startswith("error: ")]
-    assert "reward remote:motion_mag failed to measure 2 of 2 samples" in line and "reward.most_faults" in line
+    assert line.startswith("error: remote:motion_mag refused, status 401") and "mend reward.remote.motion_mag" in line
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.signal import is_silent, measure_spread, spread_metrics, without_value
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken
+from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.algorithm.verdict import best_and_worst, direction, in_summary, judge
 from flow_grpo.maths.bootstrap import Interval
@@ -43,6 +44,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.runtime.ranks.traffic import sent_metrics
 from flow_grpo.runtime.reporting.clips import Clip, log_clips, log_rows, training_clips
 from flow_grpo.runtime.reporting.console import Progress, print_before_after
 from flow_grpo.runtime.reporting.tracker import Tracker
@@ -50,7 +52,6 @@ from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.starts import next_commands
 from flow_grpo.settings.schema import Config, RewardConfig
 
-SENT = ("gradients", "weights", "tokens", "rows", "control")  # what ranks send each other
 SHOWN = 2  # videos of the conditions that a run improved most, and of those that it improved least
 
 
@@ -187,6 +188,7 @@ class Trainer:
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
         with self.clock.phase("update"):
             self.metrics |= self.updater.run(batch, plan, self.state.history, probe=probe)
+        check_averaged(self.state.history.norms, self.ranks)
 
     def finish_epoch(self, epoch: int) -> None:
         """Mark an epoch as finished: checkpoints saved from here on contain its update."""
@@ -213,19 +215,13 @@ class Trainer:
         if operations:
             rate = operations / self.ranks.everyone.world_size / seconds
             self.metrics |= {"system/tflops_per_device": rate / 1e12, "system/mfu": rate / self.forwards.rate}
-        self.metrics |= self.updater.learning_rates() | self._sent()
+        self.metrics |= self.updater.learning_rates() | sent_metrics(self.ranks)
         with self.ranks.sync_errors("logging"):
             self.tracker.log(self.metrics, step)
             if every and step % every == 0 and self.ranks.is_main:
                 clips = training_clips(batches[0], self.config.eval.videos)
                 log_clips(self.tracker, self.run_folder / "videos", "train", clips, step)
         self._afterwards = {"time/log_s": time.perf_counter() - begun}
-
-    def _sent(self) -> dict[str, float]:
-        """Return `system/sent_..._gib`: what a rank has sent since the epoch began, by kind, on average."""
-        own = torch.tensor([[float(self.ranks.sent[kind]) for kind in SENT]])
-        mean = self.ranks.everyone.all_gather(own).mean(dim=0).tolist()
-        return {f"system/sent_{kind}_gib": count / 2**30 for kind, count in zip(SENT, mean, strict=True) if count}
 
     def evaluate_if_due(self) -> None:
         """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console.
@@ -265,8 +261,8 @@ class Trainer:
                 log_rows(self.tracker, "eval/presets", evaluation.presets, step)
                 log_clips(self.tracker, self.run_folder / "videos", "eval", evaluation.clips, step)
             self._evaluated = step, evaluation
-            logged = time.perf_counter() - measured
-            self._afterwards["time/log_s"] = self._afterwards.get("time/log_s", 0.0) + logged
+            logged = self._afterwards.get("time/log_s", 0.0) + time.perf_counter() - measured
+            self._afterwards["time/log_s"] = logged
         return self._evaluated[1]
 
     def evaluate_before(self) -> None:
@@ -341,12 +337,8 @@ class Trainer:
             self.tracker.close()
         self._settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
-        self.progress.say(
-            "\n".join([f"verdict: {verdict}", *_places(*files, self._extremes_of()), *self._next_commands()])
-        )
-
-    def _next_commands(self) -> list[str]:
-        return next_commands(self.run_folder, finished=self.state.finished, films=self.films)
+        commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
+        self.progress.say("\n".join([f"verdict: {verdict}", *_places(*files, self._extremes_of()), *commands]))
 
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""

@@ -66,7 +66,9 @@ def test_the_generated_conditions_are_those_of_a_runs_evaluations(world, tmp_pat
     assert asked == [(condition.index, condition.index, key("eval", "noise")) for condition in conditions]
 
 
-def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_training(world, tmp_path, capsys):
+def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_training(
+    world, tmp_path, capsys, monkeypatch
+):
     run, out = tmp_path / "first", tmp_path / "out"
     given = words(world, out, eval__num_conditions=2)
     run.mkdir()
@@ -75,6 +77,9 @@ def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_tra
     transformer.proj_out.weight.data *= 1.05
     transformer.save_pretrained(run / "adapter")
     asked = ["--run", str(run), "--out", str(out), "--workers", "0", "--no-plots"]
+    assert evaluate.main(asked) == 2  # too small for structure from motion, which nobody looks at here
+    assert "24 rows high, must be at least 96" in capsys.readouterr().err and not out.exists()
+    monkeypatch.setattr(starts, "LEAST_ROWS", 24)
     assert evaluate.main([*asked, "--config.eval.num_steps", "1"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == [

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flow_grpo.maths.loss import LossTerms
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import RankError, Ranks
+
+SAME_NORM = 1e-3  # by which the norms of one averaged gradient may differ between devices
 
 
 class UpdateStats:
@@ -103,3 +107,24 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "train/grad_norm_max": norms.max().item(),
         "train/grad_clipped": stats.bounded / len(norms),
     }
+
+
+def check_averaged(norms: Sequence[float], ranks: Ranks) -> None:
+    """Check that the latest gradient was averaged over the ranks: else their weights part without a word.
+
+    Collective call.
+
+    Args:
+        norms: of this rank's gradients, the latest last.
+        ranks: who takes part.
+
+    Raises:
+        RankError: on every rank.
+    """
+    latest = ranks.everyone.all_gather(torch.tensor(norms[-1:] or [0.0], dtype=torch.float64))
+    if float(latest.max()) > (1 + SAME_NORM) * float(latest.min()):
+        raise RankError(
+            f"the gradients are not averaged over the ranks, their norms are {latest.tolist()}: with gradients enabled "
+            "the policy must call its network through `module`, and every weight that requires a gradient must have a "
+            "part in the velocity"
+        )

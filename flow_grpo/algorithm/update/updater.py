@@ -23,7 +23,6 @@ from flow_grpo.runtime.ranks.process_group import RankError, Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, sent_gradients, take_step
 from flow_grpo.settings.schema import TrainConfig
 
-SAME_NORM = 1e-3  # by which the norms of one averaged gradient may differ between devices
 logger = logging.getLogger(__name__)
 
 
@@ -233,7 +232,6 @@ class Updater:
             bound = history.bound(train.max_grad_norm, train.max_grad_ratio)
             set_learning_rates(self.optimizer, history.warm_up(train.warmup_steps))
             norm = take_step(self.policy.module, self.optimizer, bound)
-            self._check_averaged(norm)
             if torch.isfinite(norm):
                 stats.stepped(norm, bound)
                 history.stepped(norm.item())
@@ -242,17 +240,6 @@ class Updater:
             problem = f"the gradient's norm is {norm.item()}"
         stats.forget(mark)
         return problem
-
-    def _check_averaged(self, norm: Tensor) -> None:
-        """Raise RankError on every rank if the averaged gradients differ: the ranks' weights then part silently."""
-        norms = self.ranks.everyone.all_gather(norm.detach().double().cpu().view(1))
-        known = norms[norms.isfinite()]
-        if len(known) and float(known.max()) > (1 + SAME_NORM) * float(known.min()):
-            raise RankError(
-                f"the gradients are not averaged over the ranks, their norms are {norms.tolist()}: with gradients "
-                "enabled the policy must call its network through `module`, and every weight that requires a gradient "
-                "must have a part in the velocity"
-            )
 
     def _skip(self, bad_steps: Sequence[str]) -> None:
         """Drop the gradients of a step that is not finite; raise after more than `train.max_bad_steps` in a row."""
