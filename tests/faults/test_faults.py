@@ -17,6 +17,7 @@ import pytest
 
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.runtime.checkpoints import checkpoint
+from tests.scripted_server import HEALTH, ScriptedServer, answer
 from tests.tiny_models import make_tiny_folder
 from tools.dev.soak import Family
 
@@ -263,9 +264,12 @@ def test_sigint_to_the_launcher_saves_as_well(launch):
     assert_resumes(launch)
 
 
-def test_a_dead_reward_server_stops_the_run_saved_with_code_2(launch):
-    server = {"reward__weights": "target_view=1,remote:judge=1", "reward__remote": "judge=http://127.0.0.1:9"}
-    ended = launch("", ranks=1, **server)
+def test_a_reward_server_that_fails_stops_the_run_saved_with_code_2(launch):
+    judged = {"reward__weights": "target_view=1,remote:judge=1"}
+    absent = launch("", ranks=1, reward__remote="judge=http://127.0.0.1:9", **judged)
+    assert absent.saved == -1 and "error: remote:judge failed" in absent.said and "exitcode  : 2" in absent.said
+    with ScriptedServer(answer({"error": "out of memory"}, 400), health=HEALTH | {"rewards": ["judge"]}) as server:
+        ended = launch("", ranks=1, reward__remote=f"judge={server.url}", **judged)
     assert_gone_in_time(ended, saved=0)
     assert "reward remote:judge failed to measure" in ended.said and "exitcode  : 2" in ended.said
     assert_resumes(launch, ranks=1)
