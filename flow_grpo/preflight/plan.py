@@ -24,6 +24,7 @@ from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight import traffic
 from flow_grpo.preflight.footprint import Footprint, footprint, forward_flops, peak_bytes
+from flow_grpo.runtime.ranks.traffic import gradient_bytes
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
 
@@ -323,7 +324,9 @@ def _sent(
     transformer, videos = _transformer(model), video_model(model.kind).videos
     frozen = counted.parameters - counted.trained
     return {
-        "sent_gradients_gib": traffic.gradients(config, devices, counted.trained, replays),
+        "sent_gradients_gib": gradient_bytes(
+            train.sharding, counted.trained, devices, passes=replays, steps=train.updates_per_epoch
+        ),
         "sent_weights_gib": traffic.weights(config, devices, frozen, counted.trained, calls + replays * (2 + extra)),
         "sent_tokens_gib": traffic.tokens(config, transformer, counted.tokens, videos, rows, again),
         "sent_prefixes_gib": traffic.prefixes(config, devices // train.context_parallel, latents),

@@ -10,23 +10,6 @@ from flow_grpo.models.video_model import DTYPES
 from flow_grpo.settings.schema import Config
 
 
-def gradients(config: Config, devices: int, trained: int, replays: float) -> float:
-    """Return the bytes of gradients, and of what makes up for sharding them.
-
-    Args:
-        config: the recipe.
-        devices: number of ranks.
-        trained: trainable parameters.
-        replays: micro-batches of an epoch.
-    """
-    once = 4.0 * trained * (devices - 1) / devices
-    if config.train.sharding == "ddp":
-        return 2 * once * config.train.updates_per_epoch  # ring all-reduce: reduce-scatter and all-gather
-    if config.train.sharding == "zero2":
-        return once * (replays + config.train.updates_per_epoch)
-    return once * replays
-
-
 def weights(config: Config, devices: int, frozen: int, trained: int, gathers: float) -> float:
     """Return the bytes of sharded weights, which FSDP gathers block by block; 0 where they are not sharded.
 

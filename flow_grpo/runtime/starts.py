@@ -138,10 +138,10 @@ def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 def latest(run_folder: Path) -> dict[str, Any]:
     """Return the record of a run's latest start; ValueError where there is none."""
-    files = _files(run_folder)
-    if not files:
+    start = _latest(run_folder)
+    if start is None:
         raise ValueError(f"{run_folder / STARTS} holds no record of a start; give the folder of a run")
-    return read_json_object(files[-1], "remove it")
+    return start
 
 
 def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) -> list[str]:
@@ -152,10 +152,9 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
         finished: epochs, of a run that began from another's checkpoint its epochs included.
         films: whether tools/generate.py can make videos with its model.
     """
-    files = _files(run_folder)
-    if not files:
+    start = _latest(run_folder)
+    if start is None:
         return []
-    start = read_json_object(files[-1], "remove it")
     config, ranks = start["config"], start["ranks"]
     launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
     place = [f"--config.output_root={config['output_root']}"] if config["output_root"] != Config.output_root else []
@@ -202,8 +201,12 @@ def _files(run_folder: Path) -> list[Path]:
 
 def _recipe_of(run_folder: Path) -> str:
     """Return the recipe of a run's latest start; "" where none is on record."""
+    return str((_latest(run_folder) or {}).get("recipe", ""))
+
+
+def _latest(run_folder: Path) -> dict[str, Any] | None:
     files = _files(run_folder)
-    return str(read_json_object(files[-1], "remove it").get("recipe", "")) if files else ""
+    return read_json_object(files[-1], "remove it") if files else None
 
 
 def _base_name(spec: str) -> str:

@@ -129,9 +129,7 @@ class ScoringQueue:
         number = len(self._jobs)
         conditions, latents = self._batches[number]
         if not self._ranks.is_dealt(number):
-            left: Future[tuple[dict[str, RewardResult] | None, float]] = Future()
-            left.set_result((None, 0.0))
-            self._jobs.append(left)
+            self._jobs.append(self._thread.submit(lambda: (None, 0.0)))
             return
         try:
             with self._clock.phase("score"):

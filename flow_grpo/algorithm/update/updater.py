@@ -20,7 +20,8 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import RankError, Ranks
-from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, sent_gradients, take_step
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, take_step
+from flow_grpo.runtime.ranks.traffic import gradient_bytes
 from flow_grpo.settings.schema import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -222,10 +223,10 @@ class Updater:
                     assert micro.weights is not None
                     weight = micro.weights.to(loss.terms.per_sample) * (scale / passes)
                     backward((loss.terms.per_sample * weight).sum() * loss.scale)
-                self.ranks.sent["gradients"] += int(sent_gradients(self.policy.module, now=last))
                 stats.add(loss.terms, weight / self.ranks.world_size, loss.drift if before_any_update else None)
                 replayed.append((number, micro.keys[:, 0]))
                 self.on_pass()
+        self._count_sent(len(replayed))
         problem = self._not_finite(replayed, stats.ratios[mark:])
         if not problem:
             train = self.settings.train
@@ -240,6 +241,12 @@ class Updater:
             problem = f"the gradient's norm is {norm.item()}"
         stats.forget(mark)
         return problem
+
+    def _count_sent(self, passes: int) -> None:
+        """Count the bytes of an optimizer step's gradients."""
+        trained = sum(parameter.numel() for parameter in self.policy.trained_parameters())
+        sharding, world = self.settings.train.sharding, self.ranks.everyone.world_size
+        self.ranks.sent["gradients"] += int(gradient_bytes(sharding, trained, world, passes=passes, steps=1))
 
     def _skip(self, bad_steps: Sequence[str]) -> None:
         """Drop the gradients of a step that is not finite; raise after more than `train.max_bad_steps` in a row."""
@@ -292,6 +299,6 @@ def name_memory_knobs(batch_size: int) -> Iterator[None]:
         smaller = f"--config.train.batch_size={batch_size // 2}, " if batch_size > 1 else ""
         raise RuntimeError(
             f"out of memory in the update of {batch_size} sample(s) at once: {error}; pass {smaller}"
-            "--config.model.gradient_checkpointing=true, --config.sample.offload=true or "
+            "--config.model.checkpointing=blocks, --config.sample.offload=true or "
             "--config.train.sharding=fsdp2, and go on from the last checkpoint"
         ) from error

@@ -120,15 +120,7 @@ def begin(
     final = path_of(folder, step)
     partial = folder / ranks.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
     trees = ({"state": state} if ranks.is_main else {}) | {f"rank_{ranks.rank}": per_rank}
-    try:
-        with ranks.sync_errors("saving a checkpoint (files)"):
-            copies = {stem: state_files.copied(tree) for stem, tree in trees.items()}
-            if ranks.is_main:
-                partial.mkdir(parents=True)
-    except BaseException:
-        if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+    copies = _copied(trees, partial, ranks)
     given_up = threading.Event()
 
     def write() -> None:
@@ -148,6 +140,20 @@ def begin(
     written, published = thread.submit(write), thread.submit(publish)
     thread.shutdown(wait=False)
     return Saving(final, ranks, partial, written, published, given_up)
+
+
+def _copied(trees: Mapping[str, Mapping[str, Any]], partial: Path, ranks: Ranks) -> dict[str, state_files.Copy]:
+    """Return copies of states by file name, once rank 0 has made the folder (collective call)."""
+    try:
+        with ranks.sync_errors("saving a checkpoint (files)"):
+            copies = {stem: state_files.copied(tree) for stem, tree in trees.items()}
+            if ranks.is_main:
+                partial.mkdir(parents=True)
+    except BaseException:
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return copies
 
 
 def _leave_note(partial: Path, rank: int, stems: Sequence[str]) -> None:

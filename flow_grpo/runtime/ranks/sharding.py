@@ -147,18 +147,6 @@ def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[T
         yield Tensor.backward
 
 
-def sent_gradients(module: nn.Module, *, now: bool) -> float:
-    """Return the bytes of gradients that this rank sends in a backward pass, and for the step after it if `now`.
-
-    Rings are assumed: an all-reduce sends everything twice, all but this rank's part.
-    """
-    own = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    once = 4.0 * own * _others()
-    if isinstance(module, Zero2):
-        return once * (1 + now)
-    return once if is_sharded(module) else 2 * once * now
-
-
 def sent_weights(module: nn.Module) -> float:
     """Return the bytes of sharded weights that this rank sends when all are gathered once; 0 if they are replicated."""
     return sum(p.numel() * p.element_size() for p in module.parameters()) * _others() if is_sharded(module) else 0.0

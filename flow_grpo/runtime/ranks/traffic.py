@@ -1,4 +1,4 @@
-"""What ranks send each other, by kind, as metrics; `Ranks.sent` counts it."""
+"""What ranks send each other, by kind: the bytes of gradients, and metrics of what `Ranks.sent` counts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ import torch
 from flow_grpo.runtime.ranks.process_group import Ranks
 
 KINDS = ("gradients", "weights", "tokens", "rows", "control")
+
+
+def gradient_bytes(sharding: str, trained: int, world_size: int, *, passes: float, steps: float) -> float:
+    """Return the bytes that a rank sends for gradients, and for what makes up for sharding them; rings are assumed.
+
+    Args:
+        sharding: `train.sharding`.
+        trained: trainable parameters.
+        world_size: number of ranks.
+        passes: backward passes.
+        steps: optimizer steps, before each of which one of the passes averages.
+    """
+    once = 4.0 * trained * (world_size - 1) / world_size
+    if sharding == "ddp":
+        return 2 * once * steps  # ring all-reduce: reduce-scatter and all-gather
+    return once * (passes + steps) if sharding == "zero2" else once * passes
 
 
 def sent_metrics(ranks: Ranks) -> dict[str, float]:

@@ -59,11 +59,7 @@ def _run(way: Callable[..., object], ranks: int, local: int, mebibytes: int, *, 
 def _rank(
     rank: int, way: Callable[..., object], world: int, local: int, mebibytes: int, folder: str, repeats: int
 ) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    torch.set_num_threads(1)
-    ranks = process_group.init_ranks(
-        torch.device("cpu"), process_group.Timeouts(300.0), init_method=f"file://{folder}/rendezvous"
-    )
+    ranks = join(rank, world, folder)
     rounds = [_round(ranks, number, local, mebibytes) for number in range(2)]
     dist.barrier(group=ranks.control_group)
     before, seconds, growth = resident_mib(), [], 0.0
@@ -77,6 +73,14 @@ def _rank(
     torch.save((statistics.median(seconds), growth), f"{folder}/{rank}.pt")
     process_group.shut_down(ranks)
     os._exit(0)  # gloo may abort in the interpreter's teardown after large transfers
+
+
+def join(rank: int, world: int, folder: str) -> Ranks:
+    """Return this CPU process among so many that meet by a file in a folder; it computes with one thread."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/rendezvous"
+    return process_group.init_ranks(torch.device("cpu"), process_group.Timeouts(300.0), init_method=meeting)
 
 
 def resident_mib() -> float:
@@ -99,7 +103,7 @@ def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> tuple[Score
     """Return a rank's samples: in the first round the last group is flat, in the second all but one."""
     groups = ranks.world_size * local // K
     rows = [ranks.rank * local + row for row in range(local)]
-    conditions = [_condition(number * groups + row // K, row % K) for row in rows]
+    conditions = [condition(number * groups + row // K, row % K) for row in rows]
     flat = [(row // K == groups - 1) if number == 0 else (row // K != 0) for row in rows]
     rewards = torch.tensor([0.0 if same else float(row % K) for row, same in zip(rows, flat, strict=True)])
     states = torch.rand(local, 4, mebibytes, MEBIBYTE // 16)
@@ -116,7 +120,8 @@ def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> tuple[Score
     return (ScoredBatch(tuple(conditions), samples, {"reward": result}, torch.zeros(0)),)
 
 
-def _condition(gid: int, slot: int) -> Condition:
+def condition(gid: int, slot: int) -> Condition:
+    """Return a copy of a group, with a video of one black pixel."""
     video = torch.zeros(3, 1, 1, 1)
     return Condition(gid, gid, slot, "", video, torch.eye(4, dtype=torch.float64)[None], "", "cam01", "cam02")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -30,15 +29,16 @@ from flow_grpo.models.video_model import share_tokens
 from flow_grpo.preflight import traffic
 from flow_grpo.preflight.footprint import forward_flops, peak_bytes
 from flow_grpo.preflight.plan import make_plan
-from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
+from flow_grpo.records import Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
+from tools.dev.bench_cases.exchange import condition, join
+from tools.dev.bench_cases.transformer import TINY, call_of
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = ROOT / "assets" / "tiny_recam" / "transformer"
 RECIPE = f"{ROOT}/config/grpo.py:tiny_recam"
 REPEATS, K = 5, 4
 FRAMES, SIDES = (2, 4, 8, 16), ((4, 4), (8, 8), (12, 12), (16, 16))  # latents: of 8x8, and five frames of each size
@@ -97,31 +97,18 @@ def _calls(shapes: Sequence[tuple[int, int, int]], along: str) -> dict[str, Axis
     """Measure calls of the tiny network on latents of these frames, rows and columns."""
     network = load_transformer(ReCamTransformer3DModel, TINY)
     config, tokens = network.config, [2 * math.prod(shape) for shape in shapes]
-    calls = [_call(network, shape) for shape in shapes]
+    calls = [call_of(network, shape) for shape in shapes]
     flops = [forward_flops(RECAM, config, (config["in_channels"], *shape), 8) for shape in shapes]
-    forward, update = (_seconds([functools.partial(call, train) for call in calls]) for train in (False, True))
-    peaks = [float(peak_bytes(functools.partial(call, True), network)) for call in calls]
+    forward, update = (_seconds([functools.partial(call, train=train) for call in calls]) for train in (False, True))
+    peaks = []
+    for call in calls:
+        network.zero_grad()  # so that every peak holds new gradients
+        peaks.append(float(peak_bytes(functools.partial(call, train=True), network)))
     return {
         "forward": Axis(f"seconds of a forward against {along}", tokens, forward, flops),
         "update": Axis(f"seconds of an update against {along}", tokens, update, flops),
         "memory": Axis(f"bytes at an update's peak against {along}", tokens, peaks),
     }
-
-
-def _call(network: ReCamTransformer3DModel, shape: tuple[int, int, int]) -> Callable[[bool], None]:
-    draw, (frames, *side), channels = torch.Generator().manual_seed(0), shape, network.config["in_channels"]
-    latents = torch.randn((1, channels, 2 * frames, *side), generator=draw)
-    prompts = torch.randn((1, 8, network.config["text_dim"]), generator=draw)
-    cameras = torch.randn((1, frames, 12), generator=draw)
-
-    def call(train: bool) -> None:
-        with torch.set_grad_enabled(train):
-            output = network(latents, torch.full((1,), 500.0), prompts, cameras)[0]
-            if train:
-                output.square().mean().backward()
-                network.zero_grad()
-
-    return call
 
 
 def _seconds(calls: Sequence[Callable[[], None]]) -> list[float]:
@@ -211,7 +198,6 @@ def _recipe_for(count: int) -> Config:
 
 def _batch(count: int) -> ScoredBatch:
     keys = torch.tensor([[row // K, row % K, row // K] for row in range(count)])
-    video, poses = torch.zeros(3, 1, 1, 1), torch.eye(4, dtype=torch.float64)[None]
     samples = Samples(
         keys=keys,
         places=torch.arange(count),
@@ -220,7 +206,7 @@ def _batch(count: int) -> ScoredBatch:
         trajectory=Trajectory(torch.zeros(count, 2, 1), torch.zeros(count, 1), torch.ones(count, 1, dtype=torch.int64)),
         final_latents=torch.zeros(count, 1),
     )
-    conditions = tuple(Condition(gid, gid, slot, "", video, poses) for gid, slot, _ in keys.tolist())
+    conditions = tuple(condition(gid, slot) for gid, slot, _ in keys.tolist())
     values = torch.rand(count, generator=torch.Generator().manual_seed(count))
     reward = RewardResult(values, torch.ones(count, dtype=torch.bool), ("",) * count)
     return ScoredBatch(conditions, samples, {"reward": reward}, torch.zeros(0))
@@ -244,14 +230,11 @@ def _sent() -> Axis:
 
 
 def _rank(rank: int, world: int, shape: tuple[int, int, int], folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    torch.set_num_threads(1)
-    cpu = torch.device("cpu")
-    ranks = process_group.init_ranks(cpu, process_group.Timeouts(300.0), init_method=f"file://{folder}/rendezvous")
-    _, context = share_samples(ranks, world, cpu)
+    ranks = join(rank, world, folder)
+    _, context = share_samples(ranks, world, torch.device("cpu"))
     network = load_transformer(ReCamTransformer3DModel, TINY)
     share_tokens(network, context)
-    _call(network, shape)(True)
+    call_of(network, shape)(train=True)
     Path(folder, f"{rank}.txt").write_text(str(ranks.sent["tokens"]))
     process_group.shut_down(ranks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def measure() -> dict[str, float]:
     network = load_transformer(ReCamTransformer3DModel, TINY)
     found = {}
     for tokens, shape in VIDEOS.items():
-        step = _update(network, shape)
+        step = functools.partial(call_of(network, shape), train=True)
         set_checkpointing(network, "none")
         ratios = []
         for _ in range(REPEATS):
@@ -57,7 +58,8 @@ def all_tokens(self: ReCamTransformer3DModel, tokens: Tensor, *arguments: Any) -
     return tokens[:, : tokens.shape[1] // 2]
 
 
-def _update(network: ReCamTransformer3DModel, shape: tuple[int, int, int]) -> Callable[[], None]:
+def call_of(network: ReCamTransformer3DModel, shape: tuple[int, int, int]) -> Callable[..., None]:
+    """Return a function that calls the network on latents of these frames, rows and columns; with `train`, backward."""
     (frames, rows, columns), channels = shape, network.config["in_channels"]
     draw = torch.Generator().manual_seed(0)
     latents = torch.randn((1, channels, 2 * frames, rows, columns), generator=draw)
@@ -66,10 +68,13 @@ def _update(network: ReCamTransformer3DModel, shape: tuple[int, int, int]) -> Ca
         torch.randn((1, frames, 12), generator=draw),
     )
 
-    def step() -> None:
-        network(latents, torch.full((1,), 500.0), prompts, cameras)[0].square().mean().backward()
+    def call(*, train: bool) -> None:
+        with torch.set_grad_enabled(train):
+            output = network(latents, torch.full((1,), 500.0), prompts, cameras)[0]
+            if train:
+                output.square().mean().backward()
 
-    return step
+    return call
 
 
 def _timed(call: Callable[[], None]) -> float:
