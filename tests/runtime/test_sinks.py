@@ -159,7 +159,9 @@ VIDEOS = {"wandb": b"ftyp", "swanlab": b"GIF89a", "trackio": b"ftyp"}
 def test_a_tracker_keeps_curves_and_media_in_the_run_s_folder_and_needs_no_network(name: str, tmp_path: Path) -> None:
     run, home = tmp_path / "run", tmp_path / "home"
     home.mkdir()
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "SWANLAB_", "TRACKIO_"))}
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "SWANLAB_", "TRACKIO_", "HF_"))
+    }
     environment = {**kept, "HOME": str(home), "HF_TOKEN": "hf_none", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", START, name, str(run)]
     done = subprocess.run(command, check=False, env=environment, cwd=home, capture_output=True, text=True)
