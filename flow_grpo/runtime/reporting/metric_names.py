@@ -370,7 +370,8 @@ _SYSTEM = (
     Metric(
         "system/sent_<kind>_gib",
         "what a rank sends in an epoch, on average: `gradients` and sharded `weights` by their sizes (rings assumed), "
-        "`tokens` of ranks that share samples, `rows` (samples and shared prefixes), `control` (ids, rewards, errors)",
+        "`tokens` of ranks that share samples, `rows` (samples, shared prefixes and encodings), "
+        "`control` (ids, rewards, errors)",
         "GiB",
     ),
 )

@@ -16,16 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.reporting import plots, video_index
 from flow_grpo.runtime.reporting.background import Background
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
 from flow_grpo.runtime.reporting.metric_names import SECTIONS
 from flow_grpo.runtime.reporting.sinks.sink import Opening, Sink
-from flow_grpo.runtime.video_file import write_video
 
 SINKS = {  # name of the library -> its class below flow_grpo.runtime.reporting.sinks, imported when it is opened
     "wandb": "wandb:Wandb",
@@ -43,6 +40,10 @@ class Tracker:
 
     A step is the number of finished epochs: 0 is before training, the first epoch's metrics have step 1. Resuming at
     step s removes everything logged after s from the files and tensorboard, but not from other trackers.
+
+    Attributes:
+        direction: of held-out metrics, as in `plots.draw_curves`.
+        deciding: returns those of the held-out metrics `eval/...` that decide the verdict.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Tracker:
         *,
         resumed_step: int | None = None,
         direction: Callable[[str], int] = lambda _: 0,
+        deciding: Callable[[Iterable[str]], list[str]] = list,
     ) -> None:
         """Open the run's files and trackers.
 
@@ -64,6 +66,7 @@ class Tracker:
             ranks: of the run; rank 0 writes.
             resumed_step: step of the checkpoint the run resumes from, or None.
             direction: of held-out metrics, as in `plots.draw_curves`.
+            deciding: likewise.
 
         Raises:
             ValueError: a tracker is unknown or not installed.
@@ -74,13 +77,14 @@ class Tracker:
                 raise ValueError(f"trackers={name!r} is not known; use any of {', '.join(SINKS)}")
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
-        self._folder, self._is_main, self._direction = run_folder, ranks.is_main, direction
+        self._folder, self._is_main, self.direction, self.deciding = run_folder, ranks.is_main, direction, deciding
         self._sinks: dict[str, Sink] = {}  # that have been opened
         self._names: list[str] = []
         self._making, self._serving = Background(), Background()
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._files = MetricFiles(run_folder, resumed_step)
+            video_index.cut(run_folder / "videos", resumed_step)
             self._names = libraries
             opening = Opening(run_folder, config, resumed_step, direction)
             for name in libraries:
@@ -109,16 +113,30 @@ class Tracker:
         """Return the names of a step's logged metrics; empty on ranks other than 0."""
         return set(self._files.rows.get(step, ())) if self._is_main else set()
 
-    def log_video(self, name: str, path: Path, video: Tensor, caption: str, step: int) -> None:
-        """Write a video (3, T, h, w), as for `write_video`, to an mp4 file and show it in the trackers."""
+    def log_video(self, name: str, path: Path, write: Callable[[Path], object], caption: str, step: int) -> None:
+        """Write a video file and show it in the trackers; `write` makes it, behind training."""
         _check_names([name])
 
         def make() -> None:
-            write_video(path, video)
+            write(path)
             self._to_sinks(lambda sink: sink.video(name, path, caption, step))
 
+        self.later("videos", make)
+
+    def log_image(self, name: str, path: Path, draw: Callable[[], object], caption: str, step: int) -> None:
+        """Draw a picture to a file and show it in the trackers; `draw` makes it, behind training."""
+        _check_names([name])
+
+        def make() -> None:
+            draw()
+            self._to_sinks(lambda sink: sink.image(name, path, caption, step))
+
+        self.later(path.name, make)
+
+    def later(self, what: str, piece: Callable[[], object]) -> None:
+        """Do something behind training, in the order of calls; `what` names it in warnings."""
         if self._is_main:
-            self._making.add("videos", make)
+            self._making.add(what, piece)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Log a table to the trackers."""
@@ -145,12 +163,9 @@ class Tracker:
 
     def _draw_curves(self, step: int) -> None:
         path, rows = self._folder / CURVES, {step: dict(row) for step, row in self._files.rows.items()}
-
-        def make() -> None:
-            plots.draw_curves(rows, path, title=self._folder.name, direction=self._direction)
-            self._to_sinks(lambda sink: sink.image("eval/curves", path, "rewards and held-out metrics", step))
-
-        self._making.add(CURVES, make)
+        title, direction, deciding = self._folder.name, self.direction, self.deciding
+        draw = functools.partial(plots.draw_curves, rows, path, title=title, direction=direction, deciding=deciding)
+        self.log_image("eval/curves", path, draw, "rewards and held-out metrics", step)
 
     def _open(self, name: str, opening: Opening) -> None:
         module, _, kind = SINKS[name].partition(":")
