@@ -40,7 +40,7 @@ GROUPS = (
 CURVES = "curves.png"
 GIF_FRAMES, GIF_ROWS = 24, 120  # of a video in tensorboard, which shows GIFs only
 SUMMARY = "summary.json"  # its existence marks a run as complete
-CLOSING_S = 120.0  # for what is left to report when a run ends
+CLOSING_S = 300.0  # for what is left to report when a run ends: a dozen videos of 81x480x3368 take two minutes
 
 
 class Tracker:
