@@ -29,6 +29,7 @@ import socket, sys, torch
 from pathlib import Path
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.tracker import Tracker
+from flow_grpo.runtime.video_file import write_video
 
 asked, real = [], socket.getaddrinfo
 def no_network(host, *arguments, **options):

@@ -32,7 +32,7 @@ SINKS = {  # name of the library -> its class below flow_grpo.runtime.reporting.
 }
 CURVES = "curves.png"
 SUMMARY = "summary.json"  # its existence marks a run as complete
-CLOSING_S = 120.0  # for what is left to report when a run ends
+CLOSING_S = 300.0  # for what is left to report when a run ends: a dozen videos of 81x480x3368 take two minutes
 
 
 class Tracker:
