@@ -240,6 +240,17 @@ def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: torch.Tensor, w
         ({"WANDB_API_KEY": "0" * 40}, None, "allow"),
         ({"WANDB_MODE": "disabled"}, None, "allow"),
         ({"NETRC_CONTENT": "machine api.wandb.ai login user password x"}, None, "allow"),
+        ({"NETRC_CONTENT": "machine api.forge.coreweave.com login user password x"}, None, "allow"),
+        (
+            {"NETRC_CONTENT": "machine own.org login a password x", "WANDB_BASE_URL": "http://own.org"},
+            None,
+            "allow",
+        ),
+        (
+            {"NETRC_CONTENT": "machine api.wandb.ai login a password x", "WANDB_BASE_URL": "http://a.b"},
+            "offline",
+            None,
+        ),
         ({"NETRC_CONTENT": "machine example.org login user password x"}, "offline", None),
     ],
 )

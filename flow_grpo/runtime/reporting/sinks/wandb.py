@@ -14,6 +14,7 @@ from flow_grpo.runtime.reporting.metric_names import SECTIONS
 from flow_grpo.runtime.reporting.sinks.sink import PROJECT, Opening
 
 SUMMARIES = {1: "last,max", -1: "last,min", 0: "last"}  # direction of a held-out metric -> columns of the runs table
+HOSTS = ("api.forge.coreweave.com", "api.wandb.ai")  # where `wandb login` logs in: since 0.31, and before
 
 
 class Wandb:
@@ -77,8 +78,9 @@ def key_is_set() -> bool:
     """Return whether wandb can upload without prompting for a login."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    own = os.environ.get("WANDB_BASE_URL")
     try:
-        return netrc.netrc().authenticators(host) is not None
+        logins = netrc.netrc(os.environ.get("NETRC"))
     except (FileNotFoundError, netrc.NetrcParseError):
         return False
+    return any(logins.authenticators(host) for host in ([urlparse(own).hostname or ""] if own else HOSTS))
