@@ -91,10 +91,11 @@ def test_pages_opened_from_disk_can_be_searched(site: Path):
         ("", "![a](docs/demo.png)", "![a](demo.png)"),
         ("", "[a](CONTRIBUTING.md)", "[a](contributing.md)"),
         ("", "[a](https://host/x.md)", "[a](https://host/x.md)"),
+        ("docs", r"| `a\|b` | c\|d |", r"| `a|b` | c\|d |"),
         ("", "```\n[a](docs/x.md)\n```", "```\n[a](docs/x.md)\n```"),
     ],
 )
-def test_links_are_rewritten_to_places_in_the_site(folder: str, text: str, rewritten: str):
+def test_links_and_pipes_are_written_as_the_site_needs_them(folder: str, text: str, rewritten: str):
     assert docs_links.rewrite(text, folder) == rewritten
 
 

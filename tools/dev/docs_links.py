@@ -1,7 +1,7 @@
-"""Let mkdocs show README and its like as pages, and turn links out of docs/ into links within the site.
+"""Let mkdocs show README and its like as pages, and read pages that are written for a code host.
 
-The pages are written for a code host, where `../README.md` and `../flow_grpo/records.py` lead somewhere. In the site
-the former is a page; a source file is none, so that only its name stays.
+On a code host `../README.md` and `../flow_grpo/records.py` lead somewhere. In the site the former is a page; a source
+file is none, so that only its name stays.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {name: name.lower() for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md")}
 # A block of code, which stays as it is, or a link.
 BLOCK_OR_LINK = re.compile(r"^```.*?^```|\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)", re.DOTALL | re.MULTILINE)
+TABLE_ROW, CODE = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"`[^`]*`")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -35,8 +36,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def rewrite(markdown: str, folder: str) -> str:
-    """Return the text of a page in `folder`, relative to the project, with its links rewritten."""
-    return BLOCK_OR_LINK.sub(functools.partial(_rewritten, folder), markdown)
+    """Return the text of a page in `folder`, relative to the project, as mkdocs needs it: links, and `|` in tables."""
+    text = BLOCK_OR_LINK.sub(functools.partial(_rewritten, folder), markdown)
+    return TABLE_ROW.sub(lambda row: CODE.sub(_plain_pipes, row.group()), text)
+
+
+def _plain_pipes(code: re.Match[str]) -> str:
+    r"""Return code of a table with `\|` as `|`: a code host asks for the backslash, mkdocs would show it."""
+    return code.group().replace(r"\|", "|")
 
 
 def _rewritten(folder: str, found: re.Match[str]) -> str:
