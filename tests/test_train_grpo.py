@@ -30,6 +30,7 @@ from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.reporting.metric_names import metric_of
 from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
@@ -111,6 +112,10 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
     by_camera = {"reward_by_camera", "eval_by_camera"}
     assert groups == by_camera | {"reward", "policy", "dyn", "eval", "eval_floor", "train", "time", "system"}
+    logged = {name for row in metrics_of(run) for name in row} - {"step"}
+    assert not [
+        name for name in logged if (metric := metric_of(name)) is None or metric.name == "reward/<reward>_<name>"
+    ]
     cameras = {name.split("/")[1] for row in metrics_of(run) for name in row if name.startswith("reward_by_camera/")}
     assert cameras and cameras <= set(PRESETS)
     names = [path.name for path in sorted((run / "videos").glob("*.mp4"))]
