@@ -52,6 +52,7 @@ bench: setup
 docs: setup
 	$(BIN)/python tools/dev/docs_map.py
 	$(BIN)/python -m flow_grpo.settings.reference > docs/config.md
+	$(BIN)/python -m flow_grpo.runtime.reporting.metric_names > docs/metrics.md
 
 # Whether the working tree's runs give the numbers of commit REF; see CONTRIBUTING.md.
 same-numbers: setup
