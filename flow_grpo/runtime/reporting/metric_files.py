@@ -16,6 +16,7 @@ from pathlib import Path
 from flow_grpo.runtime.atomic_file import write_atomically
 
 Row = dict[str, float]
+LINES = "metrics.jsonl"
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +33,7 @@ class MetricFiles:
         A run killed after that step's checkpoint logs some of the step's metrics again; the first record is kept.
         """
         self.rows: dict[int, Row] = {}
-        self._lines = folder / "metrics.jsonl"
+        self._lines = folder / LINES
         self._table = folder / "metrics.csv"
         self._columns = {"step": None}  # an ordered set
         kept = [] if resumed_step is None else self._lines_up_to(resumed_step)
@@ -81,6 +82,19 @@ class MetricFiles:
             elif record[0] <= last_step:
                 kept.append(record)
         return kept
+
+
+def read_rows(run_folder: Path) -> dict[int, Row]:
+    """Return step -> all its metrics of a run that may be writing: what is no whole record is passed over.
+
+    Raises:
+        OSError: the run's lines cannot be read; a run that has only begun has none (FileNotFoundError).
+    """
+    rows: dict[int, Row] = {}
+    for record in map(_record, (run_folder / LINES).read_bytes().splitlines()):
+        if record is not None:
+            rows.setdefault(record[0], {}).update(record[1])
+    return rows
 
 
 def _record(text: bytes) -> tuple[int, Row] | None:
