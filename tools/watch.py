@@ -108,7 +108,7 @@ def show_live(run: Path, which: str, console: Console, look: Look, *, every: flo
 def keys() -> Iterator[Callable[[float], str]]:
     """Give a function that waits so many seconds for a key and returns it, "" where none was pressed."""
     if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield slept
         return
     import termios  # here: Windows has none, and --once needs none
     import tty
@@ -123,6 +123,12 @@ def keys() -> Iterator[Callable[[float], str]]:
         yield pressed
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def slept(seconds: float) -> str:
+    """Wait where there is no keyboard: no key."""
+    time.sleep(seconds)
+    return ""
 
 
 def picture(run: Snapshot, which: str, look: Look) -> list[RenderableType]:

@@ -245,7 +245,10 @@ def test_the_live_view_ends_by_key_or_signal_and_leaves_the_terminal_as_it_was(t
     run = make_run(tmp_path / "first")
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    with subprocess.Popen([*PROGRAM, str(run)], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=BARE) as live:
+    wide = BARE | {"COLUMNS": "200", "TERM": "xterm"}  # no line is folded
+    with subprocess.Popen(
+        [*PROGRAM, str(run), "--every", "0.2"], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=wide
+    ) as live:
         text = b""
         while text.count(b"q: leave") < 2:  # drawn, and drawn again: it reads keys
             text += os.read(ours, 65536)
