@@ -116,8 +116,16 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     names = [path.name for path in sorted((run / "videos").glob("*.mp4"))]
     assert [name.partition("_val")[0].partition("_train-")[0] for name in names] == [
         *(f"eval_00000{step}" for step in range(3)),
-        "train_000002",
+        *("group_000002", "train_000002"),
     ]
+    lines = [json.loads(text) for text in (run / "videos" / "index.jsonl").read_text().splitlines()]
+    assert sorted(line["file"] for line in lines) == names
+    panels = {(line["kind"], line["step"]): [box["name"] for box in line["panels"]] for line in lines}
+    assert panels["eval", 0] == ["source", "base", "true view"] and panels["train", 2] == ["source", "now", "true view"]
+    assert panels["eval", 1] == panels["eval", 2] == ["source", "base", "now", "true view"]
+    assert [len(line["paths"]["estimated"]) for line in lines if line["kind"] == "eval"] == [5] * 3
+    pictures = ("curves.png", "filmstrip.png", "cameras.png")
+    assert all((run / name).stat().st_size > 1000 for name in pictures) and len(list((run / "paths").iterdir())) == 1
     assert len(checkpoint.published(run / "checkpoints")) == 2
     assert list((run / "adapter").iterdir())
     assert "held-out metrics" in capsys.readouterr().out
@@ -401,7 +409,7 @@ def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_pat
 
 def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction: drawn.append(direction))
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction, deciding: drawn.append(direction))
     config, recipe = train_grpo.read_command_line(words(places, tmp_path))
     trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
     trainer.tracker.log({"eval/trans_err_m": 0.5}, 0)
