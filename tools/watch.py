@@ -190,11 +190,13 @@ def progress(run: Snapshot, look: Look) -> Iterator[RenderableType]:
 
 
 def files(run: Snapshot) -> Iterator[Text]:
-    """Yield the latest checkpoint, and the latest video or filmstrip to look at."""
+    """Yield the latest checkpoint, and what there is to look at: the film strip and the latest video."""
     if run.checkpoint:
         yield Text(f"saved   {run.folder}/checkpoints/{run.checkpoint}")
-    if run.picture is not None:
-        yield Text(f"video   {run.picture}" + (f"\n        {run.caption}" if run.caption else ""))
+    if (strip := run.folder / "filmstrip.png").exists():
+        yield Text(f"strip   {strip}")
+    if run.video is not None:
+        yield Text(f"video   {run.video}" + (f"\n        {run.caption}" if run.caption else ""))
 
 
 def is_phase(name: str) -> bool:

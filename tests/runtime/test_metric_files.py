@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.runtime.reporting.metric_files import MetricFiles, read_rows
+from flow_grpo.runtime.reporting.metric_files import MetricFiles
 
 
 def lines(folder: Path) -> list[dict[str, float | None]]:
@@ -121,15 +121,3 @@ def test_metrics_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match=r"metrics\.jsonl is no regular file; move it away"):
         MetricFiles(tmp_path, resumed_step=1)
-
-
-def test_a_reader_of_a_live_run_gets_every_whole_record_by_step(tmp_path):
-    files = MetricFiles(tmp_path)
-    files.append({"train/loss": 2.0}, 1)
-    files.append({"eval/psnr": math.inf}, 1)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "train/lo')
-    rows = read_rows(tmp_path)
-    assert list(rows) == [1] and rows[1]["train/loss"] == 2.0 and math.isnan(rows[1]["eval/psnr"])
-    with pytest.raises(FileNotFoundError):
-        read_rows(tmp_path / "none")

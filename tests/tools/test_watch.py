@@ -124,11 +124,14 @@ def test_a_half_written_line_and_a_half_written_caption_are_passed_over(tmp_path
         file.write('{"step": 11, "time/epoch_s": 2.0, "rew')
     (run / "videos").mkdir()
     (run / "videos" / "eval_000010_a.mp4").touch()
-    line = json.dumps({"file": "eval_000010_a.mp4", "caption": "The camera turns left."})
+    (run / "filmstrip.png").touch()
+    line = json.dumps({"file": "eval_000010_a.mp4", "step": 10, "caption": "The camera turns left."})
     (run / "videos" / "index.jsonl").write_text(f'{line}\n{{"file": "ev')
     text = shown(run, capsys)
     assert "10/40" in text
-    assert f"video   {run}/videos/eval_000010_a.mp4\n        The camera turns left.\n" in text
+    assert (
+        f"strip   {run}/filmstrip.png\nvideo   {run}/videos/eval_000010_a.mp4\n        The camera turns left.\n" in text
+    )
 
 
 def test_a_killed_run_is_told_with_the_command_that_goes_on_with_it(tmp_path, capsys):

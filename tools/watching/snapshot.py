@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import itertools
 import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, is_held
-from flow_grpo.runtime.reporting.metric_files import LINES, Row, read_rows
+from flow_grpo.runtime.reporting import video_index
+from flow_grpo.runtime.reporting.metric_files import Row, read_rows
 
+LINES = "metrics.jsonl"
 MARKS = (LOCK, "starts", "config.json", LINES)  # any of them makes a folder a run's
 OUTSIDE = ("time/evaluation_s", "time/log_s", "time/save_s", "time/floor_s")  # seconds that are in no epoch's
 RECENT = 20  # epochs that speed is measured over
-PICTURES = (".mp4", ".png", ".gif")
 START_S = 1800.0  # a start that wrote no metric for so long is suspicious: weights load for minutes
 LEAST_QUIET_S = 120.0  # no shorter silence is suspicious
 
@@ -37,8 +37,8 @@ class Snapshot:
         held: a process holds the run's lock; None where that cannot be seen from this machine.
         holder: "process 7 on HOST", the latest; "" where there is none.
         quiet_s: seconds since the latest start or record.
-        picture: the latest video or filmstrip, or None.
-        caption: of the picture, or "".
+        video: the latest, or None.
+        caption: of the video, or "".
         checkpoint: name of the latest, or "".
     """
 
@@ -49,7 +49,7 @@ class Snapshot:
     held: bool | None
     holder: str
     quiet_s: float
-    picture: Path | None
+    video: Path | None
     caption: str
     checkpoint: str
 
@@ -136,7 +136,8 @@ def take(folder: Path) -> Snapshot:
     start = _object(max((folder / "starts").glob("[0-9]*.json"), default=folder / "none"))
     start = start or {"config": _object(folder / "config.json")}
     summary = folder / "summary.json"
-    picture, checkpoints = _latest(_pictures(folder)), (folder / "checkpoints").glob("checkpoint_*")
+    video, checkpoints = _latest_video(folder), (folder / "checkpoints").glob("checkpoint_*")
+    captions = {line["file"]: str(line.get("caption", "")) for line in video_index.read(folder / "videos")}
     return Snapshot(
         folder=folder,
         start=start,
@@ -145,8 +146,8 @@ def take(folder: Path) -> Snapshot:
         held=is_held(folder),
         holder=_text(folder / LOCK).strip(),
         quiet_s=max(0.0, time.time() - written(folder)),
-        picture=picture,
-        caption=_caption(picture),
+        video=video,
+        caption=captions.get(video.name, "") if video else "",
         checkpoint=max((found.name for found in checkpoints), default=""),
     )
 
@@ -195,31 +196,13 @@ def _changed(path: Path) -> float:
 @functools.lru_cache(maxsize=1)  # a long run's file is large: it is read again only when it has changed
 def _rows(folder: Path, changed: float) -> dict[int, Row]:  # noqa: ARG001 - part of the key
     try:
-        return read_rows(folder)
-    except OSError:
+        return read_rows(folder / LINES)
+    except ValueError:  # none yet
         return {}
 
 
-def _pictures(folder: Path) -> Iterator[Path]:
-    places = (folder.glob("*"), (folder / "videos").glob("*"))
-    return (file for file in itertools.chain(*places) if file.suffix in PICTURES and file.name != "curves.png")
-
-
-def _latest(files: Iterator[Path]) -> Path | None:
-    return max(files, key=_changed, default=None)
-
-
-def _caption(picture: Path | None) -> str:
-    """Return what videos/index.jsonl says of a video."""
-    lines = [] if picture is None else _text(picture.parent / "index.jsonl").splitlines()
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:  # half written
-            continue
-        if isinstance(row, dict) and picture is not None and row.get("file") == picture.name:
-            return str(row.get("caption", ""))
-    return ""
+def _latest_video(folder: Path) -> Path | None:
+    return max((folder / "videos").glob("*.mp4"), key=_changed, default=None)
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from flow_grpo.runtime.atomic_file import write_atomically
 
 Row = dict[str, float]
-LINES = "metrics.jsonl"
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +32,7 @@ class MetricFiles:
         A run killed after that step's checkpoint logs some of the step's metrics again; the first record is kept.
         """
         self.rows: dict[int, Row] = {}
-        self._lines = folder / LINES
+        self._lines = folder / "metrics.jsonl"
         self._table = folder / "metrics.csv"
         self._columns = {"step": None}  # an ordered set
         kept = [] if resumed_step is None else self._lines_up_to(resumed_step)
@@ -84,17 +83,24 @@ class MetricFiles:
         return kept
 
 
-def read_rows(run_folder: Path) -> dict[int, Row]:
-    """Return step -> all its metrics of a run that may be writing: what is no whole record is passed over.
+def read_rows(file: Path) -> dict[int, Row]:
+    """Return step -> all its metrics from a run's metrics.jsonl, NaN where a value was not finite.
+
+    Lines that are no record, such as the last one of a killed or a writing run, are left out.
 
     Raises:
-        OSError: the run's lines cannot be read; a run that has only begun has none (FileNotFoundError).
+        ValueError: the file cannot be read, or holds no record at all.
     """
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}); give the folder of a run") from error
     rows: dict[int, Row] = {}
-    for record in map(_record, (run_folder / LINES).read_bytes().splitlines()):
-        if record is not None:
-            rows.setdefault(record[0], {}).update(record[1])
-    return rows
+    for step, metrics in filter(None, map(_record, lines)):
+        rows.setdefault(step, {}).update(metrics)
+    if not rows:
+        raise ValueError(f"{file} holds no record of metrics; wait for the run's first, or give another run")
+    return dict(sorted(rows.items()))
 
 
 def _record(text: bytes) -> tuple[int, Row] | None:
