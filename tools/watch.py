@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if args.once or not terminal:
             show_once(run, which, console, look)
         else:
-            show_live(run, f"{which}  (q: leave)", console, look, every=args.every)
+            show_live(run, f"{which}  (q: leave)".strip(), console, look, every=args.every)
     except ValueError as error:
         return fail(error)
     except KeyboardInterrupt:
@@ -149,10 +149,11 @@ def about(run: Snapshot) -> list[str]:
 def state(run: Snapshot) -> Text:
     """Return one line: whether the run lives, and what came of it."""
     quiet = f"{span(run.quiet_s)} ago"
+    who = f", {run.holder}" if run.holder else ""
     said = {
-        "running": f"running, {run.holder}; last record {quiet}",
-        "starting": f"starting, {run.holder}; no metrics yet, begun {quiet}",
-        "quiet": f"running, {run.holder}, but its last record was {quiet}: it may hang",
+        "running": f"running{who}; last record {quiet}",
+        "starting": f"starting{who}; no metrics yet, begun {quiet}",
+        "quiet": f"running{who}, but its last record was {quiet}: it may hang",
         "ended": f"ended: verdict {run.verdict}",
         "stopped": f"stopped or crashed after epoch {run.finished}, without a verdict; last record {quiet}",
     }[run.state]
@@ -261,8 +262,9 @@ def sparkline(values: Sequence[float], letters: str, length: int) -> str:
     edges = [len(values) * place // count for place in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
-    top = len(letters) - 1
-    return "".join(letters[round(top * (mean - low) / (high - low)) if high > low else 0] for mean in means)
+    if math.isclose(low, high):  # a level, whose means differ by rounding
+        return letters[0] * count
+    return "".join(letters[round((len(letters) - 1) * (mean - low) / (high - low))] for mean in means)
 
 
 def warnings(run: Snapshot) -> Iterator[Text]:
