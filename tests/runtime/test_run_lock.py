@@ -10,7 +10,7 @@ import sys
 import filelock
 import pytest
 
-from flow_grpo.runtime.checkpoints.run_lock import LOCK, RunLock
+from flow_grpo.runtime.checkpoints.run_lock import LOCK, RunLock, is_held
 
 HOLD = """
 import sys
@@ -59,3 +59,19 @@ def test_a_lock_file_that_is_a_symbolic_link_is_neither_followed_nor_truncated(t
     with pytest.raises(ValueError, match=r"\.lock is a symbolic link.*remove it"):
         RunLock(tmp_path / "run").take()
     assert target.read_text() == "content"
+
+
+def test_the_lock_is_seen_without_being_touched_while_held_and_after_its_holder_is_gone(tmp_path, monkeypatch):
+    assert is_held(tmp_path / "run") is None
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        monkeypatch.delattr("fcntl.flock")
+        assert is_held(tmp_path / "run") is True
+        holder.kill()
+    assert is_held(tmp_path / "run") is False
+    lock = tmp_path / "run" / LOCK
+    lock.write_text(f"process {os.getpid()} on {os.uname().nodename}")
+    assert is_held(tmp_path / "run") is None, "a file system without locks, or another process with that number"
+    lock.write_text(f"process {holder.pid} on elsewhere")
+    assert is_held(tmp_path / "run") is None

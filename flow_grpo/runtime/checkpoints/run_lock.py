@@ -14,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 LOCK = ".lock"  # holds "process <pid> on <host>"
+_KERNEL_LOCKS = Path("/proc/locks")  # Linux: "1: FLOCK ADVISORY WRITE <pid> <device>:<inode> 0 EOF", a line a lock
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # from file systems without locks
 _log = logging.getLogger(__name__)
 
@@ -61,3 +62,23 @@ class RunLock:
     def release(self) -> None:
         """Unlock the folder."""
         self._lock.release()
+
+
+def is_held(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of a run's folder, or None where that cannot be seen from here.
+
+    The kernel's list is read: even to try the lock would be to hold it for an instant, in which no run could start.
+    Other machines' locks are not in that list, nor are those of a file system without locks.
+    """
+    file = folder / LOCK
+    try:
+        holder, locks = file.read_text(errors="replace").split(), _KERNEL_LOCKS.read_text()
+        inode = file.stat().st_ino
+    except OSError:
+        return None
+    if len(holder) != 4 or holder[3] != socket.gethostname():
+        return None
+    process = holder[1]
+    if any(process in words and words[-3].endswith(f":{inode}") for words in map(str.split, locks.splitlines())):
+        return True
+    return None if Path("/proc", process).exists() else False

@@ -1,0 +1,293 @@
+"""Watch a run, from its first file to its verdict: progress, time left, rewards, held-out metrics, health.
+
+    python tools/watch.py outputs/first           # until q or Ctrl-C
+    python tools/watch.py outputs                 # the newest run there
+    python tools/watch.py outputs/first --once    # one look, also for a file or a mail
+
+It reads the run's folder and changes nothing in it, so any number may watch, also from another machine that sees the
+folder. Exit code: 0, or 2 where there is no run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import math
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import flow_grpo  # noqa: F401, I001 - before what might load torch
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flow_grpo.runtime.reporting.metric_names import healthy_text, metric_of
+from tools.common import fail, make_parser
+from tools.watching.snapshot import Snapshot, find_run, take
+
+BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-~=+*#"  # of a sparkline, the second where the terminal knows ASCII alone
+BAR = 24  # characters
+WIDE = 100  # columns of a terminal from which on curves are twice as long
+HEALTH = ("policy/credit_share", "policy/clip_fraction", "train/grad_norm")
+LIKENESS = "eval/target_view_psnr_db"  # to the true view, beside what the gold estimator measures
+WARNINGS = 6  # shown at most
+COLOURS = {"running": "green", "starting": "green", "ended": "bold green", "quiet": "yellow", "stopped": "bold red"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """How a terminal can show a run.
+
+    Attributes:
+        width: columns.
+        plain: ASCII only.
+    """
+
+    width: int
+    plain: bool
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Show the run, and return the exit code."""
+    parser = make_parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of several: then its newest")
+    parser.add_argument("--once", action="store_true", help="print it once and end, as without a terminal")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks, default 2")
+    parser.add_argument("--ascii", action="store_true", help="plain characters, as where the terminal is not UTF-8")
+    args = parser.parse_args(words)
+    if not 0.1 <= args.every < math.inf:
+        return fail(f"--every: got {args.every:g}, must be at least 0.1 seconds")
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr] # a scene's name may be no ASCII
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves the terminal as it was
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else 120, markup=False, highlight=False)
+    look = Look(console.width, args.ascii or console.options.ascii_only)
+    try:
+        run, which = find_run(args.run)
+        if args.once or not terminal:
+            show_once(run, which, console, look)
+        else:
+            show_live(run, f"{which}  (q: leave)".strip(), console, look, every=args.every)
+    except ValueError as error:
+        return fail(error)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def show_once(run: Path, which: str, console: Console, look: Look) -> None:
+    """Print the run as it is now; lines keep their length, so that paths stay whole."""
+    for part in picture(take(run), which, look):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def show_live(run: Path, which: str, console: Console, look: Look, *, every: float) -> None:
+    """Show the run on the whole terminal until q is pressed."""
+
+    def screen() -> Group:
+        return Group(*picture(take(run), which, dataclasses.replace(look, width=console.width)))
+
+    with Live(screen(), console=console, screen=True, auto_refresh=False) as live, keys() as pressed:
+        while pressed(every) not in ("q", "Q"):
+            live.update(screen(), refresh=True)
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """Give a function that waits so many seconds for a key and returns it, "" where none was pressed."""
+    if not sys.stdin.isatty():
+        yield slept
+        return
+    import termios  # here: Windows has none, and --once needs none
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+
+    def pressed(seconds: float) -> str:
+        return sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
+
+    try:
+        tty.setcbreak(sys.stdin)
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def slept(seconds: float) -> str:
+    """Wait where there is no keyboard: no key."""
+    time.sleep(seconds)
+    return ""
+
+
+def picture(run: Snapshot, which: str, look: Look) -> list[RenderableType]:
+    """Return what is shown of a run, from top to bottom."""
+    title = Text.assemble((str(run.folder), "bold"), f"  {which}".rstrip())
+    parts = *progress(run, look), *metrics(run, look), *files(run)
+    return [title, *map(Text, about(run)), state(run), *warnings(run), *parts]
+
+
+def about(run: Snapshot) -> list[str]:
+    """Return one line: recipe, ranks and device; none before a start is on record."""
+    if "recipe" not in run.start:
+        return []
+    device = str(run.start["device"]).partition(";")[0].removeprefix("device ")
+    return [f"{run.start['recipe']}, {run.start['ranks']} rank(s) on {device}"]
+
+
+def state(run: Snapshot) -> Text:
+    """Return one line: whether the run lives, and what came of it."""
+    quiet = f"{span(run.quiet_s)} ago"
+    who = f", {run.holder}" if run.holder else ""
+    said = {
+        "running": f"running{who}; last record {quiet}",
+        "starting": f"starting{who}; no metrics yet, begun {quiet}",
+        "quiet": f"running{who}, but its last record was {quiet}: it may hang",
+        "ended": f"ended: verdict {run.verdict}",
+        "stopped": f"stopped or crashed after epoch {run.finished}, without a verdict; last record {quiet}",
+    }[run.state]
+    if run.held is None and run.state in ("running", "starting"):
+        said += " (from its files alone: its lock cannot be seen from here)"
+    if run.state == "stopped":
+        root, recipe = run.knob("output_root", "outputs"), run.start.get("recipe", "RECIPE")
+        place = f"--config.run_name={run.folder.name}" + (f" --config.output_root={root}" if root != "outputs" else "")
+        said += f"\n  go on from {run.checkpoint or 'the beginning (nothing is saved)'}:"
+        said += f" train_grpo.py --config {recipe} --config.resume=auto {place}"
+    return Text(said, style=COLOURS[run.state])
+
+
+def progress(run: Snapshot, look: Look) -> Iterator[RenderableType]:
+    """Yield the bar of epochs with the time left, and where time and memory go."""
+    if run.num_epochs:
+        line = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=run.num_epochs, completed=run.finished, width=BAR)
+        speed = "" if math.isnan(run.epoch_s) else f"{run.epoch_s:.3g} s an epoch"
+        left = f"ETA {span(run.left_s)}" if run.state == "running" and speed else ""
+        shown: RenderableType = bar
+        if look.plain:
+            done = min(BAR, BAR * run.finished // run.num_epochs)
+            shown = "#" * done + "." * (BAR - done)
+        line.add_row("epochs", shown, f"{run.finished}/{run.num_epochs}", speed, left)
+        yield line
+    if run.epochs:
+        whole = run.mean("time/epoch_s")
+        phases = {name[5:-2]: run.mean(name) for name in run.epochs[run.finished] if is_phase(name)}
+        largest = sorted(phases.items(), key=lambda phase: -phase[1])
+        shown_phases = [f"{name} {100 * seconds / whole:.0f} %" for name, seconds in largest if seconds > whole / 100]
+        yield Text(f"time    {'  '.join(shown_phases)}")
+        memory = [run.mean(f"system/memory_{name}_gib") for name in ("peak", "total")]
+        yield Text(f"memory  {memory[0]:.3g} of {memory[1]:.3g} GiB at the peak")
+
+
+def files(run: Snapshot) -> Iterator[Text]:
+    """Yield the latest checkpoint, and what there is to look at: the film strip and the latest video."""
+    if run.checkpoint:
+        yield Text(f"saved   {run.folder}/checkpoints/{run.checkpoint}")
+    if (strip := run.folder / "filmstrip.png").exists():
+        yield Text(f"strip   {strip}")
+    if run.video is not None:
+        yield Text(f"video   {run.video}" + (f"\n        {run.caption}" if run.caption else ""))
+
+
+def is_phase(name: str) -> bool:
+    """Return whether a metric is the seconds of a phase of the epoch: these add up to the epoch's."""
+    apart = ("time/epoch_s", "time/score_hidden_s", "time/finish_s", "time/evaluation_s", "time/floor_s")
+    return name.startswith("time/") and name not in (*apart, "time/log_s", "time/save_s")
+
+
+def metrics(run: Snapshot, look: Look) -> Iterator[RenderableType]:
+    """Yield the table of the rewards in training, what they do on held-out conditions, and the run's health."""
+    if not run.rows:
+        return
+    letters, length = LETTERS if look.plain else BLOCKS, 24 if look.width >= WIDE else 10
+    table = Table("metric", box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.columns[0].min_width = 24
+    table.add_column("first", justify="right", min_width=9)
+    table.add_column("last", justify="right", min_width=9)
+    table.add_column("curve", min_width=length)
+    table.add_column("", no_wrap=True)  # is cut where the terminal is too narrow
+    for name in (*rewards(run), *held_out(run), *HEALTH):
+        values = run.series(name)
+        if values:
+            curve = sparkline(values, letters, length)
+            table.add_row(name, f"{values[0]:.4g}", f"{values[-1]:.4g}", Text(curve, style="cyan"), note(run, name))
+    yield table
+
+
+def rewards(run: Snapshot) -> list[str]:
+    """Return the metrics of the rewards that are trained on."""
+    weights = {name: values[-1] for name in run.names if is_weight(name) and (values := run.series(name))}
+    return [f"{name.removesuffix('_weight')}_mean" for name, weight in weights.items() if weight]
+
+
+def is_weight(name: str) -> bool:
+    """Return whether a metric is the weight of a reward."""
+    return name.startswith("reward/") and name.endswith("_weight")
+
+
+def held_out(run: Snapshot) -> list[str]:
+    """Return the held-out metrics that say most: the gold estimator's, else the rewards', and likeness to the truth."""
+    measured = [name for name in run.names if name.startswith("eval/")]
+    gold = [name for name in measured if name.replace("eval/", "eval_floor/", 1) in run.names]
+    trained = [name.replace("reward/", "eval/").removesuffix("_mean") for name in rewards(run)]
+    return [name for name in measured if name in (gold or trained) or name == LIKENESS]
+
+
+def note(run: Snapshot, name: str) -> str:
+    """Return what belongs beside a metric: a reward's spread within groups, a held-out metric's change."""
+    spread = run.series(f"{name.removesuffix('_mean')}_group_std")
+    if name.startswith("reward/") and spread:
+        return f"+- {spread[-1]:.2g} within groups"
+    change = [run.series(name.replace("eval/", "eval_change/", 1) + end)[-1:] for end in ("", "_low", "_high")]
+    if name.startswith("eval/") and all(change):
+        (mean,), (low,), (high,) = change
+        return f"{mean:+.2g} [{low:+.2g}, {high:+.2g}]"
+    return ""
+
+
+def sparkline(values: Sequence[float], letters: str, length: int) -> str:
+    """Return a curve in one line of text, at most `length` characters: the first letter is the lowest value."""
+    count = min(length, len(values))
+    edges = [len(values) * place // count for place in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    if math.isclose(low, high):  # a level, whose means differ by rounding
+        return letters[0] * count
+    return "".join(letters[round((len(letters) - 1) * (mean - low) / (high - low))] for mean in means)
+
+
+def warnings(run: Snapshot) -> Iterator[Text]:
+    """Yield a line for every metric of the latest epoch or evaluation that is out of its healthy bounds."""
+    found = []
+    for name, value in run.latest.items():
+        metric = metric_of(name)
+        if metric is None or metric.healthy is None or math.isnan(value):
+            continue
+        low, high = metric.healthy
+        if not low <= value <= high:
+            advice = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", metric.advice)  # links of a page
+            found.append(f"! {name} is {value:.4g}, healthy: {healthy_text(metric)}; {advice}")
+    yield from (Text(line, style="yellow") for line in found[:WARNINGS])
+    if len(found) > WARNINGS:
+        yield Text(f"! and {len(found) - WARNINGS} more metrics out of their bounds", style="yellow")
+
+
+def span(seconds: float) -> str:
+    """Return a length of time in words, such as "3 s" or "1:02:03"."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else str(datetime.timedelta(seconds=whole))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
