@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -163,7 +164,7 @@ def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: i
     texts: list[str] = []
     for camera in names:
         try:
-            motion = _motion(read_cameras(file, [camera], max(frames, 1))[0])
+            motion = _motion(read_cameras(file, [camera], max(frames, _posed_frames(content, camera), 1))[0])
         except ValueError as error:
             texts.append(str(error).replace(f" for {camera};", ";"))
             continue
@@ -172,6 +173,12 @@ def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: i
             step, limit = "{:.3g} m and {:.3g} degrees".format(*motion[2:]), "{:g} m, {:g}".format(*settings.max_step)
             texts.append(f"{camera} moves {step} between two frames, at most {limit} degrees are plausible")
     report.problems.extend((name, text) for text in dict.fromkeys(texts))  # a frame that all cameras lack: once
+
+
+def _posed_frames(content: dict[str, Any], camera: str) -> int:
+    """Return how many frames from the first on have a pose of a camera."""
+    entries = (content.get(f"frame{number}") for number in itertools.count())
+    return sum(1 for _ in itertools.takewhile(lambda entry: isinstance(entry, dict) and camera in entry, entries))
 
 
 def _motion(poses: torch.Tensor) -> tuple[float, float, float, float]:
@@ -276,7 +283,14 @@ def show(report: dict[str, Any]) -> None:
         captions = f"{row['captioned']} of {row['clips']}"
         table.add_row(*names, counts[0], str(row["clips"]), *counts[1:], _text(row["seconds"]), captions)
     console.print(table)
-    table = Table("split", "path (m)", "rotation (deg)", "step (m)", "step (deg)", title="min / median / max")
+    table = Table(
+        "split",
+        "path (m)",
+        "rotation (deg)",
+        "step (m)",
+        "step (deg)",
+        title="min / median / max over the cameras, all frames",
+    )
     for row in report["motion"]:
         table.add_row(row["split"], *(_text(row[name]) for name in MOTIONS))
     console.print(table)
@@ -305,9 +319,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("root", type=Path, help="dataset folder, the parent of the splits")
     parser.add_argument("--split", action="append", help="folder below the root, may be repeated; default: all")
     parser.add_argument("--decode", action="store_true", help="decode every frame: finds hidden damage, slow")
-    parser.add_argument("--frames", type=int, help="least number of frames of every video and camera")
+    parser.add_argument("--frames", type=int, help="least number of frames of every video and camera file")
     parser.add_argument("--size", type=image_size, help="required pixels of every video, as ROWSxCOLUMNS")
-    parser.add_argument("--max-step", type=float, nargs=2, default=MAX_STEP, metavar=("METRES", "DEGREES"))
+    parser.add_argument(
+        "--max-step",
+        type=float,
+        nargs=2,
+        default=MAX_STEP,
+        metavar=("METRES", "DEGREES"),
+        help="most that a camera may move and turn between two frames; default: %(default)s",
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON instead of printing tables")
     return parser
@@ -317,8 +338,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check a dataset and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if not args.root.is_dir() or (args.json and not args.json.parent.is_dir()):
-        parser.error(f"the dataset folder {args.root} or the folder of --json {args.json} does not exist")
+    if not args.root.is_dir():
+        parser.error(f"the dataset folder {args.root} does not exist")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"the folder of --json {args.json} does not exist")
     if args.workers < 1 or (args.frames is not None and args.frames < 1):
         parser.error(f"--workers is {args.workers} and --frames {args.frames}, must be at least 1")
     splits = args.split or sorted(p.name for p in args.root.iterdir() if p.is_dir() and p.name[0] != ".")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset, Scene, check_disjoint, find_scenes, fitted_intrinsics
 from flow_grpo.data.video_io import fit_video
+from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition
 from flow_grpo.runtime.video_file import write_video
 from tests.data.cases import clip, refusal
@@ -424,3 +427,24 @@ def test_digits_with_an_underscore_are_no_number(root):
     file = root / "val" / "10basic_trajectories" / "cameras" / "camera_extrinsics.json"
     file.write_text(file.read_text().replace("100 250", "1_00 250"))
     assert "must be four rows of four numbers" in refusal(lambda: second_camera(root))
+
+
+def test_the_page_s_conversion_of_opencv_poses_is_read_back_as_they_were(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "your_videos.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    given: dict[str, Any] = {}
+    exec(code, given)
+    turned = rotation_about_y(torch.tensor([0.0, 20.0, 40.0], dtype=torch.float64))
+    poses = torch.eye(4, dtype=torch.float64).repeat(3, 1, 1)
+    poses[:, :3, :3], poses[:, :3, 3] = turned, torch.tensor([[0, 0, 0], [0.5, -0.2, 1], [1, -0.4, 2]])
+    texts = [given["entry"](torch.linalg.inv(pose).numpy()) for pose in poses]
+    file = tmp_path / "camera_extrinsics.json"
+    file.write_text(json.dumps({f"frame{number}": {"cam01": text} for number, text in enumerate(texts)}))
+    found = read_cameras(file, ["cam01"], 3)[0]
+    torch.testing.assert_close(relative(found[0], found), relative(poses[0], poses), rtol=0, atol=1e-8)
+
+
+def rotation_about_y(degrees: Tensor) -> Tensor:
+    angle, zero = torch.deg2rad(degrees), torch.zeros_like(degrees)
+    rows = [angle.cos(), zero, angle.sin(), zero, zero + 1, zero, -angle.sin(), zero, angle.cos()]
+    return torch.stack(rows, dim=-1).view(-1, 3, 3)

@@ -143,7 +143,9 @@ def test_decoding_finds_what_the_header_hides(root):
 def test_frames_and_sizes_may_be_asked_for(root, words, said):
     found = problems(root, *words)
     assert [text for file, texts in found.items() if "videos/" in file for text in texts] == [said] * 30
-    assert report(root, "--frames", "3", code=0)["problems"] == []
+    fewer = report(root, "--frames", "3", code=0)
+    assert fewer["problems"] == []
+    assert fewer["motion"] == report(root, code=0)["motion"], "paths are measured over all frames"
 
 
 def test_a_camera_that_jumps_is_named(root):
