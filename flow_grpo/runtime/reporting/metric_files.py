@@ -83,6 +83,26 @@ class MetricFiles:
         return kept
 
 
+def read_rows(file: Path) -> dict[int, Row]:
+    """Return step -> all its metrics from a run's metrics.jsonl, NaN where a value was not finite.
+
+    Lines that are no record, such as the last one of a killed or a writing run, are left out.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no record at all.
+    """
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}); give the folder of a run") from error
+    rows: dict[int, Row] = {}
+    for step, metrics in filter(None, map(_record, lines)):
+        rows.setdefault(step, {}).update(metrics)
+    if not rows:
+        raise ValueError(f"{file} holds no record of metrics; wait for the run's first, or give another run")
+    return dict(sorted(rows.items()))
+
+
 def _record(text: bytes) -> tuple[int, Row] | None:
     """Return step and metrics of a line that `_line` wrote, or None for any other."""
     try:
