@@ -224,7 +224,8 @@ def _videos(folder: Path) -> tuple[list[Video], list[str]]:
         except (ValueError, RecursionError):  # a running run may be writing its last line
             bad += 1
             continue
-        if Path(video.file).name == video.file and (folder / video.file).is_file():
+        file = folder / video.file
+        if Path(video.file).name == video.file and file.is_file() and not file.is_symlink():
             found.append(video)
         else:
             gone += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-NOTHING, MINUS = "–", "\N{MINUS SIGN}"
+NOTHING, MINUS = "–", "−"
 
 
 def number(value: float | None, digits: int = 4) -> str:
