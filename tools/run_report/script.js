@@ -181,7 +181,7 @@ class Player {
 
   get visible() {
     const box = this.section.getBoundingClientRect();
-    return box.top < innerHeight * 0.75 && box.bottom > innerHeight * 0.25;
+    return box.top < innerHeight - 100 && box.bottom > 100;
   }
 }
 
@@ -192,7 +192,7 @@ const players = [...document.querySelectorAll(".player")]
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const target = event.target;
-  const player = players.find((one) => one.visible);
+  const player = players.find((one) => one.section.contains(target)) ?? players.find((one) => one.visible);
   if (!player) return;
   if (event.key === " " && !target.closest("button, select, summary, a")) player.toggle();
   else if (event.key === "ArrowLeft" && !target.closest("input, select, svg")) player.step(-1);
