@@ -16,7 +16,7 @@ from flow_grpo.runtime.atomic_file import atomic_path
 Rows = Mapping[int, Mapping[str, float]]
 
 _COLUMNS = 3
-SMOOTH_FROM = 20  # number of points from which a running mean is drawn
+_SMOOTH_FROM = 20  # number of points from which a running mean is drawn
 _REWARD, _EVAL, _LEVEL = "#1f5fa8", "#b5472f", "#4a7a3a"
 _SUM = "reward/mean"  # weighted, in no unit: of the rewards the last
 _BETTER = {1: "higher is better", -1: "lower is better", 0: ""}
@@ -76,10 +76,10 @@ def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
     spread = np.array([rows[step].get(band, math.nan) for step in steps])
     if np.isfinite(spread).any():
         axes.fill_between(steps, means - spread, means + spread, color=_REWARD, alpha=0.15, lw=0, label="± group std")
-    smooth = len(means) >= SMOOTH_FROM
+    smooth = len(means) >= _SMOOTH_FROM
     axes.plot(steps, means, color=_REWARD, lw=1.0 if smooth else 1.8, alpha=0.45 if smooth else 1.0, label="mean")
     if smooth:
-        axes.plot(steps, running_mean(means), color=_REWARD, lw=2.0, label="running mean")
+        axes.plot(steps, _running_mean(means), color=_REWARD, lw=2.0, label="running mean")
     _set_title(axes, name, _BETTER[1] + " (weighted sum)" * (name == _SUM))
     axes.legend(fontsize=7, frameon=False, loc="best")
 
@@ -118,7 +118,7 @@ def _points(rows: Rows, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
     return steps, np.array([rows[int(step)][name] for step in steps])
 
 
-def running_mean(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _running_mean(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the mean over a centred window of a tenth of the points, truncated at the ends."""
     width = max(3, len(values) // 10) | 1
     window = np.ones(width)
