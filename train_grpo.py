@@ -28,7 +28,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 import torch
 
 from flow_grpo.algorithm import build as parts
-from flow_grpo.algorithm.evaluate import ConditionSource
+from flow_grpo.algorithm.evaluate import ConditionSource, Evaluator
 from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import RewardFaultError
@@ -37,7 +37,7 @@ from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.run_state import RunState, common_identity
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError
 from flow_grpo.algorithm.trainer import NoSignalError, Trainer
-from flow_grpo.algorithm.verdict import direction
+from flow_grpo.algorithm.verdict import deciding, direction
 from flow_grpo.data.dataset import ConditionDataset, Split
 from flow_grpo.data.splits import held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -308,8 +308,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
             world = ranks.everyone.world_size
             starts.record(run_folder, given, spec, checkpoint=path, epoch=state.finished, ranks=world, device=place)
         step = None if path is None else state.finished
-        better = functools.partial(direction, rewards=evaluator.names)
-        tracker = Tracker(run_folder, to_dict(config), config.trackers, ranks, resumed_step=step, direction=better)
+        tracker = open_tracker(config, run_folder, evaluator, ranks, resumed_step=step)
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
     progress = Progress(config.num_epochs, ranks, finished=state.finished, seconds=seconds)
     if path is not None:
@@ -332,6 +331,22 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
         cameras=pooled(train.cameras()),
         from_own=from_own,
         films=is_video_model(config.model.kind),
+    )
+
+
+def open_tracker(
+    config: Config, run_folder: Path, evaluator: Evaluator, ranks: Ranks, *, resumed_step: int | None
+) -> Tracker:
+    """Return the run's tracker, which knows the held-out metrics that decide and which way they should go."""
+    gold = evaluator.gold is not None
+    return Tracker(
+        run_folder,
+        to_dict(config),
+        config.trackers,
+        ranks,
+        resumed_step=resumed_step,
+        direction=functools.partial(direction, rewards=evaluator.names),
+        deciding=functools.partial(deciding, rewards=evaluator.names, weights=config.reward.weights, gold=gold),
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.multicam import CAMERAS_JSON
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting.clips import log_clips, make_clip
+from flow_grpo.runtime.reporting.clips import make_clip
+from flow_grpo.runtime.reporting.gallery import Gallery
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.loading import ConfigError, load_config
@@ -56,12 +57,16 @@ def test_an_encoding_lies_in_its_store_whatever_it_was_made_of(tmp_path, name):
 def test_a_clip_lies_in_its_folder_whatever_its_condition_is_called(tmp_path, name):
     named = dataclasses.replace(condition(), scene=name, target_camera=name, preset=name, target_video=None)
     generated = torch.zeros_like(named.source_video)
-    clip = make_clip(named, generated, {f"remote:{name}": 1.0})
+    estimated = torch.eye(4).double().repeat(len(named.target_poses), 1, 1)
+    clip = make_clip(named, generated, {f"remote:{name}": 1.0}, estimated=estimated)
     tracker = Tracker(tmp_path / "run", {}, (), Ranks())
-    log_clips(tracker, tmp_path / "videos", "eval", [clip], 1)
+    gallery = Gallery(tracker, tmp_path / "run")
+    gallery.evaluation([clip], 1, before=True)
+    gallery.paths([clip])
     tracker.close()
-    (path,) = [file for file in tmp_path.rglob("*.mp4") if file.is_file()]
-    assert path.parent == tmp_path / "videos"
+    for ending, folder in (("mp4", "videos"), ("png", "paths")):
+        files = [file for file in tmp_path.rglob(f"*.{ending}") if file.name not in ("curves.png", "filmstrip.png")]
+        assert [file.parent for file in files] == [tmp_path / "run" / folder]
 
 
 def test_names_in_captions_and_camera_files_are_compared_and_not_opened(tmp_path):

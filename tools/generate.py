@@ -67,10 +67,10 @@ from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import on_every_call
-from flow_grpo.runtime.reporting.clips import side_by_side
+from flow_grpo.runtime.reporting.film import Panel, film, rate
 from flow_grpo.runtime.starts import LEAST_ROWS
 from flow_grpo.runtime.tensor_store import TensorStore
-from flow_grpo.runtime.video_file import write_video
+from flow_grpo.runtime.video_file import levels, write_video
 from tools.common import fail
 from tools.generation.options import parse
 from tools.published.results import vipe_files, vipe_poses
@@ -448,8 +448,18 @@ def write(request: Request, condition: Condition, videos: Mapping[str, Tensor], 
     for ending, video in videos.items():
         write_video(request.file(ending), video, fps=VIDEO_FPS)
     if request.source is not None or len(videos) > 1:
-        beside = side_by_side(condition, torch.cat(list(videos.values()), dim=-1))
-        write_video(request.file(BESIDE), beside, fps=VIDEO_FPS)
+        beside = side_by_side(condition, videos)
+        write_video(request.file(BESIDE), beside, fps=rate(beside.shape[1]))
+
+
+def side_by_side(condition: Condition, videos: Mapping[str, Tensor]) -> Tensor:
+    """Return (3, T, rows, columns) uint8 with a condition's source and the videos made of it, labelled."""
+    names = {BEFORE: "before training", AFTER: "after training" if BEFORE in videos else "generated"}
+    shown = {} if condition.source_video is None else {"source": condition.source_video}
+    shown |= {names[ending]: video for ending, video in videos.items()}
+    title = " ".join(part for part in (condition.scene, condition.camera) if part) or condition.prompt
+    panels = [Panel(name, levels(video)) for name, video in shown.items()]
+    return film(panels, [title], condition.target_poses)[0]
 
 
 if __name__ == "__main__":

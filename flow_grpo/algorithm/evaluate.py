@@ -12,12 +12,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.changes import ConditionRow, rows_by_camera
+from flow_grpo.algorithm.changes import ConditionRow, earlier_values, rows_by_camera
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
@@ -26,7 +26,9 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting.clips import Clip, make_clip
+from flow_grpo.runtime.reporting.clips import Clip, make_clip, with_base
+
+POSE_ERRORS = ("rot_err_deg", "trans_err_m")  # of a gold estimator: said below its videos
 
 
 class ConditionSource(Protocol):
@@ -42,6 +44,15 @@ class ConditionSource(Protocol):
 
     def size_of(self, index: int) -> tuple[int, int, int]:
         """Return the (frames, rows, columns) of its videos."""
+        ...
+
+
+@runtime_checkable
+class Locator(Protocol):
+    """An estimator that can say where it saw the cameras, not only how far from the command."""
+
+    def locate(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
+        """Return (B, T, 4, 4) camera-to-world like the commands of (B, 3, T, h, w) videos, NaN for lost frames."""
         ...
 
 
@@ -184,30 +195,52 @@ class Evaluator:
         )
 
     def clips(
-        self, positions: Sequence[int], rows: Sequence[ConditionRow], weights: AbstractContextManager[Any] | None = None
+        self,
+        positions: Sequence[int],
+        rows: Sequence[ConditionRow],
+        before: Sequence[ConditionRow],
+        weights: AbstractContextManager[Any] | None = None,
     ) -> list[Clip]:
         """Sample some conditions once more, one by one, and return their clips on rank 0 (collective call).
+
+        Beside each is what the starting policy makes of it, where the policy can still be that.
 
         Args:
             positions: places in `rows`.
             rows: of an evaluation with the same weights, for the captions.
+            before: rows of the evaluation before training, likewise.
             weights: context entered while sampling.
 
         Raises:
             RuntimeError: on every rank, if any failed.
         """
-        found: list[Clip] = []
         if not positions:
-            return found
+            return []
+        earlier = earlier_values(before, rows)
         with weights or contextlib.nullcontext():
-            for position in positions:
-                conditions, latents = self._sample([position])
-                with self.ranks.sync_errors("evaluation"):
-                    if self.ranks.is_main:
-                        video = decode(self.policy, conditions, latents)[0]
-                        scores = {name: rows[position]["values"][name] for name in self.rewards.weights}
-                        found.append(make_clip(conditions[0], video, scores))
+            made = [self._sample([position]) for position in positions]
+        started = [self._as_it_started(position) for position in positions]
+        found: list[Clip] = []
+        with self.ranks.sync_errors("evaluation"):
+            for position, (conditions, latents), base in zip(positions, made, started, strict=True):
+                if self.ranks.is_main:
+                    video = decode(self.policy, conditions, latents)
+                    clip = self._clip(
+                        conditions[0], video[0], rows[position]["values"], self._located(video, conditions)
+                    )
+                    if base is not None:
+                        clip = with_base(clip, decode(self.policy, conditions, base)[0])
+                    found.append(dataclasses.replace(clip, before=earlier[position] or {}))
         return found
+
+    def _as_it_started(self, position: int) -> Tensor | None:
+        """Return latents from the starting policy, None where there is no copy of it (collective call)."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.policy.reference())
+            except ValueError:  # fully trained, without a KL term that would need the copy
+                return None
+            return self._sample([position])[1]
 
     def _measure(self, number: int, positions: Sequence[int], rows: dict[int, ConditionRow], clips: list[Clip]) -> None:
         """Sample one batch and score it, or leave that to another rank with the same samples."""
@@ -245,9 +278,22 @@ class Evaluator:
         made = _rows(positions, conditions, columns)
         rows |= made
         if self.ranks.is_main:
-            for row, position in enumerate(positions[: self.settings.videos - len(clips)]):
-                scores = {name: made[position]["values"][name] for name in rewards}
-                clips.append(make_clip(conditions[row], videos[row], scores))
+            shown = positions[: self.settings.videos - len(clips)]
+            located = self._located(videos[: len(shown)], conditions[: len(shown)])
+            for row, position in enumerate(shown):
+                clips.append(self._clip(conditions[row], videos[row], made[position]["values"], located[row : row + 1]))
+
+    def _clip(self, condition: Condition, video: Tensor, values: Mapping[str, float], located: Tensor) -> Clip:
+        """Return the clip of a video (3, T, h, w) with what was measured on it; `located` is (1, T, 4, 4) or empty."""
+        rewards = {name: values[name] for name in self.rewards.weights}
+        errors = {name: values[name] for name in POSE_ERRORS if name in values}
+        return make_clip(condition, video, rewards, errors=errors, estimated=located[0] if len(located) else None)
+
+    def _located(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
+        """Return (B, T, 4, 4) where the gold estimator saw the cameras of B videos; empty where it cannot say."""
+        if not isinstance(self.gold, Locator) or not len(videos):
+            return torch.empty(0)
+        return self.gold.locate(videos, conditions)
 
     def _summary(self, rows: dict[int, ConditionRow], clips: list[Clip]) -> Evaluation:
         """Gather all ranks' rows and average; identical on every rank."""
@@ -260,7 +306,7 @@ class Evaluator:
         presets: list[dict[str, Any]] = [
             {"preset": preset, "count": len(own)} | _means(own) for preset, own in sorted(by_preset.items()) if preset
         ]
-        by_camera = _by_camera(ordered)
+        by_camera = means_by_camera(ordered)
         return Evaluation(
             {f"eval/{name}": value for name, value in metrics.items()}, by_camera, ordered, presets, clips
         )
@@ -287,8 +333,8 @@ def _rows(
     }
 
 
-def _by_camera(rows: Sequence[ConditionRow]) -> dict[str, float]:
-    """Return means and shares of values for every kind of camera, rare kinds pooled."""
+def means_by_camera(rows: Sequence[ConditionRow]) -> dict[str, float]:
+    """Return `eval_by_camera/<camera>/<name>` -> mean or share for every kind of camera, rare kinds pooled."""
     metrics: dict[str, float] = {}
     for kind, its_rows in rows_by_camera(rows).items():
         own = [row["values"] for row in its_rows]

@@ -17,7 +17,8 @@ import torch
 
 from flow_grpo.algorithm.changes import as_metrics, changes_by_camera, paired_changes, with_intervals
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.evaluate import Evaluation, Evaluator
+from flow_grpo.algorithm.evaluate import Evaluation, Evaluator, means_by_camera
+from flow_grpo.algorithm.extremes import extreme_clips, measure_of, places
 from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
@@ -36,7 +37,7 @@ from flow_grpo.algorithm.signal import is_silent, measure_spread, spread_metrics
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.algorithm.verdict import best_and_worst, direction, in_summary, judge
+from flow_grpo.algorithm.verdict import in_summary, judge
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
@@ -45,14 +46,13 @@ from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
 from flow_grpo.runtime.ranks.traffic import sent_metrics
-from flow_grpo.runtime.reporting.clips import Clip, log_clips, log_rows, training_clips
+from flow_grpo.runtime.reporting.clips import log_rows
 from flow_grpo.runtime.reporting.console import Progress, print_before_after
+from flow_grpo.runtime.reporting.gallery import Gallery
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.starts import next_commands
 from flow_grpo.settings.schema import Config, RewardConfig
-
-SHOWN = 2  # videos of the conditions that a run improved most, and of those that it improved least
 
 
 class NoSignalError(ValueError):
@@ -101,6 +101,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
+        self.gallery = Gallery(self.tracker, self.run_folder)
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
         self._timed_until = time.perf_counter()
@@ -219,8 +220,8 @@ class Trainer:
         with self.ranks.sync_errors("logging"):
             self.tracker.log(self.metrics, step)
             if every and step % every == 0 and self.ranks.is_main:
-                clips = training_clips(batches[0], self.config.eval.videos)
-                log_clips(self.tracker, self.run_folder / "videos", "train", clips, step)
+                count, k = self.config.eval.videos, self.config.sample.k
+                self.gallery.training(batches[0], step, count=count, weights=self.reward.weights, k=k)
         self._afterwards = {"time/log_s": time.perf_counter() - begun}
 
     def evaluate_if_due(self) -> None:
@@ -259,7 +260,7 @@ class Trainer:
                 changes = as_metrics(self._changes(evaluation), list(evaluation.metrics))
                 self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
                 log_rows(self.tracker, "eval/presets", evaluation.presets, step)
-                log_clips(self.tracker, self.run_folder / "videos", "eval", evaluation.clips, step)
+                self.gallery.evaluation(evaluation.clips, step, before=self.state.before is None)
             self._evaluated = step, evaluation
             logged = self._afterwards.get("time/log_s", 0.0) + time.perf_counter() - measured
             self._afterwards["time/log_s"] = logged
@@ -317,13 +318,17 @@ class Trainer:
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
         names, gold = self.evaluator.names, self.evaluator.gold is not None
         verdict = judge(changes, names, self.config.reward.weights, gold=gold)
-        best, worst = self._extreme_clips(after)
+        rows, measure, step = self.state.before_rows or [], measure_of(self.config, self.evaluator), self.state.finished
+        most = self.config.eval.videos
+        clips = extreme_clips(self.evaluator, rows, after.rows, measure, most=most, weights=self._weights())
         with self.ranks.sync_errors("summary"):
-            files = self._log_extremes("best", best), self._log_extremes("worst", worst)
-            by_camera = changes_by_camera(self.state.before_rows or (), after.rows)
+            files = {kind: self.gallery.extremes(kind, own, step) for kind, own in clips.items()}
+            by_camera = changes_by_camera(rows, after.rows)
+            self.gallery.paths(after.clips)
+            self.gallery.cameras(means_by_camera(rows), after.by_camera, by_camera, step)
             self.tracker.write_summary(
                 {
-                    "verdict": in_summary(verdict, *files),
+                    "verdict": in_summary(verdict, files["best"], files["worst"]),
                     "before": before,
                     "after": with_intervals(after.metrics, changes),
                     **({"change_by_camera": by_camera} if by_camera else {}),
@@ -338,7 +343,7 @@ class Trainer:
         self._settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
         commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
-        self.progress.say("\n".join([f"verdict: {verdict}", *_places(*files, self._extremes_of()), *commands]))
+        self.progress.say("\n".join([f"verdict: {verdict}", *places(files, measure), *commands]))
 
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""
@@ -413,28 +418,6 @@ class Trainer:
                 "a lower train.learning_rate or other rewards, or pass --config.train.stop_if= to go on"
             )
 
-    def _extreme_clips(self, after: Evaluation) -> tuple[list[Clip], list[Clip]]:
-        """Return clips of the conditions that the run improved most and least (collective call)."""
-        name = self._extremes_of()
-        sign = direction(name, self.evaluator.names) or 1
-        count = min(SHOWN, self.config.eval.videos)
-        best, worst = best_and_worst(self.state.before_rows or (), after.rows, name, sign, count)
-        clips = self.evaluator.clips([*best, *worst], after.rows, self._weights())
-        return clips[: len(best)], clips[len(best) :]
-
-    def _extremes_of(self) -> str:
-        """Return the metric by which conditions improved most and least."""
-        return self.config.checkpoint.best.removeprefix("-").removeprefix("eval/") or self.evaluator.names[-1]
-
-    def _log_extremes(self, kind: str, clips: Sequence[Clip]) -> list[str]:
-        """Write clips as `videos/best_000130_1_...mp4`, show them in the trackers, and return their files."""
-        step, files = self.state.finished, []
-        for number, clip in enumerate(clips, start=1):
-            file = self.run_folder / "videos" / f"{kind}_{step:06d}_{number}_{clip.name}.mp4"
-            self.tracker.log_video(f"eval/{kind}_{number}", file, clip.video, clip.caption, step)
-            files.append(str(file))
-        return files
-
     def _count_time(self) -> None:
         now = time.perf_counter()
         self.state.train_seconds += now - self._timed_until
@@ -485,12 +468,6 @@ class Trainer:
     def _weights(self) -> AbstractContextManager[Any]:
         """Return a context that swaps in the weights to evaluate: their moving average if there is one."""
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
-
-
-def _places(best: Sequence[str], worst: Sequence[str], name: str) -> list[str]:
-    """Return a line per video of the conditions that improved most and least in a metric."""
-    kinds = ((f"improved most in {name}", best), (f"improved least in {name}", worst))
-    return [f"  {words}: {file}" for words, files in kinds for file in files]
 
 
 def _in_words(metrics: dict[str, float]) -> str:

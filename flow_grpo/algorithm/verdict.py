@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flow_grpo.algorithm.changes import LEAST_SCENES, ConditionRow, earlier_values
@@ -72,11 +72,16 @@ def judge(
         if sign:
             low, high = sorted((sign * change.low, sign * change.high))
             found[name] = "better" if low > 0 else "worse" if high < 0 else "unclear"
-    known = [f"eval/{name}" for name, weight in weights.items() if weight or (gold and name != LIKENESS)]
-    independent = [found[name] for name in found if not any(f"{name}_".startswith(f"{own}_") for own in known)]
-    words = set(independent or found.values()) - {"unclear"}
+    words = {found[name] for name in deciding(found, rewards, weights, gold=gold)} - {"unclear"}
     overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
     return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()))
+
+
+def deciding(names: Iterable[str], rewards: Sequence[str], weights: Mapping[str, float], *, gold: bool) -> list[str]:
+    """Return those of the held-out metrics `eval/...` that decide the verdict; the rest as in `judge`."""
+    names = [name for name in names if direction(name, rewards)]
+    known = [f"eval/{name}" for name, weight in weights.items() if weight or (gold and name != LIKENESS)]
+    return [name for name in names if not any(f"{name}_".startswith(f"{own}_") for own in known)] or names
 
 
 def best_and_worst(

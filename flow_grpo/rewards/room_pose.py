@@ -130,6 +130,16 @@ class RoomPose:
 
         return scored_rows(causes, self.measures, score)
 
+    def locate(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
+        """Return the poses (B, T, 4, 4) found in (B, 3, T, h, w) videos, like the commands; NaN for lost frames."""
+        rooms, _ = find_rooms(self.data_root, conditions)
+        poses = torch.full((len(videos), videos.shape[2], 4, 4), torch.nan, dtype=torch.float64)
+        if rooms:
+            rows = list(rooms)
+            found = estimate_poses(videos[rows], viewpoints_of(rooms, conditions))
+            poses[rows] = found.poses.masked_fill(found.lost[..., None, None], torch.nan)
+        return poses
+
 
 def _score(videos: Tensor, commanded: Tensor, viewpoints: Viewpoints) -> tuple[Tensor, dict[str, Tensor]]:
     """Return values (B,) and info of videos (B, 3, T, h, w) with commanded poses (B, T, 4, 4)."""

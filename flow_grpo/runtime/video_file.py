@@ -1,7 +1,8 @@
-"""Write mp4 files that any player shows, atomically and reproducibly."""
+"""Write mp4 files that any player shows, atomically and reproducibly, and read them back."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import cast
@@ -104,3 +105,15 @@ def _picture(frame: NDArray[np.uint8], lossless: bool) -> av.VideoFrame:
         interpolation=EXACT_COLOURS | Interpolation.FULL_CHR_H_INP,
         threads=THREADS,
     )
+
+
+def read_frames(path: str | Path) -> Iterator[NDArray[np.uint8]]:
+    """Yield the frames (h, w, 3) of a video file, colours as close to those written as the file allows.
+
+    Raises:
+        OSError, av.FFmpegError: it cannot be read.
+    """
+    with av.open(str(path)) as container:
+        container.streams.video[0].codec_context.thread_count = THREADS
+        for frame in container.decode(video=0):
+            yield frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)

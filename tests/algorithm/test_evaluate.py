@@ -10,14 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
-from flow_grpo.data.video_io import read_video
+from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting.clips import log_clips, make_clip, side_by_side
-from flow_grpo.runtime.reporting.tracker import Tracker
-from tests.toy import FRAMES, SIGMAS, BrightnessReward, ToyPolicy, condition
+from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition
 from tests.workers import run_ranks
 
 PRESETS = ("pan_right", "zoom_in", None)
@@ -220,32 +217,59 @@ def test_more_conditions_than_data_are_refused():
         evaluator(number=13)
 
 
-def test_videos_show_source_generated_and_target_side_by_side_enlarged():
-    shown = condition(3)
-    generated = torch.zeros_like(shown.source_video)
-    video = side_by_side(shown, generated)
-    assert video.shape == (3, FRAMES, 240, 720)
-    parts = torch.cat([shown.source_video, generated, shown.target_video], -1)
-    assert torch.equal(video[:, :, ::120, ::120], (255 * parts).round().to(torch.uint8))
-    assert side_by_side(dataclasses.replace(shown, target_video=None), generated).shape == (3, FRAMES, 240, 480)
+def test_a_shown_video_says_what_the_rewards_and_the_judge_measured():
+    clips = evaluator(number=12).run().clips
+    assert len(clips) == 2
+    for clip in clips:
+        assert list(clip.panels) == ["source", "now", "true view"] and clip.estimated is None
+        assert clip.scores["trans_err_m"] == clip.of["condition"]
+        assert 0 < clip.scores["brightness"] < 1
 
 
-def test_a_sample_that_is_not_finite_is_shown_as_well():
-    shown = condition(3)
-    assert make_clip(shown, torch.full_like(shown.source_video, float("nan")), {}).video.dtype == torch.uint8
+def test_a_judge_that_can_say_where_it_saw_the_cameras_is_asked_for_the_shown_videos_only():
+    made = evaluator(number=12)
+
+    class Locating(Gold):
+        asked = 0
+
+        def locate(self, videos, conditions):
+            self.asked += len(videos)
+            return torch.stack([c.target_poses + 1 for c in conditions])
+
+    made.gold = Locating()
+    for clip in made.run().clips:
+        torch.testing.assert_close(clip.estimated, clip.commanded + 1)
+    assert made.gold.asked == 2
 
 
-def test_clips_are_written_with_their_rewards_in_the_name(tmp_path):
-    found: Evaluation = evaluator(number=12).run()
-    assert len(found.clips) == 2
-    tracker = Tracker(tmp_path, {}, (), Ranks())
-    with mock.patch.object(tracker, "log_video", side_effect=tracker.log_video) as shown:
-        log_clips(tracker, tmp_path / "videos", "eval", found.clips, 1)
-    tracker.close()
-    calls = [call.args for call in shown.call_args_list]
-    paths = [path for _, path, *_ in calls]
-    assert [(name, step) for name, *_, step in calls] == [("eval/video_0", 1), ("eval/video_1", 1)]
-    index = int(found.clips[0].caption.split(",")[0].rpartition("scene")[2])
-    assert paths[0].name.startswith(f"eval_000001_val-f17_aperture10-scene{index}_cam02_brightness_0.")
-    assert "(source | generated | target)" in found.clips[0].caption
-    assert read_video(paths[0], FRAMES).shape == (3, FRAMES, 240, 720)
+def test_conditions_shown_once_more_have_what_the_starting_policy_makes_of_them_beside():
+    policy = ToyPolicy()
+    before = evaluator(policy=policy).run()
+    policy.net.outer.bias.data -= 5
+    after = evaluator(policy=policy).run()
+    (first,) = [place for place, row in enumerate(before.rows) if before.clips[0].of["scene"] == row["scene"]]
+    (clip,) = evaluator(policy=policy).clips([first], after.rows, before.rows)
+    assert list(clip.panels) == ["source", "base", "now", "true view"]
+    now = (before.clips[0].panels["now"], after.clips[0].panels["now"])
+    for name, wanted in zip(("base", "now"), now, strict=True):
+        torch.testing.assert_close(clip.panels[name], wanted, atol=1, rtol=0)
+    assert clip.before["brightness"] == pytest.approx(before.clips[0].scores["brightness"])
+
+
+def test_a_policy_without_a_copy_of_its_start_is_shown_without():
+    policy = ToyPolicy()
+    policy.reference = mock.Mock(side_effect=ValueError("there is no copy"))
+    made = evaluator(policy=policy)
+    rows = made.run().rows
+    (clip,) = made.clips([0], rows, rows)
+    assert "base" not in clip.panels
+
+
+def _clips(ranks: Ranks) -> list[list[str]]:
+    made = evaluator(ranks)
+    rows = made.run().rows
+    return [list(clip.panels) for clip in made.clips([0, 2], rows, rows)]
+
+
+def test_all_ranks_sample_what_the_first_one_shows():
+    assert run_ranks(_clips, 2) == [[["source", "base", "now", "true view"]] * 2, []]

@@ -258,7 +258,7 @@ def test_the_same_state_is_evaluated_once(a_trainer):
     per_epoch = 2 * len(SIGMAS[:-1])
     replayed = 2 * 2 * 2 + 1  # epochs, micro-batches, window; the probe
     evaluations = 2
-    shown = 2  # the best and the worst
+    shown = 2 * 2  # the best and the worst, now and as the starting policy makes them
     assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + (evaluations + shown) * 6
 
 

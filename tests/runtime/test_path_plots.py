@@ -26,7 +26,7 @@ def elsewhere(poses: Tensor) -> Tensor:
 
 def drawn(commanded: Tensor, estimated: Tensor, path: Path) -> list[Any]:
     """Return the axes in space, from above and from the side."""
-    figure = Figure(layout="constrained")
+    figure = Figure()
     with mock.patch.object(path_plots, "Figure", return_value=figure):
         path_plots.draw_paths(commanded, estimated, path, "a title")
     return figure.axes
@@ -60,7 +60,7 @@ def test_a_path_that_only_rotates_shows_its_viewing_directions(tmp_path):
     full, half = curves(above)
     assert full[-1] == pytest.approx([np.sin(np.radians(19.88)), np.cos(np.radians(19.88))])
     assert half[-1] == pytest.approx([np.sin(np.radians(9.94)), np.cos(np.radians(9.94))])
-    assert "viewing direction" in above.get_title() and not space.collections
+    assert "viewing direction" in above.get_title(loc="left") and not space.collections
 
 
 def test_frames_without_an_estimate_are_left_out(tmp_path):

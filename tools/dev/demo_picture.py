@@ -6,10 +6,10 @@ python tools/dev/demo_picture.py outputs/A outputs/B --titles "by A" "by B" --ou
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
@@ -20,28 +20,34 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flow_grpo.data.video_io import read_video
+from flow_grpo.runtime.reporting import video_index
+from flow_grpo.runtime.reporting.clips import BASE, NOW, SOURCE, TRUE
+from flow_grpo.runtime.reporting.style import styled
 from tools.common import make_parser
 
-NAME = re.compile(r"eval_(\d+)_(.+?_cam\d+)_.*")  # step, scene and camera; rewards follow
+Line = Mapping[str, Any]
+"""Of `videos/index.jsonl`."""
 
 
-def clips(run: Path) -> dict[str, dict[int, Path]]:
+def clips(run: Path) -> dict[str, dict[int, Line]]:
     """Return condition -> step -> evaluation video of a run; ValueError if no condition has two steps."""
-    found: dict[str, dict[int, Path]] = {}
-    for path in sorted((run / "videos").glob("eval_*.mp4")):
-        match = NAME.fullmatch(path.stem)
-        if match:
-            found.setdefault(match[2], {})[int(match[1])] = path
+    found: dict[str, dict[int, Line]] = {}
+    for line in video_index.read(run / "videos"):
+        if line["kind"] == "eval":
+            found.setdefault(f"{line['scene']} {line['camera']}", {})[line["step"]] = line
     found = {condition: steps for condition, steps in found.items() if len(steps) > 1}
     if not found:
         raise ValueError(f"{run}/videos holds no evaluation videos of two steps; give the folder of a finished run")
     return found
 
 
-def thirds(path: Path, frames: int) -> list[Tensor]:
-    """Return source, generated and target video (T, rows, columns, 3) of a side-by-side video."""
-    video = read_video(path, num_frames=frames)
-    return list(video.permute(1, 2, 3, 0).chunk(3, dim=2))
+def panel(run: Path, line: Line, frames: int, *names: str) -> Tensor:
+    """Return (T, rows, columns, 3) of a video's first panel with one of these names."""
+    box = video_index.panel(line, *names)
+    if box is None:
+        raise ValueError(f"{run}/videos/{line['file']} has no panel {names[0]!r}; give runs on videos with a true view")
+    video = read_video(run / "videos" / line["file"], num_frames=frames).permute(1, 2, 3, 0)
+    return video[:, box["y"] : box["y"] + box["height"], box["x"] : box["x"] + box["width"]]
 
 
 def strips(runs: Sequence[Path], rows: int, frames: int) -> list[list[Tensor]]:
@@ -52,14 +58,16 @@ def strips(runs: Sequence[Path], rows: int, frames: int) -> list[list[Tensor]]:
     """
     found, known = [], [clips(run) for run in runs]
     for name, steps in known[0].items():
-        source, before, target = thirds(steps[min(steps)], frames)
         if missing := [run for run, own in zip(runs, known, strict=True) if name not in own]:
             raise ValueError(f"{missing[0]} shows no {name}, {runs[0]} does; give runs of one recipe")
-        after = [thirds(own[name][max(own[name])], frames)[1] for own in known]
-        found.append([source, before, *after, target])
+        first = steps[min(steps)]
+        source, base, target = (panel(runs[0], first, frames, *kinds) for kinds in ((SOURCE,), (BASE, NOW), (TRUE,)))
+        made = [panel(run, own[name][max(own[name])], frames, NOW) for run, own in zip(runs, known, strict=True)]
+        found.append([source, base, *made, target])
     return sorted(found, key=lambda row: -float((row[2].float() - row[1].float()).abs().mean()))[:rows]
 
 
+@styled()
 def draw(runs: Sequence[Path], titles: Sequence[str], out: Path, rows: int, frames: int) -> None:
     """Write the picture."""
     chosen = strips(runs, rows, frames)

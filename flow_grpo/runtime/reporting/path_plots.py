@@ -12,12 +12,14 @@ from torch import Tensor
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M, baseline_m
 from flow_grpo.maths.poses import relative
 from flow_grpo.runtime.atomic_file import atomic_path
+from flow_grpo.runtime.reporting.style import BLUE, ORANGE, styled
 
-_COMMANDED, _ESTIMATED = "#1f5fa8", "#b5472f"
+_COMMANDED, _ESTIMATED = BLUE, ORANGE
 _SHOWN_VIEWS = 7  # viewing directions per path; more would hide it
 _MARGIN = 1.15  # size of the axes relative to the paths' bounding box
 
 
+@styled()
 def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = "") -> None:
     """Write a PNG of two paths in 3D, from above and from the side, all at the same scale.
 
@@ -36,8 +38,9 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
     aligned = _aligned(commanded, estimated)
     column = 2 if turns_only else 3
     box = _box(torch.cat([commanded, aligned])[:, :3, column])
-    figure = Figure(figsize=(13, 4.4), dpi=100, layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure = Figure(figsize=(13, 4.8), dpi=100)  # constrained layout would cut labels beside an axes in 3D
+    figure.subplots_adjust(left=0.02, right=0.98, bottom=0.13, top=0.84, wspace=0.22)
+    figure.suptitle(title, fontsize=11)
     space = figure.add_subplot(1, 3, 1, projection="3d")
     above, side = figure.add_subplot(1, 3, 2), figure.add_subplot(1, 3, 3)
     label = f"estimated, {len(aligned)} of {len(commanded)} frames"
@@ -95,11 +98,9 @@ def _finish(space: Any, above: Any, side: Any, box: Tensor, what: str) -> None:
     space.set(xlim=right, ylim=forward, zlim=up, xlabel="right", ylabel="forward", zlabel="up")
     above.set(xlim=right, ylim=forward, xlabel="right", ylabel="forward", title=f"from above: {what}")
     side.set(xlim=forward, ylim=up, xlabel="forward", ylabel="up", title=f"from the side: {what}")
-    space.legend(fontsize=8, frameon=False, loc="upper left")
+    space.legend(loc="upper left")
     for axes in (above, side):
         axes.set_aspect("equal")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     for axes in (space, above, side):
         axes.locator_params(nbins=5)
         axes.tick_params(labelsize=7)

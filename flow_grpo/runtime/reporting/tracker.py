@@ -26,14 +26,12 @@ from urllib.parse import urlparse
 
 import av
 from PIL import Image
-from torch import Tensor
 
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.reporting import plots, video_index
 from flow_grpo.runtime.reporting.background import Background
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
-from flow_grpo.runtime.video_file import write_video
 
 GROUPS = (
     *("reward", "policy", "dyn", "eval", "train", "time", "system", "server"),
@@ -50,6 +48,10 @@ class Tracker:
 
     A step is the number of finished epochs: 0 is before training, the first epoch's metrics have step 1. Resuming at
     step s removes everything logged after s from the files and tensorboard, but not from wandb.
+
+    Attributes:
+        direction: of held-out metrics, as in `plots.draw_curves`.
+        deciding: returns those of the held-out metrics `eval/...` that decide the verdict.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Tracker:
         *,
         resumed_step: int | None = None,
         direction: Callable[[str], int] = lambda _: 0,
+        deciding: Callable[[Iterable[str]], list[str]] = list,
     ) -> None:
         """Open the run's files and trackers.
 
@@ -71,6 +74,7 @@ class Tracker:
             ranks: of the run; rank 0 writes.
             resumed_step: step of the checkpoint the run resumes from, or None.
             direction: of held-out metrics, as in `plots.draw_curves`.
+            deciding: likewise.
 
         Raises:
             ValueError: a tracker is unknown or not installed.
@@ -81,12 +85,13 @@ class Tracker:
                 raise ValueError(f"trackers={name!r} is not known; use any of {', '.join(_SINKS)}")
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
-        self._folder, self._is_main, self._direction = run_folder, ranks.is_main, direction
+        self._folder, self._is_main, self.direction, self.deciding = run_folder, ranks.is_main, direction, deciding
         self._sinks: dict[str, _Wandb | _Tensorboard] = {}
         self._background = Background()
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._files = MetricFiles(run_folder, resumed_step)
+            video_index.cut(run_folder / "videos", resumed_step)
             self._sinks = {name: _SINKS[name](run_folder, config, resumed_step) for name in libraries}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -112,12 +117,22 @@ class Tracker:
         """Return the names of a step's logged metrics; empty on ranks other than 0."""
         return set(self._files.rows.get(step, ())) if self._is_main else set()
 
-    def log_video(self, name: str, path: Path, video: Tensor, caption: str, step: int) -> None:
-        """Write a video (3, T, h, w), as for `write_video`, to an mp4 file and show it in the trackers."""
+    def log_video(self, name: str, path: Path, write: Callable[[Path], object], caption: str, step: int) -> None:
+        """Write a video file and show it in the trackers; `write` makes it, behind training."""
         _check_names([name])
-        if self._is_main:
-            self._background.add("videos", lambda: write_video(path, video))
+        self.later("videos", functools.partial(write, path))
         self._to_sinks(lambda sink: sink.video(name, path, caption, step))
+
+    def log_image(self, name: str, path: Path, draw: Callable[[], object], caption: str, step: int) -> None:
+        """Draw a picture to a file and show it in the trackers; `draw` makes it, behind training."""
+        _check_names([name])
+        self.later(path.name, draw)
+        self._to_sinks(lambda sink: sink.image(name, path, caption, step))
+
+    def later(self, what: str, piece: Callable[[], object]) -> None:
+        """Do something behind training, in the order of calls; `what` names it in warnings."""
+        if self._is_main:
+            self._background.add(what, piece)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Log a table to the trackers."""
@@ -143,9 +158,15 @@ class Tracker:
 
     def _draw_curves(self, step: int) -> None:
         path, rows = self._folder / CURVES, {step: dict(row) for step, row in self._files.rows.items()}
-        draw = functools.partial(plots.draw_curves, rows, path, title=self._folder.name, direction=self._direction)
-        self._background.add(CURVES, draw)
-        self._to_sinks(lambda sink: sink.image("eval/curves", path, "rewards and held-out metrics", step))
+        draw = functools.partial(
+            plots.draw_curves,
+            rows,
+            path,
+            title=self._folder.name,
+            direction=self.direction,
+            deciding=self.deciding,
+        )
+        self.log_image("eval/curves", path, draw, "rewards and held-out metrics", step)
 
     def _to_sinks(self, report: Callable[[_Wandb | _Tensorboard], object]) -> None:
         for name, sink in self._sinks.items():

@@ -1,0 +1,24 @@
+"""A run's metrics as series of points, for plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = Mapping[int, Mapping[str, float]]
+"""Step -> metrics."""
+
+
+def names_of(rows: Rows) -> list[str]:
+    """Return the names of all metrics that have a finite value, sorted."""
+    return sorted({name for row in rows.values() for name in row if math.isfinite(row[name])})
+
+
+def points(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the steps at which a metric is finite, (n,) int, and its values, (n,)."""
+    steps = np.array([step for step in sorted(rows) if math.isfinite(rows[step].get(name, math.nan))], dtype=int)
+    return steps, np.array([rows[int(step)][name] for step in steps])

@@ -1,0 +1,59 @@
+"""videos/index.jsonl of a run: one line per video, what it shows and where its panels are.
+
+    {"file": "eval_000060_....mp4", "kind": "eval", "step": 60, "condition": 17, "scene": "...", "camera": "cam05",
+     "preset": "arc_left", "panels": [{"name": "source", "x": 8, "y": 26, "width": 320, "height": 240}, ...],
+     "scores": {"room_rot": -1.9}, "caption": "...", "paths": {"commanded": [[x, y, z], ...], "estimated": [...]}}
+
+`kind` is eval, train, best, worst or group; `step` the number of finished epochs; `condition` the position in the data
+set; a panel is called source, base (the policy before training), now, true view or copy N. `paths` holds camera centres
+in metres, null where a frame could not be located; it is there where an estimator has located the frames.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.runtime.atomic_file import write_atomically
+
+NAME = "index.jsonl"
+Line = Mapping[str, Any]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a folder of videos in their order, without those that cannot be read; [] without any."""
+    file = folder / NAME
+    found = []
+    for text in file.read_bytes().splitlines() if file.is_file() else []:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and isinstance(line.get("file"), str) and type(line.get("step")) is int:
+            found.append(line)
+    return found
+
+
+def add(folder: Path, line: Line) -> None:
+    """Add a line, in place of one for the same file."""
+    _write(folder, [*(known for known in read(folder) if known["file"] != line["file"]), line])
+
+
+def cut(folder: Path, resumed_step: int | None) -> None:
+    """Drop the lines after the step that a run resumes from; all of them for a run that begins, None."""
+    lines = read(folder)
+    kept = [line for line in lines if resumed_step is not None and line["step"] <= resumed_step]
+    if len(kept) < len(lines):
+        _write(folder, kept)
+
+
+def panel(line: Line, *names: str) -> dict[str, Any] | None:
+    """Return a line's panel of the first of these names that it has, or None."""
+    found = {panel["name"]: panel for panel in line["panels"]}
+    return next((found[name] for name in names if name in found), None)
+
+
+def _write(folder: Path, lines: list[Any]) -> None:
+    write_atomically(folder / NAME, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
