@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flow_grpo.runtime.reporting.plots import SMOOTH_FROM, running_mean
+from flow_grpo.runtime.reporting.series import SMOOTH_FROM, running_mean
 from tools.run_report.run_folder import Paths, Run
 from tools.run_report.words import number, span
 

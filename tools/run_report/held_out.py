@@ -6,12 +6,12 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from flow_grpo.algorithm.verdict import LESS_IS_BETTER, LIKENESS
+from flow_grpo.algorithm.verdict import LIKENESS
 from flow_grpo.runtime.reporting.metric_names import metric_of
+from flow_grpo.runtime.reporting.plots import worth_a_panel
 from tools.run_report.run_folder import Run
 from tools.run_report.words import number, signed, span
 
-PSNR = "eval/target_view_psnr_db"
 NO_VERDICT = "no verdict"
 
 
@@ -66,11 +66,9 @@ def held_out(run: Run) -> list[Change]:
 
 
 def judged(run: Run) -> list[str]:
-    """Return the few held-out metrics that tell most: the gold estimator's errors and the PSNR, else the rewards'."""
-    changes = held_out(run)
-    gold = [change.name for change in changes if change.group == GROUPS[0] and change.name.endswith(LESS_IS_BETTER)]
-    likeness = [change.name for change in changes if change.name == PSNR]
-    return [*gold, *likeness] or [change.name for change in changes if change.word][:3]
+    """Return the few held-out metrics that tell most: those that decide the verdict and move, as in curves.png."""
+    moving = [change.name for change in held_out(run) if change.before != change.after]
+    return worth_a_panel(moving, run.deciding)
 
 
 def verdict_word(run: Run) -> str:
@@ -80,7 +78,9 @@ def verdict_word(run: Run) -> str:
 
 def sentence(run: Run) -> str:
     """Return what the run has achieved, with the interval of the clearest metric, or how far it has come."""
-    lead = _clearest(held_out(run), verdict_word(run))
+    changes = held_out(run)
+    decide = run.deciding(change.name for change in changes)
+    lead = _clearest([change for change in changes if change.name in decide], verdict_word(run))
     said = _in_words(lead) if lead else "No held-out metric has an interval."
     if run.summary is None:
         of = f"{run.epochs} of {run.config.num_epochs} epochs are on record"

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flow_grpo.algorithm.verdict import LIKENESS, direction
-from flow_grpo.runtime.json_files import read_json_object, read_text
+from flow_grpo.algorithm.verdict import LIKENESS, deciding, direction
+from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.runtime.reporting import video_index
 from flow_grpo.runtime.reporting.metric_files import read_rows
 from flow_grpo.runtime.reporting.tracker import SUMMARY
 from flow_grpo.runtime.starts import CONFIG, STARTS
 from flow_grpo.settings.loading import from_dict, load_config
 from flow_grpo.settings.schema import Config
 
-METRICS, VIDEOS, INDEX = "metrics.jsonl", "videos", "index.jsonl"
+METRICS, VIDEOS = "metrics.jsonl", "videos"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,17 @@ class Run:
 
     def direction(self, name: str) -> int:
         """Return 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where not known."""
-        return direction(name, [*self.config.reward.weights, self.config.eval.gold, LIKENESS])
+        return direction(name, self._measured)
+
+    def deciding(self, names: Iterable[str]) -> list[str]:
+        """Return those of the held-out metrics `eval/...` that decide the verdict."""
+        weights, gold = self.config.reward.weights, bool(self.config.eval.gold)
+        return deciding(names, self._measured, weights, gold=gold)
+
+    @property
+    def _measured(self) -> list[str]:
+        """Everything with a value of its own in an evaluation."""
+        return [*self.config.reward.weights, self.config.eval.gold, LIKENESS]
 
 
 def read_run(folder: Path) -> Run:
@@ -214,14 +224,14 @@ def checked(kind: type, content: object, file: Path) -> Any:
 
 def _videos(folder: Path) -> tuple[list[Video], list[str]]:
     """Return the lines of an index whose video is there, and sentences about what is not."""
-    index = folder / INDEX
+    index = folder / video_index.NAME
     if not index.is_file():
-        return [], [f"The run has no {VIDEOS}/{INDEX}, so no video is shown here; those it made are in {VIDEOS}/."]
+        return [], [f"The run has no {VIDEOS}/{index.name}, so no video is shown here; those it made are in {VIDEOS}/."]
     found, bad, gone = [], 0, 0
-    for line in read_text(index, "remove it").splitlines():
+    for line in video_index.read(folder):
         try:
-            video = checked(Video, json.loads(line), index)
-        except (ValueError, RecursionError):  # a running run may be writing its last line
+            video = checked(Video, line, index)
+        except ValueError:
             bad += 1
             continue
         file = folder / video.file
@@ -229,5 +239,5 @@ def _videos(folder: Path) -> tuple[list[Video], list[str]]:
             found.append(video)
         else:
             gone += 1
-    without = [f"{bad} lines of {VIDEOS}/{INDEX} cannot be read."] if bad else []
-    return found, [*without, *([f"{gone} videos of {VIDEOS}/{INDEX} are not there."] if gone else [])]
+    without = [f"{bad} lines of {VIDEOS}/{index.name} cannot be read."] if bad else []
+    return found, [*without, *([f"{gone} videos of {VIDEOS}/{index.name} are not there."] if gone else [])]
