@@ -11,7 +11,7 @@ from tools.run_report.words import NOTHING, duration, number, percent
 
 OUTSIDE = ("evaluation", "log", "save", "floor", "finish")  # of epochs
 SHOWN_VERSIONS = (
-    *("torch", "torch-npu", "torch_npu", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy"),
+    *("torch", "torch-npu", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy"),
     *("av", "opencv-python-headless", "pycolmap", "flow-grpo"),
 )
 
@@ -97,5 +97,5 @@ def device(run: Run) -> str:
 
 def versions(run: Run) -> dict[str, str]:
     """Return the versions that decide about numbers, Python first."""
-    known = {name.lower(): version for name, version in run.start.versions.items()}
+    known = {name.lower().replace("_", "-"): version for name, version in run.start.versions.items()}
     return {"python": run.start.python} | {name: known[name] for name in SHOWN_VERSIONS if name in known}
