@@ -141,6 +141,17 @@ def test_the_best_the_worst_and_the_latest_held_out_videos_are_shown(run):
     assert not without
 
 
+def test_videos_that_show_before_and_now_come_first(run):
+    lines = [json.loads(line) for line in (run / "videos/index.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "best":
+            line["panels"] = [panel for panel in line["panels"] if panel["name"] != "base"]
+    (run / "videos/index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    clips, _ = choose(read_run(run))
+    assert [(clip.video.kind, clip.compares) for clip in clips] == [("worst", True), ("eval", True), ("best", False)]
+    assert "Where there is no line, the condition was not filmed before training." in page_of(run)
+
+
 def test_videos_that_do_not_fit_are_left_out_and_counted(run):
     size = (run / "videos/best_000040_scene.mp4").stat().st_size
     clips, without = choose(read_run(run), 2 * size)
@@ -173,7 +184,8 @@ def test_a_frame_without_an_estimate_interrupts_the_path():
 
 
 def test_a_camera_that_only_turns_has_no_path_to_show():
-    assert path_views(Paths(commanded=[(0.0, 0.0, 0.0)] * 3, estimated=[None] * 3)) == []
+    wander = [(0.0, 0.0, 0.0), (0.05, 0.0, 0.0), None]  # the error of the estimate
+    assert path_views(Paths(commanded=[(0.0, 0.0, 0.0)] * 3, estimated=wander)) == []
 
 
 # --- several runs
@@ -304,3 +316,4 @@ def test_numbers_are_short_and_signs_are_true():
     assert [signed(v) for v in (0.5, -0.25, 0.0)] == ["+0.500", "−0.250", "0"]
     assert [span(-0.00009, 0.002), span(0, 0), span(float("nan"), 1)] == ["−0.00009 to +0.00200", "0 to 0", "–"]
     assert [duration(v) for v in (0.25, 365, 7300)] == ["0.25 s", "6 min 05 s", "2 h 01 min"]
+    assert duration(0.0058) == "5.8 ms"

@@ -125,7 +125,11 @@ def colour(opened, share):
 
 def test_the_slider_uncovers_the_video_before_training(opened):
     def shows(share, panel):
-        return np.abs(colour(opened, share).astype(int) - COLOURS[panel]).max() < 16
+        for _ in range(50):
+            if np.abs(colour(opened, share).astype(int) - COLOURS[panel]).max() < 16:
+                return True
+            opened.page.wait_for_timeout(50)
+        return False
 
     assert shows(0.25, "base") and shows(0.75, "now")
     opened.page.locator("input.wipe").fill("100")

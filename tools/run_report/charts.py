@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flow_grpo.maths.path_errors import LEAST_BASELINE_M
 from flow_grpo.runtime.reporting.series import SMOOTH_FROM, running_mean
 from tools.run_report.run_folder import Paths, Run
 from tools.run_report.words import number, span
@@ -256,15 +257,18 @@ class PathView:
 
 
 def path_views(paths: Paths) -> list[PathView]:
-    """Return a camera path from above (right, forward) and from the side (forward, up), both at one scale."""
+    """Return a camera path from above (right, forward) and from the side (forward, up), both at one scale.
+
+    There is none to show for a camera that only turns: [].
+    """
     estimated = [point for point in paths.estimated if point is not None]
     every = np.array([*paths.commanded, *estimated], dtype=float).reshape(-1, 3)
-    if not len(every) or not np.isfinite(every).all():
+    command = np.array(paths.commanded, dtype=float).reshape(-1, 3)
+    turns_only = not len(command) or np.linalg.norm(command - command[0], axis=1).max() < LEAST_BASELINE_M
+    if turns_only or not np.isfinite(every).all():
         return []
     low, high = every.min(0), every.max(0)
-    if float((high - low).max()) < 1e-6:  # a camera that only turns
-        return []
-    middle, half = (low + high) / 2, 0.56 * float((high - low).max())
+    middle, half = (low + high) / 2, 0.66 * float((high - low).max())
     size = f"{number(float((high - low).max()), 2)} m"
     found = f"{len(estimated)} of {len(paths.estimated)} frames"
     views = []
@@ -283,9 +287,9 @@ def path_views(paths: Paths) -> list[PathView]:
             up = signs[1] * (point[row] - middle[row]) / half
             return round(SIDE / 2 * (1 + float(right)), 2), round(SIDE / 2 * (1 - float(up)), 2)
 
-        command = [project(point) for point in paths.commanded]
+        asked = [project(point) for point in paths.commanded]
         pieces = _pieces([None if point is None else project(point) for point in paths.estimated])
-        views.append(PathView(title, _path(command), "".join(map(_path, pieces)), command[0], size, found))
+        views.append(PathView(title, _path(asked), "".join(map(_path, pieces)), asked[0], size, found))
     return views
 
 

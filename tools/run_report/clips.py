@@ -24,7 +24,7 @@ class Clip:
         video: its line of the index.
         title: why it is shown.
         about: scene, camera and preset.
-        scores: in words.
+        scores: each in words.
         data: a data URI.
         width: of the picture, in pixels.
         height: likewise.
@@ -36,13 +36,18 @@ class Clip:
     video: Video
     title: str
     about: str
-    scores: str
+    scores: list[str]
     data: str
     width: int
     height: int
     frames: int
     fps: float
     views: list[PathView]
+
+    @property
+    def compares(self) -> bool:
+        """Whether the video shows the policy before training beside that of now."""
+        return {"base", "now"} <= {panel.name for panel in self.video.panels}
 
     @property
     def panels(self) -> list[dict[str, object]]:
@@ -74,7 +79,7 @@ def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[Clip], list[str
         )
     if broken:
         without.append(f"{broken} videos cannot be read and are left out.")
-    return sorted(clips, key=lambda clip: list(KINDS).index(clip.video.kind)), without
+    return sorted(clips, key=lambda clip: (not clip.compares, list(KINDS).index(clip.video.kind))), without
 
 
 def _wanted(videos: Sequence[Video]) -> list[Video]:
@@ -105,7 +110,7 @@ def _clip(video: Video, content: bytes, width: int, height: int, frames: int, fp
         video=video,
         title=f"{KINDS[video.kind]}, epoch {video.step}",
         about=about,
-        scores=" · ".join(f"{name} {number(value, 3)}" for name, value in video.scores.items()),
+        scores=[f"{name} {number(value, 3)}" for name, value in video.scores.items()],
         data="data:video/mp4;base64," + base64.b64encode(content).decode("ascii"),
         width=width,
         height=height,

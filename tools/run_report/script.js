@@ -16,11 +16,14 @@ class Clip {
     const stage = figure.querySelector(".stage");
     this.canvases = [];
     if (base && now) this.addComparison(stage, base, now);
+    else if (now) this.addPanel(stage, now, now.name);
+    if (now) stage.firstElementChild.classList.add("large");
     for (const panel of panels) {
-      if (!(base && now && (panel === base || panel === now))) this.addPanel(stage, panel, panel.name);
+      if (panel !== now && !(now && panel === base)) this.addPanel(stage, panel, panel.name);
     }
     for (const event of ["loadeddata", "seeked"]) this.video.addEventListener(event, () => this.draw());
     if (this.video.readyState >= 2) this.draw();
+    this.video.requestVideoFrameCallback?.(() => this.draw()); // the first frame may be painted after it is loaded
   }
 
   addPanel(stage, panel, ...labels) {

@@ -40,9 +40,11 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as "12.3 s", "6 min 5 s" or "3 h 20 min"."""
+    """Return seconds as "5.8 ms", "12.3 s", "6 min 05 s" or "3 h 20 min"."""
     if not math.isfinite(seconds):
         return NOTHING
+    if 0 < seconds < 0.1:
+        return f"{number(1000 * seconds, 2)} ms"
     if seconds < 100:
         return f"{number(seconds, 3)} s"
     minutes, rest = divmod(round(seconds), 60)
