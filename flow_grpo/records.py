@@ -137,11 +137,18 @@ class Rows:
 
     def rows(self: RowsType, selection: slice | Tensor) -> RowsType:
         """Return the selected samples; a slice shares memory, an index tensor copies."""
-        return self.map(lambda tensor: tensor[selection])
+
+        def picked(tensor: Tensor) -> Tensor:
+            if isinstance(selection, slice):
+                return tensor[selection]
+            return tensor[selection.to(tensor.device, non_blocking=True)]  # indexing by CPU places would wait
+
+        return self.map(picked)
 
     def to(self: RowsType, device: torch.device | str) -> RowsType:
-        """Return a copy on `device`; tensors that are already there are shared."""
-        return self.map(lambda tensor: tensor.to(device))
+        """Return a copy on `device`, not waiting for it to arrive; tensors that are there are shared."""
+        onto = torch.device(device)
+        return self.map(lambda tensor: tensor.to(onto, non_blocking=onto.type != "cpu"))
 
     @classmethod
     def concatenate(cls: type[RowsType], parts: Sequence[RowsType]) -> RowsType:
@@ -196,7 +203,7 @@ class Trajectory(Rows):
 
     def to(self, device: torch.device | str) -> Trajectory:
         """Return a copy whose latents and log-probabilities are on `device`; `steps` stays on the CPU."""
-        return dataclasses.replace(self, states=self.states.to(device), log_probs=self.log_probs.to(device))
+        return dataclasses.replace(super().to(device), steps=self.steps)
 
 
 @dataclasses.dataclass(frozen=True)

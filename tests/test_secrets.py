@@ -56,7 +56,9 @@ def nothing_seen(folder: Path, capfd, caplog) -> str:
     return printed
 
 
-@pytest.mark.parametrize("trackers", ["tensorboard", pytest.param("wandb,tensorboard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trackers", ["tensorboard", pytest.param("wandb,tensorboard,swanlab,trackio", marks=pytest.mark.slow)]
+)
 def test_a_whole_run_with_a_served_reward_writes_no_secret(setup, capfd, caplog, trackers):
     setup.knobs["trackers"] = trackers
     with judge(SECRET, setup.folder / "world") as url:

@@ -30,6 +30,7 @@ from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.reporting import plots
+from flow_grpo.runtime.reporting.metric_names import metric_of
 from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
@@ -111,13 +112,25 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
     by_camera = {"reward_by_camera", "eval_by_camera"}
     assert groups == by_camera | {"reward", "policy", "dyn", "eval", "eval_floor", "train", "time", "system"}
+    logged = {name for row in metrics_of(run) for name in row} - {"step"}
+    assert not [
+        name for name in logged if (metric := metric_of(name)) is None or metric.name == "reward/<reward>_<name>"
+    ]
     cameras = {name.split("/")[1] for row in metrics_of(run) for name in row if name.startswith("reward_by_camera/")}
     assert cameras and cameras <= set(PRESETS)
     names = [path.name for path in sorted((run / "videos").glob("*.mp4"))]
     assert [name.partition("_val")[0].partition("_train-")[0] for name in names] == [
         *(f"eval_00000{step}" for step in range(3)),
-        "train_000002",
+        *("group_000002", "train_000002"),
     ]
+    lines = [json.loads(text) for text in (run / "videos" / "index.jsonl").read_text().splitlines()]
+    assert sorted(line["file"] for line in lines) == names
+    panels = {(line["kind"], line["step"]): [box["name"] for box in line["panels"]] for line in lines}
+    assert panels["eval", 0] == ["source", "base", "true view"] and panels["train", 2] == ["source", "now", "true view"]
+    assert panels["eval", 1] == panels["eval", 2] == ["source", "base", "now", "true view"]
+    assert [len(line["paths"]["estimated"]) for line in lines if line["kind"] == "eval"] == [5] * 3
+    pictures = ("curves.png", "filmstrip.png", "cameras.png")
+    assert all((run / name).stat().st_size > 1000 for name in pictures) and len(list((run / "paths").iterdir())) == 1
     assert len(checkpoint.published(run / "checkpoints")) == 2
     assert list((run / "adapter").iterdir())
     assert "held-out metrics" in capsys.readouterr().out
@@ -401,7 +414,7 @@ def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_pat
 
 def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction: drawn.append(direction))
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction, deciding: drawn.append(direction))
     config, recipe = train_grpo.read_command_line(words(places, tmp_path))
     trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
     trainer.tracker.log({"eval/trans_err_m": 0.5}, 0)

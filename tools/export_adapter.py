@@ -1,4 +1,4 @@
-"""Export the trained weights of a checkpoint as an adapter folder, like the one a finished run writes.
+r"""Export the trained weights of a checkpoint as an adapter folder, like the one a finished run writes.
 
     python tools/export_adapter.py --config config/grpo.py:my_recam_8npu \
         --checkpoint outputs/first/checkpoints/checkpoint_000010 --out adapter_10

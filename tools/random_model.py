@@ -1,4 +1,4 @@
-"""Write a model folder with random weights, to try whole runs without the published ones.
+r"""Write a model folder with random weights, to try whole runs without the published ones.
 
     python tools/random_model.py --out models/random                       # the size of Wan2.1-T2V-1.3B
     python tools/random_model.py --out models/small --heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 \

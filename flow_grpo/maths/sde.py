@@ -71,12 +71,14 @@ class Transition:
         std: () or (B,), mean's dtype and device; the std of the whole step, sqrt(step length) included.
         c: () or (B,), weight of the noise estimate.
         gain: () or (B,), -d mean / d velocity / std.
+        has_density: std is above 0 in every sample; known without asking the device.
     """
 
     mean: Tensor
     std: Tensor
     c: Tensor
     gain: Tensor
+    has_density: bool = True
 
 
 def coefficients(
@@ -158,7 +160,8 @@ def transition(
     )
     kept = per_sample(step.keep, latents) * _full_precision(latents)
     mean = kept - per_sample(step.kappa, latents) * _full_precision(velocity)
-    return Transition(mean, _like(step.std, latents), _like(step.c, latents), _like(step.gain, latents))
+    std, c, gain = (_like(scalar, latents) for scalar in (step.std, step.c, step.gain))
+    return Transition(mean, std, c, gain, has_density=bool((step.std > 0).all()))
 
 
 def sample(step: Transition, noise: Tensor) -> Tensor:
@@ -183,7 +186,7 @@ def log_prob(next_latents: Tensor, step: Transition) -> Tensor:
         ValueError: shape other than the mean's, or a step without noise, which has no density.
     """
     _check_same_shape(next_latents, step.mean, "next_latents", "mean")
-    if not (step.std > 0).all():
+    if not step.has_density:
         raise ValueError("std of the step is 0, must be > 0: a step without noise has no density and is never trained")
     drawn = next_latents.detach().to(step.mean.dtype)
     residual = (drawn - step.mean) / per_sample(step.std, step.mean)
@@ -292,7 +295,8 @@ def per_sample(scalar: Tensor, latents: Tensor) -> Tensor:
 
 def _like(scalar: Tensor, latents: Tensor) -> Tensor:
     dtype = torch.float64 if latents.dtype == torch.float64 else torch.float32
-    return scalar.to(dtype).to(latents.device)
+    # Not waited for: a step's scalars are copied while the device still computes the step before.
+    return scalar.to(dtype).to(latents.device, non_blocking=scalar.device.type == "cpu")
 
 
 def element_mean(values: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ Letters: C F H W latent channels, frames, height, width, L D prompt tokens and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -64,6 +65,21 @@ class Encodings:
     def sources(self, conditions: Sequence[Condition]) -> Tensor:
         """Return (B, C, F, H, W) fp32 CPU latents of the source videos; each distinct video is encoded once."""
         return _of_distinct(conditions, self.source)
+
+    def lacking(self, conditions: Sequence[Condition]) -> dict[str, Callable[[], Tensor]]:
+        """Return key -> encoder of the source videos that are neither in memory nor on disk, each video once."""
+        found: dict[str, Callable[[], Tensor]] = {}
+        for condition in conditions:
+            source_id = condition.source_id or content_key(condition.need_source())
+            key = self._source_key(source_id, condition.size)
+            if key not in found and not self._store.knows("sources", key):
+                found[key] = functools.partial(self.source, source_id, condition.size, condition.need_source)
+        return found
+
+    def learn(self, latents: Mapping[str, Tensor]) -> None:
+        """Take over what another process has encoded, by the keys of `lacking`."""
+        for key, tensor in latents.items():
+            self._store.put("sources", key, tensor)
 
     def first_frame(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> Tensor:
         """Return (I, D) fp32 CPU features of a source video's first frame; arguments as in `source`."""

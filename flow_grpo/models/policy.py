@@ -5,9 +5,9 @@ Letters: B rows (samples), C F H W latent channels, frames, height, width, T h w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -68,4 +68,20 @@ class Policy(Protocol):
 
     def camera_parameters(self) -> list[nn.Parameter]:
         """Return those of them that read the camera path, in the same order; they may have their own learning rate."""
+        ...
+
+
+@runtime_checkable
+class SharesEncodings(Protocol):
+    """What a policy may have besides: ranks then encode a source video that several of them need only once."""
+
+    def lacking(self, conditions: Sequence[Condition]) -> dict[str, Callable[[], Tensor]]:
+        """Return key -> encoder of what `encode` would encode now; equal keys mean equal results on every rank.
+
+        An encoder returns fp32, and keeps what it has encoded for `encode`.
+        """
+        ...
+
+    def learn(self, latents: Mapping[str, Tensor]) -> None:
+        """Keep what another rank has encoded, by these keys."""
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +277,14 @@ class WanPolicy:
             negative_prompt_embeds=negative,
             guidance_scale=guidance.scale,
         ).to(self.device)
+
+    def lacking(self, conditions: Sequence[Condition]) -> dict[str, Callable[[], Tensor]]:
+        """Return key -> encoder of the source videos that `encode` would encode now."""
+        return self.encodings.lacking(conditions) if "source_video" in self.model.needs else {}
+
+    def learn(self, latents: Mapping[str, Tensor]) -> None:
+        """Take over the (C, F, H, W) latents of source videos that another rank has encoded, by these keys."""
+        self.encodings.learn(latents)
 
     def _check_inputs(self, inputs: dict[str, Tensor], latents: tuple[int, int, int, int], rows: int) -> None:
         """Raise ValueError unless a model's inputs are those that it plans with, sizes that its parts decide aside."""

@@ -45,12 +45,22 @@ class TensorStore:
         Raises:
             OSError: the folder cannot be written.
         """
-        cached = self._cached.setdefault(kind, LruCache(self._kept))
-        return cached.get_or_make(key, lambda: self._read_or_make(kind, key, make))
+        return self._memory(kind).get_or_make(key, lambda: self._read_or_make(kind, key, make))
+
+    def knows(self, kind: str, key: str) -> bool:
+        """Return whether `get` would find an entry, in memory or valid on disk."""
+        return key in self._memory(kind) or self.has(kind, key)
+
+    def put(self, kind: str, key: str, tensor: Tensor) -> None:
+        """Keep a CPU tensor in memory that another process has computed, and stored if there is a folder."""
+        self._memory(kind)[key] = tensor
 
     def has(self, kind: str, key: str) -> bool:
         """Return whether a valid entry is on disk."""
         return self.folder is not None and self._read(self.path(kind, key), key) is not None
+
+    def _memory(self, kind: str) -> LruCache[str, Tensor]:
+        return self._cached.setdefault(kind, LruCache(self._kept))
 
     def path(self, kind: str, key: str) -> Path:
         """Return the file of an entry, whether or not it exists."""

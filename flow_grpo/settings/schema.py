@@ -404,7 +404,7 @@ class Config(Section):
     resume: Place = knob("", "'' starts afresh | auto: the run folder's newest checkpoint | a checkpoint folder")
     doctor: Literal["fast", "off"] = knob("fast", "check the run for faults before its first epoch; tools/doctor.py")
     dry_run: Bool = knob(False, "trace shapes through the recipe without weights or memory, print the plan and stop")
-    trackers: Trackers = knob(("tensorboard",), "where metrics go in addition to files and console")
+    trackers: Trackers = knob(("tensorboard",), "where metrics go in addition to files and console; docs/trackers.md")
     log_videos_every: Int = knob(10, "epochs between videos of training samples; 0 never", ge=0)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)

@@ -146,7 +146,7 @@ Frames = Annotated[
     ),
 ]
 Trackers = Annotated[
-    tuple[Literal["wandb", "tensorboard"], ...],
+    tuple[Literal["wandb", "tensorboard", "swanlab", "trackio"], ...],
     _must(lambda names: len(set(names)) == len(names), "must name each tracker once; drop the repetition"),
 ]
 Steps = Annotated[tuple[Int, ...], _must(_is_rising, "must be at least one step, each once, in rising order")]

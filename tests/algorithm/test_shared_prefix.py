@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.rollout.shared_prefix import owners
 from flow_grpo.records import Samples
 from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharing import owners
 from tests.toy import SIGMAS, ToyPolicy, collector
 from tests.workers import run_ranks
 
@@ -19,11 +19,11 @@ STEPS = len(SIGMAS) - 1
 
 def test_every_group_has_one_owner_that_holds_a_copy_and_the_load_is_even():
     gids = [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 4, 5], [4, 5, 4, 6]]
-    found = owners(gids, dict.fromkeys(range(7), 1.0))
+    found = owners(gids)
     assert list(found) == list(range(7))
     assert all(gid in gids[rank] for gid, rank in found.items())
     assert Counter(found.values()) == {0: 2, 1: 2, 2: 1, 3: 2}
-    assert owners([[0, 1, 2], [0, 1, 2]], {0: 5.0, 1: 1.0, 2: 3.0}) == {0: 0, 1: 1, 2: 1}
+    assert owners([[0, 1, 2], [0, 1, 2]], {0: 5.0, 1: 1.0, 2: 3.0}.__getitem__) == {0: 0, 1: 1, 2: 1}
 
 
 def collected(ranks: Ranks, layout: str, size: int, share: bool) -> tuple[Samples, int]:

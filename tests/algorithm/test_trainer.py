@@ -31,6 +31,7 @@ from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks.process_group import RankError, Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.console import Progress
+from flow_grpo.runtime.reporting.metric_names import metric_of
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
 from tests.algorithm.test_evaluate import ToyData
@@ -522,6 +523,7 @@ def test_every_metric_of_dynamic_sampling_is_recorded(a_trainer, tmp_path):
         "reward_mean_after"
     )
     assert {f"dyn/{name}" for name in names.split()} <= set(row)
+    assert not [name for name in row if name != "step" and metric_of(name) is None]
     assert "train/zero_std_ratio" in row
     assert row["dyn/reward_mean_before"] == pytest.approx(row["reward/mean"])
 

@@ -403,7 +403,10 @@ def test_a_non_finite_log_ratio_on_one_rank_stops_all_with_the_same_error():
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("3 GiB"), RuntimeError("NPU out of memory. Tried 3 GiB")])
 def test_an_update_without_memory_names_the_knobs_that_need_less(error):
-    for size, way_out in ((4, r"3 GiB; pass --config\.train\.batch_size=2, "), (1, r"pass --config\.model\.gradient")):
+    for size, way_out in (
+        (4, r"3 GiB; pass --config\.train\.batch_size=2, "),
+        (1, r"pass --config\.model\.checkpointing=blocks"),
+    ):
         with pytest.raises(RuntimeError, match=rf"update of {size} sample.*{way_out}"), name_memory_knobs(size):
             raise error
     shapes = RuntimeError("shapes")

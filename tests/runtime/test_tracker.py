@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import os
-import struct
-import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,10 @@ from PIL import Image, ImageSequence
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting.tracker import Tracker, _as_gif
+from flow_grpo.runtime.reporting import tracker as tracker_module
+from flow_grpo.runtime.reporting.sinks.gif import as_gif
+from flow_grpo.runtime.reporting.sinks.tensorboard import Tensorboard
+from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.video_file import write_video
 
 ALONE = Ranks()
@@ -63,7 +64,9 @@ def test_curves_are_drawn_at_each_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_outside_the_groups_is_refused_on_every_rank(name: str, rank: int, tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, CONFIG, (), Ranks(rank=rank, world_size=2))
-    with pytest.raises(ValueError, match=f"'{name}' has no known group.*<group>/<name>.*reward, policy"):
+    with pytest.raises(
+        ValueError, match=f"'{name}' has no known group.*<group>/<name>.*reward, reward_by_camera, policy"
+    ):
         tracker.log({"train/fine": 1.0, name: 1.0}, 1)
     with pytest.raises(ValueError, match="has no known group"):
         tracker.log_video(name, tmp_path, print, "", 1)
@@ -81,7 +84,7 @@ def test_ranks_other_than_zero_write_nothing(tmp_path: Path) -> None:
 
 
 def test_an_unknown_or_missing_tracker_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="trackers='mlflow' is not known; use any of wandb, tensorboard"):
+    with pytest.raises(ValueError, match="'mlflow' is not known; use any of wandb, tensorboard, swanlab, trackio"):
         Tracker(tmp_path, CONFIG, ("mlflow",), ALONE)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ValueError, match="trackers='wandb' is not installed; pip install wandb"):
@@ -105,7 +108,7 @@ def test_the_summary_is_deleted_when_the_run_is_extended(tmp_path: Path) -> None
 def test_a_long_high_video_becomes_a_small_gif_of_the_same_duration(tmp_path: Path) -> None:
     film = tmp_path / "film.mp4"
     write_video(film, torch.rand(3, 81, 240, 416), 15)
-    with Image.open(io.BytesIO(_as_gif(film))) as gif:
+    with Image.open(io.BytesIO(as_gif(film))) as gif:
         assert (gif.size, gif.n_frames) == ((208, 120), 21)
         assert gif.n_frames * gif.info["duration"] == pytest.approx(1000 * 81 / 15, rel=0.05)
 
@@ -189,7 +192,10 @@ def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any) -> None:
-    tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
+    tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE, direction={"eval/x": -1}.get)  # type: ignore[arg-type]
+    tracker.log({"reward/mean": 0.5}, 3)
+    tracker.log({"time/epoch": 0.5, "eval/x": 1.0}, 4)
+    tracker.close()
     arguments = wandb.init.call_args.kwargs
     assert (arguments["name"], arguments["dir"], arguments["config"]) == ("run", str(tmp_path / "run"), CONFIG)
     axes = {call.args[0]: call.kwargs.get("step_metric") for call in wandb.run.define_metric.call_args_list}
@@ -199,10 +205,10 @@ def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any) -
         "eval/epoch": None,
         **{f"{group}/*": "eval/epoch" for group in ("eval", "eval_by_camera", "eval_change", "eval_floor")},
         **{f"{group}/*": "train/epoch" for group in epoch_groups},
+        "eval/x": "eval/epoch",
     }
-    tracker.log({"reward/mean": 0.5}, 3)
-    tracker.log({"time/epoch": 0.5, "eval/x": 1.0}, 4)
-    tracker.close()
+    summaries = {call.args[0]: call.kwargs.get("summary") for call in wandb.run.define_metric.call_args_list}
+    assert {name: summary for name, summary in summaries.items() if summary} == {"eval/x": "last,min"}
     logged = [call.args[0] for call in wandb.run.log.call_args_list]
     assert logged[:2] == [
         {"reward/mean": 0.5, "train/epoch": 3},
@@ -217,13 +223,14 @@ def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: torch.Tensor, w
     tracker.log_video("train/room", tmp_path / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 2)
     tracker.log_table("eval/worst", ["a"], [(1,)], 2)
     tracker.close()
-    first, second = (call.args[0] for call in wandb.run.log.call_args_list)
+    found = [call.args[0] for call in wandb.run.log.call_args_list]
+    first, second = sorted(found, key=lambda row: "train/room" not in row)
     assert (tmp_path / "room.mp4").is_file()
     assert first == {
         "train/room": ((str(tmp_path / "room.mp4"),), {"caption": "reward 0.7", "format": "mp4"}),
         "train/epoch": 2,
     }
-    assert second == {"eval/worst": ((), {"columns": ["a"], "data": [[1]]}), "eval/epoch": 2}
+    assert second == {"eval/worst": ((), {"columns": ["a"], "data": [[1]], "allow_mixed_types": True}), "eval/epoch": 2}
 
 
 @pytest.mark.parametrize(
@@ -233,6 +240,17 @@ def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: torch.Tensor, w
         ({"WANDB_API_KEY": "0" * 40}, None, "allow"),
         ({"WANDB_MODE": "disabled"}, None, "allow"),
         ({"NETRC_CONTENT": "machine api.wandb.ai login user password x"}, None, "allow"),
+        ({"NETRC_CONTENT": "machine api.forge.coreweave.com login user password x"}, None, "allow"),
+        (
+            {"NETRC_CONTENT": "machine own.org login a password x", "WANDB_BASE_URL": "http://own.org"},
+            None,
+            "allow",
+        ),
+        (
+            {"NETRC_CONTENT": "machine api.wandb.ai login a password x", "WANDB_BASE_URL": "http://a.b"},
+            "offline",
+            None,
+        ),
         ({"NETRC_CONTENT": "machine example.org login user password x"}, "offline", None),
     ],
 )
@@ -244,7 +262,7 @@ def test_wandb_is_offline_unless_a_key_or_a_mode_is_set(
     (tmp_path / "home/.netrc").chmod(0o600)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
+    Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE).close()
     arguments = wandb.init.call_args.kwargs
     assert (arguments["mode"], arguments["resume"]) == (mode, resume)
 
@@ -252,52 +270,62 @@ def test_wandb_is_offline_unless_a_key_or_a_mode_is_set(
 def test_a_resumed_wandb_run_keeps_its_id_and_a_fresh_one_gets_another(tmp_path: Path, wandb: Any) -> None:
     ids = []
     for resumed_step in (None, 2, None):
-        Tracker(tmp_path, CONFIG, ("wandb",), ALONE, resumed_step=resumed_step)
+        Tracker(tmp_path, CONFIG, ("wandb",), ALONE, resumed_step=resumed_step).close()
         ids.append(wandb.init.call_args.kwargs["id"])
     assert ids[0] == ids[1] != ids[2]
 
 
-def records(file: Path) -> list[Any]:
-    """Return the records of a .wandb file: a LevelDB log (blocks of 32 KiB, 7 bytes before every piece)."""
-    from wandb.proto import wandb_internal_pb2
+class Failing(Tensorboard):
+    """Loses its network after it was opened."""
 
-    content, place, piece, found = file.read_bytes(), 7, b"", []
-    assert content[:4] == b":W&B"
-    while place < len(content):
-        left = 2**15 - place % 2**15
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
-        piece += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(piece)
-            found.append(record)
-            piece = b""
-    return found
+    def scalars(self, metrics: Any, step: int) -> None:
+        raise ConnectionError("no route to host")
 
 
-@pytest.mark.slow
-def test_a_run_restarted_offline_leaves_all_its_epochs_under_one_id_for_wandb_sync(tmp_path: Path) -> None:
-    """In processes of their own, as a restarted run is; uploading is not tried."""
-    pytest.importorskip("wandb")
-    start = (
-        "import sys; from pathlib import Path; from flow_grpo.runtime.reporting.tracker import Tracker; "
-        "from flow_grpo.runtime.ranks.process_group import Ranks; folder, resumed, steps = sys.argv[1:]; "
-        "tracker = Tracker(Path(folder), {}, ('wandb',), Ranks(), resumed_step=int(resumed) if resumed else None); "
-        "[tracker.log({'reward/x': float(step)}, int(step)) for step in steps]; tracker.close()"
-    )
-    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
-    for resumed, steps in (("", "123"), ("2", "34")):
-        command = [sys.executable, "-c", start, str(tmp_path / "run"), resumed, steps]
-        subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
-    epochs, ids = [], set()
-    for file in sorted((tmp_path / "run").rglob("*.wandb")):
-        for record in records(file):
-            ids |= {record.run.run_id} if record.HasField("run") else set()
-            row = {"/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            epochs += [(row["train/epoch"], row["reward/x"])] if "reward/x" in row else []
-    assert ids == {(tmp_path / "run" / "wandb_run_id.txt").read_text()}
-    assert epochs == [(1, 1.0), (2, 2.0), (3, 3.0), (3, 3.0), (4, 4.0)]
+@pytest.fixture
+def sink(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Put a stand-in in the place of the tensorboard sink."""
+    place = "flow_grpo.runtime.reporting.sinks.tensorboard.Tensorboard"
+    return lambda stand_in: monkeypatch.setattr(place, stand_in)
+
+
+def a_short_run(folder: Path, video: torch.Tensor) -> None:
+    tracker = Tracker(folder, CONFIG, ("tensorboard",), ALONE)
+    for step in (1, 2, 3):
+        tracker.log({"reward/mean": 0.5}, step)
+    tracker.log_video("eval/room", folder / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 3)
+    tracker.close()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert {"room.mp4", "curves.png"} <= set(names(folder))
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "why"),
+    [(mock.Mock(side_effect=OSError("no such host")), "OSError: no such host"), (Failing, "no route to host")],
+    ids=["when it is opened", "when it is used"],
+)
+def test_a_tracker_that_fails_is_warned_about_once_and_stops_nothing(
+    stand_in: Any, why: str, sink: Any, tmp_path: Path, video: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink(stand_in)
+    a_short_run(tmp_path, video)
+    [warning] = caplog.messages
+    assert "tensorboard does not get everything" in warning and why in warning
+
+
+def test_a_tracker_that_hangs_delays_neither_an_epoch_nor_a_file_nor_the_end(
+    sink: Any, tmp_path: Path, video: torch.Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+    sink(lambda _opening: answered.wait())
+    tracker = Tracker(tmp_path, CONFIG, ("tensorboard",), ALONE)
+    tracker.log({"eval/x": 0.5}, 1)
+    tracker.log_video("eval/room", tmp_path / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 1)
+    tracker._making.finish(60.0)
+    assert names(tmp_path) == ["curves.png", "metrics.csv", "metrics.jsonl", "room.mp4"]
+    monkeypatch.setattr(tracker_module, "CLOSING_S", 0.2)
+    tracker.close()
+    assert "reports are not done after 0.2 seconds" in caplog.text
+    answered.set()
+    tracker._making.finish(60.0)
+    tracker._serving.finish(60.0)

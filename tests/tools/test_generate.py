@@ -382,7 +382,8 @@ def test_a_source_s_own_path_is_static_of_a_file_or_of_vipe_s_folder(source, tmp
     torch.testing.assert_close(generate.source_path(str(tmp_path), source, 5), path[:5])
 
 
-def test_evaluate_reads_the_folder_as_it_is_with_before_beside_after(source, tmp_path):
+def test_evaluate_reads_the_folder_as_it_is_with_before_beside_after(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.evaluation.inputs.LEAST_ROWS", 1)
     write_video(source.with_name("dog.mp4"), film(1), lossless=True)
     run = finished_run(tmp_path / "first", eval__num_steps=1)
     cameras = ["--camera", "arc_left:0.5", "zoom_in"]

@@ -20,6 +20,7 @@ from flow_grpo.maths.poses import preset_path
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.video_file import write_video
 from tools import evaluate
+from tools.evaluation import inputs
 
 FRAMES = 5
 CALLS: list[str] = []
@@ -272,7 +273,7 @@ def test_without_pycolmap_it_says_where_to_evaluate(place, capsys, monkeypatch):
     assert "x86" in refusal(capsys, words(place))
 
 
-def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(place, capsys):
+def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(place, capsys, monkeypatch):
     """Recorded focal length and poses are taken; the picture beside the source is no video to judge."""
     folder = place / "generated"
     for name, after, before in (("a", FINE, WORSE), ("b", PARTLY, LOST)):
@@ -284,6 +285,9 @@ def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(plac
     given = [str(folder), "--workers", "0", "--no-plots"]
     assert "--focal-px is None, must be the focal length in pixels" in refusal(capsys, given)
     given += ["--focal-px", "30"]
+    small = refusal(capsys, given)
+    assert "a.mp4 is 24 rows high, must be at least 96" in small and "a_beside.mp4" in small
+    monkeypatch.setattr(inputs, "LEAST_ROWS", 24)
     assert evaluate.main(given) == 0
     out = folder / "evaluation"
     after, before = (json.loads((part / "metrics.json").read_text()) for part in (out, out / "before"))

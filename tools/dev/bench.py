@@ -14,21 +14,23 @@ long ranks wait for each other with cost-limited batches, against packing on eac
 memory, work and traffic grow (exponents of tokens, frames, k, window, steps, samples of a rank, ranks). `--all` runs
 these and epochs of the tiny recipe, within ten minutes on two cores.
 
-`rollout_update_over_bare` divides the rollout and update phases by the same number of forward and backward calls on the
-same shapes; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate and their medians are compared,
-because the speed of a shared machine drifts.
+`rollout_update_over_bare` divides the rollout and update phases by the very calls of the network that they made, with
+their backward passes; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate and their medians are
+compared, because the speed of a shared machine drifts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
@@ -39,9 +41,9 @@ import torch
 import train_grpo
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.sharding import unwrap
 from tools.dev.bench_cases import exchange, growth, packing, transformer
 from tools.common import make_parser
 
@@ -51,6 +53,7 @@ CASES: dict[str, Callable[[Namespace], dict[str, float]]] = {
     "transformer": lambda _: transformer.measure(),
     "growth": lambda given: growth.measure(given.plot),
 }
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any], bool]
 TINY = f"{growth.ROOT}/config/grpo.py:tiny_recam"
 
 
@@ -113,12 +116,13 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
     for epoch in range(epochs + 1):
         trainer.clock = Clock(trainer.device)
         begun = time.perf_counter()
-        samples = trainer.sample()
-        batch = trainer.compare(trainer.choose(samples, trainer.gather(samples)))
-        trainer.update(batch, epoch)
-        trainer.finish_epoch(epoch)
+        with recorded(unwrap(trainer.updater.policy.module)) as calls:
+            samples = trainer.sample()
+            batch = trainer.compare(trainer.choose(samples, trainer.gather(samples)))
+            trainer.update(batch, epoch)
+            trainer.finish_epoch(epoch)
         spent = time.perf_counter() - begun
-        seconds = bare_seconds(trainer, batch, epoch)
+        seconds = bare_seconds(trainer, calls)
         if epoch:  # the first warms up
             hidden = {f"{name}_hidden": value for name, value in trainer.clock.hidden.items()}
             phases.append(dict(trainer.clock.seconds) | hidden | {"epoch": spent})
@@ -134,53 +138,35 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
     return medians
 
 
-def bare_seconds(trainer: Trainer, batch: TrainingBatch, epoch: int) -> float:
-    """Return the seconds that one epoch's transformer calls take by themselves.
+@contextlib.contextmanager
+def recorded(network: torch.nn.Module) -> Iterator[list[Call]]:
+    """Context manager that collects the network's calls: arguments, and whether a backward pass follows."""
+    calls: list[Call] = []
 
-    Guidance calls the network with twice the rows; KL adds a reference call to every replayed step.
-    """
-    config, policy = trainer.config, trainer.updater.policy
-    sizes = batch.sizes()
-    rollouts = [
-        rows
-        for size in sizes.unique()
-        for rows in (sizes == size).nonzero().flatten().split(config.sample.train_batch_size)
-    ]
-    replays = [rows for step in trainer.updater.plan(batch, epoch).steps for rows in step]
-    rollouts, replays = ([_inputs(trainer, batch, rows) for rows in calls] for calls in (rollouts, replays))
-    columns = range(batch.parts[0].trajectory.steps.shape[1])
-    device_api.synchronize(trainer.device)
+    def record(_: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        calls.append((arguments, options, torch.is_grad_enabled()))
+
+    handle = network.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def bare_seconds(trainer: Trainer, calls: Sequence[Call]) -> float:
+    """Return the seconds that an epoch's transformer calls take by themselves."""
+    policy, device = trainer.updater.policy, trainer.device
+    device_api.synchronize(device)
     begun = time.perf_counter()
-    for inputs in rollouts:
-        with torch.no_grad(), device_api.autocast(trainer.device, policy.dtype):
-            for _ in range(config.sample.num_steps):
-                policy.module(*inputs)
-    for inputs in [call for call in replays for _ in columns]:
-        with device_api.autocast(trainer.device, policy.dtype):
-            if config.train.kl_coef > 0:
-                with torch.no_grad():
-                    policy.module(*inputs)
-            output = policy.module(*inputs)[0]
-        output.float().mean().backward()
-    device_api.synchronize(trainer.device)
+    for arguments, options, train in calls:
+        with torch.set_grad_enabled(train), device_api.autocast(device, policy.dtype):
+            output = policy.module(*arguments, **options)[0]
+        if train:
+            output.float().mean().backward()
+    device_api.synchronize(device)
     seconds = time.perf_counter() - begun
     trainer.updater.optimizer.zero_grad(set_to_none=True)
     return seconds
-
-
-def _inputs(trainer: Trainer, batch: TrainingBatch, positions: torch.Tensor) -> list[torch.Tensor]:
-    """Return the network's inputs for these samples."""
-    part = batch.take(positions, trainer.device)
-    latents, given = part.trajectory.states[:, 0], part.conditioning
-    times = torch.full((len(part),), 500.0, device=latents.device)
-    values = [
-        torch.cat([latents, given.inputs["source_latents"]], dim=2),
-        times,
-        given.prompt_embeds,
-        given.inputs["target_cameras"],
-    ]
-    copies = 1 if trainer.config.sample.guidance_scale == 1.0 else 2
-    return [value.repeat(copies, *[1] * (value.ndim - 1)) for value in values]
 
 
 def table(result: dict[str, float]) -> str:

@@ -28,6 +28,7 @@ from flow_grpo.data.trajectories import VIDEO_ENDINGS
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rotation_angle_deg
 from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.runtime.starts import LEAST_ROWS
 from tools.generation.records import AFTER, BEFORE, BESIDE, record_of, records_below
 
 FRAME_KEY = re.compile(r"frame\d+")
@@ -82,7 +83,8 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Task], li
     Both carry the same names. `focal_px` is of videos whose record has none.
 
     Raises:
-        ValueError: no such video, one is missing or has another number of frames, or its focal length is not known.
+        ValueError: no such video, one is missing, too small or has another number of frames, or its focal length is
+            not known.
     """
     after, before = [], []
     for file, record in records_below(folder):
@@ -108,6 +110,7 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Task], li
                     f"{place} has no {result.name}; generate it again with --overwrite, or remove the record"
                 )
             _check_count(result, result.name, len(poses), file)
+            _check_rows(result)
             found.append(Task(result, name, relative(poses[0], poses), kind, source, focal))
     if not after:
         raise ValueError(
@@ -185,6 +188,15 @@ def _read_matrices(poses: object, place: str) -> Tensor:
     for number in (torch.linalg.det(matrices[:, :3, :3]) < 0).nonzero().flatten().tolist():
         raise ValueError(f"{place}: matrix {number} is a mirror image (determinant -1), must be +1; use OpenCV's axes")
     return matrices
+
+
+def _check_rows(video: Path) -> None:
+    _, rows, _ = video_size(video)
+    if rows < LEAST_ROWS:
+        raise ValueError(
+            f"{video} is {rows} rows high, must be at least {LEAST_ROWS} for structure from motion: watch it beside "
+            f"its source ({video.stem}{BESIDE}); a run as small is judged by its own estimator, in its summary.json"
+        )
 
 
 def _check_count(file: Path, name: str, matrices: int, cameras: Path) -> None:

@@ -16,6 +16,7 @@ from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue, share_results
+from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.algorithm.rollout.shared_prefix import shared_prefixes
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.policy import Policy
@@ -101,7 +102,11 @@ class Collector:
         share = self.settings.sample.share_prefix
         gids = self._planned_gids() if share else []  # before the stream moves on
         with sync_errors():
-            encoded = self._load(clock)
+            conditions = self._fetch(clock)
+        with clock.phase("encode"):
+            share_encodings(self.policy, conditions, self.ranks.everyone, sync_errors)
+        with sync_errors():
+            encoded = self._encode(conditions, clock)
         prefixes = None
         if share:
             with clock.phase("rollout"):
@@ -129,9 +134,10 @@ class Collector:
         plans = [sampler.plan(first + step) for step in range(self.settings.sample.num_batches_per_epoch)]
         return [[gid for plan in plans for _, gid, *_ in plan[rank]] for rank in range(sampler.num_replicas)]
 
-    def _load(self, clock: Clock) -> list[tuple[list[int], tuple[Condition, ...], Conditioning]]:
-        """Return the next round's batches, each of one video size: places, conditions, conditioning."""
-        conditions = self._fetch(clock)
+    def _encode(
+        self, conditions: Sequence[Condition], clock: Clock
+    ) -> list[tuple[list[int], tuple[Condition, ...], Conditioning]]:
+        """Return a round's batches, each of one video size: places, conditions, conditioning."""
         batches = []
         for places in full_batches([c.size for c in conditions], self.settings.sample.train_batch_size):
             own = tuple(conditions[place] for place in places)

@@ -86,7 +86,7 @@ def step_transition(
     """
     sigma = sigmas[steps]
     return transition(
-        policy.velocity(latents, sigma.to(latents), conditioning),
+        policy.velocity(latents, sigma.to(latents, non_blocking=True), conditioning),
         latents,
         sigma,
         sigmas[steps + 1],
@@ -128,15 +128,15 @@ def rollout(
     device = conditioning.prompt_embeds.device
     initial, step_noise = _draw_noise(conditions, shape, columns, settings)
     if prefixes is None:
-        latents = prefix(policy, initial.to(device), conditioning, steps, settings)
+        latents = prefix(policy, initial.to(device, non_blocking=True), conditioning, steps, settings)
     else:
-        latents = prefixes.to(device)
+        latents = prefixes.to(device, non_blocking=True)
     states, log_probs = [latents], []
     for column in range(columns):
         gaussian = step_transition(
             policy, latents, conditioning, sigmas=settings.sigmas, steps=steps[:, column], sde=settings.sde
         )
-        latents = sample(gaussian, step_noise[:, column].to(device))
+        latents = sample(gaussian, step_noise[:, column].to(device, non_blocking=True))
         if settings.record:
             states.append(latents)
             log_probs.append(log_prob(latents, gaussian))
@@ -232,9 +232,11 @@ def _solve(
         everyone, nobody = len(rows) == len(latents), len(rows) == 0
         if nobody:
             rows, step = torch.zeros(1, dtype=torch.int64), 0
-        own = latents if everyone else latents[rows.to(latents.device)]
+        places = rows.to(latents.device, non_blocking=True)
+        own = latents if everyone else latents[places]
         sigma, after = levels[rows, step], levels[rows, step + 1]
-        velocity = policy.velocity(own, sigma.to(own), conditioning if everyone else conditioning.rows(rows))
+        own_conditioning = conditioning if everyone else conditioning.rows(rows)
+        velocity = policy.velocity(own, sigma.to(own, non_blocking=True), own_conditioning)
         if second_order and previous is not None:
             moved = second_order_step(own, velocity, previous, levels[:, step - 1], sigma, after)
         else:
@@ -243,7 +245,7 @@ def _solve(
         if everyone:
             latents = moved
         elif not nobody:
-            latents = latents.index_copy(0, rows.to(latents.device), moved)
+            latents = latents.index_copy(0, places, moved)
     return latents
 
 

@@ -5,8 +5,7 @@ The copies of a group start from the same noise and follow the ODE until their w
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -17,30 +16,10 @@ from flow_grpo.algorithm.rollout.denoise import initial_noise, prefix, window_ro
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning
-from flow_grpo.runtime.ranks.exchange import exchange_rows
 from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharing import hand_out, owners
 
 Batch = tuple[tuple[Condition, ...], Conditioning]
-
-
-def owners(gids: Sequence[Sequence[int]], costs: Mapping[int, float]) -> dict[int, int]:
-    """Return gid -> the rank that computes its prefix, one that holds a copy; ascending gids, equal on every rank.
-
-    Args:
-        gids: per rank, the groups of its samples.
-        costs: gid -> cost of its prefix; expensive ones are dealt first, each to the holder with the least so far.
-    """
-    holders: dict[int, list[int]] = {}
-    for rank, own in enumerate(gids):
-        for gid in dict.fromkeys(own):
-            holders.setdefault(gid, []).append(rank)
-    load = [0.0] * len(gids)
-    found = {}
-    for gid in sorted(holders, key=lambda gid: (-costs[gid], gid)):
-        owner = min(holders[gid], key=lambda rank: load[rank])
-        load[owner] += costs[gid]
-        found[gid] = owner
-    return dict(sorted(found.items()))
 
 
 def shared_prefixes(
@@ -61,7 +40,7 @@ def shared_prefixes(
         ranks: who takes part.
         sync_errors: entered while computing, so that an error reaches all ranks before they exchange.
     """
-    owner = owners(gids, {gid: float(sampling.window_of(gid)[0]) for own in gids for gid in own})
+    owner = owners(gids, lambda gid: float(sampling.window_of(gid)[0]))
     place = {c.gid: (batch, row) for batch, (own, _) in enumerate(batches) for row, c in enumerate(own)}
     conditions = {gid: batches[batch][0][row] for gid, (batch, row) in place.items()}
     mine = [gid for gid in owner if owner[gid] == ranks.rank]
@@ -76,33 +55,4 @@ def shared_prefixes(
             steps = window_rows([sampling.window_of(gid) for gid in own], sampling.rollout)
             latents = prefix(policy, noise.to(conditioning.prompt_embeds.device), conditioning, steps, sampling.rollout)
             found |= dict(zip(own, latents, strict=True))
-    everyone: set[tuple[int, ...]] = set()
-    for text in ranks.gather_text(json.dumps(list(shapes.values()))):
-        everyone |= set(map(tuple, json.loads(text)))
-    for shape in sorted(everyone):
-        moved = {gid: rank for gid, rank in owner.items() if shapes.get(gid, shape) == shape}
-        found |= _received({gid: found[gid] for gid in moved if gid in found}, moved, gids, ranks)
-    return found
-
-
-def _received(
-    own: Mapping[int, Tensor], owner: Mapping[int, int], gids: Sequence[Sequence[int]], ranks: Ranks
-) -> dict[int, Tensor]:
-    """Send this rank's prefixes to the ranks that hold copies; return those of the other ranks (collective call).
-
-    Args:
-        own: gid -> (C, F, H, W) latents of one shape that this rank has computed.
-        owner: gid -> rank, at least of the groups of this shape that this rank holds.
-        gids: per rank, the groups of its samples.
-        ranks: who takes part.
-    """
-    row = {gid: number for number, gid in enumerate(own)}
-    wanted = [[gid for gid in owner if gid in held] for held in map(set, gids)]
-    send = [
-        [row[gid] for gid in needed if gid in row] if rank != ranks.rank else [] for rank, needed in enumerate(wanted)
-    ]
-    coming = sorted((owner[gid], gid) for gid in wanted[ranks.rank] if owner[gid] != ranks.rank)
-    receive = [sum(rank == source for rank, _ in coming) for source in range(ranks.world_size)]
-    tensors = {"latents": torch.stack(list(own.values())).cpu()} if own else {}
-    received, _ = exchange_rows(tensors, send, receive, ranks)
-    return dict(zip((gid for _, gid in coming), received["latents"], strict=True)) if coming else {}
+    return found | hand_out(found, owner, gids, ranks)

@@ -140,7 +140,7 @@ class GrpoObjective:
         terms = grpo_loss(
             new[:, None],
             old[:, None],
-            micro.advantages.to(new),
+            micro.advantages.to(new, non_blocking=True),
             clip_range=train.clip_range,
             step_weight=None if self.step_weight is None else self.step_weight[steps, None],
             guard=_guard_terms(memory, number, current) if train.guard else None,

@@ -221,7 +221,7 @@ class Updater:
                 with averaging_gradients(self.policy.module, now=last) as backward:
                     loss = self.objective.loss(micro, known, number)
                     assert micro.weights is not None
-                    weight = micro.weights.to(loss.terms.per_sample) * (scale / passes)
+                    weight = micro.weights.to(loss.terms.per_sample, non_blocking=True) * (scale / passes)
                     backward((loss.terms.per_sample * weight).sum() * loss.scale)
                 stats.add(loss.terms, weight / self.ranks.world_size, loss.drift if before_any_update else None)
                 replayed.append((number, micro.keys[:, 0]))

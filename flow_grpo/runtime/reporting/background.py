@@ -1,4 +1,4 @@
-"""Work that training must not wait for, one piece after the other in a thread: trackers, videos, plots."""
+"""Work that training must not wait for, one piece after the other in a thread: trackers; videos, plots."""
 
 from __future__ import annotations
 

@@ -23,8 +23,6 @@ PLACEHOLDERS = {
 }
 SECTIONS = {
     "reward": "rewards of the epoch's samples, over all ranks, as measured",
-    "<where>": "what rewards measure beside their value: `reward/` over the epoch's samples, `eval/` over the held-out "
-    "conditions; `eval_by_camera/`, `eval_change/` and `eval_floor/` have the same names",
     "reward_by_camera": "by kind of camera: its preset where `presets.json` names it, else its name",
     "policy": "the update, over its samples and ranks",
     "train": "optimizer steps of the epoch",
@@ -38,6 +36,10 @@ SECTIONS = {
     "all of a run's",
     "system": "throughput, memory, traffic",
 }
+MEASURED = (
+    "what rewards measure beside their value: `reward/` over the epoch's samples, `eval/` over the held-out "
+    "conditions; `eval_by_camera/`, `eval_change/` and `eval_floor/` have the same names"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,7 +370,8 @@ _SYSTEM = (
     Metric(
         "system/sent_<kind>_gib",
         "what a rank sends in an epoch, on average: `gradients` and sharded `weights` by their sizes (rings assumed), "
-        "`tokens` of ranks that share samples, `rows` (samples and shared prefixes), `control` (ids, rewards, errors)",
+        "`tokens` of ranks that share samples, `rows` (samples, shared prefixes and encodings), "
+        "`control` (ids, rewards, errors)",
         "GiB",
     ),
 )
@@ -398,7 +401,7 @@ def metric_of(name: str) -> Metric | None:
 def page() -> str:
     """Return docs/metrics.md."""
     lines = [INTRODUCTION]
-    for section, meaning in SECTIONS.items():
+    for section, meaning in [*SECTIONS.items(), ("<where>", MEASURED)]:
         title = "Measurements of rewards" if section == "<where>" else f"`{section}/`"
         lines += [f"## {title}", "", f"{_sentence(meaning)}", ""]
         lines += ["| metric | meaning | unit | healthy | if not |", "|---|---|---|---|---|"]

@@ -1,0 +1,42 @@
+"""Shared encodings: a source video that several ranks need is encoded by one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from flow_grpo.models.policy import Policy, SharesEncodings
+from flow_grpo.records import Condition
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharing import hand_out, owners
+
+
+def share_encodings(
+    policy: Policy,
+    conditions: Sequence[Condition],
+    ranks: Ranks,
+    sync_errors: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Make sure that `policy.encode` finds its source videos encoded (collective call).
+
+    The copies of a condition lie on several ranks, which would each encode its video. What no rank lacks costs nothing
+    but a question. A policy of one's own without the methods `lacking` and `learn` encodes on every rank.
+
+    Args:
+        policy: whose encoders they are.
+        conditions: of this rank in the coming round.
+        ranks: who takes part; those that share samples too.
+        sync_errors: entered while encoding, so that an error reaches all ranks before they exchange.
+    """
+    if ranks.world_size == 1 or not isinstance(policy, SharesEncodings):
+        return
+    with sync_errors():
+        lacking = policy.lacking(conditions)
+    wanted = [json.loads(text) for text in ranks.gather_text(json.dumps(list(lacking)))]
+    owner = owners(wanted)
+    if not owner:
+        return
+    with sync_errors():
+        own = {key: lacking[key]() for key, rank in owner.items() if rank == ranks.rank}
+    policy.learn(hand_out(own, owner, wanted, ranks))

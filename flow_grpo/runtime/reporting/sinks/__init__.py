@@ -1,0 +1,1 @@
+"""One file per tracker: wandb, tensorboard, swanlab, trackio."""

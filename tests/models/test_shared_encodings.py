@@ -1,0 +1,76 @@
+"""A source video that several ranks need is encoded once among them, and what they sample stays the same."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from unittest.mock import Mock
+
+import torch
+
+from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
+from flow_grpo.models.wan_policy import WanPolicy
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.tensor_store import TensorStore
+from tests.models.test_wan_policy import condition
+from tests.tiny_models import CPU, tiny_networks
+from tests.workers import run_ranks
+
+LARGE = (9, 16, 24)
+
+
+def encoded(ranks: Ranks, folder: str, *, share: bool) -> tuple[dict[str, torch.Tensor], int, float]:
+    """Return what this rank's conditions are encoded to, how many videos it encoded, and the bytes it sent."""
+    made = WanPolicy(
+        tiny_networks(), max_prompt_tokens=6, device=CPU, store=TensorStore(Path(folder) if folder else None)
+    )
+    made.codec.encode = Mock(wraps=made.codec.encode)
+    # Two groups that both ranks hold, in two sizes, and one that is a rank's own.
+    conditions = [condition(0, slot=ranks.rank), condition(5 + ranks.rank)]
+    larger = [condition(1, slot=ranks.rank, size=LARGE), condition(2, slot=ranks.rank, size=LARGE)]
+    sent = ranks.sent["rows"]
+    for _ in range(2):  # the second round lacks nothing
+        if share:
+            share_encodings(made, conditions + larger, ranks, contextlib.nullcontext)
+        tensors = {
+            f"{n} {k}": t for n, own in enumerate((conditions, larger)) for k, t in made.encode(own).tensors().items()
+        }
+    return tensors, made.codec.encode.call_count, ranks.sent["rows"] - sent
+
+
+def _both(ranks: Ranks, folder: str):
+    return encoded(ranks, "", share=False), encoded(ranks, folder, share=True)
+
+
+def test_each_video_is_encoded_once_among_the_ranks_and_every_rank_has_the_same_numbers_as_alone():
+    results = run_ranks(_both, 2, "")
+    for (alone, *_), (shared, *_) in results:
+        assert all(torch.equal(tensor, shared[name]) for name, tensor in alone.items())
+    assert [calls for (_, calls, _), _ in results] == [4, 4]
+    assert sum(calls for _, (_, calls, _) in results) == 5, "three that both need, and one of each rank's own"
+    latents = 4 * 4 * 4 * 6  # bytes of a latent frame: fp32, channels, rows, columns
+    assert sum(sent for *_, (_, _, sent) in results) == latents * (2 + 3 + 3)
+
+
+def test_what_is_shared_is_on_disk_once_and_found_there(tmp_path):
+    first = run_ranks(_both, 2, str(tmp_path))
+    assert len(list((tmp_path / "sources").rglob("*.safetensors"))) == 5
+    again = run_ranks(_both, 2, str(tmp_path))
+    for (*_, (written, *_)), (*_, (read, calls, sent)) in zip(first, again, strict=True):
+        assert calls == 0 and sent == 0
+        assert all(torch.equal(tensor, read[name]) for name, tensor in written.items())
+
+
+def _failing(ranks: Ranks) -> str:
+    made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
+    made.codec.encode = Mock(side_effect=OSError("no memory") if ranks.rank == 1 else None, wraps=made.codec.encode)
+    conditions = [condition(0), condition(1)]
+    try:
+        share_encodings(made, conditions, ranks, lambda: ranks.sync_errors("encoding"))
+    except Exception as error:  # noqa: BLE001 - returned
+        return str(error)
+    return ""
+
+
+def test_a_video_that_one_rank_cannot_encode_is_an_error_on_every_rank():
+    assert all("no memory" in text for text in run_ranks(_failing, 2))

@@ -1,0 +1,135 @@
+"""The documentation's site builds without a warning and needs no network; Chinese pages keep step with English ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tools.dev import docs_commands, docs_links
+
+ROOT = Path(__file__).resolve().parents[1]
+TWINS = sorted(ROOT.glob("*.zh.md")) + sorted((ROOT / "docs").glob("*.zh.md"))
+# Elements that make a browser load what they name, and the attribute that names it.
+LOADS = {"script": "src", "img": "src", "iframe": "src", "video": "src", "source": "src", "link": "href"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's notice about its successor
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+class _Loads(HTMLParser):
+    """Collects what a page makes a browser load, and where its links lead."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.loaded += [values.get(LOADS.get(tag, "")) or ""]
+        self.links += [values.get("href") or ""] if tag == "a" else []
+
+
+def _pages(site: Path) -> Iterator[tuple[str, _Loads]]:
+    for file in site.glob("*.html"):
+        if file.name != "404.html":  # shown by servers, from whose root its links begin
+            yield file.name, _Loads(file.read_text(encoding="utf-8"))
+
+
+def test_every_page_is_in_the_site(site: Path):
+    assert len(list(site.glob("*.html"))) >= len(list((ROOT / "docs").glob("*.md"))) + len(docs_links.PAGES)
+
+
+def test_no_page_loads_anything_from_the_network(site: Path):
+    found = [(name, place) for name, page in _pages(site) for place in page.loaded if "//" in place]
+    assert not found
+
+
+def test_no_style_sheet_loads_anything_from_the_network(site: Path):
+    sheets = list(site.rglob("*.css"))
+    assert sheets
+    assert not [s.name for s in sheets if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", s.read_text("utf-8"))]
+
+
+def test_no_diagram_makes_the_theme_fetch_its_drawing_library(site: Path):
+    assert not [file.name for file in site.glob("*.html") if 'class="mermaid"' in file.read_text(encoding="utf-8")]
+
+
+def test_no_link_of_a_page_leads_out_of_the_site(site: Path):
+    places = [(name, place.partition("#")[0]) for name, page in _pages(site) for place in page.links]
+    assert not [(name, place) for name, place in places if "//" not in place and not (site / place).exists()]
+
+
+def test_pages_opened_from_disk_can_be_searched(site: Path):
+    assert "var __index" in (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert "site/iframe-worker.js" in (site / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "rewritten"),
+    [
+        ("docs", "[a](../README.md)", "[a](readme.md)"),
+        ("docs", "[a](../README.md#install)", "[a](readme.md#install)"),
+        ("docs", "[a](npu.md)", "[a](npu.md)"),
+        ("docs", "[file.py](../flow_grpo/file.py)", "file.py"),
+        ("", "![a](docs/demo.png)", "![a](demo.png)"),
+        ("", "[a](CONTRIBUTING.md)", "[a](contributing.md)"),
+        ("", "[a](https://host/x.md)", "[a](https://host/x.md)"),
+        ("docs", r"| `a\|b` | c\|d |", r"| `a|b` | c\|d |"),
+        ("", "```\n[a](docs/x.md)\n```", "```\n[a](docs/x.md)\n```"),
+    ],
+)
+def test_links_and_pipes_are_written_as_the_site_needs_them(folder: str, text: str, rewritten: str):
+    assert docs_links.rewrite(text, folder) == rewritten
+
+
+def test_the_page_of_commands_is_current():
+    assert docs_commands.PAGE.read_text(encoding="utf-8") == docs_commands.render(), "run make docs"
+
+
+def _headings_and_code(file: Path) -> tuple[list[int], list[str]]:
+    """Return the levels of a page's headings in order, and the lines of its code blocks, with their fences."""
+    levels, code, inside = [], [], False
+    for line in file.read_text(encoding="utf-8").splitlines():
+        fence = line.startswith("```")
+        if fence or inside:
+            code.append(line)
+        elif line.startswith("#"):
+            levels.append(len(line) - len(line.lstrip("#")))
+        inside ^= fence
+    return levels, code
+
+
+def _twin(page: Path) -> Path:
+    return page.with_name(page.name.replace(".zh.md", ".md"))
+
+
+def test_there_are_chinese_pages():
+    assert {page.name for page in TWINS} >= {"README.zh.md", "tutorial.zh.md", "npu.zh.md"}
+
+
+@pytest.mark.parametrize("page", TWINS, ids=lambda page: page.name)
+def test_a_chinese_page_has_the_headings_and_code_blocks_of_its_english_twin(page: Path):
+    assert _headings_and_code(page) == _headings_and_code(_twin(page))
+
+
+@pytest.mark.parametrize("page", TWINS, ids=lambda page: page.name)
+def test_a_chinese_page_and_its_twin_link_to_each_other_at_the_top(page: Path):
+    for here, there in ((page, _twin(page)), (_twin(page), page)):
+        assert f"]({there.name})" in "\n".join(here.read_text(encoding="utf-8").splitlines()[:4])
