@@ -32,6 +32,7 @@ $(READY): requirements.txt requirements-dev.txt requirements-server.txt
 
 demo: setup
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train_grpo.py --config $(RECIPE) $(ARGS)
+	$(BIN)/python tools/report.py --config $(RECIPE) $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -172,6 +172,7 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
         by_motion = f"python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}"
         measured = by_motion if config["data"]["height"] >= LEAST_ROWS else f"{train} {' '.join(again)}"
         lines.append(f"  measure it again:     {measured}")
+    lines += [f"  see what it did:      python tools/report.py {run_folder}"]
     return [*lines, f"  train further:        {train} {' '.join(further)}"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.runtime.reporting.metric_files import MetricFiles, read_rows
 
 
 def lines(folder: Path) -> list[dict[str, float | None]]:
@@ -121,3 +121,16 @@ def test_metrics_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match=r"metrics\.jsonl is no regular file; move it away"):
         MetricFiles(tmp_path, resumed_step=1)
+
+
+def test_a_reader_takes_every_record_and_leaves_out_a_line_that_is_being_written(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 2, "a/x": 1.0}\n{"step": 1, "a/x": null}\n{"step": 2, "a/y": 3}\n{"step": 3, "a/')
+    rows = read_rows(file)
+    assert list(rows) == [1, 2] and rows[2] == {"a/x": 1.0, "a/y": 3} and math.isnan(rows[1]["a/x"])
+    for content in ("", "nothing\n"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match="holds no record of metrics; wait for the run's first"):
+            read_rows(file)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_rows(tmp_path)

@@ -143,3 +143,8 @@ def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():
     assert said.endswith("the recipe's stay: a weight of 0 takes one out of training")
     replaced = starts.rewards_in_words(TOY, load_config(TOY, ["--config.reward.weights=exposure=1"]))
     assert replaced == "rewards and their weights: exposure 1 (not in the recipe)"
+
+
+def test_the_commands_that_follow_a_run_name_its_report(tmp_path):
+    run = started(tmp_path)
+    assert f"  see what it did:      python tools/report.py {run}" in starts.next_commands(run)

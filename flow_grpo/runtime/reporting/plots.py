@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.reporting.health_plots import HEALTH
-from flow_grpo.runtime.reporting.series import Rows, names_of, points
+from flow_grpo.runtime.reporting.series import SMOOTH_FROM, Rows, names_of, points, running_mean
 from flow_grpo.runtime.reporting.style import BLUE, GREY, ORANGE, styled
 
 _ACROSS = 4  # panels
-_SMOOTH_FROM = 20  # number of points from which a running mean is drawn
 BETTER = {1: "higher is better", -1: "lower is better", 0: ""}
 _LIKENESS = "eval/target_view_psnr_db"
 _SHOWN_BY = {"eval/target_psnr", "eval/target_view", "eval/target_view_ssim"}  # where the likeness is drawn
@@ -130,10 +129,10 @@ def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
     spread = np.array([rows[step].get(band, math.nan) for step in steps])
     if np.isfinite(spread).any():
         axes.fill_between(steps, means - spread, means + spread, color=BLUE, alpha=0.15, lw=0, label="± group std")
-    smooth = len(means) >= _SMOOTH_FROM
+    smooth = len(means) >= SMOOTH_FROM
     axes.plot(steps, means, color=BLUE, lw=0.8 if smooth else 1.8, alpha=0.45 if smooth else 1.0, label="mean")
     if smooth:
-        axes.plot(steps, _running_mean(means), color=BLUE, label="running mean")
+        axes.plot(steps, running_mean(means), color=BLUE, label="running mean")
     _set_title(axes, name, BETTER[1])
     axes.legend(loc="best")
 
@@ -161,11 +160,3 @@ def _draw_held_out(axes: Any, rows: Rows, name: str, better: str) -> None:
 
 def _set_title(axes: Any, text: str, note: str) -> None:
     axes.set_title(f"{text}\n{note}" if note else text)
-
-
-def _running_mean(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the mean over a centred window of a tenth of the points, truncated at the ends."""
-    width = max(3, len(values) // 10) | 1
-    window = np.ones(width)
-    weights = np.convolve(np.ones_like(values), window, mode="same")
-    return np.asarray(np.convolve(values, window, mode="same") / weights)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Rows = Mapping[int, Mapping[str, float]]
 """Step -> metrics."""
+SMOOTH_FROM = 20  # number of points from which a running mean is drawn
 
 
 def names_of(rows: Rows) -> list[str]:
@@ -22,3 +23,11 @@ def points(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the steps at which a metric is finite, (n,) int, and its values, (n,)."""
     steps = np.array([step for step in sorted(rows) if math.isfinite(rows[step].get(name, math.nan))], dtype=int)
     return steps, np.array([rows[int(step)][name] for step in steps])
+
+
+def running_mean(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the mean over a centred window of a tenth of the points, truncated at the ends."""
+    width = max(3, len(values) // 10) | 1
+    window = np.ones(width)
+    weights = np.convolve(np.ones_like(values), window, mode="same")
+    return np.asarray(np.convolve(values, window, mode="same") / weights)

@@ -1,0 +1,319 @@
+"""The page of a run: what it says, what it leaves out and why, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from html import unescape
+
+import pytest
+
+from flow_grpo.runtime.reporting.metric_names import Metric
+from tests.tools.run_files import EPOCHS, MEASURED_ON, RECIPE, ROOT, change, make_run
+from tools import report
+from tools.run_report.charts import path_views
+from tools.run_report.clips import choose
+from tools.run_report.configuration import knobs
+from tools.run_report.health import findings
+from tools.run_report.run_folder import Paths, read_run
+from tools.run_report.words import duration, number, signed, span
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "first")
+
+
+def page_of(*runs):
+    """Return the text of the page that the command writes, tags left out."""
+    assert report.main([*map(str, runs), "--out", str(runs[0] / "page.html")]) == 0
+    return plain((runs[0] / "page.html").read_text())
+
+
+def plain(html):
+    body = re.sub(r"(?s)<(style|script)>.*?</\1>", "", html)
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", body)))
+
+
+# --- what it says
+
+
+def test_the_verdict_is_a_sentence_with_the_interval_of_the_judge_s_metric(run):
+    assert (
+        "better trans_err_m fell from 0.25 to 0.15 m (−40 %); 95 % interval of the change −0.120 to −0.080 m. Measured "
+        "on 8 held-out conditions by room_pose, which no reward of the training uses."
+    ) in page_of(run)
+
+
+def test_the_table_has_every_held_out_metric_with_interval_floor_and_word(run):
+    text = page_of(run)
+    assert "trans_err_m m 0.25 0.15 −0.100 −40 % −0.120 to −0.080 0.04 better" in text
+    assert "target_view_psnr_db dB 24 25 +1.00 +4.2 % −0.20 to +2.20 unclear" in text
+
+
+def test_a_run_that_still_trains_shows_what_there_is(run):
+    (run / "summary.json").unlink()
+    (run / "videos/index.jsonl").unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:30]) + "\n" + lines[31][:50])  # a line is being written
+    text = page_of(run)
+    assert "no verdict The run has no summary.json: it is still training, or ended early. 28 of 130 epochs" in text
+    assert "So far: trans_err_m fell from 0.25 to 0.2 m" in text
+    assert "The run has no videos/index.jsonl, so no video is shown here" in text
+
+
+def test_a_run_without_any_evaluation_has_a_page(run):
+    (run / "summary.json").unlink()
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/room_rot_mean": -1.0, "train/loss": null}\n')
+    text = page_of(run)
+    assert "No evaluation is on record yet" in text and "Too little is on record for a curve" in text
+
+
+def test_what_is_unhealthy_now_comes_first_with_the_knob_to_turn(run):
+    text = page_of(run)
+    assert "policy/credit_share 3 % healthy: 0.2 to 1; 20 of 40 values outside, first at epoch 21, last at 40" in text
+    assert "sample.same_initial_noise" in text
+    assert text.index("policy/credit_share 3 %") < text.index("train/bad_steps 0 healthy: 0; 1 of 40 values outside")
+    assert "at epoch 3; fine at the end" in text
+
+
+@pytest.mark.parametrize(
+    ("healthy", "found", "now"),
+    [((0.0, 1.0), 0, None), ((0.0, 0.1), 1, True), ((0.0, 0.4), 1, False), (None, 0, None)],
+)
+def test_a_finding_is_a_value_outside_of_the_registry_s_bounds(run, healthy, found, now):
+    lines = [json.dumps({"step": step, "train/x": 0.5 if step < 5 else 0.3}) for step in range(20)]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    metric = Metric("train/x", "x", "share", healthy, "turn `a.knob`")
+    said, bounded = findings(read_run(run), lambda name: metric if name == "train/x" else None)
+    assert len(said) == found and [one.now for one in said] == [now] * found
+    assert bounded == (healthy is not None)
+
+
+def test_the_configuration_is_shown_where_it_departs_from_the_recipe(tmp_path):
+    text = page_of(make_run(tmp_path / "other", "--config.train.learning_rate=0.001"))
+    assert "Set otherwise than recipe config/grpo.py:tiny_recam says now" in text
+    assert re.search(r"train\.learning_rate \S+ 0\.0004 0\.001", text)
+    assert "Every knob is as recipe" in page_of(make_run(tmp_path / "same"))
+
+
+def test_a_recipe_that_is_gone_is_named(run):
+    change(run / "starts/001.json", recipe="mine/gone.py:best")
+    assert "The recipe mine/gone.py:best is not there any more" in page_of(run)
+
+
+def test_a_recipe_outside_of_config_is_not_run_unless_the_user_names_it(run, tmp_path):
+    mine, marker = tmp_path / "mine.py", tmp_path / "marker"
+    mine.write_text(
+        "import pathlib\nfrom config.base import get_config\n"
+        f"def best():\n    pathlib.Path({str(marker)!r}).touch()\n    return get_config()\n"
+    )
+    change(run / "starts/001.json", recipe=f"{mine}:best")
+    found, why_not = knobs(read_run(run))
+    assert "lies outside of config/ and is code, which a report does not run" in why_not
+    assert not marker.exists() and found[0].recipe is None
+    found, why_not = knobs(read_run(run), asked=f"{mine}:best")
+    assert marker.exists() and not why_not and found[0].own
+
+
+def test_seconds_by_phase_add_up_without_what_ran_behind_others(run):
+    text = page_of(run)
+    assert "rollout 60 s 1.5 s 75 %" in text and "update 20 s 0.5 s 25 %" in text
+    assert "score_hidden" not in text
+
+
+def test_every_start_is_on_the_page_with_commit_and_versions(run):
+    (run / "starts/002.json").write_bytes((run / "starts/001.json").read_bytes())
+    change(run / "starts/002.json", epoch=20, command="train_grpo.py --config.resume=auto", commit="abc1234+")
+    text = page_of(run)
+    assert "after epoch 20 train_grpo.py --config.resume=auto" in text
+    assert "abc1234+ (files differed from it)" in text and "torch 2." in text
+
+
+# --- videos
+
+
+def test_the_best_the_worst_and_the_latest_held_out_videos_are_shown(run):
+    clips, without = choose(read_run(run))
+    assert [(clip.video.kind, clip.video.step) for clip in clips] == [(k, EPOCHS) for k in ("best", "worst", "eval")]
+    assert not without
+
+
+def test_videos_that_show_before_and_now_come_first(run):
+    lines = [json.loads(line) for line in (run / "videos/index.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "best":
+            line["panels"] = [panel for panel in line["panels"] if panel["name"] != "base"]
+    (run / "videos/index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    clips, _ = choose(read_run(run))
+    assert [(clip.video.kind, clip.compares) for clip in clips] == [("worst", True), ("eval", True), ("best", False)]
+    assert "Where there is no line, the condition was not filmed before training." in page_of(run)
+
+
+def test_videos_that_do_not_fit_are_left_out_and_counted(run):
+    size = (run / "videos/best_000040_scene.mp4").stat().st_size
+    clips, without = choose(read_run(run), 2 * size)
+    assert [clip.video.kind for clip in clips] == ["best", "worst"]
+    assert without == ["1 of 3 videos are left out, so that this page stays small; see videos/."]
+
+
+def test_a_video_that_cannot_be_read_is_counted(run):
+    (run / "videos/best_000040_scene.mp4").write_bytes(b"no video")
+    (run / "videos/worst_000040_scene.mp4").unlink()
+    text = page_of(run)
+    assert "1 videos cannot be read and are left out." in text
+    assert "1 videos of videos/index.jsonl are not there." in text
+
+
+def test_no_file_outside_of_videos_is_read(run):
+    line = json.loads((run / "videos/index.jsonl").read_text().splitlines()[2])
+    (run / "secret.mp4").write_bytes((run / "videos/best_000040_scene.mp4").read_bytes())
+    (run / "videos/link.mp4").symlink_to(run / "secret.mp4")
+    for file in ("../secret.mp4", str(run / "secret.mp4"), "link.mp4"):
+        (run / "videos/index.jsonl").write_text(json.dumps(line | {"file": file}) + "\n")
+        assert read_run(run).videos == []
+
+
+def test_a_frame_without_an_estimate_interrupts_the_path():
+    line = [(0.1 * step, 0.0, 0.2 * step) for step in range(4)]
+    above, side = path_views(Paths(commanded=line, estimated=[line[0], line[1], None, line[3]]))
+    assert above.estimated.count("M") == 2 and above.commanded.count("M") == 1
+    assert above.found == "3 of 4 frames" and side.size == "0.6 m"
+
+
+def test_a_camera_that_only_turns_has_no_path_to_show():
+    wander = [(0.0, 0.0, 0.0), (0.05, 0.0, 0.0), None]  # the error of the estimate
+    assert path_views(Paths(commanded=[(0.0, 0.0, 0.0)] * 3, estimated=wander)) == []
+
+
+# --- several runs
+
+
+def test_runs_measured_alike_stand_side_by_side(tmp_path, run):
+    text = page_of(run, make_run(tmp_path / "second"))
+    assert "Comparison of 2 runs" in text
+    assert "trans_err_m m 0.15 −0.100 −0.120 to −0.080 0.15 −0.100 −0.120 to −0.080" in text
+
+
+def test_a_run_measured_otherwise_is_left_out_and_named(tmp_path, run):
+    second, third = make_run(tmp_path / "second"), make_run(tmp_path / "third")
+    change(second / "summary.json", measured_on=MEASURED_ON | {"eval.num_conditions": 4})
+    (third / "summary.json").unlink()
+    text = page_of(run, second, third)
+    assert "second is left out: it was measured otherwise than first, with eval.num_conditions 4 instead of 8." in text
+    assert "third is left out: it has no summary.json" in text
+
+
+def test_the_page_of_several_runs_does_not_replace_the_first_run_s_own(tmp_path, run):
+    assert report.main([str(run), str(make_run(tmp_path / "second", videos=False))]) == 0
+    assert (run / "comparison.html").exists() and not (run / "report.html").exists()
+
+
+# --- safety
+
+
+def test_text_from_a_run_cannot_become_markup(run):
+    bad = "<script>alert(1)</script>'\"><img src=x onerror=alert(2)>"
+    line = json.loads((run / "videos/index.jsonl").read_text().splitlines()[2])
+    line |= {"scene": bad, "caption": bad, "scores": {bad: 1.0}}
+    line["panels"][0]["name"] = bad
+    (run / "videos/index.jsonl").write_text(json.dumps(line))
+    change(run / "starts/001.json", command=bad, device=bad, commit=bad, versions={bad: bad})
+    report.main([str(run)])
+    html = (run / "report.html").read_text()
+    assert "alert(1)" in html and "<script>alert" not in html and "<img" not in html and "'\">" not in html
+
+
+# --- what is refused
+
+
+def broken(file, content):
+    return lambda run: (run / file).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), "holds no metrics.jsonl, must be the folder of a run"),
+        (broken("metrics.jsonl", '{"step": 3, "ev'), "holds no record of metrics"),
+        (broken("config.json", "{"), "config.json is not JSON"),
+        (lambda run: (run / "config.json").unlink(), "config.json cannot be read"),
+        (lambda run: (run / "starts/001.json").unlink(), "holds no record of a start"),
+        (broken("starts/001.json", '{"time": 3}'), "starts/001.json: time: Input should be a valid string"),
+        (broken("summary.json", "[1]"), "summary.json holds a list"),
+        (broken("summary.json", '{"before": {}, "after": 3}'), "summary.json: after: Input should be a valid dict"),
+    ],
+)
+def test_a_damaged_run_is_one_line_and_exit_code_2(run, capsys, damage, message):
+    damage(run)
+    assert report.main([str(run)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["run", "--config", RECIPE], ["run", "--config.seed=1"], ["run", "--wrong"]])
+def test_a_command_that_is_not_understood_is_one_line(capsys, words):
+    assert report.main(words) == 2
+    assert "must be folders of runs, or --config and its overrides" in capsys.readouterr().err
+
+
+# --- one row, and the demo
+
+
+def test_the_acceptance_row_has_ends_of_rewards_intervals_speed_and_versions(run, capsys):
+    assert report.main([str(run), "--acceptance"]) == 0
+    _head, _line, row = capsys.readouterr().out.splitlines()
+    for said in (
+        "cpu (x86_64, 2 cores) x 2",
+        "40 epochs, 40 updates, 80 s",
+        "target_psnr 24.14 → 24.89",
+        "trans_err_m 0.25 → 0.15 [−0.120 to −0.080]",
+        "| 50 | 21 % | 0.9 GiB |",
+    ):
+        assert said in row
+    assert report.main([str(run), "--acceptance", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["held_out"]["eval/trans_err_m"]["change_ci95"] == [-0.12, -0.08]
+    assert found["samples_per_s"] == 50.0 and found["versions"]["torch"]
+
+
+def test_the_words_of_a_training_command_find_the_run_that_they_started_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    root = "--config.output_root=elsewhere"
+    recipe = f"{ROOT}/config/grpo.py:tiny_recam"
+    words = ["--config", recipe, root, "--config.reward.weights=room_rot=1"]
+    for name, time, own in (("a", "10:00:00", words), ("b", "11:00:00", words), ("c", "12:00:00", words[:3])):
+        folder = make_run(tmp_path / "elsewhere" / name, videos=False, command=f"train_grpo.py {' '.join(own)}")
+        change(folder / "starts/001.json", time=f"2026-11-24 {time} +0000")
+    assert report.main(words) == 0
+    assert capsys.readouterr().out == "report: elsewhere/b/report.html\n"
+    assert report.main([*words, "--config.seed=3"]) == 2
+    assert "no run in elsewhere was started with" in capsys.readouterr().err
+    assert report.main([*words, "--config.dry_run=True"]) == 0  # which leaves nothing
+
+
+@pytest.mark.parametrize(("trained", "code"), [(0, 0), (3, 2)])
+def test_the_demo_ends_with_the_report_and_fails_where_training_fails(tmp_path, trained, code):
+    (tmp_path / "bin").mkdir()
+    for name, line in (("torchrun", f"exit {trained}"), ("python", f'echo "$@" >> {tmp_path}/asked')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / ".ready").touch()
+    command = ["make", "demo", f"VENV={tmp_path}", "ARGS=--config.run_name=second"]
+    bare = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    assert subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, check=False).returncode == code
+    asked = tmp_path / "asked"
+    assert asked.exists() == (not trained)
+    if not trained:
+        assert asked.read_text() == f"tools/report.py --config {RECIPE} --config.run_name=second\n"
+
+
+def test_numbers_are_short_and_signs_are_true():
+    assert [number(v) for v in (0.123456, -1.5, 123456.0, float("nan"))] == ["0.1235", "−1.5", "123 456", "–"]
+    assert [signed(v) for v in (0.5, -0.25, 0.0)] == ["+0.500", "−0.250", "0"]
+    assert [span(-0.00009, 0.002), span(0, 0), span(float("nan"), 1)] == ["−0.00009 to +0.00200", "0 to 0", "–"]
+    assert [duration(v) for v in (0.25, 365, 7300)] == ["0.25 s", "6 min 05 s", "2 h 01 min"]
+    assert duration(0.0058) == "5.8 ms"

@@ -1,0 +1,221 @@
+"""The page of a run in headless Chromium: it plays, steps, shows, fits a phone and prints, and fetches nothing."""
+
+from __future__ import annotations
+
+import io
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.tools.run_files import COLOURS, FRAMES, make_run
+from tools import report
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    run = make_run(tmp_path_factory.mktemp("browser") / "first")
+    assert report.main([str(run)]) == 0
+    return run / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+class Open:
+    """An open page, with what it logged, raised and asked the network for."""
+
+    def __init__(self, browser, file, width=1280, height=900, scheme="light"):
+        self.said, self.asked = [], []
+        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(file.as_uri())
+        self.until("[...document.querySelectorAll('video')].every((video) => video.readyState >= 2)")
+
+    def until(self, expression):
+        """Wait for JavaScript to be true; Playwright's own wait uses eval, which the page's policy forbids."""
+        for _ in range(500):
+            if self.page.evaluate(expression):
+                return
+            self.page.wait_for_timeout(10)
+        raise AssertionError(f"never true: {expression}")
+
+    def times(self):
+        return self.page.evaluate("[...document.querySelectorAll('video')].map((video) => video.currentTime)")
+
+    def frame(self):
+        return self.page.locator("output.frame").text_content()
+
+    def until_frame(self, number):
+        self.until(f"document.querySelector('output.frame').textContent === '{number}/{FRAMES}'")
+
+    def to_videos(self):
+        self.page.locator(".player .controls").scroll_into_view_if_needed()
+
+
+@pytest.fixture
+def opened(browser, file):
+    opened = Open(browser, file)
+    yield opened
+    opened.context.close()
+
+
+def test_nothing_is_logged_and_nothing_is_fetched(opened, file):
+    opened.to_videos()
+    opened.page.keyboard.press("Space")
+    opened.page.locator("svg[data-points]").first.hover()
+    assert opened.said == []
+    assert [url for url in opened.asked if not url.startswith("data:")] == [file.as_uri()]
+
+
+def test_the_space_bar_plays_all_videos_together_and_stops_them(opened):
+    opened.to_videos()
+    opened.page.keyboard.press("Space")
+    opened.until("[...document.querySelectorAll('video')].every((video) => video.currentTime > 0.1)")
+    assert opened.page.locator("button.play").text_content() == "Pause"
+    opened.page.keyboard.press("Space")
+    times = opened.times()
+    assert len(times) == 3 and max(times) - min(times) < 0.2
+    opened.page.wait_for_timeout(300)
+    assert opened.times() == times
+    assert opened.page.locator("button.play").text_content() == "Play"
+
+
+def test_playing_begins_again_at_the_end(opened):
+    opened.page.locator("button.play").click()
+    opened.until_frame(FRAMES)
+    opened.until_frame(2)
+
+
+def test_arrows_and_the_scrub_bar_step_frames_of_all_videos(opened):
+    opened.to_videos()
+    assert opened.frame() == f"1/{FRAMES}"
+    for _ in range(3):
+        opened.page.keyboard.press("ArrowRight")
+    opened.until_frame(4)
+    opened.page.keyboard.press("ArrowLeft")
+    opened.until_frame(3)
+    opened.page.locator("input.scrub").fill("7")
+    opened.until_frame(8)
+    opened.page.locator("button.back").click()
+    opened.until_frame(7)
+    opened.until("[...document.querySelectorAll('video')].every((video) => !video.seeking)")
+    assert opened.times() == pytest.approx([6.5 / 15] * 3, abs=0.01)
+
+
+def colour(opened, share):
+    """Return the colour of the first comparison at that share of its width."""
+    picture = Image.open(io.BytesIO(opened.page.locator(".compare canvas").first.screenshot()))
+    return np.array(picture.convert("RGB"))[picture.height // 3, int(share * (picture.width - 1))]
+
+
+def test_the_slider_uncovers_the_video_before_training(opened):
+    def shows(share, panel):
+        for _ in range(50):
+            if np.abs(colour(opened, share).astype(int) - COLOURS[panel]).max() < 16:
+                return True
+            opened.page.wait_for_timeout(50)
+        return False
+
+    assert shows(0.25, "base") and shows(0.75, "now")
+    opened.page.locator("input.wipe").fill("100")
+    assert shows(0.25, "base") and shows(0.75, "base")
+    opened.page.locator("input.wipe").fill("0")
+    assert shows(0.25, "now") and shows(0.75, "now")
+    box = opened.page.locator(".compare canvas").first.bounding_box()
+    opened.page.mouse.click(box["x"] + 0.6 * box["width"], box["y"] + 0.5 * box["height"])
+    assert shows(0.5, "base") and shows(0.75, "now")
+
+
+def test_the_other_panels_stand_below_with_their_names(opened):
+    names = opened.page.locator(".clip").first.locator(".panel span").all_text_contents()
+    assert names == ["before", "now", "source", "true view"]
+
+
+def test_the_tab_key_passes_the_links_then_the_player_then_the_plots(opened):
+    passed = []
+    for _ in range(40):
+        opened.page.keyboard.press("Tab")
+        passed.append(
+            opened.page.evaluate("document.activeElement.className?.baseVal ?? document.activeElement.className")
+        )
+        if opened.page.evaluate("document.activeElement.matches('svg[data-points]')"):
+            break
+    assert passed[0] == "skip"
+    controls = ["play", "back", "forward", "scrub", "wipe", "rate"]
+    first = passed.index("play")
+    assert passed[first : first + len(controls)] == controls and len(passed) < 40
+
+
+def test_every_plot_has_a_size_and_shows_the_value_under_the_pointer(opened):
+    plots = opened.page.locator(".plot svg")
+    assert plots.count() >= 6
+    for place in range(plots.count()):
+        box = plots.nth(place).bounding_box()
+        assert box["width"] > 200 and box["height"] > 40
+    sizes = opened.page.evaluate(
+        "[...document.querySelectorAll('.plot path:not(.faint), .path path')].map((path) => path.getBBox().width)"
+    )
+    assert len(sizes) >= 6 and min(sizes) > 20
+    plot = opened.page.locator(".plot", has_text="eval/trans_err_m").filter(has=opened.page.locator("[data-points]"))
+    readout = plot.locator(".readout")
+    note = readout.text_content()
+    plot.locator("svg").hover()
+    assert readout.text_content() == "epoch 20: 0.2 (0.18 to 0.22)"
+    plot.locator("svg").focus()
+    opened.page.keyboard.press("ArrowRight")
+    assert readout.text_content() == "epoch 40: 0.15 (0.13 to 0.17)"
+    opened.page.mouse.move(0, 0)
+    assert readout.text_content() == note
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_phone_shows_the_page_without_scrolling_sideways(browser, file, tmp_path, several):
+    if several:
+        file = tmp_path / "comparison.html"
+        runs = [make_run(tmp_path / name, videos=False) for name in ("first", "second")]
+        assert report.main([*map(str, runs), "--out", str(file)]) == 0
+    opened = Open(browser, file, width=390, height=800)
+    for details in opened.page.locator("summary").all():
+        details.click()
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert opened.said == []
+    opened.context.close()
+
+
+def test_dark_is_dark(browser, file):
+    opened = Open(browser, file, scheme="dark")
+    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(int(part) for part in background[4:-1].split(",")) < 60
+    opened.context.close()
+
+
+def test_the_page_prints_without_its_controls(opened):
+    opened.page.emulate_media(media="print")
+    assert not opened.page.locator(".controls").is_visible() and not opened.page.locator("nav").is_visible()
+    printed = opened.page.pdf(format="A4")
+    assert printed.startswith(b"%PDF") and len(printed) > 20_000
+
+
+def test_without_scripts_the_videos_have_the_browser_s_own_controls(browser, file):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    video = page.locator("video").first
+    assert video.is_visible() and video.get_attribute("controls") is not None
+    assert not page.locator(".controls").is_visible()
+    context.close()

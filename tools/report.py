@@ -1,0 +1,58 @@
+r"""Write what a run has achieved as one HTML page that opens anywhere: verdict, videos, curves, health, cost.
+
+    python tools/report.py outputs/first                      # writes outputs/first/report.html
+    python tools/report.py outputs/first outputs/second       # several runs: outputs/first/comparison.html
+    python tools/report.py outputs/first --acceptance         # one row for a hardware team, in Markdown
+    python tools/report.py --config config/grpo.py:tiny_recam # the run that `train_grpo.py --config ...` started last
+
+The page holds its videos, plots and script, and fetches nothing. A run that is still training, or broke off, gets a
+page of what there is. Exit code: 0, or 2 for a folder that is no run's or is damaged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+
+from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.settings.loading import load_config
+from tools.common import fail, make_parser
+from tools.run_report import acceptance
+from tools.run_report.page import render
+from tools.run_report.run_folder import read_run, started_by
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write the page, or print the row, and return the exit code."""
+    parser = make_parser(__doc__)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs")
+    parser.add_argument("--config", metavar="FILE:RECIPE", help="in place of RUN, with the overrides of that command")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page, by default in the first run's folder")
+    parser.add_argument("--acceptance", action="store_true", help="print one row a run instead of writing a page")
+    parser.add_argument("--json", action="store_true", help="with --acceptance: as JSON")
+    asked, overrides = parser.parse_known_args(words)
+    try:
+        if bool(asked.runs) == bool(asked.config) or (overrides and not asked.config):
+            got = " ".join(overrides) or "neither RUN nor --config" * (not asked.runs) or "RUN and --config"
+            raise ValueError(f"got {got}, must be folders of runs, or --config and its overrides; see --help")
+        if asked.config and load_config(asked.config, overrides).dry_run:
+            return 0  # nothing was trained
+        runs = [read_run(folder) for folder in asked.runs or [started_by(asked.config, overrides)]]
+        if asked.acceptance:
+            print(acceptance.as_json(runs) if asked.json else acceptance.as_markdown(runs))
+            return 0
+        out = asked.out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
+        write_atomically(out, render(runs, asked.config or ""))
+    except (ValueError, OSError) as error:
+        return fail(error)
+    print(f"report: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Several runs side by side, where they were measured on the same conditions in the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tools.run_report.held_out import Change, held_out
+from tools.run_report.run_folder import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A table of several runs.
+
+    Attributes:
+        runs: names of the columns.
+        rows: (metric, unit, one change per run, None where a run does not measure it).
+        without: sentences about runs that cannot be compared, and why.
+    """
+
+    runs: list[str]
+    rows: list[tuple[str, str, list[Change | None]]]
+    without: list[str]
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Return the table of the runs that were measured as the first one with a summary was."""
+    first = next((run for run in runs if run.summary), None)
+    if first is None:
+        return Comparison([], [], ["No run has a summary.json, so none says how it was measured: there is no table."])
+    same, without = [], []
+    for run in runs:
+        why = _why_not(first, run)
+        same += [] if why else [run]
+        without += [f"{run.name} is left out: {why}"] if why else []
+    changes = [{change.name: change for change in held_out(run)} for run in same]
+    names = list(dict.fromkeys(name for own in changes for name in own))
+    rows = []
+    for name in names:
+        found = [own.get(name) for own in changes]
+        unit = next(change.unit for change in found if change)
+        rows.append((name, unit, found))
+    return Comparison([run.name for run in same], rows, without)
+
+
+def _why_not(first: Run, run: Run) -> str:
+    """Return why a run cannot be put beside the first; "" where it can."""
+    if run.summary is None:
+        return "it has no summary.json, so it does not say how it was measured."
+    ours, theirs = first.summary.measured_on if first.summary else {}, run.summary.measured_on
+    differ = sorted(knob for knob in ours.keys() | theirs.keys() if ours.get(knob) != theirs.get(knob))
+    said = [f"{knob} {theirs.get(knob)!r} instead of {ours.get(knob)!r}" for knob in differ]
+    return f"it was measured otherwise than {first.name}, with {', '.join(said)}." if said else ""

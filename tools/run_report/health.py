@@ -1,0 +1,70 @@
+"""What in a run's metrics is not healthy, in words and with what to do: bounds and advice are the registry's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from statistics import fmean
+
+from flow_grpo.runtime.reporting.metric_names import Metric, healthy_text, metric_of
+from tools.run_report.run_folder import Run
+from tools.run_report.words import number, percent
+
+RECENT = 10  # values that count as the present state
+NOT_HERE = ("eval_change/", "eval_floor/", "reward_by_camera/")  # differences and parts of other metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A metric that is, or was, outside of its healthy bounds.
+
+    Attributes:
+        name: of the metric.
+        value: its mean over the last values, with its unit.
+        healthy: the bounds in words.
+        when: how often and since when it was outside.
+        meaning: of the metric.
+        advice: what to do.
+        now: whether the last values are outside.
+    """
+
+    name: str
+    value: str
+    healthy: str
+    when: str
+    meaning: str
+    advice: str
+    now: bool
+
+
+def findings(run: Run, look_up: Callable[[str], Metric | None] = metric_of) -> tuple[list[Finding], int]:
+    """Return what is outside of its bounds, the present first, and how many metrics have bounds."""
+    names = sorted({name for row in run.rows.values() for name in row if not name.startswith(NOT_HERE)})
+    found, known = [], 0
+    for name in names:
+        metric, series = look_up(name), run.series(name)
+        if metric is None or metric.healthy is None or not series:
+            continue
+        known += 1
+        low, high = metric.healthy
+        outside = [step for step, value in series if not low <= value <= high]
+        if outside:
+            found.append(_finding(name, metric, series, outside))
+    return sorted(found, key=lambda finding: not finding.now), known
+
+
+def _finding(name: str, metric: Metric, series: list[tuple[int, float]], outside: list[int]) -> Finding:
+    low, high = metric.healthy or (0.0, 0.0)
+    mean = fmean([value for _, value in series[-RECENT:]])
+    count = f"{len(outside)} of {len(series)} values"
+    first = f"at epoch {outside[0]}" if len(outside) == 1 else f"first at epoch {outside[0]}, last at {outside[-1]}"
+    unit = {"share": "", "count": ""}.get(metric.unit, f" {metric.unit}")
+    return Finding(
+        name=name,
+        value=percent(mean) if metric.unit == "share" else number(mean, 3) + unit.rstrip(),
+        healthy=healthy_text(metric),
+        when=f"{count} outside, {first}",
+        meaning=metric.meaning,
+        advice=metric.advice,
+        now=not low <= mean <= high,
+    )

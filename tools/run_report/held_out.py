@@ -1,0 +1,169 @@
+"""The verdict in a sentence, and the table of held-out metrics before and after training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from flow_grpo.algorithm.verdict import LIKENESS
+from flow_grpo.runtime.reporting.metric_names import metric_of
+from flow_grpo.runtime.reporting.plots import worth_a_panel
+from tools.run_report.run_folder import Run
+from tools.run_report.words import number, signed, span
+
+NO_VERDICT = "no verdict"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One held-out metric before and after training.
+
+    Attributes:
+        name: `eval/` name.
+        meaning: in words, "" where it is not known.
+        unit: "" where it has none or it is not known.
+        before: at the first evaluation.
+        after: at the last one, NaN where there was only one.
+        change: mean over the conditions with a value both times, NaN where it is not known.
+        low: lower end of the 95 % interval of the change, NaN where there is none.
+        high: its upper end.
+        floor: what the gold estimator finds on perfect videos, NaN where it measures none.
+        word: "better", "worse", "unclear", or "" where the better direction is not known.
+        group: under which heading the metric belongs.
+    """
+
+    name: str
+    meaning: str
+    unit: str
+    before: float
+    after: float
+    change: float
+    low: float
+    high: float
+    floor: float
+    word: str
+    group: str
+
+    @property
+    def percent(self) -> float:
+        """The change in percent of the value before; NaN where that is 0."""
+        return 100 * self.change / abs(self.before) if self.before else math.nan
+
+
+GROUPS = ("independent judge", "likeness to the true view", "trained rewards", "other measurements")
+
+
+def held_out(run: Run) -> list[Change]:
+    """Return every held-out metric, by group, those with a known direction first."""
+    steps = [step for step, row in run.rows.items() if any(name.startswith("eval/") for name in row)]
+    if not steps:
+        return []
+    names = [name for name in run.rows[steps[0]] if name.startswith("eval/")]
+    changes = [_change(run, name, steps[0], steps[-1]) for name in names]
+    changes = [change for change in changes if math.isfinite(change.before)]
+    return sorted(changes, key=lambda change: (GROUPS.index(change.group), not change.word))
+
+
+def judged(run: Run) -> list[str]:
+    """Return the few held-out metrics that tell most: those that decide the verdict and move, as in curves.png."""
+    moving = [change.name for change in held_out(run) if change.before != change.after]
+    return worth_a_panel(moving, run.deciding)
+
+
+def verdict_word(run: Run) -> str:
+    """Return the one word for the run, or that there is none."""
+    return run.summary.verdict.overall if run.summary and run.summary.verdict else NO_VERDICT
+
+
+def sentence(run: Run) -> str:
+    """Return what the run has achieved, with the interval of the clearest metric, or how far it has come."""
+    changes = held_out(run)
+    decide = run.deciding(change.name for change in changes)
+    lead = _clearest([change for change in changes if change.name in decide], verdict_word(run))
+    said = _in_words(lead) if lead else "No held-out metric has an interval."
+    if run.summary is None:
+        of = f"{run.epochs} of {run.config.num_epochs} epochs are on record"
+        return f"The run has no summary.json: it is still training, or ended early. {of}. So far: {said}"
+    if lead is None:
+        return said
+    judge = f" by {run.config.eval.gold}, which no reward of the training uses" if _is_gold(lead) else ""
+    return f"{said} Measured on {run.summary.measured_on.get('eval.num_conditions', 'the')} held-out conditions{judge}."
+
+
+def _clearest(changes: Iterable[Change], overall: str) -> Change | None:
+    """Return the metric to put into the sentence: one that agrees with the verdict, the judge's before others."""
+    with_interval = [change for change in changes if change.word and math.isfinite(change.low)]
+    agree = [change for change in with_interval if change.word == overall] or with_interval
+    physical = ("_deg", "_m", "_px", "_db")
+
+    def weight(change: Change) -> tuple[bool, bool, float]:
+        half = max((change.high - change.low) / 2, 1e-12)
+        return _is_gold(change), change.name.endswith(physical), abs(change.change) / half
+
+    return max(agree, key=weight, default=None)
+
+
+def _is_gold(change: Change) -> bool:
+    return change.group == GROUPS[0]
+
+
+def _in_words(change: Change) -> str:
+    moved = "rose" if change.change > 0 else "fell" if change.change < 0 else "stayed"
+    unit = f" {change.unit}" if change.unit else ""
+    percent = f" ({signed(change.percent, 2)} %)" if math.isfinite(change.percent) else ""
+    return (
+        f"{change.name.removeprefix('eval/')} {moved} from {number(change.before)} to {number(change.after)}{unit}"
+        f"{percent}; 95 % interval of the change {span(change.low, change.high)}{unit}."
+    )
+
+
+def _change(run: Run, name: str, first: int, last: int) -> Change:
+    """Return one metric's change, from the summary where there is one, else from the run's metrics."""
+    before, after = run.rows[first].get(name, math.nan), run.rows[last].get(name, math.nan)
+    ends = [
+        run.rows[last].get(name.replace("eval/", "eval_change/", 1) + end, math.nan) for end in ("", "_low", "_high")
+    ]
+    if run.summary:
+        before, after = _value(run.summary.before.get(name)), _value(run.summary.after.get(name))
+        interval = run.summary.after.get(f"{name}_ci95")
+        pair = interval if isinstance(interval, list) and len(interval) == 2 else [math.nan, math.nan]
+        ends = [ends[0] if math.isfinite(ends[0]) else after - before, *pair]
+    elif first == last:
+        after, ends = math.nan, [math.nan] * 3
+    known = metric_of(name)
+    floor_name = name.replace("eval/", "eval_floor/", 1)
+    floor = [value for _, value in run.series(floor_name)]
+    return Change(
+        name=name,
+        meaning=known.meaning if known else "",
+        unit=known.unit if known else "",
+        before=before,
+        after=after,
+        change=ends[0],
+        low=ends[1],
+        high=ends[2],
+        floor=floor[-1] if floor else math.nan,
+        word=_word(run.direction(name), ends[1], ends[2]),
+        group=_group(run, name, bool(floor)),
+    )
+
+
+def _value(found: object) -> float:
+    return float(found) if isinstance(found, int | float) else math.nan
+
+
+def _word(sign: int, low: float, high: float) -> str:
+    if not sign:
+        return ""
+    low, high = sorted((sign * low, sign * high)) if math.isfinite(low) else (-1.0, 1.0)
+    return "better" if low > 0 else "worse" if high < 0 else "unclear"
+
+
+def _group(run: Run, name: str, gold: bool) -> str:
+    short = f"{name.removeprefix('eval/')}_"
+    if gold:
+        return GROUPS[0]
+    if any(short.startswith(f"{reward}_") for reward in run.rewards):
+        return GROUPS[2]
+    return GROUPS[1] if short.startswith(f"{LIKENESS}_") else GROUPS[3]

@@ -1,0 +1,101 @@
+"""What a run has cost and where: seconds by phase, work, throughput, memory, and what it ran on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from statistics import median
+
+from tools.run_report.run_folder import Run
+from tools.run_report.words import NOTHING, duration, number, percent
+
+OUTSIDE = ("evaluation", "log", "save", "floor", "finish")  # of epochs
+SHOWN_VERSIONS = (
+    *("torch", "torch-npu", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy"),
+    *("av", "opencv-python-headless", "pycolmap", "flow-grpo"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Seconds of a phase: in all, per epoch (NaN outside of epochs), and as a share of the run."""
+
+    name: str
+    seconds: float
+    per_epoch: float
+    share: float
+
+
+def phases(run: Run) -> list[Phase]:
+    """Return the phases of a run, the longest first; they add up to its seconds."""
+    totals = {}
+    for name in sorted({name for row in run.rows.values() for name in row if name.startswith("time/")}):
+        phase = name.removeprefix("time/").removesuffix("_s")
+        if phase != "epoch" and not phase.endswith("_hidden"):
+            totals[phase] = sum(value for _, value in run.series(name))
+    every, epochs = sum(totals.values()) or 1.0, max(1, len(run.series("time/epoch_s")))
+    found = [
+        Phase(name, seconds, math.nan if name in OUTSIDE else seconds / epochs, seconds / every)
+        for name, seconds in totals.items()
+    ]
+    return sorted(found, key=lambda phase: -phase.seconds)
+
+
+def seconds_of(run: Run) -> float:
+    """Return the seconds of training: the summary's, else those of the epochs on record."""
+    if run.summary and math.isfinite(run.summary.train_seconds):
+        return run.summary.train_seconds
+    return sum(value for _, value in run.series("time/epoch_s"))
+
+
+def typical(run: Run, name: str) -> float:
+    """Return the median of a metric, NaN without values."""
+    return median([value for _, value in run.series(name)] or [math.nan])
+
+
+def largest(run: Run, name: str) -> float:
+    """Return the largest value of a metric, NaN without values."""
+    return max([value for _, value in run.series(name)], default=math.nan)
+
+
+def figures(run: Run) -> list[tuple[str, str]]:
+    """Return (what, value) of the work of a run."""
+    traffic = {
+        name: typical(run, name)
+        for name in sorted({name for row in run.rows.values() for name in row if name.startswith("system/sent_")})
+    }
+    kinds = [
+        f"{name.removeprefix('system/sent_').removesuffix('_gib')} {number(gib * 1024, 3)} MiB"
+        for name, gib in traffic.items()
+        if gib
+    ]
+    memory, total = largest(run, "system/memory_peak_gib"), largest(run, "system/memory_total_gib")
+    mfu, rate = typical(run, "system/mfu"), typical(run, "system/tflops_per_device")
+    work = largest(run, "system/forward_equivalents")
+    return [
+        ("training", duration(seconds_of(run))),
+        ("epochs", f"{run.epochs} of {run.config.num_epochs}"),
+        ("samples a second", number(typical(run, "system/samples_per_s"), 3)),
+        ("forward-equivalents", number(work) if math.isfinite(work) else NOTHING),
+        ("MFU", f"{percent(mfu)} ({number(rate, 3)} TFLOP/s a device)" if math.isfinite(mfu) else NOTHING),
+        ("peak memory", f"{number(memory, 3)} of {number(total, 3)} GiB" if math.isfinite(memory) else NOTHING),
+        ("sent by a rank in an epoch", ", ".join(kinds) or NOTHING),
+    ]
+
+
+def tiles(run: Run) -> list[tuple[str, str]]:
+    """Return (what, value) of the few figures at the top of a page."""
+    short = {"MFU": percent(typical(run, "system/mfu"))}
+    short["peak memory"] = f"{number(largest(run, 'system/memory_peak_gib'), 3)} GiB"
+    return [(what, short.get(what, value)) for what, value in figures(run)[:6]]
+
+
+def device(run: Run) -> str:
+    """Return the device in a few words, without why no other was taken."""
+    return run.start.device.split(";")[0].removeprefix("device ")
+
+
+def versions(run: Run) -> dict[str, str]:
+    """Return the versions that decide about numbers, Python first."""
+    known = {name.lower().replace("_", "-"): version for name, version in run.start.versions.items()}
+    return {"python": run.start.python} | {name: known[name] for name in SHOWN_VERSIONS if name in known}
