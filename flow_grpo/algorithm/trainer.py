@@ -37,7 +37,7 @@ from flow_grpo.algorithm.signal import is_silent, measure_spread, spread_metrics
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.algorithm.verdict import in_summary, judge
+from flow_grpo.algorithm.verdict import deciding, in_summary, judge, worse_by_camera
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
@@ -120,6 +120,11 @@ class Trainer:
     def epochs(self) -> Iterator[int]:
         """Yield the remaining epochs until the configured time is used up or a signal asks to end."""
         self._timed_until = time.perf_counter()
+        if self.state.finished >= self.config.num_epochs > 0:
+            held_out = len(self.evaluator.indices)
+            self.progress.say(
+                f"nothing left to train after epoch {self.state.finished}: {held_out} conditions are measured again"
+            )
         for epoch in range(self.state.finished, self.config.num_epochs):
             if self._out_of_time() or self._asked_to_end():
                 break
@@ -324,11 +329,13 @@ class Trainer:
         with self.ranks.sync_errors("summary"):
             files = {kind: self.gallery.extremes(kind, own, step) for kind, own in clips.items()}
             by_camera = changes_by_camera(rows, after.rows)
+            decisive = deciding(changes, names, self.config.reward.weights, gold=gold)
+            worse = worse_by_camera(by_camera, decisive, names)
             self.gallery.paths(after.clips)
             self.gallery.cameras(means_by_camera(rows), after.by_camera, by_camera, step)
             self.tracker.write_summary(
                 {
-                    "verdict": in_summary(verdict, files["best"], files["worst"]),
+                    "verdict": in_summary(verdict, files["best"], files["worst"], worse),
                     "before": before,
                     "after": with_intervals(after.metrics, changes),
                     **({"change_by_camera": by_camera} if by_camera else {}),
@@ -343,7 +350,8 @@ class Trainer:
         self._settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
         commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
-        self.progress.say("\n".join([f"verdict: {verdict}", *places(files, measure), *commands]))
+        cameras = [f"  worse for a kind of camera: {text}" for text in worse]
+        self.progress.say("\n".join([f"verdict: {verdict}", *cameras, *places(files, measure), *commands]))
 
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""

@@ -84,6 +84,28 @@ def deciding(names: Iterable[str], rewards: Sequence[str], weights: Mapping[str,
     return [name for name in names if not any(f"{name}_".startswith(f"{own}_") for own in known)] or names
 
 
+def worse_by_camera(
+    by_camera: Mapping[str, Mapping[str, Sequence[float]]], names: Sequence[str], rewards: Sequence[str]
+) -> list[str]:
+    """Return what got worse for a kind of camera, in words, such as "zoom_in rot_err_deg +0.69 [+0.29, +1.08]".
+
+    A run that is better in the mean may be worse for one of them.
+
+    Args:
+        by_camera: kind of camera -> `eval/` name -> mean, lower and upper end of the change.
+        names: the metrics to look at, such as those of `deciding`.
+        rewards: as in `direction`.
+    """
+    found = []
+    for kind, changes in by_camera.items():
+        for name in (name for name in names if name in changes):
+            mean, low, high = changes[name]
+            sign = direction(name, rewards)
+            if sign * low < 0 and sign * high < 0:
+                found.append(f"{kind} {name.removeprefix('eval/')} {mean:+.4g} [{low:+.4g}, {high:+.4g}]")
+    return found
+
+
 def best_and_worst(
     before: Sequence[ConditionRow], after: Sequence[ConditionRow], name: str, sign: int, count: int
 ) -> tuple[list[int], list[int]]:
@@ -104,12 +126,15 @@ def best_and_worst(
     return order[:count], order[len(order) - count :][::-1]
 
 
-def in_summary(verdict: Verdict, best: Sequence[str], worst: Sequence[str]) -> dict[str, Any]:
+def in_summary(
+    verdict: Verdict, best: Sequence[str], worst: Sequence[str], worse_cameras: Sequence[str]
+) -> dict[str, Any]:
     """Return the verdict as `summary.json` holds it, with the files of the best and the worst videos."""
     return {
         "overall": verdict.overall,
         "in_words": str(verdict),
         "metrics": verdict.metrics,
+        "worse_by_camera": list(worse_cameras),
         "best": list(best),
         "worst": list(worst),
     }

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flow_grpo.algorithm.verdict import DO_NOT_USE, best_and_worst, direction, judge
+from flow_grpo.algorithm.verdict import DO_NOT_USE, best_and_worst, direction, judge, worse_by_camera
 from flow_grpo.maths.bootstrap import Interval
 
 REWARDS = ["target_view", "room_rot", "room_pose"]
@@ -92,6 +92,19 @@ def test_too_few_scenes_give_no_verdict_and_it_says_why():
 def test_a_reward_is_not_taken_for_another_whose_name_begins_alike():
     changes = {"eval/room_rot": change(0.3), "eval/room_rotation_deg": change(0.3)}
     assert judge(changes, REWARDS, {"room_rot": 1.0}).overall == "worse"
+
+
+def test_what_got_worse_for_a_kind_of_camera_is_named_although_the_mean_got_better():
+    by_camera = {
+        "zoom_in": {"eval/rot_err_deg": [0.7, 0.3, 1.1], "eval/trans_err_m": [-0.2, -0.3, -0.1]},
+        "pan_left": {"eval/rot_err_deg": [0.1, -0.1, 0.3], "eval/room_pose": [-0.2, -0.3, -0.1]},
+        "arc_left": {"eval/room_rot": [-0.2, -0.3, -0.1], "eval/residual": [1.0, 0.5, 1.5]},
+    }
+    names = ["eval/rot_err_deg", "eval/trans_err_m", "eval/room_pose", "eval/residual"]
+    assert worse_by_camera(by_camera, names, REWARDS) == [
+        "zoom_in rot_err_deg +0.7 [+0.3, +1.1]",
+        "pan_left room_pose -0.2 [-0.3, -0.1]",
+    ]
 
 
 def row(camera: str, value: float) -> dict:

@@ -96,6 +96,7 @@ def _summary() -> dict[str, Any]:
             "overall": "better",
             "in_words": "better (better: trans_err_m)",
             "metrics": {"eval/trans_err_m": "better", "eval/target_view_psnr_db": "unclear"},
+            "worse_by_camera": ["zoom_in trans_err_m +0.05 [+0.01, +0.09]"],
         },
         "before": {"eval/trans_err_m": 0.25, "eval/target_view_psnr_db": 24.0, "eval/room_rot": -2.0},
         "after": {

@@ -43,7 +43,8 @@ def plain(html):
 def test_the_verdict_is_a_sentence_with_the_interval_of_the_judge_s_metric(run):
     assert (
         "better trans_err_m fell from 0.25 to 0.15 m (−40 %); 95 % interval of the change −0.120 to −0.080 m. Measured "
-        "on 8 held-out conditions by room_pose, which no reward of the training uses."
+        "on 8 held-out conditions by room_pose, which no reward of the training uses. Worse for a kind of camera: "
+        "zoom_in trans_err_m +0.05 [+0.01, +0.09]."
     ) in page_of(run)
 
 

@@ -88,7 +88,10 @@ def sentence(run: Run) -> str:
     if lead is None:
         return said
     judge = f" by {run.config.eval.gold}, which no reward of the training uses" if _is_gold(lead) else ""
-    return f"{said} Measured on {run.summary.measured_on.get('eval.num_conditions', 'the')} held-out conditions{judge}."
+    conditions = run.summary.measured_on.get("eval.num_conditions", "the")
+    worse = run.summary.verdict.worse_by_camera if run.summary.verdict else []
+    cameras = f" Worse for a kind of camera: {'; '.join(worse)}." if worse else ""
+    return f"{said} Measured on {conditions} held-out conditions{judge}.{cameras}"
 
 
 def _clearest(changes: Iterable[Change], overall: str) -> Change | None:

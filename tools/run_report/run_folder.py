@@ -43,11 +43,12 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The verdict in a summary: one word for the run, a sentence, and one word for every metric."""
+    """The verdict in a summary: one word for the run, a sentence, one word a metric, what got worse by camera."""
 
     overall: str
     in_words: str
     metrics: dict[str, str]
+    worse_by_camera: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
