@@ -86,7 +86,7 @@ def test_what_no_run_logs_is_not_known(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("train/bad_steps", "0"), ("policy/spread_over_floor", "at least 1"), ("train/zero_std_ratio", "0 to 0.5")],
+    [("train/bad_steps", "0"), ("policy/spread_over_floor", "at least 0.5"), ("train/zero_std_ratio", "0 to 0.5")],
 )
 def test_bounds_are_said_in_words(name: str, said: str) -> None:
     metric = metric_of(name)
