@@ -97,13 +97,21 @@ def test_the_space_bar_plays_all_videos_together_and_stops_them(opened):
 
 def test_playing_begins_again_at_the_end(opened):
     opened.page.locator("button.play").click()
+    opened.until_frame(2)
     opened.until_frame(FRAMES)
     opened.until_frame(2)
 
 
+def test_the_last_frame_is_shown_first(opened):
+    opened.until_frame(FRAMES)
+    assert opened.times() == pytest.approx([(FRAMES - 0.5) / 15] * 3, abs=0.01)
+
+
 def test_arrows_and_the_scrub_bar_step_frames_of_all_videos(opened):
     opened.to_videos()
-    assert opened.frame() == f"1/{FRAMES}"
+    opened.page.locator("input.scrub").fill("0")
+    opened.until_frame(1)
+    opened.page.locator("input.scrub").blur()
     for _ in range(3):
         opened.page.keyboard.press("ArrowRight")
     opened.until_frame(4)

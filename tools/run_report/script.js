@@ -114,7 +114,7 @@ class Player {
     });
     this.rate.addEventListener("change", () => this.setRate());
     this.longest.video.addEventListener("ended", () => setTimeout(() => this.again(), 400));
-    this.show();
+    this.go(this.longest.frames - 1); // where before and now are furthest apart: all paths begin at the source's pose
   }
 
   get playing() {
