@@ -30,6 +30,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -40,6 +41,7 @@ from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Timeouts
 from tests.limits import LIMIT_S
 
+ROOT = Path(__file__).parents[1]
 GRACE_S = 3.0  # for the other ranks to report after one has failed
 
 
@@ -191,6 +193,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> Non
         ranks = process_group.init_ranks(torch.device("cpu"), Timeouts(LIMIT_S), init_method=rendezvous)
         pipe.send_bytes(pickle.dumps((True, None)))
         while (call := pickle.loads(pipe.recv_bytes())) is not None:
+            os.chdir(ROOT)  # the call before may have left it
             function, args = call
             pipe.send_bytes(pickle.dumps((True, function(ranks, *args))))
         process_group.shut_down(ranks)

@@ -27,6 +27,7 @@ from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_r
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.own_code import is_own
 from flow_grpo.settings.schema import Config, TrainConfig
 
 
@@ -231,12 +232,15 @@ def build_evaluator(config: Config, policy: Policy, held_out: Split, ranks: Rank
             f"has a {needed}; pass --config.eval.gold= and judge "
             "checkpoints with tools/evaluate.py --checkpoint"
         )
+    # A policy of one's own has a copy of its start only if it was asked to keep one.
+    adapters = config.model.trained == "lora" and not is_own(config.model.kind)
     settings = EvalSettings(
         sigmas=flow_sigmas(evaluation.num_steps, config.sample.shift),
         num_conditions=evaluation.num_conditions,
         batch_size=evaluation.batch_size,
         videos=evaluation.videos,
         guidance=eval_guidance(config),
+        has_reference=config.train.kl_coef > 0 or adapters,
         measured_on=measured_on(config, held_out),
     )
     likeness = {} if config.data.prompts else {"target_view": 0.0}  # prompts have no true view

@@ -66,6 +66,7 @@ class EvalSettings:
         batch_size: samples per rank and call at the largest video size; smaller videos fill a call up to that cost.
         videos: how many videos to return.
         guidance: None for that of training.
+        has_reference: the policy can be what it was before training (`Policy.reference`).
         measured_on: what a result depends on besides the weights, by knob: conditions, steps, guidance, estimator (the
             noise is always the same). Only results with equal ones may be compared.
     """
@@ -75,6 +76,7 @@ class EvalSettings:
     batch_size: int
     videos: int
     guidance: Guidance | None = None
+    has_reference: bool = False
     measured_on: Mapping[str, str | float] = dataclasses.field(default_factory=dict)
 
 
@@ -235,11 +237,9 @@ class Evaluator:
 
     def _as_it_started(self, position: int) -> Tensor | None:
         """Return latents from the starting policy, None where there is no copy of it (collective call)."""
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self.policy.reference())
-            except ValueError:  # fully trained, without a KL term that would need the copy
-                return None
+        if not self.settings.has_reference:
+            return None
+        with self.policy.reference():
             return self._sample([position])[1]
 
     def _measure(self, number: int, positions: Sequence[int], rows: dict[int, ConditionRow], clips: list[Clip]) -> None:

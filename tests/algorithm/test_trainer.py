@@ -79,7 +79,7 @@ def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
         config=config,
         collector=sampling,
         updater=moving,
-        evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1), ranks),
+        evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1, has_reference=True), ranks),
         state=RunState(policy.net, moving.optimizer, sampling.stream.sampler, None, torch.device("cpu"), {}),
         tracker=Tracker(folder, {}, (), ranks),
         progress=progress,
