@@ -241,7 +241,9 @@ def _notes(split: dict[str, Any], scenes: Sequence[SceneReport]) -> list[str]:
     name, path = split["split"], split[MOTIONS[0]]
     notes = []
     if path and path["max"] < SHORT_M:
-        notes.append(f"{name}: no camera moves {SHORT_M:g} m (at most {path['max']:g}): are the files in centimetres?")
+        notes.append(
+            f"{name}: no camera moves {SHORT_M:g} m (at most {path['max']:g}): is it in metres? must be centimetres"
+        )
     if bare := sum(not scene.place[1] for scene in scenes):
         text = "no focal length in a folder's name (f24_aperture5): pose_rot and pose_trans cannot measure them"
         notes.append(f"{name}: {bare} scenes have {text}")

@@ -227,7 +227,9 @@ def test_paths_as_short_as_those_of_a_file_in_metres_and_folders_without_a_lens_
     lens = (root / SCENE).parent
     lens.rename(lens.with_name("unknown"))
     (short, bare) = report(root, "--split", "train", code=0)["notes"]
-    assert short.startswith("train: no camera moves 0.02 m (at most 0.0") and short.endswith("in centimetres?")
+    assert short.startswith("train: no camera moves 0.02 m (at most 0.0") and short.endswith(
+        "is it in metres? must be centimetres"
+    )
     assert bare.startswith("train: ") and "no focal length in a folder's name (f24_aperture5)" in bare
     check_dataset.main([str(root), "--split", "train"])
     assert f"note: {short}" in capsys.readouterr().out
