@@ -33,14 +33,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flow_grpo.runtime.reporting.metric_names import healthy_text, metric_of
+from flow_grpo.runtime.reporting.metric_names import HEALTH, OUTSIDE_EPOCHS, healthy_text, metric_of, phase_of
 from tools.common import fail, make_parser
 from tools.watching.snapshot import Snapshot, find_run, take
 
 BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-~=+*#"  # of a sparkline, the second where the terminal knows ASCII alone
 BAR = 24  # characters
 WIDE = 100  # columns of a terminal from which on curves are twice as long
-HEALTH = ("policy/credit_share", "policy/clip_fraction", "train/grad_norm")
 LIKENESS = "eval/target_view_psnr_db"  # to the true view, beside what the gold estimator measures
 WARNINGS = 6  # shown at most
 COLOURS = {"running": "green", "starting": "green", "ended": "bold green", "quiet": "yellow", "stopped": "bold red"}
@@ -182,7 +181,8 @@ def progress(run: Snapshot, look: Look) -> Iterator[RenderableType]:
         yield line
     if run.epochs:
         whole = run.mean("time/epoch_s")
-        phases = {name[5:-2]: run.mean(name) for name in run.epochs[run.finished] if is_phase(name)}
+        found = ((phase_of(name), name) for name in run.epochs[run.finished])
+        phases = {phase: run.mean(name) for phase, name in found if phase and phase not in OUTSIDE_EPOCHS}
         largest = sorted(phases.items(), key=lambda phase: -phase[1])
         shown_phases = [f"{name} {100 * seconds / whole:.0f} %" for name, seconds in largest if seconds > whole / 100]
         yield Text(f"time    {'  '.join(shown_phases)}")
@@ -198,12 +198,6 @@ def files(run: Snapshot) -> Iterator[Text]:
         yield Text(f"strip   {strip}")
     if run.video is not None:
         yield Text(f"video   {run.video}" + (f"\n        {run.caption}" if run.caption else ""))
-
-
-def is_phase(name: str) -> bool:
-    """Return whether a metric is the seconds of a phase of the epoch: these add up to the epoch's."""
-    apart = ("time/epoch_s", "time/score_hidden_s", "time/finish_s", "time/evaluation_s", "time/floor_s")
-    return name.startswith("time/") and name not in (*apart, "time/log_s", "time/save_s")
 
 
 def metrics(run: Snapshot, look: Look) -> Iterator[RenderableType]:
@@ -272,10 +266,7 @@ def warnings(run: Snapshot) -> Iterator[Text]:
     found = []
     for name, value in run.latest.items():
         metric = metric_of(name)
-        if metric is None or metric.healthy is None or math.isnan(value):
-            continue
-        low, high = metric.healthy
-        if not low <= value <= high:
+        if metric is not None and not math.isnan(value) and not metric.is_fine(value):
             advice = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", metric.advice)  # links of a page
             found.append(f"! {name} is {value:.4g}, healthy: {healthy_text(metric)}; {advice}")
     yield from (Text(line, style="yellow") for line in found[:WARNINGS])

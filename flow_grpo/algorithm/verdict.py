@@ -70,11 +70,16 @@ def judge(
     for name, change in changes.items():
         sign = direction(name, rewards)
         if sign:
-            low, high = sorted((sign * change.low, sign * change.high))
-            found[name] = "better" if low > 0 else "worse" if high < 0 else "unclear"
+            found[name] = word_of(sign, change.low, change.high)
     words = {found[name] for name in deciding(found, rewards, weights, gold=gold)} - {"unclear"}
     overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
     return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()))
+
+
+def word_of(sign: int, low: float, high: float) -> str:
+    """Return "better", "worse" or "unclear" for a change in the interval [low, high]; sign as of `direction`."""
+    low, high = sorted((sign * low, sign * high))
+    return "better" if low > 0 else "worse" if high < 0 else "unclear"
 
 
 def deciding(names: Iterable[str], rewards: Sequence[str], weights: Mapping[str, float], *, gold: bool) -> list[str]:
@@ -100,8 +105,7 @@ def worse_by_camera(
     for kind, changes in by_camera.items():
         for name in (name for name in names if name in changes):
             mean, low, high = changes[name]
-            sign = direction(name, rewards)
-            if sign * low < 0 and sign * high < 0:
+            if word_of(direction(name, rewards), low, high) == "worse":
                 found.append(f"{kind} {name.removeprefix('eval/')} {mean:+.4g} [{low:+.4g}, {high:+.4g}]")
     return found
 

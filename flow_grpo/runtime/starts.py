@@ -117,7 +117,7 @@ def record(
         "versions": {found.name: found.version for found in distributions()},
         "config": to_dict(config),
     }
-    write_atomically(folder / f"{len(_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
+    write_atomically(folder / f"{len(start_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
 
 
 def begin(run_folder: Path, config: Config) -> None:
@@ -196,7 +196,8 @@ def _resumed_run(config: Config, own: Path) -> Path | None:
     return None
 
 
-def _files(run_folder: Path) -> list[Path]:
+def start_files(run_folder: Path) -> list[Path]:
+    """Return the records of a run's starts, in order."""
     return sorted((run_folder / STARTS).glob("[0-9]*.json"))
 
 
@@ -206,7 +207,7 @@ def _recipe_of(run_folder: Path) -> str:
 
 
 def _latest(run_folder: Path) -> dict[str, Any] | None:
-    files = _files(run_folder)
+    files = start_files(run_folder)
     return read_json_object(files[-1], "remove it") if files else None
 
 

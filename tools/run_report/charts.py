@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from flow_grpo.algorithm.verdict import word_of
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M
+from flow_grpo.runtime.reporting.plots import BETTER
 from flow_grpo.runtime.reporting.series import SMOOTH_FROM, running_mean
 from tools.run_report.run_folder import Paths, Run
 from tools.run_report.words import number, span
@@ -210,38 +212,30 @@ def by_camera(run: Run, name: str) -> CameraPlot | None:
     """Return the plot of a held-out metric `eval/...` before and after, by kind of camera; None without two values."""
     short, changes = name.removeprefix("eval/"), run.summary.change_by_camera if run.summary else {}
     kinds = sorted({key.split("/")[1] for row in run.rows.values() for key in row if key.startswith("eval_by_camera/")})
-    found = []
+    found, sign = [], run.direction(name)
     for camera in kinds:
         series = run.series(f"eval_by_camera/{camera}/{short}")
         if len(series) > 1:
             change = changes.get(camera, {}).get(name)
             before, after = series[0][1], series[-1][1]
             ends = (before + change[1], before + change[2]) if change and len(change) == 3 else None
-            found.append((camera, before, after, ends))
+            word = word_of(sign, change[1], change[2]) if change and len(change) == 3 else "unclear"
+            found.append((camera, before, after, ends, word))
     if not found:
         return None
-    values = [value for _, before, after, ends in found for value in (before, after, *(ends or ()))]
+    values = [value for _, before, after, ends, _ in found for value in (before, after, *(ends or ()))]
     low, high = min(values), max(values)
     low = 0.0 if 0 <= low < 0.5 * high else low - 0.05 * (high - low)
     place = scale(low, high, CAMERA_LEFT, WIDTH - RIGHT)
-    sign = run.direction(name)
     rows = []
-    for line, (camera, before, after, ends) in enumerate(found):
-        word = _better(sign, before, ends)
+    for line, (camera, before, after, ends, word) in enumerate(found):
         said = f"{camera}: {number(before)} to {number(after)}"
         said += f"; 95 % interval of the change {span(ends[0] - before, ends[1] - before)}, {word}" if ends else ""
         interval = (place(ends[0]), place(ends[1])) if ends else None
         height = TOP + CAMERA_ROW * (line + 0.5)
         rows.append(CameraRow(camera, height, place(before), place(after), interval, word, said))
-    better = {1: "higher is better", -1: "lower is better", 0: ""}[sign]
     tall = TOP + CAMERA_ROW * len(rows) + BOTTOM
-    return CameraPlot(name, better, tall, rows, [(place(v), number(round(v, 10))) for v in ticks(low, high)])
-
-
-def _better(sign: int, before: float, ends: tuple[float, float] | None) -> str:
-    if ends is None or not sign or ends[0] <= before <= ends[1]:
-        return "unclear"
-    return "better" if (ends[0] > before) == (sign > 0) else "worse"
+    return CameraPlot(name, BETTER[sign], tall, rows, [(place(v), number(round(v, 10))) for v in ticks(low, high)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,15 +46,13 @@ def findings(run: Run, look_up: Callable[[str], Metric | None] = metric_of) -> t
         if metric is None or metric.healthy is None or not series:
             continue
         known += 1
-        low, high = metric.healthy
-        outside = [step for step, value in series if not low <= value <= high]
+        outside = [step for step, value in series if not metric.is_fine(value)]
         if outside:
             found.append(_finding(name, metric, series, outside))
     return sorted(found, key=lambda finding: not finding.now), known
 
 
 def _finding(name: str, metric: Metric, series: list[tuple[int, float]], outside: list[int]) -> Finding:
-    low, high = metric.healthy or (0.0, 0.0)
     mean = fmean([value for _, value in series[-RECENT:]])
     count = f"{len(outside)} of {len(series)} values"
     first = f"at epoch {outside[0]}" if len(outside) == 1 else f"first at epoch {outside[0]}, last at {outside[-1]}"
@@ -66,5 +64,5 @@ def _finding(name: str, metric: Metric, series: list[tuple[int, float]], outside
         when=f"{count} outside, {first}",
         meaning=metric.meaning,
         advice=metric.advice,
-        now=not low <= mean <= high,
+        now=not metric.is_fine(mean),
     )

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from flow_grpo.algorithm.verdict import LIKENESS
+from flow_grpo.algorithm.verdict import LIKENESS, word_of
 from flow_grpo.runtime.reporting.metric_names import metric_of
 from flow_grpo.runtime.reporting.plots import worth_a_panel
 from tools.run_report.run_folder import Run
@@ -134,7 +134,7 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
         ends = [ends[0] if math.isfinite(ends[0]) else after - before, *pair]
     elif first == last:
         after, ends = math.nan, [math.nan] * 3
-    known = metric_of(name)
+    known, sign = metric_of(name), run.direction(name)
     floor_name = name.replace("eval/", "eval_floor/", 1)
     floor = [value for _, value in run.series(floor_name)]
     return Change(
@@ -147,20 +147,13 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
         low=ends[1],
         high=ends[2],
         floor=floor[-1] if floor else math.nan,
-        word=_word(run.direction(name), ends[1], ends[2]),
+        word=word_of(sign, ends[1], ends[2]) if sign else "",
         group=_group(run, name, bool(floor)),
     )
 
 
 def _value(found: object) -> float:
     return float(found) if isinstance(found, int | float) else math.nan
-
-
-def _word(sign: int, low: float, high: float) -> str:
-    if not sign:
-        return ""
-    low, high = sorted((sign * low, sign * high)) if math.isfinite(low) else (-1.0, 1.0)
-    return "better" if low > 0 else "worse" if high < 0 else "unclear"
 
 
 def _group(run: Run, name: str, gold: bool) -> str:

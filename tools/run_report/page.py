@@ -14,8 +14,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from flow_grpo.algorithm.verdict import LESS_IS_BETTER
-from flow_grpo.runtime.reporting.metric_names import healthy_text, metric_of
+from flow_grpo.runtime.reporting.metric_names import HEALTH, healthy_text, metric_of
+from flow_grpo.runtime.reporting.plots import BETTER
 from tools.run_report import words
 from tools.run_report.charts import CameraPlot, Plot, by_camera, constant, plot
 from tools.run_report.clips import MOST_BYTES, Clip, choose
@@ -27,7 +27,6 @@ from tools.run_report.run_folder import Run
 from tools.run_report.work import Phase, device, figures, phases, tiles, versions
 
 HERE = Path(__file__).resolve().parent
-HEALTH = ("policy/credit_share", "policy/clip_fraction", "train/grad_norm")
 MOST_PAGE_BYTES = 30_000_000
 MOST_BANDS = 2  # runs; more would hide one another
 
@@ -125,17 +124,17 @@ def curves(runs: Sequence[Run]) -> tuple[list[Plot], list[tuple[str, float]]]:
     names = list(dict.fromkeys([*(name for run in runs for name in judged(run)), *rewards, *HEALTH]))
     flat = [(name, value) for name in names if (value := constant(runs, name)) is not None]
     left = set(names) - {name for name, _ in flat}
-    plots = [plot(runs, name, _note(name, len(runs))) for name in names if name in left]
+    plots = [plot(runs, name, _note(name, runs)) for name in names if name in left]
     return [found for found in plots if found], flat
 
 
-def _note(name: str, runs: int) -> str:
+def _note(name: str, runs: Sequence[Run]) -> str:
     """Return one line below a plot's title."""
     if name.startswith("reward/"):
-        return "higher is better" + "; band: ± std within groups" * (runs <= MOST_BANDS)
+        return "higher is better" + "; band: ± std within groups" * (len(runs) <= MOST_BANDS)
     if name.startswith("eval/"):
-        better = "lower" if name.endswith(LESS_IS_BETTER) else "higher"
-        return f"{better} is better" + "; band: 95 % interval of the change" * (runs <= MOST_BANDS)
+        better = BETTER[runs[0].direction(name)]
+        return better + "; band: 95 % interval of the change" * (len(runs) <= MOST_BANDS)
     known = metric_of(name)
     healthy = healthy_text(known) if known else ""
     return f"healthy: {healthy}" if healthy else "steady is healthy"

@@ -17,7 +17,7 @@ from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.reporting import video_index
 from flow_grpo.runtime.reporting.metric_files import read_rows
 from flow_grpo.runtime.reporting.tracker import SUMMARY
-from flow_grpo.runtime.starts import CONFIG, STARTS
+from flow_grpo.runtime.starts import CONFIG, STARTS, start_files
 from flow_grpo.settings.loading import from_dict, load_config
 from flow_grpo.settings.schema import Config
 
@@ -187,8 +187,7 @@ def read_run(folder: Path) -> Run:
 
 def read_starts(folder: Path) -> list[Start]:
     """Return the records of a run's starts, [] where there are none; ValueError for a damaged one."""
-    files = sorted((folder / STARTS).glob("[0-9]*.json"))
-    return [checked(Start, read_json_object(file, "remove it"), file) for file in files]
+    return [checked(Start, read_json_object(file, "remove it"), file) for file in start_files(folder)]
 
 
 def started_by(spec: str, overrides: Sequence[str]) -> Path:

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from statistics import median
 
+from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS, phase_of
 from tools.run_report.run_folder import Run
 from tools.run_report.words import NOTHING, duration, number, percent
 
-OUTSIDE = ("evaluation", "log", "save", "floor", "finish")  # of epochs
 SHOWN_VERSIONS = (
     *("torch", "torch-npu", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy"),
     *("av", "opencv-python-headless", "pycolmap", "flow-grpo"),
@@ -29,13 +29,12 @@ class Phase:
 def phases(run: Run) -> list[Phase]:
     """Return the phases of a run, the longest first; they add up to its seconds."""
     totals = {}
-    for name in sorted({name for row in run.rows.values() for name in row if name.startswith("time/")}):
-        phase = name.removeprefix("time/").removesuffix("_s")
-        if phase != "epoch" and not phase.endswith("_hidden"):
+    for name in sorted({name for row in run.rows.values() for name in row}):
+        if phase := phase_of(name):
             totals[phase] = sum(value for _, value in run.series(name))
     every, epochs = sum(totals.values()) or 1.0, max(1, len(run.series("time/epoch_s")))
     found = [
-        Phase(name, seconds, math.nan if name in OUTSIDE else seconds / epochs, seconds / every)
+        Phase(name, seconds, math.nan if name in OUTSIDE_EPOCHS else seconds / epochs, seconds / every)
         for name, seconds in totals.items()
     ]
     return sorted(found, key=lambda phase: -phase.seconds)

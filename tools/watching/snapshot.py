@@ -16,10 +16,11 @@ from typing import Any
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, is_held
 from flow_grpo.runtime.reporting import video_index
 from flow_grpo.runtime.reporting.metric_files import Row, read_rows
+from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS
 
 LINES = "metrics.jsonl"
 MARKS = (LOCK, "starts", "config.json", LINES)  # any of them makes a folder a run's
-OUTSIDE = ("time/evaluation_s", "time/log_s", "time/save_s", "time/floor_s")  # seconds that are in no epoch's
+OUTSIDE = tuple(f"time/{phase}_s" for phase in OUTSIDE_EPOCHS if phase != "finish")  # of the run's pace, not its end
 RECENT = 20  # epochs that speed is measured over
 START_S = 1800.0  # a start that wrote no metric for so long is suspicious: weights load for minutes
 LEAST_QUIET_S = 120.0  # no shorter silence is suspicious

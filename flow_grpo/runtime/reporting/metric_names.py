@@ -36,6 +36,8 @@ SECTIONS = {
     "all of a run's",
     "system": "throughput, memory, traffic",
 }
+OUTSIDE_EPOCHS = ("evaluation", "log", "save", "floor", "finish")  # phases whose seconds are in no epoch's
+HEALTH = ("policy/credit_share", "policy/clip_fraction", "train/grad_norm")  # what to look at first
 MEASURED = (
     "what rewards measure beside their value: `reward/` over the epoch's samples, `eval/` over the held-out "
     "conditions; `eval_by_camera/`, `eval_change/` and `eval_floor/` have the same names"
@@ -59,6 +61,10 @@ class Metric:
     unit: str = ""
     healthy: tuple[float, float] | None = None
     advice: str = ""
+
+    def is_fine(self, value: float) -> bool:
+        """Return whether a value is within the healthy bounds; any is where there are none."""
+        return self.healthy is None or self.healthy[0] <= value <= self.healthy[1]
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -397,6 +403,13 @@ without bounds is healthy anywhere. Made from `flow_grpo/runtime/reporting/metri
 def metric_of(name: str) -> Metric | None:
     """Return what a logged metric means: the first whose pattern fits its name, or None."""
     return next((metric for metric in METRICS if metric.pattern.fullmatch(name)), None)
+
+
+def phase_of(name: str) -> str:
+    """Return the phase whose seconds `time/<phase>_s` are; "" for other metrics, and for seconds that others hold."""
+    section, _, phase = name.partition("/")
+    phase = phase.removesuffix("_s")
+    return "" if section != "time" or phase == "epoch" or phase.endswith("_hidden") else phase
 
 
 def page() -> str:
