@@ -49,6 +49,7 @@ from flow_grpo.preflight import dry_run
 from flow_grpo.preflight.checkpointing import settled
 from flow_grpo.preflight.doctor import fast as doctor
 from flow_grpo.preflight.doctor.context import DoctorContext
+from flow_grpo.preflight.doctor.schedule import trained_steps
 from flow_grpo.preflight.plan import flops_of_rows, largest_size, recomputed_share
 from flow_grpo.preflight.savings import report
 from flow_grpo.records import TrainingBatch
@@ -142,16 +143,18 @@ def show_plan(config: Config, devices: int) -> None:
 
 
 def examine(trainer: Trainer) -> None:
-    """Run the fast doctor.
+    """Run the fast doctor, and plot the stochastic steps that it found sound.
 
     Raises:
         ValueError: on every rank, if a check failed.
     """
+    context = doctor_context(trainer)
     try:
-        doctor.before_training(doctor_context(trainer), trainer.progress.say)
+        doctor.before_training(context, trainer.progress.say)
     except ValueError:
         trainer.tracker.close()
         raise
+    trainer.gallery.steps(context.sampling.rollout.sigmas.tolist(), [vars(step) for step in trained_steps(context)])
 
 
 def doctor_context(trainer: Trainer) -> DoctorContext:
@@ -437,8 +440,7 @@ def run_name(config: Config, spec: str, ranks: Ranks) -> str:
         raise ValueError("resume='auto' needs the name of the run to go on with: pass --config.run_name=NAME")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not config.run_name:
         raise ValueError("torchrun --max-restarts needs the name of the run to go on with: pass --config.run_name=NAME")
-    recipe = spec.rpartition(":")[2]
-    return config.run_name or ranks.broadcast_text(f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return config.run_name or ranks.broadcast_text(f"{spec.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def check_places(config: Config, run_folder: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert panels["eval", 0] == ["source", "base", "true view"] and panels["train", 2] == ["source", "now", "true view"]
     assert panels["eval", 1] == panels["eval", 2] == ["source", "base", "now", "true view"]
     assert [len(line["paths"]["estimated"]) for line in lines if line["kind"] == "eval"] == [5] * 3
-    pictures = ("curves.png", "filmstrip.png", "cameras.png")
+    pictures = ("steps.png", "curves.png", "filmstrip.png", "cameras.png")
     assert all((run / name).stat().st_size > 1000 for name in pictures) and len(list((run / "paths").iterdir())) == 1
     assert len(checkpoint.published(run / "checkpoints")) == 2
     assert list((run / "adapter").iterdir())

@@ -284,6 +284,7 @@ def show(report: dict[str, Any]) -> None:
         names = (row["split"], row["lens"] or "none", str(row["scenes"]))
         captions = f"{row['captioned']} of {row['clips']}"
         table.add_row(*names, counts[0], str(row["clips"]), *counts[1:], _text(row["seconds"]), captions)
+    table.caption = "in brackets how many: scenes with that number of cameras, videos of that length and size"
     console.print(table)
     table = Table(
         "split",
@@ -300,7 +301,8 @@ def show(report: dict[str, Any]) -> None:
         print(f"{problem['file']}: {problem['problem']}")
     for note in report["notes"]:
         print(f"note: {note}")
-    print(f"{len(report['problems'])} problems" if report["problems"] else "no problems")
+    count = f"{len(report['problems'])} problems" if report["problems"] else "no problems"
+    print(f"{count}, but see the note above" if report["notes"] else count)
 
 
 def _text(values: dict[str, float] | None) -> str:

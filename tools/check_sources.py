@@ -6,9 +6,9 @@ r"""Find the source videos in which `pose_rot` and `pose_trans` can locate frame
 A source is usable if enough of it can be triangulated, its own held-out frames are located correctly, and at least half
 of the true view is located as well (docs/camera_rewards.md). Samples of an unusable item would be rolled out and get no
 reward; excluded items are never drawn. The file holds a verdict per item of the training split, "" or the problem; it
-is updated as the check proceeds, and the same command resumes. Items are identified by name: delete the file after
-replacing videos or cameras. Exit code: 0, 1 if an item could not be read or measured (it has no verdict and is retried
-next time) or none is usable, 2 for invalid settings.
+is updated as the check proceeds, and the same command resumes; scenes whose files have changed are judged again. Exit
+code: 0, 1 if an item could not be read or measured (it has no verdict and is retried next time) or fewer than half are
+usable, 2 for invalid settings.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from flow_grpo.rewards.process_pool import usable_cores
 from flow_grpo.settings.loading import load_config
 from tools.common import fail, make_parser
 
+LEAST_USABLE = 0.5  # share of the items below which something common to all is suspected
 AT_ONCE = 4  # items per process between two writes of the file
 
 
@@ -50,10 +51,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return fail(error)
     problems = check(data, verdicts, lambda: write_verdicts(verdicts, *made_from, known.out), known.workers)
-    usable = report(data, verdicts, known.out)
+    enough = report(data, verdicts, known.out)
     for problem in problems:
         fail(problem)
-    return 0 if usable and not problems else 1
+    return 0 if enough and not problems else 1
 
 
 def check(data: MultiCamDataset, verdicts: Verdicts, keep: Callable[[], None], workers: int) -> list[str]:
@@ -86,17 +87,22 @@ def known(data: MultiCamDataset, number: int, verdicts: Verdicts) -> bool:
     return camera in verdicts.get(scene, {})
 
 
-def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> int:
-    """Print the problems of the items that are not usable, and return the number of the others."""
+def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> bool:
+    """Print the problems of the items that are not usable, and return whether enough of them are."""
     names = [data.name_of(number) for number in range(len(data))]
     found = {(scene, camera): verdicts[scene][camera] for scene, camera in names if camera in verdicts.get(scene, {})}
     wrong = {name: text for name, text in found.items() if text}
     for (scene, camera), text in wrong.items():
         print(f"true view {scene} {camera}: {text}")
     print(f"{len(found) - len(wrong)} of {len(names)} items are usable, {len(wrong)} are not: {out}", flush=True)
-    if len(wrong) == len(names):
-        print("none is usable: probably the poses are not in the data set's convention, or the focal length is wrong")
-    return len(found) - len(wrong)
+    enough = len(found) - len(wrong) >= LEAST_USABLE * len(found)
+    if not enough:
+        print(
+            f"fewer than {LEAST_USABLE:.0%} are usable. Where anchors are missing, pictures may lack texture or "
+            "cameras parallax; else the poses are in another convention, or the focal length in the folder's name "
+            "is wrong (docs/your_videos.md): do not train before you know which"
+        )
+    return enough
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from flow_grpo.algorithm.signal import measure_spread, sample_group
 from flow_grpo.maths.schedule import tail_levels
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.full import log_ratio_of_one_update
-from flow_grpo.preflight.doctor.schedule import step_table
+from flow_grpo.preflight.doctor.schedule import trained_steps
 from flow_grpo.runtime.ranks import process_group
 from tools.common import make_parser, markdown_table
 
@@ -76,9 +76,7 @@ def measure(context: DoctorContext, groups: int) -> dict[str, Any]:
     }
     found: dict[str, Any] = {"rewards": rewards, "steps": [], "log_ratio_over_clip_range": None}
     if context.grpo is not None:
-        rollout, steps = context.sampling.rollout, context.config.sample.sde_steps
-        table = step_table(rollout.sigmas, steps, rollout.sde, context.grpo.step_weight)
-        found["steps"] = [dataclasses.asdict(step) for step in table]
+        found["steps"] = [dataclasses.asdict(step) for step in trained_steps(context)]
         found["log_ratio_over_clip_range"] = log_ratio_of_one_update(context) / context.config.train.clip_range
     return found
 

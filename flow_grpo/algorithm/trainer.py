@@ -39,6 +39,7 @@ from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.algorithm.verdict import deciding, in_summary, judge, worse_by_camera
 from flow_grpo.maths.bootstrap import Interval
+from flow_grpo.maths.percentiles import percentiles
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.runtime import device as device_api
@@ -177,6 +178,7 @@ class Trainer:
             )
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
+            self.metrics |= percentiles("reward/advantage", compared.advantages)
             if self.dynamic_sampling is None:  # else logged for the first round by dynamic sampling
                 self.metrics |= group_metrics(compared)
             elif self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():

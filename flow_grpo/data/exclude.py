@@ -52,7 +52,8 @@ def read_verdicts(
     changed = [scene for scene in verdicts if scene in contents and made_from.get(scene) != contents[scene]]
     if verdicts and (verdicts.keys().isdisjoint(contents) or len(changed) == len(verdicts)):
         raise ValueError(
-            f"file {file} holds verdicts of another data set, such as of {next(iter(verdicts))!r}; {_TOOL}"
+            f"file {file} holds verdicts of another data set, such as of {next(iter(verdicts))!r}, or every scene has "
+            "changed since: delete it or name another file, and run tools/check_sources.py"
         )
     if changed and not forget:
         raise ValueError(

@@ -251,6 +251,8 @@ def test_advantages_stay_within_the_recipe_s_bound(a_trainer, tmp_path):
     run(a_trainer(num_epochs=1, train=train_config(adv_clip=0.25)))
     (row,) = metrics_of(tmp_path)
     assert 0 < row["reward/advantage_abs"] <= 0.25
+    low, middle, high = (row[f"reward/advantage_p{percent}"] for percent in (10, 50, 90))
+    assert -0.25 <= low < middle < high <= 0.25
 
 
 def test_the_same_state_is_evaluated_once(a_trainer):

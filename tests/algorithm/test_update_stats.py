@@ -39,6 +39,8 @@ def test_statistics_are_those_of_all_samples_on_all_ranks():
     assert first == second
     assert first["policy/ratio_mean"] == pytest.approx(3.1 / 3)
     assert (first["policy/ratio_min"], first["policy/ratio_max"]) == pytest.approx((0.9, 1.2))
+    percentiles = [first[f"policy/ratio_p{percent}"] for percent in (10, 50, 90)]
+    assert percentiles == pytest.approx([0.92, 1.0, 1.16])  # of 0.9, 1.0, 1.2: the ranks hold unlike numbers of them
     assert first["policy/clip_fraction"] == pytest.approx(1 / 3)
     assert first["policy/kl"] == pytest.approx(0.5)
     assert first["policy/approx_kl"] == pytest.approx(-(math.log(1.2) + math.log(0.9)) / 3)
@@ -67,6 +69,9 @@ def test_an_epoch_of_two_steps_with_two_micro_batches_each_has_the_values_comput
             "policy/ratio_mean": (4 * 1.0 + 0.8 + 1.0 + 1.25 + 1.5) / 8,
             "policy/ratio_min": 0.8,
             "policy/ratio_max": 1.5,
+            "policy/ratio_p10": 0.94,
+            "policy/ratio_p50": 1.0,
+            "policy/ratio_p90": 1.325,
             "policy/ratio_first_max_abs_log": 2e-7,
             "policy/clip_fraction": 2 / 8,  # above 1.1
             "policy/approx_kl": -math.log(1.5) / 8,  # log 1.25 = -log 0.8

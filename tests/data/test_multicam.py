@@ -437,11 +437,13 @@ def test_the_page_s_conversion_of_opencv_poses_is_read_back_as_they_were(tmp_pat
     turned = rotation_about_y(torch.tensor([0.0, 20.0, 40.0], dtype=torch.float64))
     poses = torch.eye(4, dtype=torch.float64).repeat(3, 1, 1)
     poses[:, :3, :3], poses[:, :3, 3] = turned, torch.tensor([[0, 0, 0], [0.5, -0.2, 1], [1, -0.4, 2]])
-    texts = [given["entry"](torch.linalg.inv(pose).numpy()) for pose in poses]
-    file = tmp_path / "camera_extrinsics.json"
-    file.write_text(json.dumps({f"frame{number}": {"cam01": text} for number, text in enumerate(texts)}))
-    found = read_cameras(file, ["cam01"], 3)[0]
-    torch.testing.assert_close(relative(found[0], found), relative(poses[0], poses), rtol=0, atol=1e-8)
+    still = poses[:1].expand(3, 4, 4)
+    given["write_cameras"](
+        tmp_path, {"left": torch.linalg.inv(poses).numpy(), "right": torch.linalg.inv(still).numpy()}
+    )
+    found = read_cameras(tmp_path / "cameras" / "camera_extrinsics.json", ["left", "right"], 3)
+    for poses_read, written in zip(found, (poses, still), strict=True):
+        torch.testing.assert_close(relative(found[1][0], poses_read), relative(still[0], written), rtol=0, atol=1e-8)
 
 
 def rotation_about_y(degrees: Tensor) -> Tensor:

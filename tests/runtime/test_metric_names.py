@@ -57,7 +57,11 @@ def test_a_name_of_a_family_finds_its_own_entry(metric: metric_names.Metric) -> 
     assert metric_of(re.sub(r"<\w+>", lambda found: EXAMPLES[found[0]], metric.name)) is metric
 
 
-MADE_OF_PIECES = {"dyn/reward_mean_before": "dyn/reward_mean_", "dyn/reward_mean_after": "dyn/reward_mean_"}
+MADE_OF_PIECES = {
+    "dyn/reward_mean_before": "dyn/reward_mean_",
+    "dyn/reward_mean_after": "dyn/reward_mean_",
+    "policy/ratio_p<percent>": "policy/policy/ratio",
+}
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)

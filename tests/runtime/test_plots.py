@@ -111,6 +111,27 @@ def test_a_line_along_0_is_seen_and_a_wide_gradient_norm_is_drawn_by_its_logarit
     assert by_name["gradient norm"].get_yscale() == "log"
 
 
+def test_advantages_and_ratios_show_the_middle_of_their_distribution(tmp_path: Path) -> None:
+    data = rows(2)
+    for step in (1, 2):
+        data[step] |= {f"reward/advantage_p{percent}": (percent - 40) * step for percent in (10, 50, 90)}
+        data[step] |= {"policy/ratio_mean": 1.0, "policy/ratio_min": 0.5, "policy/ratio_max": 1.5}
+        data[step] |= {"policy/ratio_p10": 0.75, "policy/ratio_p90": 1.25}
+    axes = {title.partition("\n")[0]: found for title, found in drawn(tmp_path / "curves.png", data)[1].items()}
+    bands = [bounds(band) for band in axes["advantages"].collections]
+    assert bands == [(-60, 100)] and list(axes["advantages"].lines[0].get_ydata()) == [10, 20]
+    assert [bounds(band) for band in axes["ratio and clip fraction"].collections] == [(-0.5, 0.5), (-0.25, 0.25)]
+    old = {step: {name: value for name, value in row.items() if "_p" not in name} for step, row in data.items()}
+    titles = [title.partition("\n")[0] for title in drawn(tmp_path / "old.png", old)[1]]
+    assert "ratio and clip fraction" in titles and "advantages" not in titles  # of a run before these were logged
+
+
+def bounds(band: Any) -> tuple[float, float]:
+    """Return the lowest and the highest point of a filled band."""
+    heights = band.get_paths()[0].vertices[:, 1]
+    return float(heights.min()), float(heights.max())
+
+
 def test_the_band_is_the_within_group_standard_deviation(tmp_path: Path) -> None:
     axes = drawn(tmp_path / "curves.png", rows(3))[1]["reward/a_mean\nhigher is better"]
     band = axes.collections[0].get_paths()[0].vertices

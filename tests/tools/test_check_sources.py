@@ -44,7 +44,7 @@ def test_pictures_too_small_for_features_are_found_unusable(world, tmp_path, cap
     printed = capsys.readouterr().out
     count = sum(map(len, verdicts.values()))
     assert f"0 of {count} items are usable, {count} are not" in printed
-    assert printed.count(" is unusable: ") == count and "none is usable: probably the poses" in printed
+    assert printed.count(" is unusable: ") == count and "fewer than 50% are usable. Where anchors are" in printed
 
 
 def test_a_second_call_checks_only_items_without_a_verdict(world, tmp_path, monkeypatch, capsys):
@@ -60,6 +60,16 @@ def test_a_second_call_checks_only_items_without_a_verdict(world, tmp_path, monk
     assert again == [(scene, camera) for scene, camera in everything if camera == "cam02"]
     assert check_sources.main(words(world, out)) == 0
     assert len(again) == len({scene for scene, _ in everything})
+
+
+@pytest.mark.parametrize(("good", "code"), [(4, 1), (5, 0)])
+def test_a_split_that_is_unusable_for_the_most_part_is_suspected_as_a_whole(
+    world, tmp_path, monkeypatch, capsys, good, code
+):
+    """A wrong focal length spares some items: one that is left must not look like success."""
+    pretend(monkeypatch, lambda _, camera: Outcome(None, "" if int(camera[3:]) <= good else "lost", lacking=True))
+    assert check_sources.main(words(world, tmp_path / "usable.json")) == code
+    assert ("focal length in the folder's name is wrong" in capsys.readouterr().out) == bool(code)
 
 
 def test_an_unreadable_video_is_reported_and_has_no_verdict(world, tmp_path, monkeypatch, capsys):

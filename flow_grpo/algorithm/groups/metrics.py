@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm.groups.compare import Gathered, gated
 from flow_grpo.maths.advantages import CombinedAdvantages
+from flow_grpo.maths.percentiles import percentiles
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import RewardConfig
 
@@ -125,6 +126,5 @@ def _statistics(prefix: str, values: Tensor, valid: Tensor, gids: Tensor) -> dic
     if inside:
         metrics[f"{prefix}group_std"] = sum(float(own.std(correction=0)) for own in inside) / len(inside)
         ranges = torch.stack([own.max() - own.min() for own in inside])
-        for percent in (10, 50, 90):
-            metrics[f"{prefix}group_range_p{percent}"] = float(ranges.quantile(percent / 100))
+        metrics |= percentiles(f"{prefix}group_range", ranges)
     return metrics

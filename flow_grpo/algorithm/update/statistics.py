@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.maths.loss import LossTerms
+from flow_grpo.maths.percentiles import percentiles
 from flow_grpo.runtime.ranks.process_group import RankError, Ranks
 
 SAME_NORM = 1e-3  # by which the norms of one averaged gradient may differ between devices
@@ -86,18 +87,18 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "clipped": torch.cat(stats.clipped).sum().item(),
         "kl": torch.cat(stats.kls).mean().item() * len(ratio),
         "loss": torch.stack(stats.losses).sum().item(),
-        "min": ratio.min().item(),
-        "max": ratio.max().item(),
         "drift": torch.cat(drift).max().item(),
     }
     rows = ranks.all_gather(torch.tensor([list(local.values())], dtype=torch.float64))
     by_name = dict(zip(local, rows.unbind(dim=1), strict=True))
     total = {name: float(column.sum()) for name, column in by_name.items()}
     norms = torch.stack(stats.norms)
+    ratios = _of_all_ranks(ratio, by_name["count"], ranks)
     return metrics | {
         "policy/ratio_mean": total["ratio"] / total["count"],
-        "policy/ratio_min": float(by_name["min"].min()),
-        "policy/ratio_max": float(by_name["max"].max()),
+        "policy/ratio_min": float(ratios.min()),
+        "policy/ratio_max": float(ratios.max()),
+        **percentiles("policy/ratio", ratios),
         "policy/ratio_first_max_abs_log": float(by_name["drift"].max()),
         "policy/clip_fraction": total["clipped"] / total["count"],
         "policy/approx_kl": total["approx_kl"] / total["count"],
@@ -107,6 +108,13 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "train/grad_norm_max": norms.max().item(),
         "train/grad_clipped": stats.bounded / len(norms),
     }
+
+
+def _of_all_ranks(values: Tensor, counts: Tensor, ranks: Ranks) -> Tensor:
+    """Return the values of all ranks, of which each has (count,) of its own (collective call)."""
+    padded = torch.cat([values, values.new_zeros(int(counts.max()) - len(values))])
+    rows = ranks.all_gather(padded[None])
+    return torch.cat([row[: int(count)] for row, count in zip(rows, counts, strict=True)])
 
 
 def check_averaged(norms: Sequence[float], ranks: Ranks) -> None:

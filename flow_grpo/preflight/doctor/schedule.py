@@ -77,6 +77,18 @@ def examine_schedule(context: DoctorContext) -> list[Finding]:
     ]
 
 
+def trained_steps(context: DoctorContext) -> list[Step]:
+    """Return the scalars of every step that may be trained; none where no step is replayed.
+
+    Raises:
+        ValueError: as `step_table`.
+    """
+    if context.grpo is None:
+        return []
+    rollout = context.sampling.rollout
+    return step_table(rollout.sigmas, context.config.sample.sde_steps, rollout.sde, context.grpo.step_weight)
+
+
 def step_table(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None) -> list[Step]:
     """Return the scalars of every step that may be trained.
 

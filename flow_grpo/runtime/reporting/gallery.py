@@ -23,10 +23,11 @@ from flow_grpo.runtime.reporting.clips import BASE, NOW, Clip, file_name, group_
 from flow_grpo.runtime.reporting.film import Panel, as_dicts, enlargement, film, rate
 from flow_grpo.runtime.reporting.filmstrip import draw_filmstrip
 from flow_grpo.runtime.reporting.path_plots import draw_paths
+from flow_grpo.runtime.reporting.step_plot import draw_steps
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.video_file import read_frames, write_video
 
-FILMSTRIP, CAMERAS = "filmstrip.png", "cameras.png"
+FILMSTRIP, CAMERAS, STEPS = "filmstrip.png", "cameras.png", "steps.png"
 _log = logging.getLogger(__name__)
 
 
@@ -41,6 +42,11 @@ class Gallery:
     def __init__(self, tracker: Tracker, run_folder: Path) -> None:
         self._tracker, self._folder = tracker, run_folder
         self.videos = run_folder / "videos"
+
+    def steps(self, sigmas: Sequence[float], steps: Sequence[Mapping[str, float]]) -> None:
+        """Plot `steps.png`, the stochastic steps of the rollout, see `step_plot.draw_steps`; nothing without any."""
+        if steps:
+            self._tracker.later(STEPS, functools.partial(draw_steps, sigmas, steps, self._folder / STEPS))
 
     def evaluation(self, clips: Sequence[Clip], step: int, *, before: bool) -> None:
         """Write the videos of an evaluation, and the film strip of all so far; `before` training, they are the base."""

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flow_grpo.runtime.reporting.series import Rows, points
-from flow_grpo.runtime.reporting.style import BLUE, CYCLE, GREEN, GREY, ORANGE
+from flow_grpo.runtime.reporting.style import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE
 
 PHASES = ("rollout", "update", "score", "encode", "fetch", "gather", "other")
 _WIDE = 50.0  # ratio of the largest to the smallest norm from which the axis is logarithmic
@@ -39,11 +40,10 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
     """Draw how far updates move the policy: the ratio's range, and the share of clipped samples."""
     axes.set_title("ratio and clip fraction\nclipped: 0 with one update an epoch, else < 0.5")
     steps, mean = points(rows, "policy/ratio_mean")
-    low, high = (
-        np.array([rows[int(step)].get(f"policy/ratio_{end}", math.nan) for step in steps]) for end in ("min", "max")
-    )
     if len(steps):
-        axes.fill_between(steps, low - 1, high - 1, color=BLUE, alpha=0.2, lw=0, label="ratio - 1, smallest to largest")
+        low, lower, higher, high = (_at(rows, steps, f"policy/ratio_{end}") - 1 for end in ("min", "p10", "p90", "max"))
+        axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, lw=0, label="ratio - 1, smallest to largest")
+        axes.fill_between(steps, lower, higher, color=BLUE, alpha=0.3, lw=0, label="its middle 80 %")
         axes.plot(steps, mean - 1, color=BLUE, lw=1.2, label="policy/ratio_mean - 1")
     moved, values = points(rows, "policy/ratio_after_max_abs_log")
     if len(moved):
@@ -58,6 +58,17 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
     low_end, high_end = axes.get_ylim()
     axes.set_ylim(low_end, high_end + 0.65 * (high_end - low_end))  # room for the legend
     _legend(axes, *([other] if len(clipped) else []), loc="upper left")
+
+
+def draw_advantages(axes: Any, rows: Rows) -> None:
+    """Draw how the advantages of an epoch are distributed."""
+    axes.set_title("advantages\na wide band round 0 is healthy")
+    steps, median = points(rows, "reward/advantage_p50")
+    low, high = (_at(rows, steps, f"reward/advantage_p{percent}") for percent in (10, 90))
+    axes.fill_between(steps, low, high, color=PURPLE, alpha=0.2, lw=0, label="middle 80 %")
+    axes.plot(steps, median, color=PURPLE, lw=1.2, label="median")
+    axes.axhline(0, color=GREY, ls=":", lw=1)
+    _legend(axes)
 
 
 def draw_gradient(axes: Any, rows: Rows) -> None:
@@ -96,9 +107,15 @@ def draw_time(axes: Any, rows: Rows) -> None:
 HEALTH: tuple[tuple[tuple[str, ...], Callable[[Any, Rows], None]], ...] = (
     (("policy/credit_share", "policy/spread_over_floor", "train/zero_std_ratio"), draw_signal),
     (("policy/ratio_mean", "policy/clip_fraction"), draw_ratio),
+    (("reward/advantage_p50",), draw_advantages),
     (("train/grad_norm",), draw_gradient),
     (tuple(f"time/{phase}_s" for phase in PHASES), draw_time),
 )
+
+
+def _at(rows: Rows, steps: NDArray[Any], name: str) -> NDArray[Any]:
+    """Return a metric at the steps, NaN where it has no value."""
+    return np.array([rows[int(step)].get(name, math.nan) for step in steps])
 
 
 def _right(axes: Any, label: str, colour: str) -> Any:

@@ -87,6 +87,10 @@ _REWARD = (
     ),
     Metric("reward/advantage_abs", "mean absolute advantage of the samples trained on"),
     Metric(
+        "reward/advantage_p<percent>",
+        "percentile of the advantages; a median far from 0 means that few copies stand out from their group",
+    ),
+    Metric(
         "reward/<reward>_group_range_p<percent>",
         "percentile over groups of the range within a group: a group is flat up to the reward's floor or "
         "`reward.flat_eps`; look here before you enable dynamic sampling",
@@ -180,6 +184,7 @@ _POLICY = (
     Metric("policy/ratio_mean", "probability ratio of the updated policy to that which sampled, mean of the epoch"),
     Metric("policy/ratio_min", "smallest probability ratio of the epoch"),
     Metric("policy/ratio_max", "largest probability ratio of the epoch"),
+    Metric("policy/ratio_p<percent>", "percentile of the probability ratio over the epoch's updates and samples"),
     Metric(
         "policy/clip_fraction",
         "samples whose ratio was clipped; 0 with one update per epoch",
