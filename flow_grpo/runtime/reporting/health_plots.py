@@ -107,7 +107,6 @@ def draw_time(axes: Any, rows: Rows) -> None:
 HEALTH: tuple[tuple[tuple[str, ...], Callable[[Any, Rows], None]], ...] = (
     (("policy/credit_share", "policy/spread_over_floor", "train/zero_std_ratio"), draw_signal),
     (("policy/ratio_mean", "policy/clip_fraction"), draw_ratio),
-    (("reward/advantage_p50",), draw_advantages),
     (("train/grad_norm",), draw_gradient),
     (tuple(f"time/{phase}_s" for phase in PHASES), draw_time),
 )

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from flow_grpo.runtime.atomic_file import atomic_path
-from flow_grpo.runtime.reporting.health_plots import HEALTH
+from flow_grpo.runtime.reporting.health_plots import HEALTH, draw_advantages
 from flow_grpo.runtime.reporting.series import SMOOTH_FROM, Rows, names_of, points, running_mean
 from flow_grpo.runtime.reporting.style import BLUE, GREY, ORANGE, styled
 
@@ -32,7 +32,7 @@ def draw_curves(
     direction: Callable[[str], int] = lambda _: 0,
     deciding: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
-    """Write a PNG: held-out metrics that decide the verdict, rewards that have a weight, and the run's health.
+    """Write a PNG: held-out metrics that decide the verdict, rewards with a weight and advantages, the run's health.
 
     Args:
         rows: step -> metrics.
@@ -46,7 +46,8 @@ def draw_curves(
     held_out = _distinct(rows, worth_a_panel([name for name in names if name.startswith("eval/")], deciding))
     lines: list[list[Panel]] = [
         [lambda axes, name=name: _draw_held_out(axes, rows, name, BETTER[direction(name)]) for name in held_out],  # type: ignore[misc]
-        [lambda axes, name=name: _draw_reward(axes, rows, name) for name in _rewards(rows, names)],  # type: ignore[misc]
+        [lambda axes, name=name: _draw_reward(axes, rows, name) for name in _rewards(rows, names)]
+        + [lambda axes: draw_advantages(axes, rows)] * ("reward/advantage_p50" in names),
         [lambda axes, draw=draw: draw(axes, rows) for needs, draw in HEALTH if any(need in names for need in needs)],  # type: ignore[misc]
     ]
     lines = [line[first : first + _ACROSS] for line in lines for first in range(0, len(line), _ACROSS)]
