@@ -14,6 +14,7 @@ LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are error
 LIKENESS = "target_view"  # to the true view: measured in every evaluation that has one
 MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: likeness, shares
 TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
+SHOWN_WORSE = 3  # of what got worse for a kind of camera, where people read it
 DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
 
@@ -94,7 +95,8 @@ def worse_by_camera(
 ) -> list[str]:
     """Return what got worse for a kind of camera, in words, such as "zoom_in rot_err_deg +0.69 [+0.29, +1.08]".
 
-    A run that is better in the mean may be worse for one of them.
+    A run that is better in the mean may be worse for one of them. The clearest stand first: those whose change is the
+    largest beside its interval.
 
     Args:
         by_camera: kind of camera -> `eval/` name -> mean, lower and upper end of the change.
@@ -106,8 +108,15 @@ def worse_by_camera(
         for name in (name for name in names if name in changes):
             mean, low, high = changes[name]
             if word_of(direction(name, rewards), low, high) == "worse":
-                found.append(f"{kind} {name.removeprefix('eval/')} {mean:+.4g} [{low:+.4g}, {high:+.4g}]")
-    return found
+                text = f"{kind} {name.removeprefix('eval/')} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
+                found.append((abs(mean) / ((high - low) or 1.0), text))
+    return [text for _, text in sorted(found, key=lambda one: -one[0])]
+
+
+def clearest(worse: Sequence[str]) -> list[str]:
+    """Return the first of what `worse_by_camera` has found, and how many more there are, for people to read."""
+    more = len(worse) - SHOWN_WORSE
+    return [*worse[:SHOWN_WORSE], *([f"{more} more, see change_by_camera in summary.json"] if more > 0 else [])]
 
 
 def best_and_worst(

@@ -67,6 +67,7 @@ def test_what_the_policy_made_before_training_stands_beside_what_it_makes_now(tm
     wanted = {"source": 0.25, "base": 0.5, "now": 0.75, "true view": 1.0}
     assert levels_of(tmp_path, second) == pytest.approx(wanted, abs=0.02)
     assert list(levels_of(tmp_path, second)) == list(wanted)
+    assert (first["before"], second["before"]) == ({}, {"brightness": 0.5})
 
 
 def test_a_resumed_run_still_shows_the_base_and_forgets_what_came_later(tmp_path):
@@ -111,6 +112,7 @@ def test_a_line_of_the_index_says_what_a_video_shows(tmp_path):
         "camera": "cam02",
         "preset": "arc_left",
         "scores": {"brightness": 0.5},
+        "before": {},
         "caption": "val/f17_aperture10/scene3, cam01 to cam02 (arc_left): brightness 0.500",
     }
 
@@ -136,8 +138,15 @@ def test_ranks_other_than_zero_write_no_video(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_film_strip_has_a_row_per_condition_and_a_column_per_evaluation(tmp_path):
-    steps = [(step, [clip_of(level, index) for index in (1, 2)]) for step, level in ((0, 0.0), (2, 0.5), (4, 0.75))]
+def ending_in(level: float, index: int) -> Clip:
+    """Return a clip that is black but for its last frame."""
+    video = torch.zeros((3, *SIZE))
+    video[:, -1] = level
+    return make_clip(shown(index), video, {})
+
+
+def test_the_film_strip_has_last_frames_a_row_per_condition_and_a_column_per_evaluation(tmp_path):
+    steps = [(step, [ending_in(level, index) for index in (1, 2)]) for step, level in ((0, 0.0), (2, 0.5), (4, 0.75))]
     write(tmp_path, *steps)
     with Image.open(tmp_path / "filmstrip.png") as picture:
         levels = np.asarray(picture.convert("L")) / 255

@@ -132,6 +132,7 @@ def _write_videos(folder: Path) -> None:
         lines.append(
             {"file": file, "kind": kind, "step": step, "scene": f"val/scene of {kind}", "camera": "cam05"}
             | {"preset": "arc_left", "panels": panels, "scores": {"room_rot": -1.9}, "caption": "one sentence"}
+            | {"before": {"room_rot": -2.4} if kind == "best" else {}}
             | {"paths": {"commanded": commanded, "estimated": estimated}}
         )
     (folder / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

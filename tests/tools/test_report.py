@@ -48,6 +48,11 @@ def test_the_verdict_is_a_sentence_with_the_interval_of_the_judge_s_metric(run):
     ) in page_of(run)
 
 
+def test_a_video_has_its_scores_before_and_after_where_both_are_known(run):
+    text = page_of(run)
+    assert "room_rot −2.4 → −1.9" in text and "room_rot −1.9" in text.replace("room_rot −2.4 → −1.9", "")
+
+
 def test_the_table_has_every_held_out_metric_with_interval_floor_and_word(run):
     text = page_of(run)
     assert "trans_err_m m 0.25 0.15 −0.100 −40 % −0.120 to −0.080 0.04 better" in text

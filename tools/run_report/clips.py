@@ -104,13 +104,19 @@ def _form(file: str) -> tuple[int, int, int, float]:
         return stream.width, stream.height, stream.frames, float(stream.average_rate or 15)
 
 
+def _in_words(video: Video, name: str) -> str:
+    """Return a score with its value before training where that is known."""
+    now, before = video.scores[name], video.before.get(name)
+    return f"{name} {number(now, 3)}" if before is None else f"{name} {number(before, 3)} → {number(now, 3)}"
+
+
 def _clip(video: Video, content: bytes, width: int, height: int, frames: int, fps: float) -> Clip:
     about = ", ".join(part for part in (video.scene, video.camera, video.preset.replace("_", " ")) if part)
     return Clip(
         video=video,
         title=f"{KINDS[video.kind]}, epoch {video.step}",
         about=about,
-        scores=[f"{name} {number(value, 3)}" for name, value in video.scores.items()],
+        scores=[_in_words(video, name) for name in video.scores],
         data="data:video/mp4;base64," + base64.b64encode(content).decode("ascii"),
         width=width,
         height=height,

@@ -95,6 +95,7 @@ class Video:
     camera: str = ""
     preset: str = ""
     scores: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    before: dict[str, float | None] = dataclasses.field(default_factory=dict)
     caption: str = ""
     paths: Paths | None = None
 

@@ -64,7 +64,8 @@ def before_training(context: DoctorContext, say: Callable[[str], None]) -> None:
     findings = examine(context)
     device_api.set_rng_state(context.device, random)
     others = [found for found in findings if found.status != "ok"]
-    say("\n".join([summary(findings, time.perf_counter() - begun), *as_table(others).splitlines()]))
+    rows = as_table(others).splitlines()
+    say("\n".join([summary(findings, time.perf_counter() - begun), *rows, f"run folder: {context.run_folder}"]))
     if failed(findings):
         raise ValueError(
             f"the doctor's checks {', '.join(failed(findings))} fail, see above; fix that, look closer with "

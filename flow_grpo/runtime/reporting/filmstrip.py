@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import collections
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ Line = dict[str, Any]
 
 
 def draw_filmstrip(videos: Path, path: Path) -> None:
-    """Write a PNG with the middle frames of evaluations, one row per condition; nothing where there is no video.
+    """Write a PNG with the last frames of evaluations, one row per condition; nothing where there is no video.
+
+    In the last frame a path has led furthest, so policies differ most.
 
     Args:
         videos: folder with evaluation videos and their index.
@@ -37,8 +39,8 @@ def draw_filmstrip(videos: Path, path: Path) -> None:
         by_condition.setdefault(line["condition"], {})[line["step"]] = line
     rows = []
     for own in list(by_condition.values())[:CONDITIONS]:
-        made = [_middle(videos, own[step], NOW, BASE) if step in own else None for step in steps]
-        rows.append((_words(own[max(own)]), [*made, _middle(videos, own[max(own)], TRUE)]))
+        made = [_last(videos, own[step], NOW, BASE) if step in own else None for step in steps]
+        rows.append((_words(own[max(own)]), [*made, _last(videos, own[max(own)], TRUE)]))
     if any(picture for _, pictures in rows for picture in pictures):
         started = any(video_index.panel(line, BASE) and not video_index.panel(line, NOW) for line in lines)
         names = [f"epoch {step}" for step in steps]
@@ -70,19 +72,18 @@ def _drawn(rows: Sequence[tuple[str, list[Image.Image | None]]], names: Sequence
     return sheet
 
 
-def _middle(videos: Path, line: Line, *names: str) -> Image.Image | None:
-    """Return the middle frame of a panel, `ROWS` high; None where there is none."""
+def _last(videos: Path, line: Line, *names: str) -> Image.Image | None:
+    """Return the last frame of a panel, `ROWS` high; None where there is none."""
     box = video_index.panel(line, *names)
     if box is None:
         return None
     try:
-        with av.open(str(videos / line["file"])) as container:
-            middle = container.streams.video[0].frames // 2
-        frame = next(itertools.islice(read_frames(videos / line["file"]), middle, None), None)
+        frames = collections.deque(read_frames(videos / line["file"]), maxlen=1)
     except (OSError, av.FFmpegError):
         return None
-    if frame is None:
+    if not frames:
         return None
+    (frame,) = frames
     part = Image.fromarray(frame[box["y"] : box["y"] + box["height"], box["x"] : box["x"] + box["width"]])
     return part.resize((round(part.width * ROWS / part.height), ROWS), Image.Resampling.LANCZOS)
 

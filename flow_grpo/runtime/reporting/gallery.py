@@ -57,7 +57,7 @@ class Gallery:
         if clips:
             file = self._folder / FILMSTRIP
             draw = functools.partial(draw_filmstrip, self.videos, file)
-            self._tracker.log_image("eval/filmstrip", file, draw, "the middle frames of all evaluations", step)
+            self._tracker.log_image("eval/filmstrip", file, draw, "the last frames of all evaluations", step)
 
     def training(self, batch: ScoredBatch, step: int, *, count: int, weights: Mapping[str, float], k: int) -> None:
         """Write videos of the first `count` samples of a batch, and one of the copies of a group, see `group_clip`."""
@@ -113,7 +113,8 @@ class Gallery:
         video, boxes = film(labelled, clip.lines(scores), clip.commanded)
         write_video(file, video, rate(video.shape[1]))
         line = {"file": file.name, "kind": kind, "step": step, **clip.of, "panels": as_dicts(boxes)}
-        video_index.add(self.videos, {**line, "scores": clip.scores, "caption": clip.caption, **_paths_of(clip)})
+        line |= {"scores": clip.scores, "before": {name: scores[name] for name in clip.scores if name in scores}}
+        video_index.add(self.videos, {**line, "caption": clip.caption, **_paths_of(clip)})
 
     def _base(self, clip: Clip) -> tuple[Panel | None, dict[str, float]]:
         """Return what the policy made of the same condition before training, read back, and its scores then."""

@@ -18,7 +18,7 @@ _WIDE = 50.0  # ratio of the largest to the smallest norm from which the axis is
 
 def draw_signal(axes: Any, rows: Rows) -> None:
     """Draw what the update can learn from: the credit share, and the rewards' spread over their floors."""
-    axes.set_title("signal\ncredit near 1, spread near 1 or above is healthy")
+    axes.set_title("signal\ncredit above 0.2 and spread above 0.5 are healthy")
     for name, colour in (("policy/credit_share", GREEN), ("train/zero_std_ratio", GREY)):
         steps, values = points(rows, name)
         if len(steps):

@@ -2,11 +2,13 @@
 
     {"file": "eval_000060_....mp4", "kind": "eval", "step": 60, "condition": 17, "scene": "...", "camera": "cam05",
      "preset": "arc_left", "panels": [{"name": "source", "x": 8, "y": 26, "width": 320, "height": 240}, ...],
-     "scores": {"room_rot": -1.9}, "caption": "...", "paths": {"commanded": [[x, y, z], ...], "estimated": [...]}}
+     "scores": {"room_rot": -1.9}, "before": {"room_rot": -2.4}, "caption": "...",
+     "paths": {"commanded": [[x, y, z], ...], "estimated": [...]}}
 
 `kind` is eval, train, best, worst or group; `step` the number of finished epochs; `condition` the position in the data
-set; a panel is called source, base (the policy before training), now, true view or copy N. `paths` holds camera centres
-in metres, null where a frame could not be located; it is there where an estimator has located the frames.
+set; `before` the scores before training, where they are known; a panel is called source, base (the policy before
+training), now, true view or copy N. `paths` holds camera centres in metres, null where a frame could not be located; it
+is there where an estimator has located the frames.
 """
 
 from __future__ import annotations
