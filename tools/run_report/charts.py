@@ -19,6 +19,7 @@ from tools.run_report.words import number, span
 WIDTH, HEIGHT = 360, 190  # of a plot, in units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
 SIDE = 150  # of a square plot of a camera path
+FILLED = 1 / 1.32  # of that, by the largest extent of the path
 Point = tuple[float, float]
 
 
@@ -240,12 +241,23 @@ def by_camera(run: Run, name: str) -> CameraPlot | None:
 
 @dataclasses.dataclass(frozen=True)
 class PathView:
-    """A camera path from above or from the side: SVG paths of command and estimate, the start, the size."""
+    """A camera path from above or from the side.
+
+    Attributes:
+        title: from where.
+        commanded: SVG path.
+        estimated: SVG path, in pieces where frames are missing.
+        start: of the command.
+        bar: SVG path of a line as long as the largest extent.
+        size: that extent in metres.
+        found: how many frames are located.
+    """
 
     title: str
     commanded: str
     estimated: str
     start: Point
+    bar: str
     size: str
     found: str
 
@@ -262,9 +274,11 @@ def path_views(paths: Paths) -> list[PathView]:
     if turns_only or not np.isfinite(every).all():
         return []
     low, high = every.min(0), every.max(0)
-    middle, half = (low + high) / 2, 0.66 * float((high - low).max())
+    middle, half = (low + high) / 2, float((high - low).max()) / 2 / FILLED
     size = f"{number(float((high - low).max()), 2)} m"
     found = f"{len(estimated)} of {len(paths.estimated)} frames"
+    margin = SIDE * (1 - FILLED) / 2
+    bar = f"M{margin:.1f} {SIDE - 4}H{SIDE - margin:.1f}"
     views = []
     for title, (column, across_sign), (row, up_sign) in (
         ("from above", (0, 1), (2, 1)),
@@ -283,7 +297,7 @@ def path_views(paths: Paths) -> list[PathView]:
 
         asked = [project(point) for point in paths.commanded]
         pieces = _pieces([None if point is None else project(point) for point in paths.estimated])
-        views.append(PathView(title, _path(asked), "".join(map(_path, pieces)), asked[0], size, found))
+        views.append(PathView(title, _path(asked), "".join(map(_path, pieces)), asked[0], bar, size, found))
     return views
 
 

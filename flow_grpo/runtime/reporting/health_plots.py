@@ -24,16 +24,15 @@ def draw_signal(axes: Any, rows: Rows) -> None:
         if len(steps):
             axes.plot(steps, values, color=colour, marker="o" if len(steps) < 20 else "", ms=4, label=name)
     steps, values = points(rows, "policy/spread_over_floor")
-    axes.set_ylim(-0.03, 1.05)
+    axes.set_ylim(-0.03, 1.7)  # room for the legend
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylabel("share")
     if len(steps):
         other = _right(axes, "spread / floor", BLUE)
         other.plot(steps, values, color=BLUE, marker="s", ms=4, label="policy/spread_over_floor (right)")
         other.axhline(1.0, color=BLUE, ls=":", lw=1)
-        other.set_ylim(0, 1.15 * max(1.0, values.max()))
-        _legend(axes, other)
-    else:
-        _legend(axes)
+        other.set_ylim(0, 1.7 * max(1.0, values.max()))
+    _legend(axes, *([other] if len(steps) else []), loc="upper left")
 
 
 def draw_ratio(axes: Any, rows: Rows) -> None:
@@ -48,7 +47,7 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
     moved, values = points(rows, "policy/ratio_after_max_abs_log")
     if len(moved):
         axes.plot(moved, values, color=GREEN, ls="", marker="^", ms=5, label="policy/ratio_after_max_abs_log")
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    axes.yaxis.set_major_formatter("{x:g}")
     clipped, share = points(rows, "policy/clip_fraction")
     if len(clipped):
         other = _right(axes, "clip fraction", ORANGE)
@@ -99,7 +98,8 @@ def draw_time(axes: Any, rows: Rows) -> None:
         below = seconds.cumsum(axis=0) - seconds
         for phase, heights, colour, base in zip(phases, seconds, colours, below, strict=True):
             axes.bar(steps, heights, 0.6, bottom=base, color=colour, label=phase)
-    axes.set_ylim(0, 1.25 * float(np.percentile(seconds.sum(axis=0), 95)))  # the first epoch takes longer
+    totals = seconds.sum(axis=0)
+    axes.set_ylim(0, 1.5 * min(float(totals.max()), 2 * float(np.median(totals))))  # one slow epoch, often the first
     axes.set_ylabel("s")
     axes.legend(ncols=3, loc="upper right", fontsize=7, columnspacing=1.0, handlelength=1.2)
 
