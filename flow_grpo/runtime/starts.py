@@ -147,6 +147,8 @@ def latest(run_folder: Path) -> dict[str, Any]:
 def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) -> list[str]:
     """Return lines with the commands that use, measure and continue a run; [] without a record of its start.
 
+    For a process of the run: whether it has several nodes stands in its environment.
+
     Args:
         run_folder: of the run.
         finished: epochs, of a run that began from another's checkpoint its epochs included.
@@ -156,7 +158,11 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
     if start is None:
         return []
     config, ranks = start["config"], start["ranks"]
-    launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    nodes = "--standalone"
+    if on_node < ranks:
+        nodes = f"--nnodes={ranks // on_node} --node_rank=R --master_addr=HOST --master_port=29500"
+    launcher = f"torchrun {nodes} --nproc_per_node={on_node}" if ranks > 1 else "python"
     place = [f"--config.output_root={config['output_root']}"] if config["output_root"] != Config.output_root else []
     again = [f"--config {start['recipe']} --config.resume=auto --config.run_name={run_folder.name}", *place]
     further = [*again, f"--config.num_epochs={2 * max(1, config['num_epochs'], finished)}"]

@@ -148,3 +148,19 @@ def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():
 def test_the_commands_that_follow_a_run_name_its_report(tmp_path):
     run = started(tmp_path)
     assert f"  see what it did:      python tools/report.py {run}" in starts.next_commands(run)
+
+
+@pytest.mark.parametrize(
+    ("on_node", "launcher"),
+    [
+        ("2", "torchrun --standalone --nproc_per_node=2 train_grpo.py"),
+        (
+            "1",
+            "torchrun --nnodes=2 --node_rank=R --master_addr=HOST --master_port=29500 --nproc_per_node=1 train_grpo.py",
+        ),
+    ],
+)
+def test_a_run_over_nodes_is_continued_over_nodes(tmp_path, monkeypatch, on_node, launcher):
+    run = started(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", on_node)
+    assert [launcher in line for line in starts.next_commands(run)].count(True) == 2  # measure again, train further
