@@ -41,10 +41,9 @@ def phases(run: Run) -> list[Phase]:
 
 
 def seconds_of(run: Run) -> float:
-    """Return the seconds of training: the summary's, else those of the epochs on record."""
-    if run.summary and math.isfinite(run.summary.train_seconds):
-        return run.summary.train_seconds
-    return sum(value for _, value in run.series("time/epoch_s"))
+    """Return the seconds of the epochs on record, as in curves.png; else those of the summary, evaluations included."""
+    epochs = [value for _, value in run.series("time/epoch_s")]
+    return sum(epochs) if epochs or run.summary is None else run.summary.train_seconds
 
 
 def typical(run: Run, name: str) -> float:
@@ -72,7 +71,7 @@ def figures(run: Run) -> list[tuple[str, str]]:
     mfu, rate = typical(run, "system/mfu"), typical(run, "system/tflops_per_device")
     work = largest(run, "system/forward_equivalents")
     return [
-        ("training", duration(seconds_of(run))),
+        ("time in epochs", duration(seconds_of(run))),
         ("epochs", f"{run.epochs} of {run.config.num_epochs}"),
         ("samples a second", number(typical(run, "system/samples_per_s"), 3)),
         ("forward-equivalents", number(work) if math.isfinite(work) else NOTHING),
