@@ -37,7 +37,7 @@ from flow_grpo.algorithm.signal import is_silent, measure_spread, spread_metrics
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.algorithm.verdict import clearest, deciding, in_summary, judge, worse_by_camera
+from flow_grpo.algorithm.verdict import abridged, deciding, in_summary, judge, worse_by_camera
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.maths.percentiles import percentiles
 from flow_grpo.models.adapter_files import save_adapter
@@ -352,7 +352,7 @@ class Trainer:
         self._settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
         commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
-        cameras = [f"  worse for a kind of camera: {text}" for text in clearest(worse)]
+        cameras = [f"  worse for a kind of camera: {text}" for text in abridged(worse)]
         self.progress.say("\n".join([f"verdict: {verdict}", *cameras, *places(files, measure), *commands]))
 
     def leave(self) -> None:

@@ -113,7 +113,7 @@ def worse_by_camera(
     return [text for _, text in sorted(found, key=lambda one: -one[0])]
 
 
-def clearest(worse: Sequence[str]) -> list[str]:
+def abridged(worse: Sequence[str]) -> list[str]:
     """Return the first of what `worse_by_camera` has found, and how many more there are, for people to read."""
     more = len(worse) - SHOWN_WORSE
     return [*worse[:SHOWN_WORSE], *([f"{more} more, see change_by_camera in summary.json"] if more > 0 else [])]

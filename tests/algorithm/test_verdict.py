@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flow_grpo.algorithm.verdict import DO_NOT_USE, best_and_worst, clearest, direction, judge, worse_by_camera
+from flow_grpo.algorithm.verdict import DO_NOT_USE, abridged, best_and_worst, direction, judge, worse_by_camera
 from flow_grpo.maths.bootstrap import Interval
 
 REWARDS = ["target_view", "room_rot", "room_pose"]
@@ -109,7 +109,7 @@ def test_what_got_worse_for_a_kind_of_camera_is_named_although_the_mean_got_bett
 
 @pytest.mark.parametrize(("count", "last"), [(3, "c2"), (5, "2 more, see change_by_camera in summary.json")])
 def test_people_are_shown_the_three_clearest(count, last):
-    shown = clearest([f"c{number}" for number in range(count)])
+    shown = abridged([f"c{number}" for number in range(count)])
     assert shown[:3] == ["c0", "c1", "c2"] and shown[-1] == last
 
 

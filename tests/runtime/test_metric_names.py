@@ -60,7 +60,7 @@ def test_a_name_of_a_family_finds_its_own_entry(metric: metric_names.Metric) -> 
 MADE_OF_PIECES = {
     "dyn/reward_mean_before": "dyn/reward_mean_",
     "dyn/reward_mean_after": "dyn/reward_mean_",
-    "policy/ratio_p<percent>": "policy/policy/ratio",
+    "policy/ratio_p<percent>": "policy/policy/ratio",  # whole: `percentiles` is given its section, too
 }
 
 

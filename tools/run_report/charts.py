@@ -219,8 +219,9 @@ def by_camera(run: Run, name: str) -> CameraPlot | None:
         if len(series) > 1:
             change = changes.get(camera, {}).get(name)
             before, after = series[0][1], series[-1][1]
-            ends = (before + change[1], before + change[2]) if change and len(change) == 3 else None
-            word = word_of(sign, change[1], change[2]) if change and len(change) == 3 else "unclear"
+            ends, word = None, "unclear"
+            if change and len(change) == 3:
+                ends, word = (before + change[1], before + change[2]), word_of(sign, change[1], change[2])
             found.append((camera, before, after, ends, word))
     if not found:
         return None
@@ -274,8 +275,9 @@ def path_views(paths: Paths) -> list[PathView]:
     if turns_only or not np.isfinite(every).all():
         return []
     low, high = every.min(0), every.max(0)
-    middle, half = (low + high) / 2, float((high - low).max()) / 2 / FILLED
-    size = f"{number(float((high - low).max()), 2)} m"
+    extent = float((high - low).max())
+    middle, half = (low + high) / 2, extent / 2 / FILLED
+    size = f"{number(extent, 2)} m"
     found = f"{len(estimated)} of {len(paths.estimated)} frames"
     margin = SIDE * (1 - FILLED) / 2
     bar = f"M{margin:.1f} {SIDE - 4}H{SIDE - margin:.1f}"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from flow_grpo.algorithm.verdict import LIKENESS, clearest, word_of
+from flow_grpo.algorithm.verdict import LIKENESS, abridged, word_of
 from flow_grpo.runtime.reporting.metric_names import metric_of
 from flow_grpo.runtime.reporting.plots import worth_a_panel
 from tools.run_report.run_folder import Run
@@ -90,7 +90,7 @@ def sentence(run: Run) -> str:
     judge = f" by {run.config.eval.gold}, which no reward of the training uses" if _is_gold(lead) else ""
     conditions = run.summary.measured_on.get("eval.num_conditions", "the")
     worse = run.summary.verdict.worse_by_camera if run.summary.verdict else []
-    cameras = f" Worse for a kind of camera: {'; '.join(clearest(worse))}." if worse else ""
+    cameras = f" Worse for a kind of camera: {'; '.join(abridged(worse))}." if worse else ""
     return f"{said} Measured on {conditions} held-out conditions{judge}.{cameras}"
 
 

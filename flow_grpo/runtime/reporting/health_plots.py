@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flow_grpo.runtime.reporting.series import Rows, points
+from flow_grpo.runtime.reporting.series import Rows, points, values_at
 from flow_grpo.runtime.reporting.style import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE
 
 PHASES = ("rollout", "update", "score", "encode", "fetch", "gather", "other")
@@ -40,7 +38,9 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
     axes.set_title("ratio and clip fraction\nclipped: 0 with one update an epoch, else < 0.5")
     steps, mean = points(rows, "policy/ratio_mean")
     if len(steps):
-        low, lower, higher, high = (_at(rows, steps, f"policy/ratio_{end}") - 1 for end in ("min", "p10", "p90", "max"))
+        low, lower, higher, high = (
+            values_at(rows, steps, f"policy/ratio_{end}") - 1 for end in ("min", "p10", "p90", "max")
+        )
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, lw=0, label="ratio - 1, smallest to largest")
         axes.fill_between(steps, lower, higher, color=BLUE, alpha=0.3, lw=0, label="its middle 80 %")
         axes.plot(steps, mean - 1, color=BLUE, lw=1.2, label="policy/ratio_mean - 1")
@@ -63,7 +63,7 @@ def draw_advantages(axes: Any, rows: Rows) -> None:
     """Draw how the advantages of an epoch are distributed."""
     axes.set_title("advantages\na wide band round 0 is healthy")
     steps, median = points(rows, "reward/advantage_p50")
-    low, high = (_at(rows, steps, f"reward/advantage_p{percent}") for percent in (10, 90))
+    low, high = (values_at(rows, steps, f"reward/advantage_p{percent}") for percent in (10, 90))
     axes.fill_between(steps, low, high, color=PURPLE, alpha=0.2, lw=0, label="middle 80 %")
     axes.plot(steps, median, color=PURPLE, lw=1.2, label="median")
     axes.axhline(0, color=GREY, ls=":", lw=1)
@@ -110,11 +110,6 @@ HEALTH: tuple[tuple[tuple[str, ...], Callable[[Any, Rows], None]], ...] = (
     (("train/grad_norm",), draw_gradient),
     (tuple(f"time/{phase}_s" for phase in PHASES), draw_time),
 )
-
-
-def _at(rows: Rows, steps: NDArray[Any], name: str) -> NDArray[Any]:
-    """Return a metric at the steps, NaN where it has no value."""
-    return np.array([rows[int(step)].get(name, math.nan) for step in steps])
 
 
 def _right(axes: Any, label: str, colour: str) -> Any:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.reporting.health_plots import HEALTH, draw_advantages
-from flow_grpo.runtime.reporting.series import SMOOTH_FROM, Rows, names_of, points, running_mean
+from flow_grpo.runtime.reporting.series import SMOOTH_FROM, Rows, names_of, points, running_mean, values_at
 from flow_grpo.runtime.reporting.style import BLUE, GREY, ORANGE, styled
 
 _ACROSS = 4  # panels
@@ -127,7 +127,7 @@ def _add_minutes(axes: Any, rows: Rows) -> None:
 def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
     steps, means = points(rows, name)
     band = name.removesuffix("mean") + "group_std"
-    spread = np.array([rows[step].get(band, math.nan) for step in steps])
+    spread = values_at(rows, steps, band)
     if np.isfinite(spread).any():
         axes.fill_between(steps, means - spread, means + spread, color=BLUE, alpha=0.15, lw=0, label="± group std")
     smooth = len(means) >= SMOOTH_FROM
@@ -141,9 +141,7 @@ def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
 def _draw_held_out(axes: Any, rows: Rows, name: str, better: str) -> None:
     steps, values = points(rows, name)
     change = name.replace("eval/", "eval_change/", 1)
-    middle, low, high = (
-        np.array([rows[step].get(f"{change}{end}", math.nan) for step in steps]) for end in ("", "_low", "_high")
-    )
+    middle, low, high = (values_at(rows, steps, f"{change}{end}") for end in ("", "_low", "_high"))
     if np.isfinite(middle).any():
         if math.isnan(middle[0]):  # the evaluation before training, where the change is 0
             middle[0] = low[0] = high[0] = 0.0

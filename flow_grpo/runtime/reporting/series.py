@@ -25,6 +25,11 @@ def points(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     return steps, np.array([rows[int(step)][name] for step in steps])
 
 
+def values_at(rows: Rows, steps: NDArray[Any], name: str) -> NDArray[Any]:
+    """Return a metric at the steps, (n,), NaN where it has no value."""
+    return np.array([rows[int(step)].get(name, math.nan) for step in steps])
+
+
 def running_mean(values: NDArray[Any]) -> NDArray[Any]:
     """Return the mean over a centred window of a tenth of the points, truncated at the ends."""
     width = max(3, len(values) // 10) | 1
