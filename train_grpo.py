@@ -187,7 +187,7 @@ def doctor_context(trainer: Trainer) -> DoctorContext:
 
 def train(trainer: Trainer) -> None:
     """Evaluate, then train for the remaining epochs."""
-    with trainer.progress:
+    with trainer.progress, trainer.finishing_save():
         trainer.evaluate_before()
         for epoch in trainer.epochs():
             train_epoch(trainer, epoch)

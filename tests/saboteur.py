@@ -64,6 +64,17 @@ def broken_gradient() -> None:
     updater.take_step = lambda *args: torch.tensor(torch.nan) if due() else original(*args)
 
 
+def slow_disk() -> None:
+    """Let every rank write its part of a checkpoint slowly."""
+    original = state_files.write_copy
+
+    def slowly(*args: Any) -> None:
+        time.sleep(2)
+        original(*args)
+
+    state_files.write_copy = slowly
+
+
 def die() -> None:
     """Kill this process."""
     os.kill(os.getpid(), 9)
@@ -81,8 +92,9 @@ def freeze() -> None:
 
 BROKEN = RuntimeError("the fault that was planted")
 FULL = OSError(errno.ENOSPC, "No space left on device")
-FAULTS: dict[str, Callable[[], None]] = {
+FAULTS: dict[str, Callable[[], object]] = {
     "fetch": lambda: before(MultiCamDataset, "condition", raising(BROKEN)),
+    "fetch while saving": lambda: (slow_disk(), before(MultiCamDataset, "condition", raising(BROKEN))),
     "encode": lambda: before(WanPolicy, "encode", raising(BROKEN)),
     "rollout": lambda: before(WanPolicy, "velocity", raising(BROKEN)),
     "decode": lambda: before(WanPolicy, "decode", raising(BROKEN)),

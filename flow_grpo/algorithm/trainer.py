@@ -55,6 +55,8 @@ from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.runtime.starts import next_commands
 from flow_grpo.settings.schema import Config, RewardConfig
 
+LINGER_S = 20.0  # after an error, for a checkpoint that is being written; torchrun kills peers after 30
+
 
 class NoSignalError(ValueError):
     """The copies of a group do not differ; raised on every rank."""
@@ -373,6 +375,19 @@ class Trainer:
         """Publish a checkpoint of the finished epochs and the sampler's position, unless it is saved already."""
         self._begin_saving()
         self._settle()
+
+    @contextlib.contextmanager
+    def finishing_save(self) -> Iterator[None]:
+        """After an error inside, give the checkpoint that is being written behind training the time to be published.
+
+        No collective call: other ranks may have failed.
+        """
+        try:
+            yield
+        except Exception:
+            if self._saving is not None:
+                self._saving.linger(LINGER_S)
+            raise
 
     def _begin_saving(self) -> None:
         if self._saved != self._position():

@@ -150,6 +150,7 @@ def follow(
 PLANTED = "RuntimeError: the fault that was planted"
 SAID = {
     "fetch": [f"rank 1 failed in sampling: {PLANTED}"],
+    "fetch while saving": [f"rank 1 failed in sampling: {PLANTED}"],
     "encode": [f"rank 1 failed in sampling: {PLANTED}"],
     "rollout": [f"rank 1 failed in sampling: {PLANTED}"],
     "decode": [f"rank 1 failed in sampling: {PLANTED}"],

@@ -298,6 +298,25 @@ def begin_and_look(ranks: Ranks, folder: Path) -> bool:
     return seen
 
 
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
+def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(tmp_path, monkeypatch, error) -> None:
+    write = state_files.write_copy
+
+    def slowly(*args) -> None:
+        time.sleep(0.3)
+        if error:
+            raise error
+        write(*args)
+
+    monkeypatch.setattr(state_files, "write_copy", slowly)
+    begun = saving.begin(tmp_path, 1, state={}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+    begun.linger(3600)
+    assert begun.path.exists() == (error is None)
+    if error:
+        with pytest.raises(RuntimeError, match="No space left"):
+            begun.wait()
+
+
 def test_a_checkpoint_is_published_without_anybody_waiting_for_it(tmp_path: Path) -> None:
     assert run_ranks(begin_and_look, 3, tmp_path) == [True] * 3
 

@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,6 +83,14 @@ class Saving:
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
         return self.path
+
+    def linger(self, seconds: float) -> None:
+        """Wait for the publication, so long at most, without a word to the other ranks: they may have failed."""
+        end = time.monotonic() + seconds
+        while not self.path.exists() and time.monotonic() < end:
+            if self.written.done() and self.written.exception() is not None:
+                return
+            time.sleep(LOOK_S)
 
 
 def begin(
