@@ -58,6 +58,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime import starts
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.processes import spawn_without_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import Context, share_samples
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
@@ -485,6 +486,7 @@ def launch() -> NoReturn:
 
     After an error it skips the interpreter's shutdown, which can abort or hang while a process group is up.
     """
+    spawn_without_program()
     try:
         code = main()
     except (Exception, KeyboardInterrupt):  # noqa: BLE001 - printed; the exit code tells the launcher

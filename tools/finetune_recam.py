@@ -38,7 +38,6 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.utils.data import Dataset
 
 import train_grpo
 from flow_grpo.algorithm.build import build_optimizer
@@ -62,7 +61,7 @@ from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime.checkpoints import checkpoint, resume, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
-from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.runtime.processes import spawn_without_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -72,11 +71,9 @@ from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 from tools.common import make_parser
+from tools.finetuning.items import Items, item_tokens, item_weights
 
 POSITIVE = ("epochs", "max_points", "batch_size", "prefetch_factor", "checkpoint_every", "log_every")
-
-
-LARGEST = sys.float_info.max
 
 
 class ItemError(ValueError):
@@ -136,43 +133,6 @@ def read_command_line(words: Sequence[str] | None) -> tuple[argparse.Namespace, 
     overrides += [f"--config.run_name={args.run_name}"] if args.run_name else []
     overrides += ["--config.resume=auto"] if args.resume else []
     return args, load_config(args.config, overrides)
-
-
-@dataclasses.dataclass
-class Items(Dataset[Condition | str]):
-    """Conditions by index; an unreadable one is its error text, as loader workers wrap exceptions in tracebacks."""
-
-    dataset: MultiCamDataset
-
-    def __getitem__(self, index: int) -> Condition | str:
-        try:
-            return self.dataset.condition(index)
-        except (ValueError, OSError) as error:
-            return f"item {index} cannot be read: {error}"
-
-
-def item_tokens(by_size: Mapping[tuple[int, int, int], int], item: Condition | str) -> int:
-    """Return the target tokens of an item, 1 for one that cannot be read."""
-    return 1 if isinstance(item, str) else by_size[item.size]
-
-
-def item_weights(file: Path, dataset: MultiCamDataset) -> list[float]:
-    """Return every item's weight by a file of names and weights; ValueError for an unusable one."""
-    weights = read_json_object(file, "write it again")
-    for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST:
-            raise ValueError(f"--weights {file}: {name} has weight {weight!r}, must be a number of at least 0")
-    found, unused = [], set(weights)
-    for index in range(len(dataset)):
-        parts = "/".join(dataset.name_of(index)).split("/")
-        names = ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
-        name = next((name for name in names if name in weights), "")
-        unused.discard(name)
-        found.append(float(weights.get(name, 1.0)))
-    if unused:
-        first = "/".join(dataset.name_of(0))
-        raise ValueError(f"--weights {file}: {min(unused)!r} names no item or folder; items are named like {first!r}")
-    return found
 
 
 @dataclasses.dataclass
@@ -427,4 +387,5 @@ def write_model(policy: WanPolicy, start: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    spawn_without_program()
     sys.exit(main())

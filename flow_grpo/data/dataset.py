@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from flow_grpo.data.k_repeat_sampler import SampleKey
 from flow_grpo.data.video_io import Size
 from flow_grpo.records import Condition
+from flow_grpo.runtime.processes import live_as_long_as_the_parent
 from flow_grpo.runtime.ranks.process_group import InputError
-from flow_grpo.runtime.signals import live_as_long_as_the_parent
 
 
 class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from flow_grpo.runtime.signals import live_as_long_as_the_parent
+from flow_grpo.runtime.processes import live_as_long_as_the_parent
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,10 @@
-"""SIGTERM and SIGINT ask for a stop: the run saves and exits after the current epoch; a second signal kills it.
-
-Also keeps a run's worker processes out of reach of such signals.
-"""
+"""SIGTERM and SIGINT ask for a stop: the run saves and exits after the current epoch; a second signal kills it."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any
@@ -53,20 +48,3 @@ class EndRequest:
         )
         with contextlib.suppress(OSError):  # stderr may be closed
             os.write(2, text.encode())  # not print: the handler may have interrupted one
-
-
-def live_as_long_as_the_parent() -> None:
-    """Call in a worker process: leave the parent's process group, and exit when the parent exits.
-
-    Ctrl-C and the launcher signal the whole group, but the parent needs its workers to finish the epoch. An idle worker
-    would not notice that its parent was killed.
-    """
-    os.setpgid(0, 0)
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "must be called in a process started by multiprocessing"
-
-    def exit_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()

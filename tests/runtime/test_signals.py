@@ -1,4 +1,4 @@
-"""The first stop signal is recorded, the second one kills; workers exit with their parent."""
+"""The first stop signal is recorded, the second one kills."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from flow_grpo.rewards.process_pool import CallPool
 from flow_grpo.runtime.signals import EndRequest
-from tests.limits import LIMIT_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -59,38 +56,3 @@ with EndRequest() as end:
     assert end.signal == "SIGTERM"
 os._exit(0)
 """
-
-
-def wait_until_gone(*processes: int) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while left := [pid for pid in processes if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.05)
-
-
-HELPERS = """
-import os, sys
-from flow_grpo.rewards.process_pool import CallPool
-if __name__ == "__main__":
-    found = CallPool(2).run(os.getpgid, [(0,)] * 4, seconds=600, what="groups")
-    print(*sorted({outcome.value for outcome in found}), flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_workers_leave_the_process_group_and_exit_when_their_parent_is_killed(tmp_path):
-    (tmp_path / "helpers.py").write_text(HELPERS)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    command, pipe = [sys.executable, str(tmp_path / "helpers.py")], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as parent:
-        helpers = [int(word) for word in parent.stdout.readline().split()]
-        assert helpers and os.getpgid(parent.pid) not in helpers
-        parent.kill()
-    wait_until_gone(*helpers)
-
-
-def test_a_closed_pool_leaves_no_process():
-    pool = CallPool(1)
-    (found,) = pool.run(os.getpid, [()], seconds=LIMIT_S, what="process")
-    pool.close()
-    wait_until_gone(found.value)

@@ -1,0 +1,36 @@
+"""Worker processes that this one spawns to read data and to score: what they import, and how long they live."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from importlib.machinery import ModuleSpec
+
+
+def spawn_without_program() -> None:
+    """Call in a program before it trains: its spawned processes import what their work needs, not the program.
+
+    A spawned process first runs its parent's main file again, with every import of training: 5 s and 600 MiB for each
+    process of each rank. multiprocessing leaves that out for a main module of this name, as for `python -m package`.
+    What such a process is sent must not be defined in the main file.
+    """
+    sys.modules["__main__"].__spec__ = ModuleSpec("__main__", None)
+
+
+def live_as_long_as_the_parent() -> None:
+    """Call in a worker process: leave the parent's process group, and exit when the parent exits.
+
+    Ctrl-C and the launcher signal the whole group, but the parent needs its workers to finish the epoch. An idle worker
+    would not notice that its parent was killed.
+    """
+    os.setpgid(0, 0)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "must be called in a process started by multiprocessing"
+
+    def exit_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -1,0 +1,90 @@
+"""Workers import what their work needs, and exit with their parent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+import train_grpo
+from flow_grpo.rewards.process_pool import CallPool
+from tests.limits import LIMIT_S
+
+PROGRAM = """
+import wave
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from flow_grpo.runtime.processes import spawn_without_program
+if __name__ == "__main__":
+    for lean in (False, True):
+        if lean:
+            spawn_without_program()
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            print(pool.submit(eval, "'wave' in __import__('sys').modules").result())
+"""
+
+
+def test_a_spawned_process_does_not_import_the_program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_training_spawns_without_its_program(monkeypatch):
+    program = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    monkeypatch.setattr(train_grpo, "main", lambda: 0)
+    with pytest.raises(SystemExit):
+        train_grpo.launch()
+    assert program.__spec__.name == "__main__"
+
+
+def test_what_reads_data_and_scores_needs_no_model_library():
+    code = (
+        "import flow_grpo.data.multicam, flow_grpo.rewards.camera.pose, tools.finetuning.items\n"
+        "import sys\n"
+        "print(*{'diffusers', 'transformers', 'peft', 'accelerate', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert not done.stdout.split()
+
+
+def wait_until_gone(*processes: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while left := [pid for pid in processes if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)
+
+
+HELPERS = """
+import os, sys
+from flow_grpo.rewards.process_pool import CallPool
+if __name__ == "__main__":
+    found = CallPool(2).run(os.getpgid, [(0,)] * 4, seconds=600, what="groups")
+    print(*sorted({outcome.value for outcome in found}), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_workers_leave_the_process_group_and_exit_when_their_parent_is_killed(tmp_path):
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    command, pipe = [sys.executable, str(tmp_path / "helpers.py")], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as parent:
+        helpers = [int(word) for word in parent.stdout.readline().split()]
+        assert helpers and os.getpgid(parent.pid) not in helpers
+        parent.kill()
+    wait_until_gone(*helpers)
+
+
+def test_a_closed_pool_leaves_no_process():
+    pool = CallPool(1)
+    (found,) = pool.run(os.getpid, [()], seconds=LIMIT_S, what="process")
+    pool.close()
+    wait_until_gone(found.value)
