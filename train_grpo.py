@@ -35,8 +35,9 @@ from flow_grpo.algorithm.groups.compare import RewardFaultError
 from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.groups.selection import ShortageError
 from flow_grpo.algorithm.run_state import RunState, common_identity
+from flow_grpo.algorithm.signal import NoSignalError
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError
-from flow_grpo.algorithm.trainer import NoSignalError, Trainer
+from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.algorithm.verdict import deciding, direction
 from flow_grpo.data.dataset import ConditionDataset, Split
 from flow_grpo.data.splits import held_out_data, training_data
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             refuse(error, ranks)
             return 2
-        with trainer.end:
+        with trainer.running():
             try:
                 train(trainer)
                 if trainer.ended_by:
@@ -109,10 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if not isinstance(error, NoSignalError):
                     trainer.save()
                 trainer.tracker.close()
-                trainer.lock.release()
                 refuse(error, ranks)
                 return 2
-            trainer.lock.release()
         process_group.shut_down(ranks)
     return 0
 
@@ -188,7 +187,7 @@ def doctor_context(trainer: Trainer) -> DoctorContext:
 
 def train(trainer: Trainer) -> None:
     """Evaluate, then train for the remaining epochs."""
-    with trainer.progress, trainer.finishing_save():
+    with trainer.progress:
         trainer.evaluate_before()
         for epoch in trainer.epochs():
             train_epoch(trainer, epoch)
@@ -287,7 +286,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
     run_folder = Path(config.output_root) / run_name(config, spec, ranks)
     lock, checkpoints = RunLock(run_folder), run_folder / "checkpoints"
     with raise_on_all_ranks(ranks):
-        check_places(config, run_folder)
+        starts.check_places(config, run_folder)
         if ranks.is_main and run_folder.exists():  # a new folder is made only once everything else is built
             lock.take()
     path = resume.find(config.resume, checkpoints, ranks=ranks)
@@ -442,22 +441,6 @@ def run_name(config: Config, spec: str, ranks: Ranks) -> str:
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not config.run_name:
         raise ValueError("torchrun --max-restarts needs the name of the run to go on with: pass --config.run_name=NAME")
     return config.run_name or ranks.broadcast_text(f"{spec.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}")
-
-
-def check_places(config: Config, run_folder: Path) -> None:
-    """Refuse output folders that cannot be created or written to, before anything is loaded.
-
-    Raises:
-        ValueError: for such a folder.
-    """
-    places = [("output_root", Path(config.output_root)), ("run_name", run_folder)]
-    places += [("model.encodings", Path(config.model.encodings))] if config.model.encodings else []
-    for knob, folder in places:
-        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        if not existing.is_dir():
-            raise ValueError(f"config.{knob}: {existing} is a file, must be a folder; pass another --config.{knob}")
-        if not os.access(existing, os.W_OK):
-            raise ValueError(f"config.{knob}: {existing} cannot be written to; pass another --config.{knob}")
 
 
 def splits(config: Config, ranks: Ranks) -> tuple[Split, Split]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -226,6 +227,29 @@ def test_a_run_whose_last_evaluation_failed_can_be_resumed(places, tmp_path, cap
     assert [line for line in capsys.readouterr().err.splitlines() if "x.mp4" in line] == [f"error: {broken}"]
     assert train_grpo.main(words(places, tmp_path, num_epochs=2, resume="auto", **given)) == 0
     assert summary.is_file()
+
+
+def test_a_crash_in_the_last_evaluation_does_not_lose_the_checkpoint_that_is_being_written(places, tmp_path):
+    write, evaluate, evaluated = state_files.write_copy, Evaluator.run, []
+
+    def slowly(*args):
+        time.sleep(1)
+        write(*args)
+
+    def once(*args):
+        if evaluated:
+            raise RuntimeError("a crash")
+        evaluated.append(True)
+        return evaluate(*args)
+
+    given = words(places, tmp_path, num_epochs=1, eval__every=0, data__num_workers=0, checkpoint__every=5)
+    with (
+        mock.patch.object(Evaluator, "run", once),
+        mock.patch.object(state_files, "write_copy", slowly),
+        pytest.raises(RuntimeError, match="a crash"),
+    ):
+        train_grpo.main(given)
+    assert [path.name for path in checkpoint.published(tmp_path / "run" / "checkpoints")] == ["checkpoint_000001"]
 
 
 def test_a_run_out_of_minutes_saves_and_writes_its_summary(places, tmp_path):

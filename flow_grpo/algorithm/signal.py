@@ -25,6 +25,24 @@ from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 
 
+class NoSignalError(ValueError):
+    """The rewards cannot tell the copies of a group apart; raised on every rank.
+
+    Args:
+        without_value: the weighted rewards that have no value for any copy, if that is why.
+    """
+
+    def __init__(self, without_value: Sequence[str]) -> None:
+        super().__init__(
+            f"{', '.join(without_value)} has no value for any copy of the held-out conditions that were sampled, and "
+            "no other weighted reward tells copies apart; the warnings above say why"
+            if without_value
+            else "the copies of a group score the same within the rewards' own noise (policy/spread_over_floor), so "
+            "nothing can be learned; raise sample.noise_level or sample.k, let earlier steps be stochastic "
+            "(sample.sde_steps), choose other rewards, or pass --config.doctor=off to train in spite of it"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Spread:
     """A reward's root mean variance inside groups, in its unit; NaN without two valid copies in any group.

@@ -33,7 +33,7 @@ from flow_grpo.algorithm.groups.metrics import (
 from flow_grpo.algorithm.groups.subset import narrow
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
-from flow_grpo.algorithm.signal import is_silent, measure_spread, spread_metrics, without_value
+from flow_grpo.algorithm.signal import NoSignalError, is_silent, measure_spread, spread_metrics, without_value
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
@@ -56,10 +56,6 @@ from flow_grpo.runtime.starts import next_commands
 from flow_grpo.settings.schema import Config, RewardConfig
 
 LINGER_S = 20.0  # after an error, for a checkpoint that is being written; torchrun kills peers after 30
-
-
-class NoSignalError(ValueError):
-    """The copies of a group do not differ; raised on every rank."""
 
 
 @dataclasses.dataclass
@@ -296,16 +292,7 @@ class Trainer:
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
             if self._silent and self.config.doctor != "off" and self.config.num_epochs:
-                if self._without_value:
-                    raise NoSignalError(
-                        f"{', '.join(self._without_value)} has no value for any copy of the held-out conditions that "
-                        "were sampled, and no other weighted reward tells copies apart; the warnings above say why"
-                    )
-                raise NoSignalError(
-                    "the copies of a group score the same within the rewards' own noise (policy/spread_over_floor), so "
-                    "nothing can be learned; raise sample.noise_level or sample.k, let earlier steps be stochastic "
-                    "(sample.sde_steps), choose other rewards, or pass --config.doctor=off to train in spite of it"
-                )
+                raise NoSignalError(self._without_value)
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
             self._saved = None  # the checkpoint has no score yet
@@ -377,17 +364,21 @@ class Trainer:
         self._settle()
 
     @contextlib.contextmanager
-    def finishing_save(self) -> Iterator[None]:
-        """After an error inside, give the checkpoint that is being written behind training the time to be published.
+    def running(self) -> Iterator[None]:
+        """Inside, signals ask for an end; at the end the run's folder is unlocked.
 
-        No collective call: other ranks may have failed.
+        After an error the checkpoint that is being written behind training gets the time to be published. That is no
+        collective call: other ranks may have failed.
         """
         try:
-            yield
+            with self.end:
+                yield
         except Exception:
             if self._saving is not None:
                 self._saving.linger(LINGER_S)
             raise
+        finally:
+            self.lock.release()
 
     def _begin_saving(self) -> None:
         if self._saved != self._position():

@@ -1,4 +1,4 @@
-"""With which configuration a run starts, and goes on: every start is on record in the run's folder.
+"""Where and with which configuration a run starts, and goes on: every start is on record in the run's folder.
 
     outputs/first/config.json       the configuration of the latest start that began to train
     outputs/first/starts/001.json   every start: command line, recipe, configuration, checkpoint, commit, versions
@@ -29,6 +29,22 @@ CONFIG, STARTS, CHECKPOINTS = "config.json", "starts", "checkpoints"
 OF_EACH_START = ("resume", "run_name", "output_root", "dry_run")  # knobs that are never taken from an earlier start
 LEAST_ROWS = 96  # of videos that tools/evaluate.py can measure
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def check_places(config: Config, run_folder: Path) -> None:
+    """Refuse output folders that cannot be created or written to, before anything is loaded.
+
+    Raises:
+        ValueError: for such a folder.
+    """
+    places = [("output_root", Path(config.output_root)), ("run_name", run_folder)]
+    places += [("model.encodings", Path(config.model.encodings))] if config.model.encodings else []
+    for knob, folder in places:
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            raise ValueError(f"config.{knob}: {existing} is a file, must be a folder; pass another --config.{knob}")
+        if not os.access(existing, os.W_OK):
+            raise ValueError(f"config.{knob}: {existing} cannot be written to; pass another --config.{knob}")
 
 
 def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:

@@ -22,8 +22,9 @@ from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
 from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.run_state import RunState
+from flow_grpo.algorithm.signal import NoSignalError
 from flow_grpo.algorithm.stop_rules import BrokenPolicyError
-from flow_grpo.algorithm.trainer import NoSignalError, Trainer
+from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import checkpoint

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import torch
 from flow_grpo.runtime.checkpoints import checkpoint, resume, saving, state_files
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests import workers
+from tests.limits import LIMIT_S
 from tests.workers import run_ranks
 
 ALONE = Ranks()
@@ -298,9 +300,15 @@ def begin_and_look(ranks: Ranks, folder: Path) -> bool:
     return seen
 
 
+@pytest.mark.parametrize("step", ["write_copy", "publish"])
 @pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
-def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(tmp_path, monkeypatch, error) -> None:
-    write = state_files.write_copy
+def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(
+    tmp_path, monkeypatch, caplog, step, error
+) -> None:
+    save(tmp_path, 1, ALONE)  # is replaced: that the folder exists says nothing
+    before = (tmp_path / "checkpoint_000001").stat().st_ino
+    owner, name = (state_files, "write_copy") if step == "write_copy" else (saving, "_write_manifest")
+    write = getattr(owner, name)
 
     def slowly(*args) -> None:
         time.sleep(0.3)
@@ -308,13 +316,34 @@ def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(tmp_
             raise error
         write(*args)
 
-    monkeypatch.setattr(state_files, "write_copy", slowly)
+    monkeypatch.setattr(owner, name, slowly)
     begun = saving.begin(tmp_path, 1, state={}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
     begun.linger(3600)
-    assert begun.path.exists() == (error is None)
+    assert (begun.path.stat().st_ino != before) == (error is None)
+    assert ("is not published: [Errno 28]" in caplog.text) == (error is not None and step == "publish")
     if error:
         with pytest.raises(RuntimeError, match="No space left"):
             begun.wait()
+
+
+def linger_and_look(ranks: Ranks, folder: Path) -> bool:
+    """Return whether the slow checkpoint is published when a rank has waited for it alone."""
+    write = saving._write_manifest
+
+    def slowly(*args) -> None:
+        time.sleep(0.5)
+        write(*args)
+
+    with mock.patch.object(saving, "_write_manifest", slowly):
+        begun = saving.begin(folder, 1, state={}, per_rank={}, identity=IDENTITY, ranks=ranks, keep=1)
+        begun.linger(LIMIT_S)
+    seen = checkpoint.damage(begun.path) == ""
+    begun.wait()
+    return seen
+
+
+def test_every_rank_awaits_a_checkpoint_after_an_error(tmp_path: Path) -> None:
+    assert run_ranks(linger_and_look, 2, tmp_path) == [True] * 2
 
 
 def test_a_checkpoint_is_published_without_anybody_waiting_for_it(tmp_path: Path) -> None:

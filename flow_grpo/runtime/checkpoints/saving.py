@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
@@ -21,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from flow_grpo.runtime.checkpoints.checkpoint import (
 )
 from flow_grpo.runtime.ranks.process_group import Ranks
 
+_log = logging.getLogger(__name__)
 LOOK_S = 0.05  # between two looks for the notes of other ranks
 
 
@@ -87,9 +89,17 @@ class Saving:
     def linger(self, seconds: float) -> None:
         """Wait for the publication, so long at most, without a word to the other ranks: they may have failed."""
         end = time.monotonic() + seconds
-        while not self.path.exists() and time.monotonic() < end:
-            if self.written.done() and self.written.exception() is not None:
-                return
+        if self.ranks.is_main and not self.published.done():
+            _log.warning("waiting %.0f s at most until %s is written", seconds, self.path.name)
+        wait([self.written], seconds)
+        if not self.written.done() or self.written.exception() is not None:
+            return
+        if self.ranks.is_main:
+            wait([self.published], max(0.0, end - time.monotonic()))
+            if self.published.done() and (error := self.published.exception()):
+                _log.warning("%s is not published: %s", self.path.name, error)
+            return
+        while self.partial.exists() and time.monotonic() < end:  # until rank 0 renames it
             time.sleep(LOOK_S)
 
 
