@@ -94,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 examine(trainer)
             if ranks.is_main:
                 starts.begin(trainer.run_folder, config)
+            trainer.progress.say(f"run folder: {trainer.run_folder}")
         except ValueError as error:
             refuse(error, ranks)
             return 2

@@ -61,7 +61,7 @@ class RunState:
         device: whose random state is saved.
         identity: fingerprints of the model and data that a checkpoint belongs to.
         finished: number of finished epochs.
-        train_seconds: seconds spent in epochs.
+        train_seconds: seconds of training for `max_minutes`: epochs and the evaluations between them, of all starts.
         forward_equivalents: work of the finished epochs over all ranks, see `ForwardCount`.
         before: held-out metrics before training, None until measured.
         before_rows: the same condition by condition; None until measured, or from an earlier version's checkpoint.

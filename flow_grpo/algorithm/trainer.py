@@ -176,7 +176,7 @@ class Trainer:
             )
             self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
-            self.metrics |= percentiles("reward/advantage", compared.advantages)
+            self.metrics |= percentiles("reward/advantage_p", compared.advantages)
             if self.dynamic_sampling is None:  # else logged for the first round by dynamic sampling
                 self.metrics |= group_metrics(compared)
             elif self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():

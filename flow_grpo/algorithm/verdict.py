@@ -109,7 +109,7 @@ def worse_by_camera(
             mean, low, high = changes[name]
             if word_of(direction(name, rewards), low, high) == "worse":
                 text = f"{kind} {name.removeprefix('eval/')} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
-                found.append((abs(mean) / ((high - low) or 1.0), text))
+                found.append((abs(mean) / (high - low) if high > low else math.inf, text))
     return [text for _, text in sorted(found, key=lambda one: -one[0])]
 
 

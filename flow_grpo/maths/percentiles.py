@@ -7,6 +7,6 @@ from torch import Tensor
 PERCENTS = (10, 50, 90)
 
 
-def percentiles(name: str, values: Tensor) -> dict[str, float]:
-    """Return the metrics `<name>_p10`, `<name>_p50` and `<name>_p90` of (n,) finite values, interpolated linearly."""
-    return {f"{name}_p{percent}": float(values.quantile(percent / 100)) for percent in PERCENTS}
+def percentiles(prefix: str, values: Tensor) -> dict[str, float]:
+    """Return the metrics `<prefix>10`, `<prefix>50` and `<prefix>90` of (n,) finite values, interpolated linearly."""
+    return {f"{prefix}{percent}": float(values.quantile(percent / 100)) for percent in PERCENTS}

@@ -9,6 +9,7 @@ import torch
 
 from flow_grpo.algorithm.rollout.denoise import SdeSettings
 from flow_grpo.maths import sde
+from flow_grpo.maths.loss import GuardTerms, grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.preflight.doctor import schedule as checks
 from tests.doctor_cases import status
@@ -32,6 +33,25 @@ def test_the_table_holds_the_published_scalars(step, kind, level, std, gain, exc
     (row,) = checks.step_table(SIGMAS, [step], SdeSettings(kind, level), None)
     assert (row.std, row.gain) == (pytest.approx(std, abs=6e-4), pytest.approx(gain, rel=6e-3))
     assert row.excess == pytest.approx(excess, abs=6e-3)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_step_counts_in_the_gradient_by_its_gain_times_its_weight(guard):
+    """Against the gradient of the loss itself, for the same unit of noise in every step."""
+    weights, velocity = torch.linspace(0.5, 1.5, 10), torch.ones(1, 1, requires_grad=True)
+    table = checks.step_table(SIGMAS, [1, 4, 7], SdeSettings("flow", 0.7), weights, guard=guard)
+    assert len(table) == 3
+    for row in table:
+        levels = SIGMAS[row.step : row.step + 2].tolist()
+        step = sde.transition(
+            velocity, torch.ones(1, 1), *levels, kind="flow", noise_level=0.7, sigma_cap=float(SIGMAS[1])
+        )
+        found = sde.log_prob(step.mean.detach() + step.std, step)[None]
+        terms = GuardTerms(step.mean[None], step.mean[None].detach(), step.std) if guard else None
+        weight = weights[row.step : row.step + 1]
+        loss = grpo_loss(found, found, torch.ones(1), clip_range=0.1, step_weight=weight, guard=terms).per_sample
+        (gradient,) = torch.autograd.grad(loss.sum(), velocity)
+        assert abs(float(gradient)) == pytest.approx(row.gain * row.weight, rel=1e-5)
 
 
 def test_a_sound_schedule_passes_and_prints_a_row_per_step():

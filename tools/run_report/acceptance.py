@@ -28,7 +28,7 @@ def record(run: Run) -> dict[str, Any]:
         "commit": run.start.commit,
         "epochs": run.epochs,
         "optimizer_steps": round(sum(value for _, value in run.series("train/updates"))),
-        "train_seconds": _known(seconds_of(run)),
+        "epoch_seconds": _known(seconds_of(run)),
         "rewards": {name: _ends(run, name) for name in run.rewards},
         "held_out": {
             name: {

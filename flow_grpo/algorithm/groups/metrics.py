@@ -126,5 +126,5 @@ def _statistics(prefix: str, values: Tensor, valid: Tensor, gids: Tensor) -> dic
     if inside:
         metrics[f"{prefix}group_std"] = sum(float(own.std(correction=0)) for own in inside) / len(inside)
         ranges = torch.stack([own.max() - own.min() for own in inside])
-        metrics |= percentiles(f"{prefix}group_range", ranges)
+        metrics |= percentiles(f"{prefix}group_range_p", ranges)
     return metrics

@@ -98,7 +98,7 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "policy/ratio_mean": total["ratio"] / total["count"],
         "policy/ratio_min": float(ratios.min()),
         "policy/ratio_max": float(ratios.max()),
-        **percentiles("policy/ratio", ratios),
+        **percentiles("policy/ratio_p", ratios),
         "policy/ratio_first_max_abs_log": float(by_name["drift"].max()),
         "policy/clip_fraction": total["clipped"] / total["count"],
         "policy/approx_kl": total["approx_kl"] / total["count"],

@@ -65,7 +65,7 @@ def before_training(context: DoctorContext, say: Callable[[str], None]) -> None:
     device_api.set_rng_state(context.device, random)
     others = [found for found in findings if found.status != "ok"]
     rows = as_table(others).splitlines()
-    say("\n".join([summary(findings, time.perf_counter() - begun), *rows, f"run folder: {context.run_folder}"]))
+    say("\n".join([summary(findings, time.perf_counter() - begun), *rows]))
     if failed(findings):
         raise ValueError(
             f"the doctor's checks {', '.join(failed(findings))} fail, see above; fix that, look closer with "

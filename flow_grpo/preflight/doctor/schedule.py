@@ -24,7 +24,8 @@ VANISHING = 1e-4  # factor on the noise level for the ODE limit; the step's mean
 ODE_TOLERANCE = 1e-5  # for latents of order 1: fp32 rounding and the remaining noise
 LEGEND = (
     "delta: fall of sigma; std: of the added noise; c: weight of the predicted noise; excess: noise above the next\n"
-    "sigma; gain: |d mean / d velocity| / std, scales the log-probability's gradient; weight: in the policy loss"
+    "sigma; gain: |d mean / d velocity| / std, scales the log-probability's gradient; weight: of the log-ratio in the\n"
+    "policy loss, with train.guard times std"
 )
 
 
@@ -40,7 +41,7 @@ class Step:
         c: weight of the predicted noise.
         excess: noise above the next sigma, as a share of it.
         gain: |d mean / d velocity| / std.
-        weight: in the policy loss.
+        weight: of the log-ratio in the policy loss; the step counts gain * weight in the gradient.
     """
 
     step: int
@@ -60,8 +61,7 @@ def examine_schedule(context: DoctorContext) -> list[Finding]:
     if sde.kind == "ode":
         return []
     windows = [context.sampling.window_of(gid) for gid in range(GROUPS)]
-    weights = None if context.grpo is None else context.grpo.step_weight
-    findings = [check_steps(sigmas, allowed, sde, weights)]
+    findings = [check_steps(sigmas, allowed, sde, **_weighting(context))]
     if not failed(findings):
         findings.append(check_ode_limit(sigmas, allowed, sde))
     return [
@@ -86,11 +86,27 @@ def trained_steps(context: DoctorContext) -> list[Step]:
     if context.grpo is None:
         return []
     rollout = context.sampling.rollout
-    return step_table(rollout.sigmas, context.config.sample.sde_steps, rollout.sde, context.grpo.step_weight)
+    return step_table(rollout.sigmas, context.config.sample.sde_steps, rollout.sde, **_weighting(context))
 
 
-def step_table(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None) -> list[Step]:
+def _weighting(context: DoctorContext) -> dict[str, Any]:
+    """Return the last arguments of `step_table`."""
+    if context.grpo is None:
+        return {"weights": None}
+    return {"weights": context.grpo.step_weight, "guard": context.config.train.guard}
+
+
+def step_table(
+    sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None, *, guard: bool = False
+) -> list[Step]:
     """Return the scalars of every step that may be trained.
+
+    Args:
+        sigmas: (S + 1,) noise levels.
+        steps: the steps' indices.
+        sde: kind and level of the noise.
+        weights: (S,) weights of the steps in the policy loss; None for 1.
+        guard: the loss multiplies log-ratios by the std of their step.
 
     Raises:
         ValueError: a step has no Gaussian: it is the last one, or its weight of the predicted noise is negative.
@@ -107,16 +123,18 @@ def step_table(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: 
             max_step_std=sde.max_step_std,
         )
         std, c = float(found.std), float(found.c)
-        weight = 1.0 if weights is None else float(weights[step])
+        weight = (1.0 if weights is None else float(weights[step])) * (std if guard else 1.0)
         rows.append(Step(step, here, here - after, std, c, math.hypot(c, std) / after - 1, float(found.gain), weight))
     return rows
 
 
-def check_steps(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None) -> Finding:
+def check_steps(
+    sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None, *, guard: bool = False
+) -> Finding:
     """Check the noise of every step that may be trained: enough to explore, 0 < std <= 1, c >= 0, little excess."""
     way_out = "lower sample.noise_level, set sample.max_step_std, or leave the step out of sample.sde_steps"
     try:
-        table = step_table(sigmas, steps, sde, weights)
+        table = step_table(sigmas, steps, sde, weights, guard=guard)
     except ValueError as error:
         return finding("steps", str(error), fail=way_out)
     gains = [row.gain for row in table]

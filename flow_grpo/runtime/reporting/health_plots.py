@@ -16,7 +16,7 @@ _WIDE = 50.0  # ratio of the largest to the smallest norm from which the axis is
 
 def draw_signal(axes: Any, rows: Rows) -> None:
     """Draw what the update can learn from: the credit share, and the rewards' spread over their floors."""
-    axes.set_title("signal\ncredit above 0.2 and spread above 0.5 are healthy")
+    axes.set_title("signal\nhealthy: credit above 0.2, spread above the dotted 0.5")
     for name, colour in (("policy/credit_share", GREEN), ("train/zero_std_ratio", GREY)):
         steps, values = points(rows, name)
         if len(steps):
@@ -28,7 +28,7 @@ def draw_signal(axes: Any, rows: Rows) -> None:
     if len(steps):
         other = _right(axes, "spread / floor", BLUE)
         other.plot(steps, values, color=BLUE, marker="s", ms=4, label="policy/spread_over_floor (right)")
-        other.axhline(1.0, color=BLUE, ls=":", lw=1)
+        other.axhline(0.5, color=BLUE, ls=":", lw=1)
         other.set_ylim(0, 1.7 * max(1.0, values.max()))
     _legend(axes, *([other] if len(steps) else []), loc="upper left")
 
@@ -42,7 +42,8 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
             values_at(rows, steps, f"policy/ratio_{end}") - 1 for end in ("min", "p10", "p90", "max")
         )
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, lw=0, label="ratio - 1, smallest to largest")
-        axes.fill_between(steps, lower, higher, color=BLUE, alpha=0.3, lw=0, label="its middle 80 %")
+        if np.isfinite(lower).any():  # runs of earlier versions have no percentiles
+            axes.fill_between(steps, lower, higher, color=BLUE, alpha=0.3, lw=0, label="its middle 80 %")
         axes.plot(steps, mean - 1, color=BLUE, lw=1.2, label="policy/ratio_mean - 1")
     moved, values = points(rows, "policy/ratio_after_max_abs_log")
     if len(moved):
@@ -61,7 +62,7 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
 
 def draw_advantages(axes: Any, rows: Rows) -> None:
     """Draw how the advantages of an epoch are distributed."""
-    axes.set_title("advantages\na wide band round 0 is healthy")
+    axes.set_title("advantages\na band without width: all groups are flat")
     steps, median = points(rows, "reward/advantage_p50")
     low, high = (values_at(rows, steps, f"reward/advantage_p{percent}") for percent in (10, 90))
     axes.fill_between(steps, low, high, color=PURPLE, alpha=0.2, lw=0, label="middle 80 %")
@@ -99,7 +100,8 @@ def draw_time(axes: Any, rows: Rows) -> None:
         for phase, heights, colour, base in zip(phases, seconds, colours, below, strict=True):
             axes.bar(steps, heights, 0.6, bottom=base, color=colour, label=phase)
     totals = seconds.sum(axis=0)
-    axes.set_ylim(0, 1.5 * min(float(totals.max()), 2 * float(np.median(totals))))  # one slow epoch, often the first
+    common = max(2 * float(np.median(totals)), float(np.percentile(totals, 95)))
+    axes.set_ylim(0, 1.5 * min(float(totals.max()), common))  # a single slow epoch, often the first, is cut off
     axes.set_ylabel("s")
     axes.legend(ncols=3, loc="upper right", fontsize=7, columnspacing=1.0, handlelength=1.2)
 

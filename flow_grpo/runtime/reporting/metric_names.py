@@ -88,7 +88,8 @@ _REWARD = (
     Metric("reward/advantage_abs", "mean absolute advantage of the samples trained on"),
     Metric(
         "reward/advantage_p<percent>",
-        "percentile of the advantages; a median far from 0 means that few copies stand out from their group",
+        "percentile of the advantages, before `train.copies` leaves copies out; a median far from 0 means that few "
+        "copies stand out from their group",
     ),
     Metric(
         "reward/<reward>_group_range_p<percent>",
