@@ -71,7 +71,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["run"],
         f"{row['device']} x {row['ranks']}",
         f"{row['recipe']} at {row['commit'] or 'no commit'}",
-        f"{row['epochs']} epochs, {row['optimizer_steps']} updates, {duration(row['train_seconds'] or math.nan)}",
+        f"{row['epochs']} epochs, {row['optimizer_steps']} updates, {duration(row['epoch_seconds'] or math.nan)}",
         "; ".join(rewards) or "–",
         "; ".join(measured) or "–",
         row["verdict"],
