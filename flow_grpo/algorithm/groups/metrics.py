@@ -122,7 +122,9 @@ def _statistics(prefix: str, values: Tensor, valid: Tensor, gids: Tensor) -> dic
     if valid.any():
         metrics[f"{prefix}mean"] = float(values[valid].mean())
         metrics[f"{prefix}std"] = float(values[valid].std(correction=0))
-    inside = [own for gid in gids.unique() if len(own := values[valid & (gids == gid)]) > 1]
+    order = gids[valid].argsort(stable=True)
+    _, sizes = gids[valid][order].unique_consecutive(return_counts=True)
+    inside = [own for own in values[valid][order].split(sizes.tolist()) if len(own) > 1]
     if inside:
         metrics[f"{prefix}group_std"] = sum(float(own.std(correction=0)) for own in inside) / len(inside)
         ranges = torch.stack([own.max() - own.min() for own in inside])
