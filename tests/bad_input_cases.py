@@ -206,7 +206,7 @@ DATA = [
     ),
     (
         lambda s: s.videos()[0].rename(s.videos()[0].with_name("left.mp4")),
-        "left.mp4 ... not named like a camera (cam01.mp4) ... rename",
+        "no camera of cameras/camera_extrinsics.json is named like the videos left.mp4 ... it has cam01 ... rename",
     ),
     (lambda s: s.captions(b"file_name,text\ncam01.mp4,caf\xe9"), "metadata.csv ... utf-8 ... repair it"),
     (lambda s: s.captions(b"a,b\n1,2\n"), "metadata.csv ... ['a', 'b'] ... must be file_name and text ... add them"),

@@ -18,6 +18,18 @@ BAD_JSON = "export it again or remove the scene"  # what to do about an unreadab
 _MATRIX_TEXT = re.compile(r"(\s*\[[^\[\]_]*\]){4}\s*")  # Python would read 1_0 as 10
 
 
+def camera_names(file: Path) -> tuple[str, ...]:
+    """Return the names of the cameras that have a pose in a file's first frame, sorted.
+
+    Raises:
+        ValueError: unreadable file, or one without a first frame.
+    """
+    first = read_json_object(file, BAD_JSON).get("frame0")
+    if not isinstance(first, dict):
+        raise ValueError(f"camera file {file} has no frame0; {BAD_JSON}")
+    return tuple(sorted(first))
+
+
 def read_cameras(file: Path, cameras: Sequence[str], num_frames: int) -> Tensor:
     """Return absolute poses (cameras, num_frames, 4, 4): float64 OpenCV camera-to-world in metres.
 

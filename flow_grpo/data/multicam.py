@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flow_grpo.data.camera_files import BAD_JSON, read_cameras
+from flow_grpo.data.camera_files import BAD_JSON, camera_names, read_cameras
 from flow_grpo.data.dataset import ConditionDataset, FilmDataset, Split, file_id
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
@@ -34,7 +34,7 @@ from flow_grpo.runtime.json_files import read_json_object, read_text
 
 SENSOR_MM = 23.76  # side of MultiCamVideo's square sensor; it spans the width of the original video
 LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
-CAMERA_FILE = re.compile(r"cam(\d+)\.mp4")
+PUBLIC_NAME = re.compile(r"cam\d+")  # of a camera in MultiCamVideo
 CAMERAS_JSON = Path("cameras", "camera_extrinsics.json")
 PRESETS_JSON = Path("cameras", "presets.json")
 CAPTION_FILES = (Path("videos", "metadata.csv"), Path("metadata.csv"))
@@ -47,7 +47,7 @@ class Scene:
     Attributes:
         folder: holds videos/ and cameras/.
         name: the folder relative to the dataset root, with forward slashes.
-        cameras: camera names in numeric order.
+        cameras: camera names in order, numbers in them by their value.
         focal_mm: focal length in millimetres, or None without a lens folder.
     """
 
@@ -316,24 +316,32 @@ def _scene_folders(folder: Path, real: Path, seen: dict[Path, Path]) -> Iterator
 
 
 def _scene(root: Path, folder: Path) -> Scene:
-    numbers = {}
-    for file in folder.joinpath("videos").glob("[!.]*.mp4"):
-        # From the file name only: digits elsewhere in the path (f18, scene3) are not camera numbers.
-        match = CAMERA_FILE.fullmatch(file.name)
-        if match is None:
-            raise ValueError(f"video {file} is not named like a camera (cam01.mp4); rename or move it")
-        numbers[file.stem] = int(match.group(1))
-    if len(numbers) < 2:
+    cameras = sorted((file.stem for file in folder.joinpath("videos").glob("[!.]*.mp4")), key=_by_number)
+    if len(cameras) < 2:
         raise ValueError(
-            f"scene {folder} has {len(numbers)} camera video(s), needs at least 2 (source and target); "
+            f"scene {folder} has {len(cameras)} camera video(s), needs at least 2 (source and target); "
             "complete or remove the scene"
         )
-    if not (folder / CAMERAS_JSON).is_file():
+    file = folder / CAMERAS_JSON
+    if not file.is_file():
         raise ValueError(f"scene {folder} has no {CAMERAS_JSON.as_posix()}; complete or remove the scene")
+    # A video of another name may be none of a camera. The thousands of files of the public data are not opened here.
+    if own := [camera for camera in cameras if PUBLIC_NAME.fullmatch(camera) is None]:
+        known = camera_names(file)
+        if strays := [f"{camera}.mp4" for camera in own if camera not in known]:
+            raise ValueError(
+                f"scene {folder}: no camera of {CAMERAS_JSON.as_posix()} is named like the videos {', '.join(strays)}, "
+                f"it has {', '.join(known)}; rename or move them, or complete the file"
+            )
     name = folder.relative_to(root).as_posix()
     lenses = [match for part in name.split("/") if (match := LENS_FOLDER.fullmatch(part))]
     focal = float(lenses[-1].group(1)) if lenses else None
-    return Scene(folder, name, tuple(sorted(numbers, key=lambda camera: numbers[camera])), focal)
+    return Scene(folder, name, tuple(cameras), focal)
+
+
+def _by_number(name: str) -> tuple[list[str | int], str]:
+    """Return a key that sorts cam10 behind cam9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)], name
 
 
 def fitted_intrinsics(focal_mm: float, size: tuple[int, int], height: int, width: int) -> Tensor:

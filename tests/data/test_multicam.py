@@ -100,6 +100,19 @@ def test_every_scene_and_target_camera_is_one_index(original):
     assert (plain.scene, plain.intrinsics, plain.prompt) == ("val/10basic_trajectories", None, "a video")
 
 
+def test_cameras_may_have_any_names_that_their_file_knows(root):
+    scene, names = root / "val" / "10basic_trajectories", {"cam01": "left 9", "cam02": "left 10", "cam10": "right"}
+    before = [open_split(root, "val").condition(index) for index in range(3)]
+    for old, new in names.items():
+        (scene / "videos" / f"{old}.mp4").rename(scene / "videos" / f"{new}.mp4")
+    file = scene / "cameras" / "camera_extrinsics.json"
+    file.write_text(json.dumps({f: {names[c]: text for c, text in e.items()} for f, e in extrinsics().items()}))
+    data = open_split(root, "val")
+    assert data.cameras() == ["left 9", "left 10", "right"]
+    for number, condition in enumerate(before):
+        assert torch.equal(data.condition(number).target_video, condition.target_video)
+
+
 def test_an_item_does_not_depend_on_the_root_or_on_other_scenes(original, root):
     shutil.rmtree(root / "train" / "f18_aperture10")
     expected, got = open_split(original).condition(4), open_split(root).condition(1)
@@ -252,7 +265,10 @@ def test_unusable_folders_are_refused(root):
     (root / "empty" / "f18_aperture10").mkdir(parents=True)
     assert "holds no scene" in refusal(lambda: open_split(root, "empty"))
     (scene / "videos" / "preview.mp4").touch()
-    assert "preview.mp4 is not named like a camera" in refusal(lambda: open_split(root, "val"))
+    (scene / "videos" / "making_of.mp4").touch()
+    said = refusal(lambda: open_split(root, "val"))
+    assert "is named like the videos making_of.mp4, preview.mp4, it has cam01, " in said and "rename" in said
+    (scene / "videos" / "making_of.mp4").unlink()
     (scene / "videos" / "preview.mp4").unlink()
     (scene / "cameras" / "camera_extrinsics.json").unlink()
     assert f"scene {scene} has no cameras/camera_extrinsics.json" in refusal(lambda: open_split(root, "val"))

@@ -99,11 +99,12 @@ def test_folders_of_recammaster_tell_camera_and_source(tmp_path):
     assert (first.name, first.camera_type) == ("video0.mp4", "cam_type3")
 
 
-def test_cameras_of_a_scene_are_found_by_the_names_of_its_videos(tmp_path):
+@pytest.mark.parametrize("name", ["cam01", "the left one"])
+def test_cameras_of_a_scene_are_found_by_the_names_of_its_videos(tmp_path, name):
     start = preset_path("zoom_in", 2)[1]
-    cameras = extrinsics_file(tmp_path, {"cam01": start @ preset_path("pan_left", FRAMES)})
-    (task,) = find_tasks(film(tmp_path / "videos", "cam01.mp4"), cameras, 30.0)
-    assert task.camera_type == "cam01"
+    cameras = extrinsics_file(tmp_path, {name: start @ preset_path("pan_left", FRAMES)})
+    (task,) = find_tasks(film(tmp_path / "videos", f"{name}.mp4"), cameras, 30.0)
+    assert task.camera_type == name
     assert torch.allclose(task.commanded, relative(start, start @ preset_path("pan_left", FRAMES)), atol=1e-6)
 
 

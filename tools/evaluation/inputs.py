@@ -6,7 +6,7 @@ Two formats of camera files, distinguished by their keys:
      "focal_px": 630.3, "shares_estimator": false}}
         POSES: one OpenCV camera-to-world 4x4 matrix in metres per frame; the other keys are optional
     {"frame0": {"cam01": "[r r r 0] ...", ...}, ...}
-        MultiCamVideo's camera_extrinsics.json: video0.mp4 in a folder cam_type3 follows cam03, and so does cam03.mp4
+        MultiCamVideo's camera_extrinsics.json: cam01.mp4 follows its cam01, and video0.mp4 in a folder cam_type1, too
 
 Videos of `tools/generate.py` need none: their records hold the poses.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.data.camera_files import read_cameras
+from flow_grpo.data.camera_files import camera_names, read_cameras
 from flow_grpo.data.trajectories import VIDEO_ENDINGS
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rotation_angle_deg
@@ -33,7 +33,6 @@ from tools.generation.records import AFTER, BEFORE, BESIDE, record_of, records_b
 
 FRAME_KEY = re.compile(r"frame\d+")
 TYPE_FOLDER = re.compile(r"cam_type(\d+)")  # of ReCamMaster's inference_recammaster.py
-CAMERA_FILE = re.compile(r"cam\d+")
 ENTRIES = {"poses", "camera_type", "source", "focal_px", "shares_estimator"}
 OTHER_TYPE = "other"  # of a path that matches no preset
 SAME_METRES, SAME_DEG = 0.02, 0.2  # tolerance for matching a preset: camera files are printed with few digits
@@ -125,14 +124,14 @@ def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal
     The name of the video's folder (cam_type3) or of the video (cam03.mp4) says which of the file's cameras it is.
 
     Raises:
-        ValueError: neither name is of this form, too few frames, or an unusable file of cameras.
+        ValueError: neither names a camera, too few frames, or an unusable file of cameras.
     """
     name = file.relative_to(folder).as_posix()
     in_folder = TYPE_FOLDER.fullmatch(file.resolve().parent.name)
-    if in_folder is None and CAMERA_FILE.fullmatch(file.stem) is None:
+    if in_folder is None and file.stem not in (known := camera_names(cameras)):
         raise ValueError(
-            f"video {name}: unknown which camera of {cameras.name} it follows, must lie in a folder such as cam_type3 "
-            "or be named cam03.mp4; or give cameras as JSON of video name -> matrices"
+            f"video {name}: no camera of {cameras} is named so, it has {_first_few(known)}; rename the video, complete "
+            "the file, or put it into a folder such as cam_type3"
         )
     camera = f"cam{int(in_folder[1]):02d}" if in_folder else file.stem
     _check_count(file, name, frames, cameras)
