@@ -55,6 +55,7 @@ docs: setup
 	$(BIN)/python -m flow_grpo.settings.reference > docs/config.md
 	$(BIN)/python -m flow_grpo.runtime.reporting.metric_names > docs/metrics.md
 	$(BIN)/python tools/dev/docs_commands.py
+	$(BIN)/python tools/dev/docs_records.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Whether the working tree's runs give the numbers of commit REF; see CONTRIBUTING.md.

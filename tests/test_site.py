@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.dev import docs_commands, docs_links
+from tools.dev import docs_commands, docs_links, docs_records
 
 ROOT = Path(__file__).resolve().parents[1]
 TWINS = sorted(ROOT.glob("*.zh.md")) + sorted((ROOT / "docs").glob("*.zh.md"))
@@ -99,8 +99,9 @@ def test_links_and_pipes_are_written_as_the_site_needs_them(folder: str, text: s
     assert docs_links.rewrite(text, folder) == rewritten
 
 
-def test_the_page_of_commands_is_current():
-    assert docs_commands.PAGE.read_text(encoding="utf-8") == docs_commands.render(), "run make docs"
+@pytest.mark.parametrize("page", [docs_commands, docs_records], ids=lambda page: page.PAGE.name)
+def test_a_generated_page_is_current(page):
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run make docs"
 
 
 def _headings_and_code(file: Path) -> tuple[list[int], list[str]]:

@@ -225,7 +225,7 @@ def _checked(views: Sequence[View], source: Pictures, target: Pictures | None, c
     visible = np.ones(len(source), np.bool_)
     made = Source(tuple(view for view in views if len(view)), camera, visible, "")
     if len(made) < FEWEST_ANCHORS:
-        fault = f"{len(made)} anchors, needs {FEWEST_ANCHORS}: no parallax, no texture, or a wrong focal length or poses"
+        fault = f"{len(made)} anchors, needs {FEWEST_ANCHORS}: no parallax or texture, or a wrong focal length or poses"
         return dataclasses.replace(made, fault=fault)
     held_out = held_out_rows(len(source))
     if not held_out:
