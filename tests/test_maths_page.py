@@ -25,7 +25,7 @@ def table(first: str) -> list[list[str]]:
 
 
 def test_the_schedule() -> None:
-    ((_, *levels),) = table("i, for S = 10")
+    ((_, *levels),) = table("i |")
     assert [float(level) for level in levels] == pytest.approx(SIGMAS.tolist(), abs=5e-5)
 
 
