@@ -434,6 +434,9 @@ def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_pat
     now, start = (json.loads((run / name).read_text()) for name in ("config.json", "starts/002.json"))
     assert now == start["config"] and now["train"]["learning_rate"] == 2e-5
     assert [row["train/learning_rate"] for row in metrics_of(run) if "train/learning_rate" in row] == [2e-5, 2e-5]
+    assert train_grpo.main([*again, "--config.train.learning_rate=1e-3"]) == 0  # trains nothing, so it decides nothing
+    assert "nothing left to train after epoch 2, a larger --config.num_epochs goes on: " in capsys.readouterr().out
+    assert json.loads((run / "config.json").read_text()) == now
 
 
 def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_path, monkeypatch):

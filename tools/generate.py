@@ -137,8 +137,9 @@ def in_words(args: argparse.Namespace, count: int) -> str:
     size, guidance = f"{args.frames}x{args.height}x{args.width}", f"guidance {args.guidance:g}"
     adapter = f"adapter {args.adapter}" if args.adapter else "no adapter"
     twice = ", before and after training" if args.before else ""
+    taken = f" of each source's first {args.frames} frames" if args.source else ""
     settings = f"{args.model}, {adapter}, {args.steps} steps, shift {args.shift:g}, {guidance}, {args.dtype}"
-    return f"{count} video(s) of {size}{twice}: {settings}" + (f" (settings of {args.run})" if args.run else "")
+    return f"{count} video(s) of {size}{taken}{twice}: {settings}" + (f" (settings of {args.run})" if args.run else "")
 
 
 @contextlib.contextmanager

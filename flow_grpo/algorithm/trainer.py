@@ -120,9 +120,9 @@ class Trainer:
         """Yield the remaining epochs until the configured time is used up or a signal asks to end."""
         self._timed_until = time.perf_counter()
         if self.state.finished >= self.config.num_epochs > 0:
-            held_out = len(self.evaluator.indices)
             self.progress.say(
-                f"nothing left to train after epoch {self.state.finished}: {held_out} conditions are measured again"
+                f"nothing left to train after epoch {self.state.finished}, a larger --config.num_epochs goes on: "
+                f"{len(self.evaluator.indices)} conditions are measured again"
             )
         for epoch in range(self.state.finished, self.config.num_epochs):
             if self._out_of_time() or self._asked_to_end():
@@ -313,17 +313,17 @@ class Trainer:
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
         names, gold = self.evaluator.names, self.evaluator.gold is not None
-        verdict = judge(changes, names, self.config.reward.weights, gold=gold)
+        verdict = judge(changes, names, self.config.reward.weights, before=before, gold=gold)
         rows, measure, step = self.state.before_rows or [], measure_of(self.config, self.evaluator), self.state.finished
         most = self.config.eval.videos
         clips = extreme_clips(self.evaluator, rows, after.rows, measure, most=most, weights=self._weights())
         with self.ranks.sync_errors("summary"):
             files = {kind: self.gallery.extremes(kind, own, step) for kind, own in clips.items()}
-            by_camera = changes_by_camera(rows, after.rows)
+            by_camera, cameras_before = changes_by_camera(rows, after.rows), means_by_camera(rows)
             decisive = deciding(changes, names, self.config.reward.weights, gold=gold)
-            worse = worse_by_camera(by_camera, decisive, names)
+            worse = worse_by_camera(by_camera, decisive, names, cameras_before)
             self.gallery.paths(after.clips)
-            self.gallery.cameras(means_by_camera(rows), after.by_camera, by_camera, step)
+            self.gallery.cameras(cameras_before, after.by_camera, by_camera, step)
             self.tracker.write_summary(
                 {
                     "verdict": in_summary(verdict, files["best"], files["worst"], worse),

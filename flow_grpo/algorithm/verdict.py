@@ -14,6 +14,7 @@ LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are error
 LIKENESS = "target_view"  # to the true view: measured in every evaluation that has one
 MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: likeness, shares
 TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
+SMALL = 0.02  # of the value before training: a change below, however clear, is hardly seen in a video
 SHOWN_WORSE = 3  # of what got worse for a kind of camera, where people read it
 DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
@@ -28,11 +29,13 @@ class Verdict:
             own and the likeness to the true view; where there are none, all.
         metrics: `eval/` name -> "better", "worse" or "unclear".
         measurable: whether there are intervals at all: too few scenes give none.
+        small: every change that decides is a small part of the metric's value before training.
     """
 
     overall: str
     metrics: dict[str, str]
     measurable: bool = True
+    small: bool = False
 
     def named(self, word: str) -> list[str]:
         """Return the metrics with a verdict."""
@@ -43,7 +46,8 @@ class Verdict:
         said = "; ".join(f"{word}: {', '.join(names)}" for word in ("better", "worse") if (names := self.named(word)))
         if not said:
             said = "no interval excludes 0" if self.measurable else TOO_FEW
-        text = f"{self.overall} ({said})"
+        size = f", but by less than {SMALL:.0%}" if self.small else ""
+        text = f"{self.overall}{size} ({said})"
         return f"{text}; {DO_NOT_USE}" if self.overall == "worse" else text
 
 
@@ -56,7 +60,12 @@ def direction(name: str, rewards: Sequence[str]) -> int:
 
 
 def judge(
-    changes: Mapping[str, Interval], rewards: Sequence[str], weights: Mapping[str, float], *, gold: bool = False
+    changes: Mapping[str, Interval],
+    rewards: Sequence[str],
+    weights: Mapping[str, float],
+    *,
+    before: Mapping[str, float],
+    gold: bool = False,
 ) -> Verdict:
     """Return the verdict on paired changes.
 
@@ -64,6 +73,7 @@ def judge(
         changes: `eval/` name -> change; one without an interval is unclear.
         rewards: names of all that was measured, the gold estimator's included.
         weights: reward -> weight in training.
+        before: `eval/` name -> value before training.
         gold: whether an estimator that no reward uses is among what was measured. A reward of weight 0 then does not
             count: it may be the trained one under another name.
     """
@@ -72,9 +82,16 @@ def judge(
         sign = direction(name, rewards)
         if sign:
             found[name] = word_of(sign, change.low, change.high)
-    words = {found[name] for name in deciding(found, rewards, weights, gold=gold)} - {"unclear"}
+    clear = [name for name in deciding(found, rewards, weights, gold=gold) if found[name] != "unclear"]
+    words = {found[name] for name in clear}
     overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
-    return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()))
+    small = bool(clear) and all(is_small(changes[name].mean, before.get(name, 0.0)) for name in clear)
+    return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()), small)
+
+
+def is_small(change: float, before: float) -> bool:
+    """Return whether a change is a small part of the value before training."""
+    return abs(change) < SMALL * abs(before)
 
 
 def word_of(sign: int, low: float, high: float) -> str:
@@ -91,24 +108,29 @@ def deciding(names: Iterable[str], rewards: Sequence[str], weights: Mapping[str,
 
 
 def worse_by_camera(
-    by_camera: Mapping[str, Mapping[str, Sequence[float]]], names: Sequence[str], rewards: Sequence[str]
+    by_camera: Mapping[str, Mapping[str, Sequence[float]]],
+    names: Sequence[str],
+    rewards: Sequence[str],
+    before: Mapping[str, float],
 ) -> list[str]:
     """Return what got worse for a kind of camera, in words, such as "zoom_in rot_err_deg +0.69 [+0.29, +1.08]".
 
     A run that is better in the mean may be worse for one of them. The clearest stand first: those whose change is the
-    largest beside its interval.
+    largest beside its interval. Small changes are left out.
 
     Args:
         by_camera: kind of camera -> `eval/` name -> mean, lower and upper end of the change.
         names: the metrics to look at, such as those of `deciding`.
         rewards: as in `direction`.
+        before: `eval_by_camera/<kind>/<metric>` -> value before training.
     """
     found = []
     for kind, changes in by_camera.items():
         for name in (name for name in names if name in changes):
-            mean, low, high = changes[name]
-            if word_of(direction(name, rewards), low, high) == "worse":
-                text = f"{kind} {name.removeprefix('eval/')} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
+            (mean, low, high), short = changes[name], name.removeprefix("eval/")
+            small = is_small(mean, before.get(f"eval_by_camera/{kind}/{short}", 0.0))
+            if not small and word_of(direction(name, rewards), low, high) == "worse":
+                text = f"{kind} {short} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
                 found.append((abs(mean) / (high - low) if high > low else math.inf, text))
     return [text for _, text in sorted(found, key=lambda one: -one[0])]
 

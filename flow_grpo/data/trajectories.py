@@ -220,16 +220,16 @@ def outside_training(poses: Tensor) -> list[str]:
     reach = torch.linalg.vector_norm(poses[:, :3, 3] - poses[0, :3, 3], dim=-1).max().item()
     kind, largest = ("arc", ARC_DEG) if reach * SLACK >= SHORTEST_METRES else ("pan", PAN_DEG)
     found = [
-        f"{what} of {value:.1f} degrees, trained up to {limit:g}"
+        f"{what} of {value:.1f} degrees, in MultiCamVideo up to {limit:g}"
         for what, value, limit in ((kind, heading, largest), ("tilt", elevation, TILT_DEG), ("roll", roll, ROLL_DEG))
         if value > limit * SLACK
     ]
     if reach > LONGEST_METRES * SLACK:
-        found.append(f"{reach:.2f} m from the start, trained up to {LONGEST_METRES:.2f}")
+        found.append(f"{reach:.2f} m from the start, in MultiCamVideo up to {LONGEST_METRES:.2f}")
     moves = reach > STATIC_METRES or turn > STATIC_DEG
     if moves and reach * SLACK < SHORTEST_METRES and turn * SLACK < SMALLEST_TURN_DEG:
         least = f"{SHORTEST_METRES:g} m or {SMALLEST_TURN_DEG:g} degrees"
-        found.append(f"{reach:.3f} m and {turn:.2f} degrees in all, trained from {least} on, or static")
+        found.append(f"{reach:.3f} m and {turn:.2f} degrees in all, in MultiCamVideo from {least} on, or static")
     return found
 
 

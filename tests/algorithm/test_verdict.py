@@ -42,7 +42,7 @@ def test_a_change_counts_where_its_interval_excludes_nothing_having_changed():
         "eval/target_view_psnr_db": Interval(3.0, math.nan, math.nan, 8, 1),
         "eval/residual": change(5.0),
     }
-    verdict = judge(changes, REWARDS, {"room_rot": 1.0})
+    verdict = judge(changes, REWARDS, {"room_rot": 1.0}, before={})
     assert verdict.metrics == {
         "eval/rot_err_deg": "better",
         "eval/trans_err_m": "unclear",
@@ -64,7 +64,7 @@ def test_a_change_counts_where_its_interval_excludes_nothing_having_changed():
 def test_what_was_trained_on_does_not_count_beside_what_was_not(rot, reward, weights, overall):
     changes = {"eval/rot_err_deg": change(rot), "eval/target_view": change(reward)}
     changes["eval/target_view_psnr_db"] = change(reward)
-    verdict = judge(changes, REWARDS, weights)
+    verdict = judge(changes, REWARDS, weights, before={})
     assert verdict.overall == overall and (DO_NOT_USE in str(verdict)) == (overall == "worse")
 
 
@@ -73,25 +73,25 @@ def test_beside_a_gold_estimator_a_reward_of_weight_0_decides_nothing():
     changes = {"eval/rot_err_deg": change(0.0), "eval/warmth": change(0.3), "eval/remote:warmth": change(0.3)}
     weights = {"remote:warmth": 1.0, "warmth": 0.0}
     rewards = [*REWARDS, "warmth", "remote:warmth"]
-    assert judge(changes, rewards, weights, gold=True).overall == "unclear"
-    assert judge(changes, rewards, weights).overall == "better"
+    assert judge(changes, rewards, weights, before={}, gold=True).overall == "unclear"
+    assert judge(changes, rewards, weights, before={}).overall == "better"
     likeness = changes | {"eval/target_view_psnr_db": change(-0.3)}
-    assert judge(likeness, rewards, weights | {"target_view": 0.0}, gold=True).overall == "worse"
+    assert judge(likeness, rewards, weights | {"target_view": 0.0}, before={}, gold=True).overall == "worse"
 
 
 def test_without_anything_else_the_trained_rewards_are_judged_on_held_out_conditions():
-    assert judge({"eval/target_view": change(-0.3)}, REWARDS, {"target_view": 1.0}).overall == "worse"
-    assert str(judge({"eval/target_view": change(0.0)}, REWARDS, {})) == "unclear (no interval excludes 0)"
+    assert judge({"eval/target_view": change(-0.3)}, REWARDS, {"target_view": 1.0}, before={}).overall == "worse"
+    assert str(judge({"eval/target_view": change(0.0)}, REWARDS, {}, before={})) == "unclear (no interval excludes 0)"
 
 
 def test_too_few_scenes_give_no_verdict_and_it_says_why():
-    found = judge({"eval/target_view": Interval(3.0, math.nan, math.nan, 8, 1)}, REWARDS, {})
+    found = judge({"eval/target_view": Interval(3.0, math.nan, math.nan, 8, 1)}, REWARDS, {}, before={})
     assert str(found) == "unclear (fewer than 5 held-out scenes give no intervals, see the table)"
 
 
 def test_a_reward_is_not_taken_for_another_whose_name_begins_alike():
     changes = {"eval/room_rot": change(0.3), "eval/room_rotation_deg": change(0.3)}
-    assert judge(changes, REWARDS, {"room_rot": 1.0}).overall == "worse"
+    assert judge(changes, REWARDS, {"room_rot": 1.0}, before={}).overall == "worse"
 
 
 def test_what_got_worse_for_a_kind_of_camera_is_named_although_the_mean_got_better():
@@ -101,10 +101,18 @@ def test_what_got_worse_for_a_kind_of_camera_is_named_although_the_mean_got_bett
         "arc_left": {"eval/room_rot": [-0.2, -0.3, -0.1], "eval/residual": [1.0, 0.5, 1.5]},
     }
     names = ["eval/rot_err_deg", "eval/trans_err_m", "eval/room_pose", "eval/residual"]
-    assert worse_by_camera(by_camera, names, REWARDS) == [
-        "pan_left room_pose -0.2 [-0.3, -0.1]",  # clearer: as large as its interval is wide
-        "zoom_in rot_err_deg +0.7 [+0.3, +1.1]",
-    ]
+    rot, pose = "zoom_in rot_err_deg +0.7 [+0.3, +1.1]", "pan_left room_pose -0.2 [-0.3, -0.1]"
+    assert worse_by_camera(by_camera, names, REWARDS, {}) == [pose, rot]  # clearer: as large as its interval is wide
+    before = {"eval_by_camera/zoom_in/rot_err_deg": 1.8, "eval_by_camera/pan_left/room_pose": -20.0}
+    assert worse_by_camera(by_camera, names, REWARDS, before) == [rot]
+
+
+@pytest.mark.parametrize(
+    ("before", "said"), [(1.8, "better (better: "), (180.0, "better, but by less than 2% (better: ")]
+)
+def test_a_small_change_is_called_so_however_clear(before, said):
+    changes = {"eval/rot_err_deg": change(-0.2), "eval/trans_err_m": change(-0.05)}
+    assert str(judge(changes, REWARDS, {}, before={"eval/rot_err_deg": before})).startswith(said)
 
 
 @pytest.mark.parametrize(("count", "last"), [(3, "c2"), (5, "2 more, see change_by_camera in summary.json")])

@@ -196,13 +196,13 @@ def test_an_unreadable_file_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("inside", "outside", "said"),
     [
-        ("pan_right:2.26", "pan_right:2.3", "pan of 45.7 degrees, trained up to 45"),
-        ("tilt_up:3", "tilt_up:3.1", "tilt of 30.8 degrees, trained up to 30"),
+        ("pan_right:2.26", "pan_right:2.3", "pan of 45.7 degrees, in MultiCamVideo up to 45"),
+        ("tilt_up:3", "tilt_up:3.1", "tilt of 30.8 degrees, in MultiCamVideo up to 30"),
         ("tilt_down:0.5", "tilt_down:0.45", "0.000 m and 4.47 degrees in all"),
-        ("pan_left:0.26", "pan_left:0.2", "trained from 1 m or 5 degrees on"),
-        ("zoom_in:2.4", "zoom_in:2.5", "4.97 m from the start, trained up to 4.87"),
+        ("pan_left:0.26", "pan_left:0.2", "in MultiCamVideo from 1 m or 5 degrees on"),
+        ("zoom_in:2.4", "zoom_in:2.5", "4.97 m from the start, in MultiCamVideo up to 4.87"),
         ("zoom_in:0.5", "zoom_in:0.4", "0.795 m and 0.00 degrees in all"),
-        ("zoom_in+pan_left:3.7", "zoom_in+pan_left:3.9", "arc of 77.5 degrees, trained up to 75"),
+        ("zoom_in+pan_left:3.7", "zoom_in+pan_left:3.9", "arc of 77.5 degrees, in MultiCamVideo up to 75"),
         ("zoom_in:0.5+pan_left:3", "zoom_in:0.4+pan_left:3", "pan of 59.6 degrees"),
         ("pan_left:0", "pan_left:0.01", "or static"),
         ("pan_left+tilt_up", "pan_left:2+tilt_up:3", "roll of"),
@@ -218,7 +218,7 @@ def test_a_path_outside_the_training_range_is_said_to_be(inside, outside, said):
 
 def test_every_pose_of_a_path_is_checked():
     there_and_back = fit_path(line(EYE, at((6, 0, 0)), EYE), 5)
-    assert outside_training(there_and_back) == ["6.00 m from the start, trained up to 4.87"]
+    assert outside_training(there_and_back) == ["6.00 m from the start, in MultiCamVideo up to 4.87"]
 
 
 # --- users' videos

@@ -81,7 +81,7 @@ def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(so
     assert output.err == ""
     assert f"1/1 room.mp4 along arc_left:0.5: {source.with_name('room_arc_left-0.5.mp4')} (" in output.out
     first, *_, last = output.out.splitlines()
-    assert first.startswith(f"1 video(s) of 5x24x32: {MODEL}, no adapter, 2 steps, shift 5, guidance 1, fp32")
+    assert first.startswith(f"1 video(s) of 5x24x32 of each source's first 5 frames: {MODEL}, no adapter, 2 steps,")
     assert f"\nloading {MODEL}\n" in output.out  # the network takes a minute
     assert last == f"too small to measure their cameras: look at {source.parent}/*_beside.mp4"
 

@@ -62,7 +62,7 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
 
 def draw_advantages(axes: Any, rows: Rows) -> None:
     """Draw how the advantages of an epoch are distributed."""
-    axes.set_title("advantages\na band without width: all groups are flat")
+    axes.set_title("advantages\nhealthy: a wide band (flat groups have none)")
     steps, median = points(rows, "reward/advantage_p50")
     low, high = (values_at(rows, steps, f"reward/advantage_p{percent}") for percent in (10, 90))
     axes.fill_between(steps, low, high, color=PURPLE, alpha=0.2, lw=0, label="middle 80 %")
