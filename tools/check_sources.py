@@ -31,6 +31,11 @@ from flow_grpo.settings.loading import load_config
 from tools.common import fail, make_parser
 
 LEAST_USABLE = 0.5  # share of the items below which something common to all is suspected
+SHOWN = 5  # of the scenes without a usable item
+CAUSES = (
+    "where anchors are missing, pictures may lack texture or cameras parallax; else the poses are not inverted or in "
+    "another convention, or the focal length in the folder's name is wrong (docs/your_videos.md)"
+)
 AT_ONCE = 4  # items per process between two writes of the file
 
 
@@ -96,12 +101,11 @@ def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> bool:
         print(f"true view {scene} {camera}: {text}")
     print(f"{len(found) - len(wrong)} of {len(names)} items are usable, {len(wrong)} are not: {out}", flush=True)
     enough = len(found) - len(wrong) >= LEAST_USABLE * len(found)
+    useless = sorted({scene for scene, _ in found} - {scene for scene, _ in found.keys() - wrong.keys()})
+    if enough and useless:
+        print(f"no item is usable of {', '.join(useless[:SHOWN])}{' and others' * (len(useless) > SHOWN)}: {CAUSES}")
     if not enough:
-        print(
-            f"fewer than {LEAST_USABLE:.0%} are usable. Where anchors are missing, pictures may lack texture or "
-            "cameras parallax; else the poses are in another convention, or the focal length in the folder's name "
-            "is wrong (docs/your_videos.md): do not train before you know which"
-        )
+        print(f"fewer than {LEAST_USABLE:.0%} are usable: {CAUSES}; do not train before you know which")
     return enough
 
 
