@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,12 +14,13 @@ import pytest
 from flow_grpo.runtime.reporting.metric_names import Metric
 from tests.tools.run_files import EPOCHS, MEASURED_ON, RECIPE, ROOT, change, make_run
 from tools import report
-from tools.run_report.charts import path_views
+from tools.run_report.charts import path_views, plot, ticks
 from tools.run_report.clips import choose
-from tools.run_report.configuration import knobs
+from tools.run_report.comparison import FIRST_KNOBS, differences
+from tools.run_report.configuration import changes, knobs
 from tools.run_report.health import findings
 from tools.run_report.run_folder import Paths, read_run
-from tools.run_report.words import duration, number, signed, span
+from tools.run_report.words import changed, duration, number, pair, percent, signed, span, tidy
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def page_of(*runs):
 
 
 def plain(html):
-    body = re.sub(r"(?s)<(style|script)>.*?</\1>", "", html)
+    body = re.sub(r"(?s)<(style|script)>.*?</\1>", "", html).replace("<wbr>", "")
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", body)))
 
 
@@ -42,21 +44,21 @@ def plain(html):
 
 def test_the_verdict_is_a_sentence_with_the_interval_of_the_judge_s_metric(run):
     assert (
-        "better trans_err_m fell from 0.25 to 0.15 m (−40 %); 95 % interval of the change −0.120 to −0.080 m. Measured "
-        "on 8 held-out conditions by room_pose, which no reward of the training uses. Worse for a kind of camera: "
-        "zoom_in trans_err_m +0.05 [+0.01, +0.09]."
+        "better trans_err_m fell from 0.250 to 0.150 m (−40 %); 95 % interval of the change −0.120 to −0.080 m. "
+        "Measured on 8 held-out conditions by room_pose, which no reward of the training uses. "
+        "Worse for a kind of camera: zoom_in trans_err_m +0.05 [+0.01, +0.09]."
     ) in page_of(run)
 
 
 def test_a_video_has_its_scores_before_and_after_where_both_are_known(run):
     text = page_of(run)
-    assert "room_rot −2.4 → −1.9" in text and "room_rot −1.9" in text.replace("room_rot −2.4 → −1.9", "")
+    assert "room_rot −2.40 → −1.90" in text and "room_rot −1.9 " in text
 
 
 def test_the_table_has_every_held_out_metric_with_interval_floor_and_word(run):
     text = page_of(run)
-    assert "trans_err_m m 0.25 0.15 −0.100 −40 % −0.120 to −0.080 0.04 better" in text
-    assert "target_view_psnr_db dB 24 25 +1.00 +4.2 % −0.20 to +2.20 unclear" in text
+    assert "trans_err_m m 0.250 0.150 −0.100 −40 % −0.120 to −0.080 0.04 better" in text
+    assert "target_view_psnr_db dB 24.0 25.0 +1.00 +4.2 % −0.20 to +2.20 unclear" in text
 
 
 def test_a_run_that_still_trains_shows_what_there_is(run):
@@ -66,7 +68,7 @@ def test_a_run_that_still_trains_shows_what_there_is(run):
     (run / "metrics.jsonl").write_text("\n".join(lines[:30]) + "\n" + lines[31][:50])  # a line is being written
     text = page_of(run)
     assert "no verdict The run has no summary.json: it is still training, or ended early. 28 of 130 epochs" in text
-    assert "So far: trans_err_m fell from 0.25 to 0.2 m" in text
+    assert "So far: trans_err_m fell from 0.250 to 0.200 m" in text
     assert "The run has no videos/index.jsonl, so no video is shown here" in text
 
 
@@ -122,6 +124,59 @@ def test_a_recipe_outside_of_config_is_not_run_unless_the_user_names_it(run, tmp
     assert not marker.exists() and found[0].recipe is None
     found, why_not = knobs(read_run(run), asked=f"{mine}:best")
     assert marker.exists() and not why_not and found[0].own
+
+
+def resume(run, number, epoch, **train):
+    """Write the record of another start of a run, after `epoch`, with other knobs of `train`."""
+    config = json.loads((run / "config.json").read_text())
+    config["train"] |= train
+    (run / f"starts/{number:03d}.json").write_bytes((run / "starts/001.json").read_bytes())
+    change(run / f"starts/{number:03d}.json", epoch=epoch, config=config)
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def test_a_knob_that_a_resumed_run_changed_is_shown_with_both_values(run):
+    assert "Changed when the run was resumed" not in page_of(run)
+    resume(run, 2, 20, learning_rate=0.001)
+    text = page_of(run)
+    assert "Changed when the run was resumed: train.learning_rate 0.0004 → 0.001 after epoch 20" in text
+    assert re.search(r"train\.learning_rate \S+ 0\.0004 0\.0004 → 0\.001 after epoch 20", text)
+    resume(run, 3, 30, learning_rate=0.0004)  # as in the recipe again
+    text = page_of(run)
+    assert "train.learning_rate 0.0004 → 0.001 after epoch 20 → 0.0004 after epoch 30" in text
+    assert "Every knob is now as recipe" in text
+
+
+def test_a_start_whose_epochs_are_not_on_record_changed_nothing(run):
+    resume(run, 2, 20, learning_rate=0.5)
+    resume(run, 3, 10, learning_rate=0.001)  # from an earlier checkpoint: what start 2 trained is gone
+    (change_of_rate,) = changes(read_run(run)).values()
+    assert change_of_rate.said == "0.0004 → 0.001 after epoch 10"
+
+
+def test_a_weight_that_a_resumed_run_changed_is_named_alone(run):
+    config = json.loads((run / "config.json").read_text())
+    resume(run, 2, 20)
+    config["reward"]["weights"]["room_rot"] = 2.0
+    change(run / "starts/002.json", config=config)
+    (run / "config.json").write_text(json.dumps(config))
+    assert [found.name for found in changes(read_run(run)).values()] == ["reward.weights.room_rot"]
+
+
+def test_a_knob_that_an_earlier_version_did_not_know_is_no_change(run):
+    resume(run, 2, 20)
+    config = json.loads((run / "starts/001.json").read_text())["config"]
+    del config["train"]["learning_rate"]
+    change(run / "starts/001.json", config=config | {"gone": {"knob": 3}})
+    assert changes(read_run(run)) == {}
+
+
+def test_mfu_and_forward_equivalents_are_explained_where_they_stand(run):
+    text = page_of(run)
+    mfu = "share of the device's peak arithmetic rate that the transformer reached"
+    assert f"MFU 21 % {mfu}" in text and f"MFU 21 % (0.04 TFLOP/s a device) {mfu}" in text
+    work = "forward-equivalents 28 000 transformer work so far; one forward pass of one sample is 1"
+    assert text.count(work) == 2  # at the top, and under "Time and work"
 
 
 def test_seconds_by_phase_add_up_without_what_ran_behind_others(run):
@@ -200,7 +255,38 @@ def test_a_camera_that_only_turns_has_no_path_to_show():
 def test_runs_measured_alike_stand_side_by_side(tmp_path, run):
     text = page_of(run, make_run(tmp_path / "second"))
     assert "Comparison of 2 runs" in text
-    assert "trans_err_m m 0.15 −0.100 −0.120 to −0.080 0.15 −0.100 −0.120 to −0.080" in text
+    assert "trans_err_m m 0.150 −0.100 −0.120 to −0.080 0.150 −0.100 −0.120 to −0.080" in text
+
+
+def test_the_knobs_in_which_runs_differ_stand_in_a_table(tmp_path, run):
+    weights = "--config.reward.weights.room_rot=2"
+    second = make_run(tmp_path / "second", weights, "--config.run_name=x", f"--config.output_root={tmp_path}")
+    resume(second, 2, 20, learning_rate=0.001)
+    found = differences([read_run(run), read_run(second)])
+    assert [(knob.name, *knob.values) for knob in found] == [
+        ("reward.weights.room_rot", "1.0", "2.0"),
+        ("train.learning_rate", "0.0004", "0.0004 → 0.001 after epoch 20"),
+    ]
+    text = page_of(run, second)
+    assert "knob first second reward.weights.room_rot 1.0 2.0 train.learning_rate 0.0004 0.0004 → 0.001" in text
+    assert "more" not in text[text.index("knob first second") : text.index("After training, and the change")]
+
+
+def test_runs_with_the_same_knobs_say_so(tmp_path, run):
+    assert "What differs Every knob is the same in all runs." in page_of(run, make_run(tmp_path / "second"))
+
+
+def test_many_knobs_that_differ_stand_behind_a_fold(tmp_path, run):
+    second = make_run(tmp_path / "second")
+    config = json.loads((second / "config.json").read_text())
+    config["reward"]["weights"] = {f"mine_{place}": 1.0 for place in range(FIRST_KNOBS)}  # beside the recipe's three
+    (second / "config.json").write_text(json.dumps(config))
+    change(second / "starts/001.json", config=config)
+    report.main([str(run), str(second), "--out", str(run / "page.html")])
+    html = (run / "page.html").read_text()
+    table, fold = html[html.index('id="differences"') : html.index('id="side-by-side"')].split("<details>")
+    assert table.count("<tr>") == 1 + FIRST_KNOBS and fold.count("<tr>") == 1 + 3
+    assert "<summary>3 more</summary>" in fold
 
 
 def test_a_run_measured_otherwise_is_left_out_and_named(tmp_path, run):
@@ -275,8 +361,8 @@ def test_the_acceptance_row_has_ends_of_rewards_intervals_speed_and_versions(run
     for said in (
         "cpu (x86_64, 2 cores) x 2",
         "40 epochs, 40 updates, 80 s",
-        "target_psnr 24.14 → 24.89",
-        "trans_err_m 0.25 → 0.15 [−0.120 to −0.080]",
+        "target_psnr 24.1 → 24.9",
+        "trans_err_m 0.250 → 0.150 [−0.120 to\u00a0−0.080]",
         "| 50 | 21 % | 0.9 GiB |",
     ):
         assert said in row
@@ -318,8 +404,76 @@ def test_the_demo_ends_with_the_report_and_fails_where_training_fails(tmp_path, 
 
 
 def test_numbers_are_short_and_signs_are_true():
-    assert [number(v) for v in (0.123456, -1.5, 123456.0, float("nan"))] == ["0.1235", "−1.5", "123 456", "–"]
-    assert [signed(v) for v in (0.5, -0.25, 0.0)] == ["+0.500", "−0.250", "0"]
-    assert [span(-0.00009, 0.002), span(0, 0), span(float("nan"), 1)] == ["−0.00009 to +0.00200", "0 to 0", "–"]
+    assert [number(v) for v in (0.123456, -1.5, 123456.0, math.nan)] == ["0.123", "−1.5", "123\u00a0456", "–"]
+    assert [signed(v) for v in (0.5, -0.25, 0.0, 9.996)] == ["+0.500", "−0.250", "0", "+10.0"]
+    spans = [span(-0.00009, 0.002), span(0, 0), span(math.nan, 1), span(-1e-7, 3e-5)]
+    assert [said.replace("\u00a0", " ") for said in spans] == [
+        *("−0.00009 to +0.00200", "0 to 0", "–", "−0.0000001 to +0.0000300")
+    ]
     assert [duration(v) for v in (0.25, 365, 7300)] == ["0.25 s", "6 min 05 s", "2 h 01 min"]
-    assert duration(0.0058) == "5.8 ms"
+    assert [duration(v) for v in (0.0058, 0.0996)] == ["5.8 ms", "100 ms"]
+    assert [percent(v) for v in (0.21, 0.00002, 0.999)] == ["21 %", "< 0.01 %", "100 %"]
+
+
+def test_a_number_between_a_thousandth_and_a_hundred_thousand_has_no_exponent():
+    for power in range(-3, 5):
+        for first in (1.0, 3.333, 9.996):
+            for value in (first * 10.0**power, -first * 10.0**power):
+                for said in (number(value), number(value, 2), signed(value)):
+                    assert "e" not in said and "-" not in said
+                    plain_number = float(said.replace("−", "-").replace("\u00a0", ""))
+                    assert plain_number == pytest.approx(value, rel=0.051)
+    assert [signed(3.33e-5), number(-4.96e-7), number(2e12)] == ["+0.0000333", "−4.96e−7", "2e12"]
+
+
+def test_values_that_stand_together_show_how_far_they_are_apart():
+    assert pair(24.438, 24.457) == ("24.44", "24.46")
+    assert pair(2.02, 1.999) == ("2.02", "2.00")
+    assert pair(0.0308982, 0.0308977) == ("0.030898", "0.030898")  # five digits are enough
+    assert pair(None, 1.0) == ("–", "1")
+
+
+def test_a_change_has_the_decimals_of_its_interval():
+    assert changed(1.91e-5, -2.65e-5, 5.65e-5) == "+0.0000191"
+    assert changed(-5e-7, -5e-5, 4e-5) == "−0.0000005"
+    assert changed(-4e-9, -5e-5, 4e-5) == "0"  # and no sign
+    assert changed(0.5, math.nan, math.nan) == "+0.500"
+
+
+def test_marks_of_an_axis_have_the_decimals_of_their_distance():
+    assert [label for _, label in ticks(24.0, 24.021)] == ["24.00", "24.01", "24.02"]
+    assert [label for _, label in ticks(-0.2, 0.2)] == ["−0.2", "−0.1", "0", "0.1", "0.2"]
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 7, 40, 1234])
+def test_epochs_on_an_axis_are_whole_numbers(last):
+    marks = ticks(0, last, 5, least=1)
+    assert len(marks) >= 2 and all(place == round(place) and label.isdigit() for place, label in marks[:3])
+    assert [place for place, _ in marks] == sorted({place for place, _ in marks})
+
+
+def test_a_short_run_has_no_half_epochs(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["step"] in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    drawn = plot([read_run(run)], "train/grad_norm")
+    assert [label for _, label in drawn.across] == ["0", "1", "2"]
+
+
+def test_numbers_that_another_part_of_the_program_wrote_look_like_the_others():
+    assert tidy("zoom_in x_m +0.05 [-0.01, +6.43e-05]") == "zoom_in x_m +0.05 [−0.01, +0.0000643]"
+    assert tidy("1e-05 to 1") == "0.00001 to 1"
+    assert tidy("f17_2/scene-4, 2026-11-24, v1.2.3") == "f17_2/scene-4, 2026-11-24, v1.2.3"
+
+
+def test_no_number_of_a_page_has_another_minus_sign(tmp_path, run):
+    change(
+        run / "summary.json",
+        verdict=json.loads((run / "summary.json").read_text())["verdict"]
+        | {"worse_by_camera": ["zoom_in psnr_db -0.05 [-0.09, -1e-05]"]},
+    )
+    report.main([str(run), str(make_run(tmp_path / "second")), "--out", str(run / "page.html")])
+    html = (run / "page.html").read_text()
+    text = plain(re.sub(r"(?s)<code>.*?</code>", "", html))  # what one types is as one types it
+    assert "−0.05 [−0.09, −0.00001]" in text
+    assert re.findall(r"(?<![\w.])-\d\S*|\de[-−+]?\d+", re.sub(r"commit \S+", "", text)) == []

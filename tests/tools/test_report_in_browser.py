@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 
 import numpy as np
@@ -183,25 +184,110 @@ def test_every_plot_has_a_size_and_shows_the_value_under_the_pointer(opened):
     readout = plot.locator(".readout")
     note = readout.text_content()
     plot.locator("svg").hover()
-    assert readout.text_content() == "epoch 20: 0.2 (0.18 to 0.22)"
+    assert readout.text_content() == "epoch 20: 0.200 (0.180 to 0.220)"
     plot.locator("svg").focus()
     opened.page.keyboard.press("ArrowRight")
-    assert readout.text_content() == "epoch 40: 0.15 (0.13 to 0.17)"
+    assert readout.text_content() == "epoch 40: 0.150 (0.130 to 0.170)"
     opened.page.mouse.move(0, 0)
     assert readout.text_content() == note
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_phone_shows_the_page_without_scrolling_sideways(browser, file, tmp_path, several):
-    if several:
-        file = tmp_path / "comparison.html"
-        runs = [make_run(tmp_path / name, videos=False) for name in ("first", "second")]
-        assert report.main([*map(str, runs), "--out", str(file)]) == 0
-    opened = Open(browser, file, width=390, height=800)
+def long_numbers(run):
+    """Give a run metrics with long names and changes as small as those of a short run."""
+    summary = json.loads((run / "summary.json").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name in ("room_pose", "target_view_displacement", "room_trans_residual", "target_view_mismatch"):
+        before, after = -0.0308982, -0.0308977
+        summary["before"][f"eval/{name}"] = before
+        summary["after"] |= {f"eval/{name}": after, f"eval/{name}_ci95": [-0.0000504, 0.0000446]}
+        rows[0] |= {f"eval/{name}": before, f"eval_floor/{name}": -0.0566812}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Return the page of a run with long numbers, that of two such runs, and that of six with long names."""
+    folder = tmp_path_factory.mktemp("pages")
+    names = ["a", "b", *(f"tiny_recam_2026-11-24_22-53-2{place}" for place in range(4))]
+    weights = [f"--config.reward.weights.room_rot={place + 1}" for place in range(len(names))]
+    runs = [long_numbers(make_run(folder / name, w, videos=False)) for name, w in zip(names, weights, strict=True)]
+    found = {"one": runs[:1], "two": runs[:2], "six": runs}
+    for name, own in found.items():
+        assert report.main([*map(str, own), "--out", str(folder / f"{name}.html")]) == 0
+    return {name: folder / f"{name}.html" for name in found}
+
+
+def outside(opened, selector):
+    """Return the texts of visible elements that no box shows whole: beyond the window, or cut by a scrolling box."""
+    return opened.page.evaluate(
+        """(selector) => [...document.querySelectorAll(selector)].filter((element) => {
+            const own = element.getBoundingClientRect();
+            const box = element.closest(".wide")?.getBoundingClientRect();
+            const right = Math.min(window.innerWidth, box ? box.right : Infinity);
+            return own.width && (own.right > right + 1 || own.left < -1);
+        }).map((element) => element.textContent)""",
+        selector,
+    )
+
+
+@pytest.mark.parametrize("page", ["one", "two", "six"])
+@pytest.mark.parametrize("width", [360, 390, 768, 900, 1024, 1400])
+def test_the_page_never_scrolls_sideways(browser, pages, page, width):
+    opened = Open(browser, pages[page], width=width, height=800)
     for details in opened.page.locator("summary").all():
         details.click()
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
     assert opened.said == []
+    opened.context.close()
+
+
+@pytest.mark.parametrize("width", [360, 390, 761, 768, 900, 1024, 1400])
+def test_every_cell_is_in_sight(browser, pages, width):
+    opened = Open(browser, pages["two"], width=width, height=800)
+    assert opened.page.locator(".held-out .chip").count() >= 6
+    assert outside(opened, ".held-out :is(td, .chip, small)") == []
+    assert outside(opened, "#side-by-side :is(td, .chip, small)") == []
+    assert outside(opened, "#differences :is(td, code)") == []
+    assert not opened.page.locator(".hint:visible").count()
+    opened.context.close()
+
+
+def test_a_phone_names_the_run_beside_each_of_its_values(browser, pages):
+    opened = Open(browser, pages["two"], width=390, height=800)
+    labels = opened.page.evaluate(
+        "[...document.querySelectorAll('#side-by-side tbody tr:first-child td')]"
+        ".map((cell) => getComputedStyle(cell, '::before').content)"
+    )
+    assert labels == ['"a"', '"b"']
+    opened.context.close()
+
+
+def test_a_table_that_is_too_wide_scrolls_in_its_box_and_says_so(browser, pages):
+    opened = Open(browser, pages["six"], width=768, height=800)
+    box, hint = opened.page.locator("#side-by-side .wide"), opened.page.locator("#side-by-side .hint")
+    opened.until("!document.querySelector('#side-by-side .hint').hidden")
+    assert "scroll" in hint.text_content() and hint.is_visible()
+    assert outside(opened, "#side-by-side td:last-child .chip")
+    box.focus()
+    for _ in range(30):
+        opened.page.keyboard.press("ArrowRight")
+    opened.until("document.querySelector('#side-by-side .wide').scrollLeft > 20")
+    opened.page.set_viewport_size({"width": 1400, "height": 800})
+    opened.until("document.querySelector('#side-by-side .hint').hidden")
+    assert box.get_attribute("tabindex") is None
+    opened.context.close()
+
+
+def test_a_printed_page_has_whole_tables_on_white(browser, pages):
+    opened = Open(browser, pages["two"], width=718, height=1000, scheme="dark")
+    opened.page.emulate_media(media="print", color_scheme="dark")
+    assert outside(opened, ":is(.held-out, .runs) :is(td, .chip, small)") == []
+    assert not opened.page.locator(".hint:visible").count()
+    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert min(int(part) for part in background[4:-1].split(",")) > 200
+    assert opened.page.locator(".held-out thead").first.is_visible()  # as a table, not restacked as on a phone
     opened.context.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tools.common import markdown_table
 from tools.run_report.held_out import held_out, judged, verdict_word
 from tools.run_report.run_folder import Run
-from tools.run_report.words import duration, number, percent, span
+from tools.run_report.words import duration, number, pair, percent, span
 from tools.run_report.work import device, largest, seconds_of, typical, versions
 
 ENDS = 10  # epochs at the beginning and at the end over which a reward is averaged
@@ -61,11 +61,11 @@ def as_markdown(runs: Sequence[Run]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    rewards = [f"{name} {number(first)} → {number(last)}" for name, (first, last) in row["rewards"].items()]
+    rewards = [f"{name} {' → '.join(pair(*ends))}" for name, ends in row["rewards"].items()]
     measured = []
     for name, found in row["held_out"].items():
         interval = f" [{span(*found['change_ci95'])}]" if found["change_ci95"] else ""
-        measured.append(f"{name.removeprefix('eval/')} {number(found['before'])} → {number(found['after'])}{interval}")
+        measured.append(f"{name.removeprefix('eval/')} {' → '.join(pair(found['before'], found['after']))}{interval}")
     mfu = math.nan if row["mfu"] is None else row["mfu"]
     return [
         row["run"],
@@ -75,9 +75,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "; ".join(rewards) or "–",
         "; ".join(measured) or "–",
         row["verdict"],
-        number(row["samples_per_s"], 3),
+        number(row["samples_per_s"]),
         percent(mfu),
-        f"{number(row['memory_peak_gib'], 3)} GiB",
+        f"{number(row['memory_peak_gib'])} GiB",
         ", ".join(f"{name} {version}" for name, version in row["versions"].items()),
     ]
 

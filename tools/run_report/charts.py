@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from flow_grpo.maths.path_errors import LEAST_BASELINE_M
 from flow_grpo.runtime.reporting.plots import BETTER
 from flow_grpo.runtime.reporting.series import SMOOTH_FROM, running_mean
 from tools.run_report.run_folder import Paths, Run
-from tools.run_report.words import number, span
+from tools.run_report.words import mark, number, pair, span
 
 WIDTH, HEIGHT = 360, 190  # of a plot, in units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
@@ -60,13 +61,13 @@ class Plot:
     points: list[list[Any]]
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return about `count` round numbers within [low, high]."""
-    rough = (high - low) / count or 1.0
+def ticks(low: float, high: float, count: int = 4, least: float = 0.0) -> list[tuple[float, str]]:
+    """Return about `count` round numbers within [low, high], at least `least` apart, each with its label."""
+    rough = max((high - low) / count, least) or 1.0
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [place * step for place in range(first, last + 1)]
+    return [(place * step, mark(place * step, step)) for place in range(first, last + 1)]
 
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
@@ -94,10 +95,10 @@ def plot(runs: Sequence[Run], name: str, note: str = "") -> Plot | None:
     heights += [] if floor is None else [floor]
     low, high = min(heights), max(heights)
     margin = 0.06 * (high - low) or abs(low) * 0.1 or 1.0
-    place = scale(0, max(step for _, _, series in drawn for step, _ in series), LEFT, WIDTH - RIGHT)
+    last = max(step for _, _, series in drawn for step, _ in series)
+    place = scale(0, last, LEFT, WIDTH - RIGHT)
     height = scale(low - margin, high + margin, HEIGHT - BOTTOM, TOP)
     marks = ticks(low - margin, high + margin)
-    last = max(step for _, _, series in drawn for step, _ in series)
     return Plot(
         name=name,
         note=note,
@@ -105,9 +106,9 @@ def plot(runs: Sequence[Run], name: str, note: str = "") -> Plot | None:
             _line(run, colour, series, band, (place, height))
             for (colour, run, series), band in zip(drawn, bands, strict=True)
         ],
-        across=[(place(step), f"{step:g}") for step in ticks(0, last, 5)],
-        upright=[(height(value), number(round(value, 10), 4)) for value in marks],
-        floor=None if floor is None else (height(floor), f"floor {number(floor, 3)}"),
+        across=[(place(step), label) for step, label in ticks(0, last, 5, least=1)],
+        upright=[(height(value), label) for value, label in marks],
+        floor=None if floor is None else (height(floor), f"floor {number(floor)}"),
         said="; ".join(_said(run, name, series, len(runs)) for _, run, series in drawn),
         points=_points([series for *_, series in drawn], bands, [run for _, run, _ in drawn], (place, height)),
     )
@@ -159,7 +160,8 @@ def _path(points: Sequence[Point]) -> str:
 def _said(run: Run, name: str, series: Sequence[tuple[int, float]], runs: int) -> str:
     (first, before), (last, after) = series[0], series[-1]
     whose = f"{run.name}: " if runs > 1 else ""
-    return f"{whose}{name} from {number(before)} at epoch {first} to {number(after)} at epoch {last}"
+    start, end = pair(before, after)
+    return f"{whose}{name} from {start} at epoch {first} to {end} at epoch {last}"
 
 
 def _points(
@@ -170,13 +172,15 @@ def _points(
 ) -> list[list[Any]]:
     place, height = axes
     values, ends = [dict(own) for own in series], [{step: (low, high) for step, low, high in band} for band in bands]
+    every = [value for own in series for _, value in own]
+    write = functools.partial(number, differ=max(every) - min(every))
     found = []
     for step in sorted({step for own in values for step in own}):
         texts, marks = [], []
         for own, band, run in zip(values, ends, runs, strict=True):
             if step in own:
-                around = f" ({number(band[step][0], 3)} to {number(band[step][1], 3)})" if step in band else ""
-                texts.append((f"{run.name} " if len(runs) > 1 else "") + number(own[step]) + around)
+                around = f" ({write(band[step][0])} to {write(band[step][1])})" if step in band else ""
+                texts.append((f"{run.name} " if len(runs) > 1 else "") + write(own[step]) + around)
                 marks.append(height(own[step]))
         found.append([place(step), marks, f"epoch {step}: {' · '.join(texts)}"])
     return found
@@ -231,13 +235,13 @@ def by_camera(run: Run, name: str) -> CameraPlot | None:
     place = scale(low, high, CAMERA_LEFT, WIDTH - RIGHT)
     rows = []
     for line, (camera, before, after, ends, word) in enumerate(found):
-        said = f"{camera}: {number(before)} to {number(after)}"
+        said = f"{camera}: {' to '.join(pair(before, after))}"
         said += f"; 95 % interval of the change {span(ends[0] - before, ends[1] - before)}, {word}" if ends else ""
         interval = (place(ends[0]), place(ends[1])) if ends else None
         height = TOP + CAMERA_ROW * (line + 0.5)
         rows.append(CameraRow(camera, height, place(before), place(after), interval, word, said))
     tall = TOP + CAMERA_ROW * len(rows) + BOTTOM
-    return CameraPlot(name, BETTER[sign], tall, rows, [(place(v), number(round(v, 10))) for v in ticks(low, high)])
+    return CameraPlot(name, BETTER[sign], tall, rows, [(place(value), label) for value, label in ticks(low, high)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import av
 
 from tools.run_report.charts import PathView, path_views
 from tools.run_report.run_folder import VIDEOS, Panel, Run, Video
-from tools.run_report.words import number
+from tools.run_report.words import number, pair
 
 KINDS = {"best": "improved most", "worst": "improved least", "eval": "held-out condition"}
 MOST_BYTES = 20_000_000  # of all videos of a page: 27 MB in base64
@@ -107,7 +107,7 @@ def _form(file: str) -> tuple[int, int, int, float]:
 def _in_words(video: Video, name: str) -> str:
     """Return a score with its value before training where that is known."""
     now, before = video.scores[name], video.before.get(name)
-    return f"{name} {number(now, 3)}" if before is None else f"{name} {number(before, 3)} → {number(now, 3)}"
+    return f"{name} {number(now)}" if before is None else f"{name} {' → '.join(pair(before, now))}"
 
 
 def _clip(video: Video, content: bytes, width: int, height: int, frames: int, fps: float) -> Clip:

@@ -1,12 +1,25 @@
-"""Several runs side by side, where they were measured on the same conditions in the same way."""
+"""Several runs side by side: their knobs, and what was measured on the same conditions in the same way."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
+from tools.run_report.configuration import changes, settings
 from tools.run_report.held_out import Change, held_out
 from tools.run_report.run_folder import Run
+from tools.run_report.words import NOTHING, number
+
+FIRST_KNOBS = 12  # of those that differ; the others stand behind a fold
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A knob that the runs have different values of: one a run, as JSON, with the changes on the way."""
+
+    name: str
+    values: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +28,12 @@ class Comparison:
 
     Attributes:
         runs: names of the columns.
-        rows: (metric, unit, one change per run, None where a run does not measure it).
+        rows: (metric, unit, one (value after training, change) per run, None where a run does not measure it).
         without: sentences about runs that cannot be compared, and why.
     """
 
     runs: list[str]
-    rows: list[tuple[str, str, list[Change | None]]]
+    rows: list[tuple[str, str, list[tuple[str, Change] | None]]]
     without: list[str]
 
 
@@ -34,14 +47,25 @@ def compare(runs: Sequence[Run]) -> Comparison:
         why = _why_not(first, run)
         same += [] if why else [run]
         without += [f"{run.name} is left out: {why}"] if why else []
-    changes = [{change.name: change for change in held_out(run)} for run in same]
-    names = list(dict.fromkeys(name for own in changes for name in own))
+    measured = [{change.name: change for change in held_out(run)} for run in same]
+    names = list(dict.fromkeys(name for own in measured for name in own))
     rows = []
     for name in names:
-        found = [own.get(name) for own in changes]
+        found = [own.get(name) for own in measured]
         unit = next(change.unit for change in found if change)
-        rows.append((name, unit, found))
+        # All values of a row have the digits that the largest change needs, so that they can be compared.
+        differ = max([abs(change.change) for change in found if change and math.isfinite(change.change)], default=0.0)
+        cells = [(number(change.after, differ=differ), change) if change else None for change in found]
+        rows.append((name, unit, cells))
     return Comparison([run.name for run in same], rows, without)
+
+
+def differences(runs: Sequence[Run]) -> list[Difference]:
+    """Return the knobs in which the runs differ; names and places of the runs are none."""
+    known = [settings(run) | {name: change.said for name, change in changes(run).items()} for run in runs]
+    names = dict.fromkeys(name for own in known for name in own)
+    found = [Difference(name, [own.get(name, NOTHING) for own in known]) for name in names]
+    return [knob for knob in found if len(set(knob.values)) > 1]
 
 
 def _why_not(first: Run, run: Run) -> str:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from flow_grpo.runtime.reporting.metric_names import Metric, healthy_text, metric_of
 from tools.run_report.run_folder import Run
-from tools.run_report.words import number, percent
+from tools.run_report.words import number, percent, tidy
 
 RECENT = 10  # values that count as the present state
 NOT_HERE = ("eval_change/", "eval_floor/", "reward_by_camera/")  # differences and parts of other metrics
@@ -59,8 +59,8 @@ def _finding(name: str, metric: Metric, series: list[tuple[int, float]], outside
     unit = {"share": "", "count": ""}.get(metric.unit, f" {metric.unit}")
     return Finding(
         name=name,
-        value=percent(mean) if metric.unit == "share" else number(mean, 3) + unit.rstrip(),
-        healthy=healthy_text(metric),
+        value=percent(mean) if metric.unit == "share" else number(mean) + unit.rstrip(),
+        healthy=tidy(healthy_text(metric)),
         when=f"{count} outside, {first}",
         meaning=metric.meaning,
         advice=metric.advice,

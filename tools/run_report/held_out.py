@@ -10,7 +10,7 @@ from flow_grpo.algorithm.verdict import LIKENESS, abridged, word_of
 from flow_grpo.runtime.reporting.metric_names import metric_of
 from flow_grpo.runtime.reporting.plots import worth_a_panel
 from tools.run_report.run_folder import Run
-from tools.run_report.words import number, signed, span
+from tools.run_report.words import changed, pair, signed, span, tidy
 
 NO_VERDICT = "no verdict"
 
@@ -44,6 +44,16 @@ class Change:
     floor: float
     word: str
     group: str
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The values before and after in words, with the digits that show how far they are apart."""
+        return pair(self.before, self.after)
+
+    @property
+    def moved(self) -> str:
+        """The change in words, with the decimals of its interval."""
+        return changed(self.change, self.low, self.high)
 
     @property
     def percent(self) -> float:
@@ -90,7 +100,7 @@ def sentence(run: Run) -> str:
     judge = f" by {run.config.eval.gold}, which no reward of the training uses" if _is_gold(lead) else ""
     conditions = run.summary.measured_on.get("eval.num_conditions", "the")
     worse = run.summary.verdict.worse_by_camera if run.summary.verdict else []
-    cameras = f" Worse for a kind of camera: {'; '.join(abridged(worse))}." if worse else ""
+    cameras = f" Worse for a kind of camera: {tidy('; '.join(abridged(worse)))}." if worse else ""
     return f"{said} Measured on {conditions} held-out conditions{judge}.{cameras}"
 
 
@@ -115,8 +125,9 @@ def _in_words(change: Change) -> str:
     moved = "rose" if change.change > 0 else "fell" if change.change < 0 else "stayed"
     unit = f" {change.unit}" if change.unit else ""
     percent = f" ({signed(change.percent, 2)} %)" if math.isfinite(change.percent) else ""
+    before, after = change.ends
     return (
-        f"{change.name.removeprefix('eval/')} {moved} from {number(change.before)} to {number(change.after)}{unit}"
+        f"{change.name.removeprefix('eval/')} {moved} from {before} to {after}{unit}"
         f"{percent}; 95 % interval of the change {span(change.low, change.high)}{unit}."
     )
 

@@ -19,8 +19,8 @@ from flow_grpo.runtime.reporting.plots import BETTER
 from tools.run_report import words
 from tools.run_report.charts import CameraPlot, Plot, by_camera, constant, plot
 from tools.run_report.clips import MOST_BYTES, Clip, choose
-from tools.run_report.comparison import compare
-from tools.run_report.configuration import Knob, knobs
+from tools.run_report.comparison import FIRST_KNOBS, compare, differences
+from tools.run_report.configuration import Knob, KnobChange, changes, knobs
 from tools.run_report.health import Finding, findings
 from tools.run_report.held_out import Change, held_out, judged, sentence, verdict_word
 from tools.run_report.run_folder import Run
@@ -46,9 +46,10 @@ class Part:
     findings: list[Finding]
     bounded: int
     phases: list[Phase]
-    tiles: list[tuple[str, str]]
-    figures: list[tuple[str, str]]
+    tiles: list[tuple[str, str, str]]
+    figures: list[tuple[str, str, str]]
     knobs: list[Knob]
+    changes: list[KnobChange]
     knob_note: str
     versions: dict[str, str]
 
@@ -73,12 +74,15 @@ def render(runs: Sequence[Run], asked: str = "") -> str:
         "percent": words.percent,
         "duration": words.duration,
         "rich": rich,
+        "breaking": breaking,
     }
     script = (HERE / "script.js").read_text(encoding="utf-8")
     drawn, flat = curves(runs)
     page = environment.get_template("page.html.j2").render(
         parts=[part(run, MOST_BYTES // len(runs), asked) for run in runs],
         compared=compare(runs) if len(runs) > 1 else None,
+        different=differences(runs) if len(runs) > 1 else [],
+        first_knobs=FIRST_KNOBS,
         curves=drawn,
         flat=flat,
         most_bands=MOST_BANDS,
@@ -113,6 +117,7 @@ def part(run: Run, most_bytes: int, asked: str) -> Part:
         tiles=tiles(run),
         figures=figures(run),
         knobs=particular,
+        changes=list(changes(run).values()),
         knob_note=note,
         versions=versions(run),
     )
@@ -137,10 +142,15 @@ def _note(name: str, runs: Sequence[Run]) -> str:
         return better + "; band: 95 % interval of the change" * (len(runs) <= MOST_BANDS)
     known = metric_of(name)
     healthy = healthy_text(known) if known else ""
-    return f"healthy: {healthy}" if healthy else "steady is healthy"
+    return f"healthy: {words.tidy(healthy)}" if healthy else "steady is healthy"
 
 
 def rich(text: str) -> Markup:
     """Return text with `code` as code, and Markdown links as their text."""
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(plain))))
+
+
+def breaking(name: str) -> Markup:
+    """Return a name that may go on in the next line after each of its parts."""
+    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(name))))

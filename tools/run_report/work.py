@@ -15,6 +15,11 @@ SHOWN_VERSIONS = (
     *("av", "opencv-python-headless", "pycolmap", "flow-grpo"),
 )
 
+NOTES = {
+    "forward-equivalents": "transformer work so far; one forward pass of one sample is 1",
+    "MFU": "share of the device's peak arithmetic rate that the transformer reached",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -56,36 +61,37 @@ def largest(run: Run, name: str) -> float:
     return max([value for _, value in run.series(name)], default=math.nan)
 
 
-def figures(run: Run) -> list[tuple[str, str]]:
-    """Return (what, value) of the work of a run."""
+def figures(run: Run) -> list[tuple[str, str, str]]:
+    """Return (what, value, what that means where it is not plain) of the work of a run."""
     traffic = {
         name: typical(run, name)
         for name in sorted({name for row in run.rows.values() for name in row if name.startswith("system/sent_")})
     }
     kinds = [
-        f"{name.removeprefix('system/sent_').removesuffix('_gib')} {number(gib * 1024, 3)} MiB"
+        f"{name.removeprefix('system/sent_').removesuffix('_gib')} {number(gib * 1024)} MiB"
         for name, gib in traffic.items()
         if gib
     ]
     memory, total = largest(run, "system/memory_peak_gib"), largest(run, "system/memory_total_gib")
     mfu, rate = typical(run, "system/mfu"), typical(run, "system/tflops_per_device")
     work = largest(run, "system/forward_equivalents")
-    return [
+    found = [
         ("time in epochs", duration(seconds_of(run))),
         ("epochs", f"{run.epochs} of {run.config.num_epochs}"),
-        ("samples a second", number(typical(run, "system/samples_per_s"), 3)),
-        ("forward-equivalents", number(work) if math.isfinite(work) else NOTHING),
-        ("MFU", f"{percent(mfu)} ({number(rate, 3)} TFLOP/s a device)" if math.isfinite(mfu) else NOTHING),
-        ("peak memory", f"{number(memory, 3)} of {number(total, 3)} GiB" if math.isfinite(memory) else NOTHING),
+        ("samples a second", number(typical(run, "system/samples_per_s"))),
+        ("forward-equivalents", number(work)),
+        ("MFU", f"{percent(mfu)} ({number(rate)} TFLOP/s a device)" if math.isfinite(mfu) else NOTHING),
+        ("peak memory", f"{number(memory)} of {number(total)} GiB" if math.isfinite(memory) else NOTHING),
         ("sent by a rank in an epoch", ", ".join(kinds) or NOTHING),
     ]
+    return [(what, value, NOTES.get(what, "")) for what, value in found]
 
 
-def tiles(run: Run) -> list[tuple[str, str]]:
-    """Return (what, value) of the few figures at the top of a page."""
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """Return (what, value, what that means) of the few figures at the top of a page."""
     short = {"MFU": percent(typical(run, "system/mfu"))}
-    short["peak memory"] = f"{number(largest(run, 'system/memory_peak_gib'), 3)} GiB"
-    return [(what, short.get(what, value)) for what, value in figures(run)[:6]]
+    short["peak memory"] = f"{number(largest(run, 'system/memory_peak_gib'))} GiB"
+    return [(what, short.get(what, value), note) for what, value, note in figures(run)[:6]]
 
 
 def device(run: Run) -> str:
