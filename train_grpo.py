@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             trainer = build(config, spec, device, ranks)
             if config.doctor == "fast" and trainer.state.finished < config.num_epochs:
                 examine(trainer)
-            if ranks.is_main and (trainer.state.finished < config.num_epochs or not trainer.from_own):
-                starts.begin(trainer.run_folder, config)
+            if ranks.is_main and not (trainer.run_folder / starts.CONFIG).exists():
+                starts.begin(trainer.run_folder)
             trainer.progress.say(f"run folder: {trainer.run_folder}")
         except ValueError as error:
             refuse(error, ranks)

@@ -36,7 +36,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
-from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, find_scenes
+from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, PUBLIC_NAME, find_scenes
 from flow_grpo.data.video_io import opened, read_video, video_size
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.maths.poses import rotation_angle_deg
@@ -162,7 +162,9 @@ def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: i
     if settings.frames is None and f"frame{frames}" in content:
         report.problems.append((name, f"poses beyond frame{frames - 1}, the last of the videos"))
     texts: list[str] = []
-    for camera in names:
+    first = content.get("frame0")
+    known = first if isinstance(first, dict) else {}
+    for camera in (name for name in names if PUBLIC_NAME.fullmatch(name) or name in known):  # strays: `find_scenes`
         try:
             motion = _motion(read_cameras(file, [camera], max(frames, _posed_frames(content, camera), 1))[0])
         except ValueError as error:

@@ -33,7 +33,7 @@ from tools.common import fail, make_parser
 LEAST_USABLE = 0.5  # share of the items below which something common to all is suspected
 SHOWN = 5  # of the scenes without a usable item
 CAUSES = (
-    "where anchors are missing, pictures may lack texture or cameras parallax; else the poses are not inverted or in "
+    "Where anchors are missing, pictures may lack texture or cameras parallax; else the poses are not inverted or in "
     "another convention, or the focal length in the folder's name is wrong (docs/your_videos.md)"
 )
 AT_ONCE = 4  # items per process between two writes of the file
@@ -102,10 +102,12 @@ def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> bool:
     print(f"{len(found) - len(wrong)} of {len(names)} items are usable, {len(wrong)} are not: {out}", flush=True)
     enough = len(found) - len(wrong) >= LEAST_USABLE * len(found)
     useless = sorted({scene for scene, _ in found} - {scene for scene, _ in found.keys() - wrong.keys()})
-    if enough and useless:
-        print(f"no item is usable of {', '.join(useless[:SHOWN])}{' and others' * (len(useless) > SHOWN)}: {CAUSES}")
+    if useless:
+        print(f"no item is usable of {', '.join(useless[:SHOWN])}{' and others' * (len(useless) > SHOWN)}")
     if not enough:
-        print(f"fewer than {LEAST_USABLE:.0%} are usable: {CAUSES}; do not train before you know which")
+        print(f"fewer than {LEAST_USABLE:.0%} are usable: do not train before you know why")
+    if useless or not enough:
+        print(CAUSES)
     return enough
 
 

@@ -52,7 +52,7 @@ from flow_grpo.runtime.reporting.console import Progress, print_before_after
 from flow_grpo.runtime.reporting.gallery import Gallery
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.signals import EndRequest
-from flow_grpo.runtime.starts import next_commands
+from flow_grpo.runtime.starts import begin, next_commands
 from flow_grpo.settings.schema import Config, RewardConfig
 
 LINGER_S = 20.0  # after an error, for a checkpoint that is being written; torchrun kills peers after 30
@@ -124,9 +124,12 @@ class Trainer:
                 f"nothing left to train after epoch {self.state.finished}, a larger --config.num_epochs goes on: "
                 f"{len(self.evaluator.indices)} conditions are measured again"
             )
-        for epoch in range(self.state.finished, self.config.num_epochs):
+        first = self.state.finished
+        for epoch in range(first, self.config.num_epochs):
             if self._out_of_time() or self._asked_to_end():
                 break
+            if epoch == first and self.ranks.is_main:
+                begin(self.run_folder)
             self.tracker.begin()
             self.clock, self.metrics = Clock(self.device), {}
             self.forwards.mark()
@@ -367,18 +370,18 @@ class Trainer:
     def running(self) -> Iterator[None]:
         """Inside, signals ask for an end; at the end the run's folder is unlocked.
 
-        After an error the checkpoint that is being written behind training gets the time to be published. That is no
-        collective call: other ranks may have failed.
+        After an error the checkpoint that is being written behind training gets the time to be published, also where
+        the launcher asks to end meanwhile. That is no collective call: other ranks may have failed. The folder then
+        stays locked as long as the process lives: a thread may still write into it.
         """
-        try:
-            with self.end:
+        with self.end:
+            try:
                 yield
-        except Exception:
-            if self._saving is not None:
-                self._saving.linger(LINGER_S)
-            raise
-        finally:
-            self.lock.release()
+            except Exception:
+                if self._saving is not None:
+                    self._saving.linger(LINGER_S)
+                raise
+        self.lock.release()
 
     def _begin_saving(self) -> None:
         if self._saved != self._position():

@@ -14,7 +14,7 @@ LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are error
 LIKENESS = "target_view"  # to the true view: measured in every evaluation that has one
 MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: likeness, shares
 TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
-SMALL = 0.02  # of the value before training: a change below, however clear, is hardly seen in a video
+SMALL = 0.02  # of an error, or of a squared one in decibels: a change below, however clear, is hardly seen in a video
 SHOWN_WORSE = 3  # of what got worse for a kind of camera, where people read it
 DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
@@ -29,7 +29,7 @@ class Verdict:
             own and the likeness to the true view; where there are none, all.
         metrics: `eval/` name -> "better", "worse" or "unclear".
         measurable: whether there are intervals at all: too few scenes give none.
-        small: every change that decides is a small part of the metric's value before training.
+        small: every change of a measurement that decides is small, see `is_small`, and there is one.
     """
 
     overall: str
@@ -85,13 +85,20 @@ def judge(
     clear = [name for name in deciding(found, rewards, weights, gold=gold) if found[name] != "unclear"]
     words = {found[name] for name in clear}
     overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
-    small = bool(clear) and all(is_small(changes[name].mean, before.get(name, 0.0)) for name in clear)
+    sizes = [is_small(name, changes[name].mean, before.get(name), rewards) for name in clear]
+    small = False not in sizes and True in sizes
     return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()), small)
 
 
-def is_small(change: float, before: float) -> bool:
-    """Return whether a change is a small part of the value before training."""
-    return abs(change) < SMALL * abs(before)
+def is_small(name: str, change: float, before: float | None, rewards: Sequence[str]) -> bool | None:
+    """Return whether a change of a measurement is small beside the value before training; None where that says nothing.
+
+    A part of a reward says nothing, as its zero may lie anywhere.
+    """
+    if before is None or name.removeprefix("eval/") in rewards:
+        return None
+    bound = 10 * math.log10(1 + SMALL) if name.endswith("_db") else SMALL * abs(before)
+    return abs(change) < bound
 
 
 def word_of(sign: int, low: float, high: float) -> str:
@@ -128,7 +135,7 @@ def worse_by_camera(
     for kind, changes in by_camera.items():
         for name in (name for name in names if name in changes):
             (mean, low, high), short = changes[name], name.removeprefix("eval/")
-            small = is_small(mean, before.get(f"eval_by_camera/{kind}/{short}", 0.0))
+            small = is_small(name, mean, before.get(f"eval_by_camera/{kind}/{short}"), rewards)
             if not small and word_of(direction(name, rewards), low, high) == "worse":
                 text = f"{kind} {short} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
                 found.append((abs(mean) / (high - low) if high > low else math.inf, text))

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 def spawn_without_program() -> None:
     """Call in a program before it trains: its spawned processes import what their work needs, not the program.
 
-    A spawned process first runs its parent's main file again, with every import of training: 5 s and 600 MiB for each
+    A spawned process first runs its parent's main file again, with every import of training: 5 s and 340 MiB for each
     process of each rank. multiprocessing leaves that out for a main module of this name, as for `python -m package`.
     What such a process is sent must not be defined in the main file.
     """

@@ -1,6 +1,6 @@
 """Where and with which configuration a run starts, and goes on: every start is on record in the run's folder.
 
-    outputs/first/config.json       the configuration of the latest start that began to train
+    outputs/first/config.json       the configuration of the latest start that began to train, or of the first one
     outputs/first/starts/001.json   every start: command line, recipe, configuration, checkpoint, commit, versions
 
 A resumed run goes on with `config.json`, not with the recipe as it is now, and with the overrides on its command line.
@@ -136,9 +136,11 @@ def record(
     write_atomically(folder / f"{len(start_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
 
 
-def begin(run_folder: Path, config: Config) -> None:
-    """Make a start's configuration the run's: the next resume goes on with it. For one process only."""
-    write_atomically(run_folder / CONFIG, json.dumps(to_dict(config), indent=1))
+def begin(run_folder: Path) -> None:
+    """Make the latest start's configuration the run's: the next resume goes on with it. For one process only."""
+    start = _latest(run_folder)
+    if start is not None:
+        write_atomically(run_folder / CONFIG, json.dumps(start["config"], indent=1))
 
 
 def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:

@@ -9,7 +9,7 @@ import torch
 
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
-from flow_grpo.algorithm.groups.metrics import MOST_CAMERAS, camera_metrics, pooled, server_metrics
+from flow_grpo.algorithm.groups.metrics import MOST_CAMERAS, camera_metrics, pooled, reward_metrics, server_metrics
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.algorithm.test_compare import of_two
@@ -36,6 +36,14 @@ def test_of_many_kinds_the_rarest_are_one():
 
 def test_a_name_cannot_begin_a_group_of_metrics():
     assert pooled(["up/left", "zoom_in:0.5+pan_left", "two words"]) == ("up-left", "zoom_in:0.5+pan_left", "two-words")
+
+
+def test_the_spread_of_groups_is_that_of_their_own_valid_samples_in_any_order():
+    nothing = math.nan
+    gathered = of_two([1.0, 10.0, 3.0, 20.0, nothing, 7.0], [1.0] * 6, [9, 4, 9, 4, 9, 5])
+    found = reward_metrics(gathered, {"pose": 1.0})
+    assert found["reward/pose_group_std"] == (5.0 + 1.0) / 2  # of a group of one there is none
+    assert found["reward/pose_group_range_p50"] == (10.0 + 2.0) / 2
 
 
 def test_means_and_shares_are_those_of_a_camera_s_own_samples():

@@ -145,6 +145,34 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path, m
     assert ends == [pytest.approx(change), low, high]
 
 
+def test_changes_are_judged_beside_the_values_before_training(a_trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "LEAST_SCENES", 2)
+    with (
+        mock.patch.object(trainer_module, "judge", wraps=trainer_module.judge) as judged,
+        mock.patch.object(trainer_module, "worse_by_camera", wraps=trainer_module.worse_by_camera) as listed,
+    ):
+        run(a_trainer())
+    before = json.loads((tmp_path / "summary.json").read_text())["before"]
+    assert judged.call_args.kwargs["before"]["eval/brightness"] == before["eval/brightness"]
+    by_camera = listed.call_args.args[-1]
+    assert by_camera and all(name.startswith("eval_by_camera/") for name in by_camera)
+
+
+def test_a_signal_does_not_cut_short_the_wait_for_a_checkpoint_after_an_error(a_trainer):
+    """A launcher that has lost a rank asks the others to end."""
+    killed: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
+    trainer, lingered = a_trainer(), mock.Mock()
+    lingered.linger = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+    trainer._saving = lingered
+    try:
+        with pytest.raises(RuntimeError, match="a crash"), trainer.running():
+            raise RuntimeError("a crash")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert trainer.end.signal == "SIGTERM" and not killed
+
+
 def test_a_resumed_run_gives_the_same_intervals_and_an_older_checkpoint_none(a_trainer, tmp_path, monkeypatch):
     run(a_trainer())
     whole = json.loads((tmp_path / "summary.json").read_text())

@@ -104,15 +104,29 @@ def test_what_got_worse_for_a_kind_of_camera_is_named_although_the_mean_got_bett
     rot, pose = "zoom_in rot_err_deg +0.7 [+0.3, +1.1]", "pan_left room_pose -0.2 [-0.3, -0.1]"
     assert worse_by_camera(by_camera, names, REWARDS, {}) == [pose, rot]  # clearer: as large as its interval is wide
     before = {"eval_by_camera/zoom_in/rot_err_deg": 1.8, "eval_by_camera/pan_left/room_pose": -20.0}
-    assert worse_by_camera(by_camera, names, REWARDS, before) == [rot]
+    assert worse_by_camera(by_camera, names, REWARDS, before) == [pose, rot]
+    assert worse_by_camera(by_camera, names, REWARDS, {"eval_by_camera/zoom_in/rot_err_deg": 50.0}) == [pose]
+    by_camera["tilt_up"] = {"eval/trans_err_m": [0.1, 0.1, 0.1]}  # an interval without width is the clearest
+    assert worse_by_camera(by_camera, names, REWARDS, before)[0].startswith("tilt_up")
 
 
 @pytest.mark.parametrize(
-    ("before", "said"), [(1.8, "better (better: "), (180.0, "better, but by less than 2% (better: ")]
+    ("changed", "before", "small"),
+    [
+        ({"rot_err_deg": -0.2}, {"rot_err_deg": 180.0}, True),
+        ({"rot_err_deg": -0.2}, {"rot_err_deg": 1.8}, False),
+        ({"rot_err_deg": -0.2}, {}, False),
+        ({"rot_err_deg": -0.2, "view_disp_disp_px": -3.0}, {"rot_err_deg": 180.0, "view_disp_disp_px": 9.0}, False),
+        ({"target_view_psnr_db": 0.45}, {"target_view_psnr_db": 24.0}, False),  # a tenth of the squared error
+        ({"target_view_psnr_db": 0.05}, {"target_view_psnr_db": 24.0}, True),
+        ({"room_pose": 0.3}, {"room_pose": 100.0}, False),  # of a reward a part says nothing
+        ({"room_pose": 0.3, "rot_err_deg": -0.2}, {"room_pose": 1.0, "rot_err_deg": 180.0}, True),
+    ],
 )
-def test_a_small_change_is_called_so_however_clear(before, said):
-    changes = {"eval/rot_err_deg": change(-0.2), "eval/trans_err_m": change(-0.05)}
-    assert str(judge(changes, REWARDS, {}, before={"eval/rot_err_deg": before})).startswith(said)
+def test_a_small_change_is_called_so_however_clear(changed, before, small):
+    changes = {f"eval/{name}": change(mean, abs(mean) / 2) for name, mean in changed.items()}
+    verdict = judge(changes, REWARDS, {}, before={f"eval/{name}": value for name, value in before.items()})
+    assert str(verdict).startswith("better, but by less than 2% (better: " if small else "better (better: ")
 
 
 @pytest.mark.parametrize(("count", "last"), [(3, "c2"), (5, "2 more, see change_by_camera in summary.json")])

@@ -233,7 +233,7 @@ def test_the_plan_of_a_run_stands_beside_what_it_measured(tmp_path, capsys):
     config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.output_root={tmp_path}"])
     run, device = tmp_path / "first", "device cpu (x86_64, 2 cores); no npu: torch_npu is not installed"
     starts.record(run, config, "config/grpo.py:tiny_recam", checkpoint=None, epoch=0, ranks=2, device=device)
-    starts.begin(run, config)
+    starts.begin(run)
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/x": 1}\n')
     assert plan.main(["--run", str(run)]) == 2
     assert "has no finished epoch yet" in capsys.readouterr().err

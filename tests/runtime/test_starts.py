@@ -26,7 +26,7 @@ def started(root: Path, *knobs: str, name: str = "first", epoch: int = 10) -> Pa
     (run / "checkpoints" / f"checkpoint_{epoch:06d}").mkdir(parents=True)
     config = load_config(TOY, words(root, *knobs))
     starts.record(run, config, TOY, checkpoint=None, epoch=0, ranks=2, device="cpu")
-    starts.begin(run, config)
+    starts.begin(run)
     return run
 
 

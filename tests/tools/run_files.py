@@ -30,7 +30,7 @@ def make_run(folder: Path, *overrides: str, command: str = "", videos: bool = Tr
         folder, config, RECIPE, checkpoint=None, epoch=0, ranks=2, device="device cpu (x86_64, 2 cores); no npu"
     )
     change(folder / "starts/001.json", command=command or "train_grpo.py --config config/grpo.py:tiny_recam")
-    starts.begin(folder, config)
+    starts.begin(folder)
     _write_metrics(folder)
     (folder / "summary.json").write_text(json.dumps(_summary()))
     if videos:

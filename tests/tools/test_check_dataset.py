@@ -187,6 +187,14 @@ def test_broken_scenes_do_not_hide_one_another_or_their_own_files(root):
     assert found["val/f18_aperture10/scene7"] == ["no videos here, only []"]
 
 
+def test_a_stray_video_is_one_problem(root):
+    videos = root / SCENE / "videos"
+    shutil.copy(next(videos.glob("*.mp4")), videos / "preview.mp4")
+    found = problems(root)
+    assert list(found) == [SCENE, f"{SCENE}/metadata.csv"]
+    assert "is named like the videos preview.mp4, it has cam01" in found[SCENE][0]
+
+
 def test_captions_are_all_there_or_nowhere(root):
     for scene in (SCENE, OTHER, VAL):
         (root / scene / "metadata.csv").unlink()

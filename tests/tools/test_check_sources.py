@@ -44,7 +44,7 @@ def test_pictures_too_small_for_features_are_found_unusable(world, tmp_path, cap
     printed = capsys.readouterr().out
     count = sum(map(len, verdicts.values()))
     assert f"0 of {count} items are usable, {count} are not" in printed
-    assert printed.count(" is unusable: ") == count and "fewer than 50% are usable: where anchors are" in printed
+    assert printed.count(" is unusable: ") == count and "fewer than 50% are usable: do not" in printed
 
 
 def test_a_second_call_checks_only_items_without_a_verdict(world, tmp_path, monkeypatch, capsys):
@@ -82,7 +82,7 @@ def test_a_scene_of_which_nothing_is_usable_is_named(world, tmp_path, monkeypatc
     pretend(monkeypatch, lose_the_first)
     check_sources.main(words(world, tmp_path / "usable.json"))
     assert len(set(asked)) > 1
-    assert f"no item is usable of {asked[0]}: where anchors are missing" in capsys.readouterr().out
+    assert f"no item is usable of {asked[0]}\nWhere anchors are missing" in capsys.readouterr().out
 
 
 def test_an_unreadable_video_is_reported_and_has_no_verdict(world, tmp_path, monkeypatch, capsys):

@@ -161,6 +161,11 @@ def test_a_weight_that_a_resumed_run_changed_is_named_alone(run):
     change(run / "starts/002.json", config=config)
     (run / "config.json").write_text(json.dumps(config))
     assert [found.name for found in changes(read_run(run)).values()] == ["reward.weights.room_rot"]
+    config["reward"]["weights"]["sharpness"] = 1.0  # of which start 1 knew nothing
+    change(run / "starts/002.json", config=config)
+    (run / "config.json").write_text(json.dumps(config))
+    added = changes(read_run(run))["reward.weights.sharpness"]
+    assert added.said == "– → 1.0 after epoch 20"
 
 
 def test_a_knob_that_an_earlier_version_did_not_know_is_no_change(run):
@@ -438,6 +443,7 @@ def test_a_change_has_the_decimals_of_its_interval():
     assert changed(-5e-7, -5e-5, 4e-5) == "−0.0000005"
     assert changed(-4e-9, -5e-5, 4e-5) == "0"  # and no sign
     assert changed(0.5, math.nan, math.nan) == "+0.500"
+    assert changed(1e-9, -2e-9, 4e-9) == "+1.00e−9"  # no dozen of noughts
 
 
 def test_marks_of_an_axis_have_the_decimals_of_their_distance():
@@ -463,7 +469,8 @@ def test_a_short_run_has_no_half_epochs(run):
 def test_numbers_that_another_part_of_the_program_wrote_look_like_the_others():
     assert tidy("zoom_in x_m +0.05 [-0.01, +6.43e-05]") == "zoom_in x_m +0.05 [−0.01, +0.0000643]"
     assert tidy("1e-05 to 1") == "0.00001 to 1"
-    assert tidy("f17_2/scene-4, 2026-11-24, v1.2.3") == "f17_2/scene-4, 2026-11-24, v1.2.3"
+    for name in ("f17_2/scene-4, 2026-11-24, v1.2.3", "007 rot_err_deg", "cam 010", "20240517"):
+        assert tidy(name) == name
 
 
 def test_no_number_of_a_page_has_another_minus_sign(tmp_path, run):

@@ -126,7 +126,7 @@ def _in_use(run: Run) -> list[tuple[int, dict[str, str]]]:
 
 
 def _has(values: Mapping[str, str], name: str) -> bool:
-    """Whether a configuration has a knob, or the table that an entry belongs to."""
+    """Whether a configuration says something of a knob; of a table's entry it always does: it has it, or has it not."""
     return name in values or _knob_of(name) != name
 
 

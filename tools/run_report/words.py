@@ -8,7 +8,8 @@ import re
 NOTHING, MINUS, GAP = "–", "−", "\u00a0"  # where no line ends: between thousands, before the end of an interval
 PLAIN = (-5, 8)  # powers of ten between which a number is written without an exponent
 MOST_DIGITS = 5
-BY_MACHINE = re.compile(r"(?<![\w.+-])([+-]?)(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\w.]*\w)")
+# With a sign, a point or an exponent; other digits may be a name's.
+BY_MACHINE = re.compile(r"(?<![\w.+-])(?=[+-]|\d+(?:\.|e))([+-]?)(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\w.]*\w)")
 
 
 def number(
@@ -64,8 +65,9 @@ def changed(value: float, low: float, high: float) -> str:
 
 def mark(value: float, step: float) -> str:
     """Return the label of a mark on an axis whose marks are `step` apart."""
-    digits = _power(value) - _power(step) + 1 if abs(value) > step / 2 else 1
-    return number(round(value, 12), max(1, digits), zeros=True) if abs(value) > step / 2 else "0"
+    if abs(value) <= step / 2:
+        return "0"
+    return number(round(value, 12), max(1, _power(value) - _power(step) + 1), zeros=True)
 
 
 def tidy(text: str) -> str:
