@@ -191,9 +191,8 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
     if films and config["data"].get("prompts"):
         lines = [f"  make a video:         {use} --prompts 'WHAT IT SHOWS'"]
     elif films:
-        camera = (
-            "arc_left:0.5" if config["data"].get("tiny_world") else "arc_left"
-        )  # the tiny world's cameras move less
+        # The tiny world's cameras move less.
+        camera = "arc_left:0.5" if config["data"].get("tiny_world") else "arc_left"
         lines = [f"  film your own video:  {use} --source VIDEO --camera {camera}"]
         # Structure from motion locates no frame in videos as small as the tiny world's; the run's own judge does.
         by_motion = f"python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}"
