@@ -44,7 +44,7 @@ from flow_grpo.algorithm.build import build_optimizer
 from flow_grpo.algorithm.run_state import common_identity
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import set_learning_rates
-from flow_grpo.data.dataset import make_loader
+from flow_grpo.data.dataset import make_loader, next_batch
 from flow_grpo.data.dynamic_batch import (
     STRATEGIES,
     DistributedWeightedSampler,
@@ -188,7 +188,7 @@ class Batches:
         batches = iter(self._loader)
         for _ in range(len(self.plan)):
             with self.ranks.sync_errors("loading a batch"):
-                batch = next(batches)
+                batch = next_batch(batches)
             problems = self.ranks.everyone.gather_text("; ".join(item for item in batch if isinstance(item, str)))
             if any(problems):
                 raise ItemError("; ".join(dict.fromkeys(filter(None, problems))))

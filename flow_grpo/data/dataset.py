@@ -8,9 +8,10 @@ import functools
 import hashlib
 import os
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from flow_grpo.data.video_io import Size
 from flow_grpo.records import Condition
 from flow_grpo.runtime.processes import live_as_long_as_the_parent
 from flow_grpo.runtime.ranks.process_group import InputError
+
+_Batch = TypeVar("_Batch")
 
 
 class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
@@ -153,6 +156,21 @@ def make_loader(
         generator=torch.Generator(),
         **(workers if num_workers else {}),
     )
+
+
+def next_batch(batches: Iterator[_Batch]) -> _Batch:
+    """Return the next batch of an iterator over `make_loader`'s loader.
+
+    Raises:
+        RuntimeError: a worker process was killed.
+    """
+    try:
+        return next(batches)
+    except (ConnectionError, EOFError):
+        # Tensors come over a connection to the worker. If that is killed, the connection can break a moment before the
+        # system reports its death; torch's signal handler then raises the error that names the worker.
+        time.sleep(1)
+        raise
 
 
 def _prepare_worker(_: int) -> None:

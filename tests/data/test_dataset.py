@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from flow_grpo.data.dataset import FilmDataset, file_id, make_loader
+from flow_grpo.data.dataset import FilmDataset, file_id, make_loader, next_batch
 from tests.models.test_wan_policy import condition
 
 
@@ -90,3 +92,16 @@ def test_a_worker_that_is_dropped_with_batches_in_flight_ends_silently(persisten
         gc.collect()
         assert [worker.exitcode for worker in workers] == [0]
     assert capfd.readouterr().err == ""
+
+
+def test_a_killed_worker_is_named_where_its_connection_breaks_first(monkeypatch):
+    batches = iter(make_loader(Numbers(), [[0]], 1))
+    (worker,) = batches._workers
+
+    def broken(_) -> int:
+        threading.Timer(0.1, worker.kill).start()  # the system reports its death later than the connection's end
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(resource_sharer.DupFd, "detach", broken)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal"):
+        next_batch(batches)

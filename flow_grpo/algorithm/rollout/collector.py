@@ -18,6 +18,7 @@ from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue, share_results
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.algorithm.rollout.shared_prefix import shared_prefixes
+from flow_grpo.data.dataset import next_batch
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch
@@ -52,7 +53,7 @@ class ConditionStream:
         self.sampler.set_epoch(step)
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        items = next(self._iterator)
+        items = next_batch(self._iterator)
         tags = {tag for tag, _ in items}
         assert len(tags) == 1, f"one batch holds conditions of steps {sorted(tags)}"
         self.sampler.check(tags.pop())
