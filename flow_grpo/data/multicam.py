@@ -367,7 +367,7 @@ def _read_presets(scene: Scene) -> dict[str, str]:
 def _read_caption(file: Path, video: str) -> str:
     text = read_text(file, "repair it or remove the scene")
     try:
-        reader = csv.DictReader(io.StringIO(text, newline=""))
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         if not {"file_name", "text"} <= set(reader.fieldnames or ()):
             raise ValueError(
                 f"caption file {file} has columns {reader.fieldnames!r:.200}, must be file_name and text; add them"

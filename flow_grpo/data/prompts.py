@@ -77,14 +77,11 @@ def read_prompts(file: Path) -> list[str]:
     """Return the prompts of a text file, one a line, or of the column `prompt` of a .csv; empty lines are left out.
 
     Raises:
-        ValueError: no such file, no text, no such column, no prompt, or a prompt that occurs twice.
+        ValueError: no such file, no text or table, no such column, no prompt, or a prompt that occurs twice.
     """
     text = read_text(file, "give a text file with a prompt a line, or a .csv with a column prompt")
     if file.suffix.lower() == ".csv":
-        rows = csv.DictReader(io.StringIO(text, newline=""))
-        if COLUMN not in (rows.fieldnames or ()):
-            raise ValueError(f"{file} has the columns {list(rows.fieldnames or ())}, must have {COLUMN!r}; rename one")
-        lines = [row[COLUMN] or "" for row in rows]
+        lines = _prompt_column(file, text)
     else:
         lines = text.splitlines()
     prompts: dict[str, int] = {}
@@ -100,3 +97,18 @@ def read_prompts(file: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{file} holds no prompt; give one a line")
     return list(prompts)
+
+
+def _prompt_column(file: Path, text: str) -> list[str]:
+    try:
+        rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        if COLUMN not in (rows.fieldnames or ()):
+            raise ValueError(f"{file} has the columns {list(rows.fieldnames or ())}, must have {COLUMN!r}; rename one")
+        prompts = []
+        for row in rows:
+            if None in row:  # where DictReader puts what has no column
+                raise ValueError(f"{file}: line {rows.line_num} has more fields than columns; put texts in quotes")
+            prompts.append(row[COLUMN] or "")
+    except csv.Error as error:
+        raise ValueError(f"{file} is no table ({error}); correct its quotes") from error
+    return prompts

@@ -114,6 +114,29 @@ def read_path(file: Path, num_frames: int) -> Tensor:
     Raises:
         ValueError: unreadable file, unknown field, or a path that `fit_path` refuses; names the file.
     """
+    poses, fps, from_first = _read_poses(file)
+    return fit_path(poses, num_frames, fps=fps, from_first=from_first, name=f"trajectory file {file}")
+
+
+def read_filmed_path(file: Path, num_frames: int) -> Tensor:
+    """Return the (num_frames, 4, 4) float64 poses of a source's own camera, relative to the first.
+
+    Pose i of the JSON file is that of the source's frame i. Nothing is resampled: videos are read frame by frame.
+
+    Raises:
+        ValueError: unreadable file, unknown field, fps, fewer poses than frames, or poses that `fit_path` refuses.
+    """
+    poses, fps, _ = _read_poses(file)
+    name = f"poses of the source's camera, file {file}:"
+    if fps is not None:
+        raise ValueError(f"{name} fps is {fps:g}, must be left out; give one pose for each frame of the source")
+    if poses.ndim != 3 or len(poses) < num_frames:
+        raise ValueError(f"{name} got shape {tuple(poses.shape)}, must be (N, 4, 4) with a pose for {num_frames} frames")
+    return fit_path(poses[:num_frames], num_frames, from_first=True, name=name)
+
+
+def _read_poses(file: Path) -> tuple[Tensor, float | None, bool]:
+    """Return the poses of a JSON file, float64 of any shape, and its `fps` and `relative`."""
     content = read_json(file, "write the trajectory again")
     entries: dict[str, Any] = content if isinstance(content, dict) else {"poses": content}
     if not {"poses"} <= set(entries) <= {"poses", "fps", "relative"}:
@@ -131,7 +154,7 @@ def read_path(file: Path, num_frames: int) -> Tensor:
         poses = torch.tensor(entries["poses"], dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"trajectory file {file}: poses are no list of 4x4 matrices of numbers ({error})") from error
-    return fit_path(poses, num_frames, fps=fps, from_first=from_first, name=f"trajectory file {file}")
+    return poses, fps, from_first
 
 
 def fit_path(

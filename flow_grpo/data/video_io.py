@@ -21,6 +21,7 @@ from flow_grpo.runtime.video_file import EXACT_COLOURS, THREADS
 
 # FFmpeg chooses a container by content, not by name: a playlist called .mp4 would have it read other files.
 CONTAINERS = "mov,matroska,webm,avi"
+MOST_OBLONG = 0.05  # FFmpeg notes a few percent where a scaled size was rounded to whole multiples
 Size = tuple[int, int, int]
 """(frames, height, width) of a video, in frames and pixels."""
 
@@ -125,7 +126,7 @@ class VideoCache:
 
     def __init__(self, limit: int = 2**28) -> None:
         """Cache at most `limit` bytes of pixels."""
-        self._videos: LruCache[tuple[Path, int, int, int], tuple[Tensor, tuple[int, int]]] = LruCache(limit, _pixels)
+        self._videos: LruCache[tuple[object, ...], tuple[Tensor, tuple[int, int]]] = LruCache(limit, _pixels)
 
     def read(self, path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, tuple[int, int]]:
         """Return the first frames fitted to (3, num_frames, height, width) uint8, and the file's own (height, width).
@@ -140,7 +141,10 @@ class VideoCache:
             original = read_video(path, num_frames)
             return fit_video(original, height, width), (original.shape[-2], original.shape[-1])
 
-        return self._videos.get_or_make((path, num_frames, height, width), read)
+        # A replaced file is read again, as `file_id` hashes it again: encodings are kept under the hash of the content.
+        found = path.stat() if path.is_file() else None
+        state = (found.st_size, found.st_mtime_ns) if found else None
+        return self._videos.get_or_make((path, state, num_frames, height, width), read)
 
 
 def _pixels(entry: tuple[Tensor, tuple[int, int]]) -> int:
@@ -152,7 +156,7 @@ def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a video file and its only picture stream.
 
     Raises:
-        ValueError: no picture stream or several, or no readable header.
+        ValueError: no picture stream or several, no readable header, or pixels that are not square.
         av.FFmpegError: damaged, or in a container that is not among `CONTAINERS`.
     """
     with av.open(str(path), container_options={"format_whitelist": CONTAINERS}) as container:
@@ -164,6 +168,12 @@ def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
             )
         if streams[0].codec_context is None:  # for example a file truncated within its header
             raise ValueError(f"video {path} has no readable header, got 0 frames; fetch or encode it again")
+        aspect = float(streams[0].sample_aspect_ratio or 1)  # of a pixel; 0 or None where the file does not say
+        if abs(aspect - 1) > MOST_OBLONG:
+            raise ValueError(
+                f"video {path}: pixels are {aspect:.3g} times as wide as high, must be square to {MOST_OBLONG:.0%}; "
+                "encode it again with square pixels"
+            )
         streams[0].codec_context.thread_count = THREADS
         # Otherwise the decoder conceals damaged frames and reports success.
         streams[0].codec_context.options = {"err_detect": "explode"}

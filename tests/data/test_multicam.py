@@ -305,6 +305,7 @@ TRANSPOSED = "[1 0 0 100] [0 1 0 200] [0 0 1 300] [0 0 0 1] "
         ("file_name,text\ncam01.mp4,a room", "has 0 rows for cam02.mp4"),
         ("file_name,text\ncam02.mp4,a room\ncam02.mp4,another", "has 2 rows for cam02.mp4"),
         ("file_name,text\ncam02.mp4", "must have one with a text"),
+        ('file_name,text\ncam02.mp4,"a room\ncam01.mp4,a room', "is no table"),
     ],
 )
 def test_a_caption_file_without_the_caption_is_refused(root, content, text):

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from flow_grpo.data.trajectories import UserVideos, camera_path, find_videos, fit_path, motion, outside_training
+from flow_grpo.data.trajectories import (
+    UserVideos,
+    camera_path,
+    find_videos,
+    fit_path,
+    motion,
+    outside_training,
+    read_filmed_path,
+)
 from flow_grpo.data.video_io import fit_video
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_angle_deg, rotation_matrix
 from flow_grpo.runtime.video_file import write_video
@@ -181,6 +189,20 @@ def test_a_file_that_holds_no_path_is_refused_by_name(tmp_path, content, reason)
     file = write(tmp_path / "orbit.json", content)
     got = refusal(lambda: camera_path(file, 5))
     assert reason in got and file in got
+
+
+def test_pose_i_of_a_source_s_own_camera_is_that_of_its_frame_i(tmp_path):
+    poses = line(*(at((0.01 * number, 0, 0)) for number in range(90)))
+    file = tmp_path / "path.json"
+    file.write_text(json.dumps(poses.tolist()))
+    assert torch.allclose(read_filmed_path(file, 45), poses[:45])
+    file.write_text(json.dumps({"poses": poses[10:].tolist(), "relative": True}))
+    assert torch.allclose(read_filmed_path(file, 45), poses[:45])
+    with pytest.raises(ValueError, match=r"path.json: got shape \(80, 4, 4\), must be .* a pose for 81 frames"):
+        read_filmed_path(file, 81)
+    file.write_text(json.dumps({"poses": poses.tolist(), "fps": 30}))
+    with pytest.raises(ValueError, match="fps is 30, must be left out"):
+        read_filmed_path(file, 45)
 
 
 def test_an_unreadable_file_is_refused_by_name(tmp_path):

@@ -226,6 +226,14 @@ def test_the_cache_returns_what_the_file_holds_and_forgets_the_oldest(tmp_path, 
     assert torch.equal(nothing.read(a, 6, 24, 32)[0], nothing.read(a, 6, 24, 32)[0])
 
 
+def test_the_cache_reads_a_replaced_file_again(tmp_path):
+    cache, file = VideoCache(), tmp_path / "a.mp4"
+    write_video(file, gradients(), lossless=True)
+    before, _ = cache.read(file, 6, 16, 16)
+    write_video(file, 1 - gradients(), lossless=True)
+    assert not torch.equal(cache.read(file, 6, 16, 16)[0], before)
+
+
 WIDE, TALL, SHORT, LARGE = (81, 480, 832), (81, 832, 480), (49, 480, 832), (81, 720, 1248)
 
 
@@ -249,12 +257,15 @@ def test_a_video_shorter_than_every_bucket_is_refused():
     assert "7 frames fill none of the buckets" in refusal(lambda: nearest_bucket((7, 16, 24), [(9, 16, 24)]))
 
 
-def write_frames(file: Path, sizes: list[tuple[int, int]], streams: int = 1, kind: str = "mp4") -> None:
-    """Write a video of PNG frames of these (rows, columns) into equal streams."""
+def write_frames(
+    file: Path, sizes: list[tuple[int, int]], streams: int = 1, kind: str = "mp4", aspect: Fraction = Fraction(1)
+) -> None:
+    """Write a video of PNG frames of these (rows, columns), of pixels of that aspect ratio, into equal streams."""
     with av.open(str(file), "w", format=kind) as container:
         added = [container.add_stream("png", rate=15) for _ in range(streams)]
         for stream in added:
             (stream.height, stream.width), stream.pix_fmt = sizes[0], "rgb24"
+            stream.codec_context.sample_aspect_ratio = aspect
         for number, (rows, columns) in enumerate(sizes):
             frame = av.VideoFrame.from_ndarray(np.zeros((rows, columns, 3), np.uint8), format="rgb24")
             for stream in added:
@@ -284,6 +295,17 @@ def test_a_video_that_players_rotate_is_refused(tmp_path):
     head, middle, tail = data.split(upright)  # the film's matrix and its only track's
     (tmp_path / "a.mp4").write_bytes(head + upright + middle + turned + tail)
     assert "players rotate frame 0 by" in unread(tmp_path / "a.mp4", 5)
+
+
+@pytest.mark.parametrize(("aspect", "read"), [(Fraction(1), True), (Fraction(40, 39), True), (Fraction(4, 3), False)])
+def test_a_video_whose_pixels_are_not_square_is_refused(tmp_path, aspect, read):
+    write_frames(tmp_path / "a.mp4", [(16, 24)] * 5, aspect=aspect)
+    if read:
+        assert read_video(tmp_path / "a.mp4", 5).shape == (3, 5, 16, 24)
+    else:
+        assert "pixels are 1.33 times as wide as high, must be square to 5%" in unread(tmp_path / "a.mp4", 5)
+        with pytest.raises(ValueError, match="encode it again with square pixels"):
+            video_size(tmp_path / "a.mp4")
 
 
 def test_a_playlist_named_like_a_video_reads_no_other_file(tmp_path):

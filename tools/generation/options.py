@@ -99,8 +99,8 @@ def _parser(doc: str | None) -> Parser:
     add("--source", type=Path, nargs="+", action="extend", help="videos, or folders of videos")
     add("--camera", nargs="+", action="extend", help="presets such as arc_left:0.5, or path.json")
     prompts_help = "for a model without source video: what to show, or a .txt or .csv of prompts"
-    path_help = "how the sources' own camera moves, for a model that asks: static, path.json, or ViPE's output folder"
-    add("--source-poses", help=path_help)
+    path_help = "how the sources' own camera moves, for a model that asks: static, ViPE's output folder, or a path.json"
+    add("--source-poses", help=f"{path_help} with a pose for each frame")
     add("--prompts", nargs="+", action="extend", help=prompts_help)
     add("--model", type=Path, help="folder in diffusers layout, see tools/convert_recammaster.py")
     add("--kind", default=defaults.model.kind, help="which video model: model.kind of its recipe")
