@@ -79,6 +79,8 @@ REWARDS: Mapping[str, str] = {
 # File in a scene's folder that a reward reads in addition to the videos; such a class is built with the data folder.
 SCENE_FILES: Mapping[str, str] = dict.fromkeys(("room_pose", "room_rot", "room_trans"), ROOM_FILE)
 
+NO_WRITING = "must not write into its videos or conditions, which others score, too; change a copy: videos.clone()"
+
 
 def check_name(name: str, servers: Mapping[str, str]) -> None:
     """Refuse a name that is neither in `REWARDS`, nor "remote:<name>" with a name of `servers`, nor FILE.py:NAME.
@@ -130,13 +132,26 @@ class RewardSet:
         return {reward.name: reward.stats() for reward in self.rewards if isinstance(reward, Served)}
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
-        """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1]."""
+        """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1].
+
+        Raises:
+            ValueError: a reward wrote into the videos or a condition: the others would score what it wrote.
+        """
         results = {}
         for reward in self.rewards:
+            before = _writes(videos, conditions)
             results[reward.name] = _measure(reward, videos, conditions)
+            if _writes(videos, conditions) != before:
+                raise ValueError(f"reward {reward.name} {NO_WRITING}")
             if self.on_measured is not None:
                 self.on_measured()
         return results
+
+
+def _writes(videos: Tensor, conditions: Sequence[Condition]) -> list[int]:
+    """Return how often torch has written into each tensor that all rewards are given."""
+    given = [value for condition in conditions for value in vars(condition).values() if isinstance(value, Tensor)]
+    return [tensor._version for tensor in (videos, *given)]
 
 
 def _check_parts(reward: Reward) -> None:
@@ -218,12 +233,16 @@ def try_rewards(rewards: RewardSet, condition: Condition) -> None:
             reward.try_server()
         if not is_own(reward.name):
             continue
+        before = _writes(videos, conditions)
         try:
             _checked(reward, reward(videos, conditions), 2)
         except Exception as error:
             file = Path(reward.name.partition(":")[0])
             text = f"must score videos of shape {tuple(videos.shape)}, {why_it_fails(str(file), file, error)}"
             raise refusal(KNOB, reward.name, f"{text}; correct it") from error
+        # What numpy wrote, torch does not count.
+        if _writes(videos, conditions) != before or not torch.equal(videos, torch.stack([video] * 2)):
+            raise refusal(KNOB, reward.name, NO_WRITING)
 
 
 def build_reward(

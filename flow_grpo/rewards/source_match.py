@@ -23,6 +23,7 @@ from flow_grpo.rewards.results import all_valid
 
 COLUMNS = 48  # width, at most, of the pictures that patches are taken from
 PATCH, QUERY_STRIDE, KEY_STRIDE = 4, 4, 2  # pixels
+QUERIES = 1024  # patches whose distances to all others are held at once
 
 
 def _patches(video: Tensor, stride: int) -> Tensor:
@@ -34,7 +35,9 @@ def _patches(video: Tensor, stride: int) -> Tensor:
 def _distance(query: Tensor, key: Tensor) -> Tensor:
     """Return the mean rms colour distance, in [0, 1], of the patches of video `query` to their nearest of `key`."""
     first, second = _patches(query, QUERY_STRIDE), _patches(key, KEY_STRIDE)
-    return torch.cdist(first, second).amin(-1).mean() / math.sqrt(first.shape[-1])
+    # A part at a time: all distances of a long, tall video take gigabytes.
+    nearest = [torch.cdist(part, second).amin(-1) for part in first.split(QUERIES)]
+    return torch.cat(nearest).mean() / math.sqrt(first.shape[-1])
 
 
 def differences(video: Tensor, source: Tensor) -> Tensor:

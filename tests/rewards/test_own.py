@@ -104,7 +104,7 @@ def test_other_arguments_are_refused_before_anything_is_loaded(own, text, name, 
 def test_rewards_that_need_what_the_data_lacks_are_refused_before_the_run():
     prompt = Condition(index=0, gid=0, slot=0, prompt="a kite", wanted_size=(5, 8, 8))
     try_rewards(build_reward_set({"sharpness": 1.0}, data_root="."), prompt)
-    for name, lacking in {"pose_rot": "source_video and target_poses", "target_psnr": "target_video"}.items():
+    for name, lacking in {"pose_rot": "source_video and target_poses and intrinsics", "target_psnr": "target_video"}.items():
         with pytest.raises(ConfigError, match=rf"got '{name}', needs the {lacking} of every condition"):
             try_rewards(build_reward_set({name: 0.0}, data_root="."), prompt)
 
@@ -123,3 +123,27 @@ def test_what_fails_or_has_another_shape_is_refused_on_a_trial_before_the_run(ow
     with pytest.raises(ConfigError, match=message) as refused:
         try_rewards(rewards, CONDITIONS[0])
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "videos.sub_(0.5)",
+        "videos[:, 0] = 0",
+        "videos.numpy()[:] = 0",
+        "conditions[0].source_video.mul_(255)",
+    ],
+)
+def test_a_reward_that_writes_into_what_others_score_is_refused_on_a_trial(own, write):
+    own_condition = condition(0)
+    text = f"def warmth(videos, conditions):\n    {write}\n    return videos.mean((1, 2, 3, 4))\n"
+    rewards = build_reward_set({own(text, "warmth"): 1.0}, data_root=".")
+    with pytest.raises(ConfigError, match="must not write into its videos or conditions"):
+        try_rewards(rewards, own_condition)
+
+
+def test_a_reward_that_writes_later_ends_the_run(own):
+    text = "def warmth(videos, conditions):\n    return videos.mul_(0 if len(videos) == 3 else 1)[:, 0, 0, 0, 0]\n"
+    rewards = build_reward_set({own(text, "warmth"): 1.0, "sharpness": 1.0}, data_root=".")
+    with pytest.raises(ValueError, match=r"reward my_rewards.py:warmth must not write"):
+        rewards(VIDEOS.clone(), CONDITIONS)

@@ -141,6 +141,7 @@ def test_what_the_judge_failed_at_arrives_as_a_fault():
         for name in ("first", "second"):
             far = ask(server, name)
             assert far.causes == ("timeout", "no true view") and far.faulty.tolist() == [True, False]
+        assert server.service.judge.calls == 2  # a failure is not what an equal request gets again
 
 
 @pytest.mark.parametrize("name", NEEDS)

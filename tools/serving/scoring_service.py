@@ -126,7 +126,12 @@ class ScoringService:
         Raises:
             RefusedError: the model fails.
         """
-        return self._replies.get_or_make(batch.key, lambda: self._score(batch))
+        if batch.key in self._replies:
+            return self._replies[batch.key]
+        reply = self._score(batch)
+        if not any(reply["faulty"]):  # what failed may succeed when it is asked for again
+            self._replies[batch.key] = reply
+        return reply
 
     @torch.no_grad()
     def _score(self, batch: Batch) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class PathReward:
     """
 
     measures: tuple[str, ...]
-    needs = ("source_video", "target_poses")
+    needs = ("source_video", "target_poses", "intrinsics")
     needs_metres = True  # not valid where the unit of the source is unknown
 
     def __init__(self, measurer: PoseMeasurer | None = None) -> None:
