@@ -44,6 +44,13 @@ def updated(samples: Samples, ranks: Ranks | None = None, **changes) -> tuple[to
     return weights_of(policy), metrics
 
 
+def test_an_epoch_without_any_weight_takes_no_step_and_drifts_nowhere():
+    samples = dataclasses.replace(sampled(ToyPolicy()), weights=torch.zeros(12))
+    weights, metrics = updated(samples)
+    assert torch.equal(weights, weights_of(ToyPolicy()))
+    assert metrics["train/skipped_updates"] == 1 and metrics["policy/ratio_after_max_abs_log"] == 0
+
+
 def gradient(policy: ToyPolicy, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.flatten() for part in torch.autograd.grad(value, policy.trained_parameters())])
 

@@ -94,7 +94,8 @@ class MatchingObjective:
     @torch.no_grad()
     def drift(self, micro: Samples, memory: dict[int, Tensor]) -> Tensor:
         """Return (b,) log-ratios at the first noise level with the weights as they are now."""
-        return memory[0] - self._error(micro, 0)[0]
+        error, _ = self._error(micro, 0)
+        return memory.get(0, error) - error  # nothing is remembered where no step was taken: the weights are the old ones
 
     def with_settings(self, train: TrainConfig) -> MatchingObjective:
         """Return the objective with other learning settings."""
