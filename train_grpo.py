@@ -66,7 +66,7 @@ from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition, sent_weights, unwrap
 from flow_grpo.runtime.reporting.console import Progress
 from flow_grpo.runtime.reporting.tracker import Tracker
-from flow_grpo.settings.checks import check_world
+from flow_grpo.settings.checks import check_world, largest_weights
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import ConfigError, to_dict
 from flow_grpo.settings.schema import Config
@@ -350,7 +350,7 @@ def open_tracker(
         ranks,
         resumed_step=resumed_step,
         direction=functools.partial(direction, rewards=evaluator.names),
-        deciding=functools.partial(deciding, rewards=evaluator.names, weights=config.reward.weights, gold=gold),
+        deciding=functools.partial(deciding, rewards=evaluator.names, weights=largest_weights(config), gold=gold),
     )
 
 

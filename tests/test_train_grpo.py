@@ -458,6 +458,18 @@ def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_p
     assert [drawn[0](f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, 0]
 
 
+def test_a_reward_that_a_schedule_trains_decides_nothing_in_the_curves(places, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction, deciding: drawn.append(deciding))
+    scheduled = {"reward__weights": "target_view=0,motion_mag=1", "reward__schedules": "target_view=0:0,1:1"}
+    config, _ = train_grpo.read_command_line(words(places, tmp_path, **scheduled))
+    evaluator = mock.Mock(gold=None, names=["target_view", "motion_mag"])
+    tracker = train_grpo.open_tracker(config, tmp_path / "run", evaluator, Ranks(), resumed_step=None)
+    tracker.log({"eval/trans_err_m": 0.5}, 0)
+    tracker.close()
+    assert drawn[0](["eval/target_view", "eval/motion_mag", "eval/trans_err_m"]) == ["eval/trans_err_m"]
+
+
 def test_a_file_that_may_not_be_read_is_a_refusal_with_its_name():
     with pytest.raises(ValueError, match="see that") as caught, train_grpo.raise_on_all_ranks(Ranks()):
         raise PermissionError(13, "Permission denied", "a.mp4")

@@ -52,7 +52,8 @@ from flow_grpo.runtime.reporting.console import Progress, print_before_after
 from flow_grpo.runtime.reporting.gallery import Gallery
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.signals import EndRequest
-from flow_grpo.runtime.starts import begin, next_commands
+from flow_grpo.runtime.starts import begin, going_on, next_commands
+from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.schema import Config, RewardConfig
 
 LINGER_S = 20.0  # after an error, for a checkpoint that is being written; torchrun kills peers after 30
@@ -316,14 +317,15 @@ class Trainer:
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
         names, gold = self.evaluator.names, self.evaluator.gold is not None
-        verdict = judge(changes, names, self.config.reward.weights, before=before, gold=gold)
+        weights = largest_weights(self.config)
+        verdict = judge(changes, names, weights, before=before, gold=gold)
         rows, measure, step = self.state.before_rows or [], measure_of(self.config, self.evaluator), self.state.finished
         most = self.config.eval.videos
         clips = extreme_clips(self.evaluator, rows, after.rows, measure, most=most, weights=self._weights())
         with self.ranks.sync_errors("summary"):
             files = {kind: self.gallery.extremes(kind, own, step) for kind, own in clips.items()}
             by_camera, cameras_before = changes_by_camera(rows, after.rows), means_by_camera(rows)
-            decisive = deciding(changes, names, self.config.reward.weights, gold=gold)
+            decisive = deciding(changes, names, weights, gold=gold)
             worse = worse_by_camera(by_camera, decisive, names, cameras_before)
             self.gallery.paths(after.clips)
             self.gallery.cameras(cameras_before, after.by_camera, by_camera, step)
@@ -353,8 +355,7 @@ class Trainer:
         with self.ranks.sync_errors("summary"):
             self.tracker.close()
         self.progress.say(
-            f"ended by {self.ended_by} after epoch {self.state.finished}, saved; go on with --config.resume=auto "
-            f"--config.run_name={self.run_folder.name}"
+            f"ended by {self.ended_by} after epoch {self.state.finished}, saved; go on with {going_on(self.run_folder)}"
         )
 
     def rewind(self) -> None:

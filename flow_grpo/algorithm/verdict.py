@@ -72,7 +72,7 @@ def judge(
     Args:
         changes: `eval/` name -> change; one without an interval is unclear.
         rewards: names of all that was measured, the gold estimator's included.
-        weights: reward -> weight in training.
+        weights: reward -> its largest weight in training.
         before: `eval/` name -> value before training.
         gold: whether an estimator that no reward uses is among what was measured. A reward of weight 0 then does not
             count: it may be the trained one under another name.

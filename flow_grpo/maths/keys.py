@@ -14,5 +14,8 @@ def key(*parts: object) -> int:
 
 
 def generator(*parts: object) -> torch.Generator:
-    """Return a CPU generator seeded with `key(*parts)`; draw on the CPU to be independent of the device."""
+    """Return a CPU generator seeded with `key(*parts)`; draw on the CPU to be independent of the device.
+
+    torch seeds it with the lower 32 bits: two streams are the same with probability 2^-32.
+    """
     return torch.Generator().manual_seed(key(*parts))

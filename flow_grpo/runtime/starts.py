@@ -21,8 +21,9 @@ from typing import Any
 
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.settings.checks import check
 from flow_grpo.settings.errors import ConfigError
-from flow_grpo.settings.loading import from_dict, knob_values, load_config, to_dict
+from flow_grpo.settings.loading import from_dict, knob_values, load_config, to_dict, unchecked
 from flow_grpo.settings.schema import KNOBS, Config
 
 CONFIG, STARTS, CHECKPOINTS = "config.json", "starts", "checkpoints"
@@ -60,13 +61,14 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     Raises:
         ConfigError: in one line, for anything that cannot work whatever the number of ranks.
     """
-    config = load_config(spec, overrides)
+    config = unchecked(spec, overrides)  # beside what a run keeps, these alone need not be valid
     own = Path(config.output_root) / config.run_name
     run = _resumed_run(config, own)
-    if run is None:
+    if run is None or not (run / CONFIG).is_file():
+        check(config)
+        if run is not None:
+            return config, [f"{run} holds no {CONFIG}: the configuration is that of {spec}"]
         return config, [f"nothing to resume in {own}: starts afresh"] if config.resume == "auto" else []
-    if not (run / CONFIG).is_file():
-        return config, []
     known = knob_values(read_json_object(run / CONFIG, "restore it, or start afresh under another run_name"))
     recipe = _recipe_of(run)
     if recipe and _base_name(recipe) != _base_name(spec):
@@ -75,12 +77,12 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
                 f"--config: got {spec}, must be {recipe}, from which the run {run} was started; pass that, and what is "
                 "to change as --config.KNOB=VALUE, or another --config.run_name"
             )
+        check(config)
         lines = _changes(known, knob_values(to_dict(config)), f"differs from {run}, which was started from {recipe}")
         return config, [f"new run from a checkpoint of {run}, with the configuration of {spec}", *lines]
     kept = {path: value for path, value in known.items() if path in KNOBS and path not in OF_EACH_START}
-    in_recipe = knob_values(to_dict(load_config(spec)))
     config = load_config(spec, overrides, kept)
-    now = knob_values(to_dict(config))
+    now, in_recipe = (knob_values(to_dict(each)) for each in (config, _recipe_alone(spec, config)))
     lines = [f"goes on with the configuration of {run}, started from {recipe or spec}"]
     of_then = {path: value for path, value in now.items() if path in known}
     new = {path: value for path, value in now.items() if path not in known}
@@ -94,7 +96,7 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
 
 def rewards_in_words(spec: str, config: Config) -> str:
     """Return one line: the rewards of a run with their weights, and which of them are not as the recipe has them."""
-    recipe, said = load_config(spec).reward.weights, []
+    recipe, said = _recipe_alone(spec, config).reward.weights, []
     for name, weight in config.reward.weights.items():
         before = recipe.get(name)
         note = " (not in the recipe)" if before is None else "" if before == weight else f" (recipe: {before:g})"
@@ -181,12 +183,11 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
     if on_node < ranks:
         nodes = f"--nnodes={ranks // on_node} --node_rank=R --master_addr=HOST --master_port=29500"
     launcher = f"torchrun {nodes} --nproc_per_node={on_node}" if ranks > 1 else "python"
-    place = [f"--config.output_root={config['output_root']}"] if config["output_root"] != Config.output_root else []
-    again = [f"--config {start['recipe']} --config.resume=auto --config.run_name={run_folder.name}", *place]
-    further = [*again, f"--config.num_epochs={2 * max(1, config['num_epochs'], finished)}"]
-    further += ["--config.max_minutes=0"] if config["max_minutes"] else []
-    train = f"{launcher} train_grpo.py"
-    use = f"python tools/generate.py --run {run_folder}"
+    again = f"{launcher} train_grpo.py --config {shlex.quote(start['recipe'])} {going_on(run_folder)}"
+    further = f"{again} --config.num_epochs={2 * max(1, config['num_epochs'], finished)}"
+    further += " --config.max_minutes=0" if config["max_minutes"] else ""
+    place, evaluation = (shlex.quote(str(path)) for path in (run_folder, run_folder / "evaluation"))
+    use = f"python tools/generate.py --run {place}"
     lines = []
     if films and config["data"].get("prompts"):
         lines = [f"  make a video:         {use} --prompts 'WHAT IT SHOWS'"]
@@ -195,11 +196,18 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
         camera = "arc_left:0.5" if config["data"].get("tiny_world") else "arc_left"
         lines = [f"  film your own video:  {use} --source VIDEO --camera {camera}"]
         # Structure from motion locates no frame in videos as small as the tiny world's; the run's own judge does.
-        by_motion = f"python tools/evaluate.py --run {run_folder} --out {run_folder / 'evaluation'}"
-        measured = by_motion if config["data"]["height"] >= LEAST_ROWS else f"{train} {' '.join(again)}"
+        by_motion = f"python tools/evaluate.py --run {place} --out {evaluation}"
+        measured = by_motion if config["data"]["height"] >= LEAST_ROWS else again
         lines.append(f"  measure it again:     {measured}")
-    lines += [f"  see what it did:      python tools/report.py {run_folder}"]
-    return [*lines, f"  train further:        {train} {' '.join(further)}"]
+    lines += [f"  see what it did:      python tools/report.py {place}"]
+    return [*lines, f"  train further:        {further}"]
+
+
+def going_on(run_folder: Path) -> str:
+    """Return the knobs with which a training command goes on with a run, quoted for a shell."""
+    knobs = ["--config.resume=auto", f"--config.run_name={run_folder.name}"]
+    elsewhere = str(run_folder.parent) != Config.output_root
+    return shlex.join([*knobs, *([f"--config.output_root={run_folder.parent}"] if elsewhere else [])])
 
 
 def commit() -> str:
@@ -216,15 +224,32 @@ def _resumed_run(config: Config, own: Path) -> Path | None:
     """Return the folder of the run that a start resumes from; None for a fresh start."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.resume not in ("", "auto"):
-        return Path(os.path.realpath(config.resume)).parent.parent  # Path.resolve raises at a link to itself
+        return _run_of(config.resume, own)
     if config.run_name and (config.resume or restarted) and any((own / CHECKPOINTS).glob("checkpoint_*")):
         return own
     return None
 
 
+def _run_of(checkpoint: str, own: Path) -> Path:
+    """Return the folder of the run that a checkpoint belongs to, whose folder of checkpoints may be a link."""
+    real, named = Path(os.path.realpath(checkpoint)), Path(os.path.abspath(checkpoint))  # Path.resolve raises at a loop
+    if str(real.parent) == os.path.realpath(own / CHECKPOINTS):
+        return own
+    run = named.parent.parent
+    return run if named.parent.name == CHECKPOINTS and (run / CONFIG).is_file() else real.parent.parent
+
+
 def start_files(run_folder: Path) -> list[Path]:
     """Return the records of a run's starts, in order."""
     return sorted((run_folder / STARTS).glob("[0-9]*.json"))
+
+
+def _recipe_alone(spec: str, config: Config) -> Config:
+    """Return the configuration of a recipe without overrides, to compare with; `config` where a knob needs them."""
+    try:
+        return unchecked(spec)
+    except ConfigError:
+        return config
 
 
 def _recipe_of(run_folder: Path) -> str:

@@ -66,6 +66,12 @@ def check_world(config: Config, world_size: int) -> None:
         raise refusal("sample.layout", sample.layout, text)
 
 
+def largest_weights(config: Config) -> dict[str, float]:
+    """Return reward name -> its largest weight in any epoch of a run, 0 for one that is measured and never trained."""
+    by_epoch = _weights_where_they_turn(config).values()
+    return {name: max(weights[name] for weights in by_epoch) for name in config.reward.weights}
+
+
 def _check_data_and_model(config: Config) -> None:
     train, held_out = PurePath(config.data.train_split), PurePath(config.data.eval_split)
     if held_out.is_relative_to(train) or train.is_relative_to(held_out):
@@ -157,13 +163,10 @@ def _check_measured(path: str, name: str, reward: RewardConfig) -> None:
 def _check_signal(config: Config) -> None:
     """Raise ConfigError if there is an epoch in which every reward has weight 0, or `smooth` without the camera's path.
 
-    The sum of weights is piecewise linear and never negative: where it is 0 inside a piece it is 0 at the piece's ends,
-    so it is enough to look at the first and the last epoch and at the points of the schedules.
+    The sum of weights is never negative: where it is 0 between two turns it is 0 at both.
     """
     reward = config.reward
-    turns = {epoch for points in reward.schedules.values() for epoch, _ in points if epoch < config.num_epochs}
-    for epoch in sorted({0, max(0, config.num_epochs - 1), *turns}):
-        weights = weights_at(reward.weights, reward.schedules, epoch)
+    for epoch, weights in _weights_where_they_turn(config).items():
         weighted = {name for name, weight in weights.items() if weight}
         if "smooth" in weighted and not any(name in FOLLOWING or name.startswith("remote:") for name in weighted):
             text = f"rewards a video that stands still: in epoch {epoch} nothing weighted asks for the commanded path; "
@@ -176,6 +179,14 @@ def _check_signal(config: Config) -> None:
             raise refusal("reward.weights", weights, f"{text}; pass for example --config.reward.weights.target_view=1")
         text = f"leaves every reward without weight in epoch {epoch} ({weights}), must leave one something to learn"
         raise refusal("reward.schedules", reward.schedules, f"{text}; let two schedules overlap")
+
+
+def _weights_where_they_turn(config: Config) -> dict[int, dict[str, float]]:
+    """Return epoch -> weights: the first and the last epoch and the points of the schedules, linear in between."""
+    reward = config.reward
+    turns = {epoch for points in reward.schedules.values() for epoch, _ in points if epoch < config.num_epochs}
+    epochs = sorted({0, max(0, config.num_epochs - 1), *turns})
+    return {epoch: weights_at(reward.weights, reward.schedules, epoch) for epoch in epochs}
 
 
 def _check_gold(config: Config) -> None:

@@ -40,6 +40,17 @@ def load_config(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any
     Raises:
         ConfigError: in one line, for anything that cannot work whatever the number of ranks.
     """
+    config = unchecked(spec, overrides, kept)
+    check(config)
+    return config
+
+
+def unchecked(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] | None = None) -> Config:
+    """Return the configuration as `load_config`, whose knobs may not fit one another: what is to follow may mend that.
+
+    Raises:
+        ConfigError: for a knob that is no knob, missing, or out of its own bounds.
+    """
     values = _run_recipe(spec).to_dict()
     _check_complete(set(_paths(values)))
     for path, value in (kept or {}).items():
@@ -49,9 +60,7 @@ def load_config(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any
         _set(values, path, _parsed(path, text))
     if values["sample"]["num_image_per_prompt"] == size:  # follows k, as in the recipe, unless it was set itself
         values["sample"]["num_image_per_prompt"] = values["sample"]["k"]
-    config = _validated(values)
-    check(config)
-    return config
+    return _validated(values)
 
 
 def from_dict(plain: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

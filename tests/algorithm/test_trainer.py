@@ -158,6 +158,16 @@ def test_changes_are_judged_beside_the_values_before_training(a_trainer, tmp_pat
     assert by_camera and all(name.startswith("eval_by_camera/") for name in by_camera)
 
 
+def test_a_reward_that_a_schedule_trains_is_judged_as_a_trained_one(a_trainer):
+    rising = reward_config(weights={"brightness": 0.0}, schedules={"brightness": ((0, 0.25), (2, 0.5))})
+    with (
+        mock.patch.object(trainer_module, "judge", wraps=trainer_module.judge) as judged,
+        mock.patch.object(trainer_module, "deciding", wraps=trainer_module.deciding) as decided,
+    ):
+        run(a_trainer(reward=rising))
+    assert judged.call_args.args[2] == decided.call_args.args[2] == {"brightness": 0.5}
+
+
 def test_a_signal_does_not_cut_short_the_wait_for_a_checkpoint_after_an_error(a_trainer):
     """A launcher that has lost a rank asks the others to end."""
     killed: list[int] = []
@@ -599,7 +609,9 @@ def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tm
     trainer.leave()
     assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == ["checkpoint_000001"]
     assert not (tmp_path / "summary.json").exists()
-    assert "ended by SIGTERM after epoch 1, saved; go on with --config.resume=auto" in capsys.readouterr().out
+    place = f"--config.run_name={tmp_path.name} --config.output_root={tmp_path.parent}"
+    said = f"ended by SIGTERM after epoch 1, saved; go on with --config.resume=auto {place}\n"
+    assert said in capsys.readouterr().out
 
 
 def _signalled(ranks: Ranks, folder: Path) -> tuple[list[int], str]:

@@ -16,6 +16,7 @@ from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.full import examine_fully, with_signs
 from flow_grpo.preflight.doctor.rewards import examine_rewards
+from flow_grpo.preflight.doctor.signal import examine_signal
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.target_view import TargetView
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -156,6 +157,12 @@ def test_copies_that_all_score_the_same_warn_and_carry_no_signal(places, tmp_pat
         found = by_name(context)
     assert found["groups"].startswith("warn") and found["reward_order"].startswith("fail")
     assert found["signal"].startswith("fail")
+
+
+def test_a_reward_that_only_a_schedule_trains_carries_a_signal(places, tmp_path):
+    scheduled = {"reward__weights": "target_view=1,exposure=0", "reward__schedules": "exposure=0:0,50:0.01"}
+    found = examine_signal(build_context(words(places, output_root=tmp_path, **scheduled)))
+    assert found.status != "fail" and "exposure spreads" in found.measured
 
 
 def test_a_reward_that_cannot_be_measured_is_a_failed_check_with_its_cause(context):

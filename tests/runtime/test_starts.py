@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,33 @@ ROOT = Path(__file__).resolve().parents[2]
 TOY, OTHER = f"{ROOT}/tests/toy_recipe.py:toy", f"{ROOT}/config/grpo.py:tiny_recam"
 
 
+RECIPE = """
+from tests.toy_recipe import toy as _toy
+
+def to_complete():
+    config = _toy()
+    config.{knob} = {value}
+    return config
+"""
+
+
+def to_complete(folder: Path, knob: str, value: object) -> str:
+    """Return a recipe that is not valid without a knob of the command line."""
+    file = folder / "recipes.py"
+    file.write_text(RECIPE.format(knob=knob, value=value))
+    return f"{file}:to_complete"
+
+
 def words(root: Path, *knobs: str) -> list[str]:
     return [f"--config.{knob}" for knob in (f"output_root={root}", "run_name=first", *knobs)]
 
 
-def started(root: Path, *knobs: str, name: str = "first", epoch: int = 10) -> Path:
+def started(root: Path, *knobs: str, name: str = "first", epoch: int = 10, spec: str = TOY) -> Path:
     """Return the folder of a run that was started with some knobs and saved a checkpoint."""
     run = root / name
     (run / "checkpoints" / f"checkpoint_{epoch:06d}").mkdir(parents=True)
-    config = load_config(TOY, words(root, *knobs))
-    starts.record(run, config, TOY, checkpoint=None, epoch=0, ranks=2, device="cpu")
+    config = load_config(spec, words(root, *knobs))
+    starts.record(run, config, spec, checkpoint=None, epoch=0, ranks=2, device="cpu")
     starts.begin(run)
     return run
 
@@ -98,6 +116,47 @@ def test_a_new_run_takes_the_configuration_of_the_checkpoint_s_run(tmp_path):
     assert said[0].startswith(f"goes on with the configuration of {run}")
 
 
+def test_a_run_whose_folder_of_checkpoints_is_a_link_goes_on_with_its_own_configuration(tmp_path):
+    run, disk = started(tmp_path, "train.learning_rate=2e-4"), tmp_path / "disk" / "first"
+    disk.parent.mkdir()
+    (run / "checkpoints").rename(disk)
+    (run / "checkpoints").symlink_to(disk)
+    for folder, name in ((run / "checkpoints", "first"), (disk, "first"), (run / "checkpoints", "second")):
+        config, said = again(tmp_path, f"resume={folder}/checkpoint_000010", f"run_name={name}")
+        assert config.train.learning_rate == 2e-4 and said[0].startswith(f"goes on with the configuration of {run},")
+    config, said = again(tmp_path, f"resume={disk}/checkpoint_000010", "run_name=second")
+    assert said == [f"{disk.parent} holds no config.json: the configuration is that of {TOY}"]
+
+
+def test_a_link_to_a_checkpoint_leads_to_the_run_that_saved_it(tmp_path):
+    run = started(tmp_path, "train.learning_rate=2e-4", name="before")
+    links = started(tmp_path, name="other") / "best"
+    links.mkdir()
+    (links / "of_before").symlink_to(run / "checkpoints" / "checkpoint_000010")
+    said = again(tmp_path, f"resume={links}/of_before")[1]
+    assert said[0].startswith(f"goes on with the configuration of {run},")
+
+
+def test_a_run_of_a_recipe_that_the_command_line_completes_goes_on_without_those_words(tmp_path):
+    spec = to_complete(tmp_path, "reward.weights.source_match = config.reward.weights.target_view", 0.0)
+    started(tmp_path, "reward.weights.target_view=1", spec=spec)
+    config, said = again(tmp_path, "resume=auto", spec=spec)
+    assert config.reward.weights == {"source_match": 0.0, "target_view": 1.0}
+    line = '  reward.weights: {"source_match": 0.0, "target_view": 0.0} -> {"source_match": 0.0, "target_view": 1.0}'
+    assert said[-1] == line and said[-2].endswith("where the recipe says otherwise now (recipe -> run):")
+    with pytest.raises(ConfigError, match="must hold a weight above 0"):
+        again(tmp_path, "run_name=second", spec=spec)
+
+
+def test_a_recipe_out_of_a_knob_s_bounds_is_not_compared_with_what_completes_it(tmp_path):
+    spec = to_complete(tmp_path, "num_epochs", -1)
+    started(tmp_path, "num_epochs=5", "seed=7", spec=spec)
+    config, said = again(tmp_path, "resume=auto", "num_epochs=6", spec=spec)
+    assert (config.num_epochs, config.seed) == (6, 7)
+    assert said[1:] == ["changed on the command line:", "  num_epochs: 5 -> 6"]
+    assert "recipe" not in starts.rewards_in_words(spec, config)
+
+
 def test_a_new_run_may_begin_from_a_checkpoint_with_another_recipe_and_is_told_every_difference(tmp_path):
     run = started(tmp_path, name="before")
     config, said = again(tmp_path, f"resume={run}/checkpoints/checkpoint_000010", spec=OTHER)
@@ -148,6 +207,29 @@ def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():
 def test_the_commands_that_follow_a_run_name_its_report(tmp_path):
     run = started(tmp_path)
     assert f"  see what it did:      python tools/report.py {run}" in starts.next_commands(run)
+
+
+def test_rewards_are_compared_with_a_recipe_that_the_command_line_completes(tmp_path):
+    spec = to_complete(tmp_path, "reward.weights.source_match = config.reward.weights.target_view", 0.0)
+    said = starts.rewards_in_words(spec, load_config(spec, ["--config.reward.weights.target_view=1"]))
+    assert said == "rewards and their weights: source_match 0, target_view 1 (recipe: 0)"
+
+
+@pytest.mark.parametrize("rows", [24, 96])
+def test_printed_commands_can_be_pasted_wherever_the_run_lies(tmp_path, rows):
+    root = tmp_path / "it's my runs"
+    run = started(root, f"data.height={rows}", "data.width=96", "max_minutes=5")
+    lines = [shlex.split(line.partition(":")[2]) for line in starts.next_commands(run)]
+    _film, _measure, report, further = lines
+    assert report == ["python", "tools/report.py", str(run)]
+    going_on = ["--config.resume=auto", "--config.run_name=first", f"--config.output_root={root}"]
+    assert further[-5:] == [*going_on, "--config.num_epochs=400", "--config.max_minutes=0"]
+    assert all(str(run) in words or f"--config.output_root={root}" in words for words in lines)
+
+
+def test_plain_words_of_printed_commands_are_not_quoted(tmp_path):
+    assert not [line for line in starts.next_commands(started(tmp_path)) if "'" in line]
+    assert starts.going_on(Path("outputs/first")) == "--config.resume=auto --config.run_name=first"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.settings.checks import check_world
+from flow_grpo.settings.checks import check_world, largest_weights
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 
@@ -172,6 +172,22 @@ def test_several_updates_without_the_guard_are_warned_of(given: str, way_out: st
 def test_groups_that_would_be_valid_by_rounding_alone_are_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"reward.flat_eps=1e-06 is below reward.adv_eps=0.0001"):
         load("dynamic_sampling.enabled=true reward.flat_eps=1e-6")
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight"),
+    [
+        ("reward.weights.target_view=0", 0.0),
+        ("reward.weights.target_view=0 reward.schedules.target_view=0:0,50:0.5", 0.5),
+        ("reward.schedules.target_view=0:0,50:0.5,100:0", 0.5),
+        ("reward.schedules.target_view=0:0", 0.0),
+        ("num_epochs=11 reward.schedules.target_view=0:0,20:1", 0.5),
+        ("num_epochs=11 reward.schedules.target_view=15:0,20:1", 0.0),
+        ("num_epochs=0 reward.schedules.target_view=0:0.2,20:1", 0.2),
+    ],
+)
+def test_the_largest_weight_of_a_reward_is_that_of_the_epochs_of_its_run(settings: str, weight: float) -> None:
+    assert largest_weights(load(settings)) == {"source_match": 0.1, "target_view": pytest.approx(weight)}
 
 
 def world(world_size: int, *overrides: str) -> None:

@@ -18,6 +18,7 @@ from flow_grpo.runtime.reporting import video_index
 from flow_grpo.runtime.reporting.metric_files import read_rows
 from flow_grpo.runtime.reporting.tracker import SUMMARY
 from flow_grpo.runtime.starts import CONFIG, STARTS, start_files
+from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.loading import from_dict, load_config
 from flow_grpo.settings.schema import Config
 
@@ -139,8 +140,8 @@ class Run:
 
     @property
     def rewards(self) -> list[str]:
-        """Rewards with a weight in training."""
-        return [name for name, weight in self.config.reward.weights.items() if weight]
+        """Rewards with a weight in any epoch of training."""
+        return [name for name, weight in largest_weights(self.config).items() if weight]
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric, finite values only."""
@@ -152,7 +153,7 @@ class Run:
 
     def deciding(self, names: Iterable[str]) -> list[str]:
         """Return those of the held-out metrics `eval/...` that decide the verdict."""
-        weights, gold = self.config.reward.weights, bool(self.config.eval.gold)
+        weights, gold = largest_weights(self.config), bool(self.config.eval.gold)
         return deciding(names, self._measured, weights, gold=gold)
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from flow_grpo.algorithm.signal import Spread, is_silent, measure_spread
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding, finding
+from flow_grpo.settings.checks import largest_weights
 
 LEAST_SHARE = 0.2  # of the variance inside groups: below, most of what is trained on was not caused by the policy
 GROUPS = 1  # a rank
@@ -24,13 +25,13 @@ def examine_signal(context: DoctorContext) -> Finding:
     spreads = measure_spread(
         context.policy, context.data, context.rewards, context.sampling, context.ranks, groups=GROUPS, own=not shared
     )
-    weights = context.config.reward.weights
+    weights = largest_weights(context.config)
     used = {name: spread for name, spread in spreads.items() if weights.get(name)}
     return check_signal(used, shared=shared)
 
 
 def check_signal(spreads: Mapping[str, Spread], *, shared: bool) -> Finding:
-    """Check the rewards that have a weight: at least one above its floor, and enough of the spread credited.
+    """Check the rewards that are trained: at least one above its floor, and enough of the spread credited.
 
     Args:
         spreads: reward name -> spread.
