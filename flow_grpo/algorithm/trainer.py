@@ -183,7 +183,7 @@ class Trainer:
             self.metrics |= percentiles("reward/advantage_p", compared.advantages)
             if self.dynamic_sampling is None:  # else logged for the first round by dynamic sampling
                 self.metrics |= group_metrics(compared)
-            elif self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
+            if self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
                 compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
         if self.config.train.copies:
             chosen, compared = narrow(chosen, compared, self.config.train.copies, self.ranks)
@@ -230,7 +230,8 @@ class Trainer:
             self.tracker.log(self.metrics, step)
             if every and step % every == 0 and self.ranks.is_main:
                 count, k = self.config.eval.videos, self.config.sample.k
-                self.gallery.training(batches[0], step, count=count, weights=self.reward.weights, k=k)
+                weights = compare.in_epoch(self.config.reward, step - 1).weights  # `self.reward` is the next epoch's
+                self.gallery.training(batches[0], step, count=count, weights=weights, k=k)
         self._afterwards = {"time/log_s": time.perf_counter() - begun}
 
     def evaluate_if_due(self) -> None:
@@ -245,7 +246,9 @@ class Trainer:
         self.progress.finish_epoch(self.metrics | held_out)
         changes = {} if evaluation is None else self._changes(evaluation)
         means = {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
-        self.state.broken = broken(self.config.train.stop_if, self.metrics | held_out | means)
+        holding = broken(self.config.train.stop_if, self.metrics | held_out | means)
+        # Times and memory differ between ranks, which must end together.
+        self.state.broken = next(filter(None, self.ranks.everyone.gather_text(holding)), "")
         self._stop_if_broken()
 
     def save_if_due(self) -> None:
@@ -465,6 +468,7 @@ class Trainer:
         policy, dataset, sampling = self.updater.policy, self.evaluator.dataset, self.collector.settings
         rewards, weights = self.collector.rewards, self.reward.weights
         spreads = measure_spread(policy, dataset, rewards, sampling, self.ranks, groups=groups, own=not shared)
+        rewards.stats()  # of these requests, which are not training's
         self._silent = is_silent(spreads, weights, shared=shared)
         self._without_value = without_value(spreads, weights, shared=shared)
         return spread_metrics(spreads, weights, shared=shared)

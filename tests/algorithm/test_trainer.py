@@ -65,6 +65,7 @@ def a_config(**changes) -> Config:
         "train": train_config(),
         "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1, signal_groups=0),
         "checkpoint": CheckpointConfig(every=2, keep=5, best=""),
+        "dynamic_sampling": dataclasses.replace(DYNAMIC, enabled=False),
     }
     return Config(**(values | changes))
 
@@ -89,10 +90,11 @@ def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
         run_folder=folder,
         lock=RunLock(folder),
         forwards=ForwardCount(policy.net, recomputed=0.0),
-        dynamic_sampling=config.dynamic_sampling
-        and DynamicSampling(
+        dynamic_sampling=DynamicSampling(
             config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, ranks=ranks, say=progress.say
-        ),
+        )
+        if config.dynamic_sampling.enabled
+        else None,
     )
 
 
@@ -339,6 +341,17 @@ def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resum
             other.evaluate_before()
 
 
+def test_ranks_whose_own_metrics_differ_break_a_rule_together(a_trainer, monkeypatch):
+    trainer = a_trainer(num_epochs=1, train=train_config(stop_if=("time/score_s>1000",)))
+    own = Ranks.gather_text
+    monkeypatch.setattr(trainer, "evaluate_if_due", lambda: None)
+    train_epoch(trainer, next(trainer.epochs()))
+    monkeypatch.undo()
+    monkeypatch.setattr(Ranks, "gather_text", lambda ranks, text: [*own(ranks, text), "time/score_s is 2000, above 1000"])
+    with pytest.raises(BrokenPolicyError, match="time/score_s is 2000, above 1000 after epoch 1"):
+        trainer.evaluate_if_due()
+
+
 def test_a_run_whose_copies_cannot_be_told_apart_does_not_begin(a_trainer):
     settings = dataclasses.replace(a_config().eval, signal_groups=1)
     for floor, doctor, ends in ((0.0, "fast", False), (10.0, "fast", True), (10.0, "off", False)):
@@ -490,6 +503,13 @@ def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_pa
     assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
 
 
+def test_it_does_so_without_dynamic_sampling_too(a_trainer, tmp_path):
+    skipping = dataclasses.replace(DYNAMIC, enabled=False, skip_step_if_all_flat=True)
+    run(a_trainer(**everything_flat(num_epochs=1, dynamic_sampling=skipping)))
+    (row,) = metrics_of(tmp_path)
+    assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
+
+
 def test_an_epoch_with_some_signal_still_takes_its_step(a_trainer, tmp_path):
     skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
     trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping)
@@ -519,6 +539,14 @@ def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninte
     assert resumed.metrics["reward/advantage_abs"] == sizes[2]
 
 
+def test_copies_of_a_group_are_shown_in_the_order_of_the_epoch_s_own_weights(a_trainer, monkeypatch):
+    fading = reward_config(schedules={"brightness": ((0, 1.0), (2, 0.5))})
+    trainer, shown = a_trainer(num_epochs=2, reward=fading, log_videos_every=1), []
+    monkeypatch.setattr(trainer.gallery, "training", lambda *_, weights, **__: shown.append(weights["brightness"]))
+    run(trainer)
+    assert shown == [row["reward/brightness_weight"] for row in metrics_of(trainer.run_folder)] == [1.0, 0.75]
+
+
 def test_dynamic_sampling_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path):
     rising = reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
     run(a_trainer(reward=rising, dynamic_sampling=DYNAMIC))
@@ -540,7 +568,7 @@ def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path
             self.calls = 0
             return stats
 
-    trainer = a_trainer(num_epochs=2)
+    trainer = a_trainer(num_epochs=2, eval=dataclasses.replace(a_config().eval, signal_groups=1))
     trainer.collector.rewards = RewardSet([Asked()], {"brightness": 1.0})
     trainer.cameras = tuple(("pan", "zoom")[index % 2] for index in range(24))
     run(trainer)

@@ -11,7 +11,7 @@ from typing import Any
 
 from flow_grpo.runtime.starts import OF_EACH_START
 from flow_grpo.settings.errors import ConfigError
-from flow_grpo.settings.loading import knob_values, load_config, to_dict
+from flow_grpo.settings.loading import knob_values, to_dict, unchecked
 from flow_grpo.settings.schema import KNOBS, Config
 from tools.run_report.run_folder import Run
 from tools.run_report.words import NOTHING
@@ -109,7 +109,7 @@ def _recipe(spec: str, asked: str) -> tuple[dict[str, Any] | None, str]:
             "with the defaults only."
         )
     try:
-        return knob_values(to_dict(load_config(f"{place}:{name}"))), ""
+        return knob_values(to_dict(unchecked(f"{place}:{name}"))), ""
     except ConfigError as error:
         return None, f"The recipe {spec} cannot be loaded now ({error}): the run is compared with the defaults only."
 
