@@ -105,6 +105,9 @@ def _check_steps(config: Config) -> None:
         text = f"must lie in 0..{last} with sample.num_steps={sample.num_steps}: the last step is never stochastic"
         raise refusal("sample.sde_steps", steps, f"{text}; drop the steps outside or raise sample.num_steps")
     if sample.sde == "ode":
+        if sample.share_prefix:
+            text = "needs stochastic steps, before which copies are equal, and sample.sde='ode' has none"
+            raise refusal("sample.share_prefix", True, f"{text}; pass --config.sample.share_prefix=false")
         return
     try:
         windows(steps, sample.sde_window)
@@ -150,6 +153,9 @@ def _check_rewards(reward: RewardConfig) -> None:
         if deciding == name:
             text = "must be another reward than the one behind the gate; name what must be preserved"
             raise refusal(f"reward.gates.{name}", deciding, text)
+    if reward.gates and reward.flat_eps == 0:
+        text = "must be above 0 with reward.gates: copies that fail are put below the others by twice the noise floor"
+        raise refusal("reward.flat_eps", 0.0, f"{text}, which is 0 for rewards that know none; leave it at its default")
 
 
 def _check_measured(path: str, name: str, reward: RewardConfig) -> None:

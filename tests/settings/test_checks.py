@@ -39,6 +39,10 @@ def load(settings: str) -> Config:
             ["sample.share_prefix: got True", "fsdp2", "share_prefix=false"],
         ),
         ("sample.sde=ode", ["sample.sde: got 'ode'", "objective=forward"]),
+        (
+            "train.objective=forward sample.sde=ode sample.share_prefix=true",
+            ["sample.share_prefix: got True", "needs stochastic steps", "share_prefix=false"],
+        ),
         ("train.objective=forward sample.sde=ode sample.same_initial_noise=true", ["same_initial_noise: got True"]),
         ("train.objective=forward train.ema_decay=0", ["train.trust_coef: got 0.1", "ema_decay=0.9"]),
         ("train.objective=forward train.guard=true train.trust_coef=0", ["train.guard: got True", "guard=false"]),
@@ -93,6 +97,10 @@ def load(settings: str) -> Config:
         ),
         ("reward.gates.target_view=pose_rot:0", ["gates.target_view: got 'pose_rot'", "measured", "pose_rot=0 to"]),
         ("reward.gates.pose_rot=source_match:0.5", ["reward.gates: got 'pose_rot'", "weights.pose_rot=0 to meas"]),
+        (
+            "reward.gates.target_view=motion_mag:0 reward.weights.motion_mag=0 reward.flat_eps=0",
+            ["reward.flat_eps: got 0.0", "must be above 0 with reward.gates"],
+        ),
         ("reward.gates.target_view=target_view:0", ["reward.gates.target_view: got 'target_view'", "another reward"]),
         ("reward.weights.room_pose=1", ["eval.gold: got 'room_pose'", "no reward uses", "weights.room_pose=0"]),
         (
