@@ -308,9 +308,10 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
     with raise_on_all_ranks(ranks):
         if ranks.is_main:
             lock.take()
-            place = device_api.describe(device, config.device)
-            world = ranks.everyone.world_size
-            starts.record(run_folder, given, spec, checkpoint=path, epoch=state.finished, ranks=world, device=place)
+            place, world = device_api.describe(device, config.device), ranks.everyone.world_size
+            by, done = rewards.served(), state.finished
+            said = starts.record(run_folder, given, spec, path, epoch=done, ranks=world, device=place, served=by)
+            print("\n".join(said), end="\n" if said else "", flush=True)
         step = None if path is None else state.finished
         tracker = open_tracker(config, run_folder, evaluator, ranks, resumed_step=step)
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf

@@ -131,6 +131,11 @@ class RewardSet:
         """Return reward name -> statistics of its requests since the last call, for rewards computed by a server."""
         return {reward.name: reward.stats() for reward in self.rewards if isinstance(reward, Served)}
 
+    def served(self) -> dict[str, str]:
+        """Return reward name -> model and version, for rewards computed by a server that has answered."""
+        servers = [reward for reward in self.rewards if isinstance(reward, RemoteReward)]
+        return {reward.name: " ".join(reward.identity) for reward in servers if reward.identity is not None}
+
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1].
 

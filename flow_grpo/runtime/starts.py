@@ -107,9 +107,17 @@ def rewards_in_words(spec: str, config: Config) -> str:
 
 
 def record(
-    run_folder: Path, config: Config, spec: str, *, checkpoint: Path | None, epoch: int, ranks: int, device: str
-) -> None:
-    """Write the record of a start; for one process only.
+    run_folder: Path,
+    config: Config,
+    spec: str,
+    checkpoint: Path | None,
+    *,
+    epoch: int,
+    ranks: int,
+    device: str,
+    served: Mapping[str, str],
+) -> list[str]:
+    """Write the record of a start, and return what to print; for one process only.
 
     Args:
         run_folder: of the run.
@@ -119,6 +127,10 @@ def record(
         epoch: finished epochs.
         ranks: how many.
         device: of rank 0, in words.
+        served: reward -> model and version of the server that computes it.
+
+    Returns:
+        A line for each reward that another model or version computed at the start before.
     """
     folder = run_folder / STARTS
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,10 +144,17 @@ def record(
         "device": device,
         "commit": commit(),
         "python": sys.version.split()[0],
+        "served": dict(served),
         "versions": {found.name: found.version for found in distributions()},
         "config": to_dict(config),
     }
+    before = (_latest(run_folder) or {}).get("served", {})
     write_atomically(folder / f"{len(start_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
+    return [
+        f"warning: reward {name} is now computed by {now}, at the start before by {before[name]}: its values may differ"
+        for name, now in served.items()
+        if before.get(name, now) != now
+    ]
 
 
 def begin(run_folder: Path) -> None:

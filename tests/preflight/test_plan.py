@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from safetensors.torch import save_file
 
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.preflight import plan as planning
+from flow_grpo.preflight.checkpointing import USABLE
 from flow_grpo.preflight.footprint import footprint
 from flow_grpo.runtime import starts
 from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.schema import Config
 from tools import plan
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +221,9 @@ def test_ranks_that_share_samples_have_a_part_of_their_activations_and_seconds(c
     ("words", "message"),
     [
         (["--memory", "lots"], "--memory: got 'lots'"),
+        (["--devices", "0"], "--devices: got 0, must be at least 1"),
+        (["--tflops", "0"], "--tflops: got 0, must be finite and above 0"),
+        (["--tflops", "nan"], "--tflops: got nan, must be finite and above 0"),
         (["--devices", "3"], "config.sample.train_batch_size: got 2, 3 rank(s)"),
         (["--config.train.context_parallel=3"], "context_parallel: got 3, must divide the number of ranks, 8"),
         (["--config.sample.kk=3"], "config.sample.kk: no such knob"),
@@ -229,11 +235,18 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(capsys, words, message):
     assert message in line
 
 
-def test_the_plan_of_a_run_stands_beside_what_it_measured(tmp_path, capsys):
-    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.output_root={tmp_path}"])
-    run, device = tmp_path / "first", "device cpu (x86_64, 2 cores); no npu: torch_npu is not installed"
-    starts.record(run, config, "config/grpo.py:tiny_recam", checkpoint=None, epoch=0, ranks=2, device=device)
+def make_run(run: Path, device: str, *knobs: str) -> Config:
+    """Write the record of a start on two ranks, and return its configuration."""
+    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.output_root={run.parent}", *knobs])
+    recipe = "config/grpo.py:tiny_recam"
+    starts.record(run, config, recipe, checkpoint=None, epoch=0, ranks=2, device=device, served={})
     starts.begin(run)
+    return config
+
+
+def test_the_plan_of_a_run_stands_beside_what_it_measured(tmp_path, capsys):
+    run = tmp_path / "first"
+    config = make_run(run, "device cpu (x86_64, 2 cores); no npu: torch_npu is not installed")
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/x": 1}\n')
     assert plan.main(["--run", str(run)]) == 2
     assert "has no finished epoch yet" in capsys.readouterr().err
@@ -245,6 +258,7 @@ def test_the_plan_of_a_run_stands_beside_what_it_measured(tmp_path, capsys):
     }
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row | {"step": step, "time/epoch_s": float(step)}) + "\n" for step in (1, 2, 9))
+        file.write('{"step": 10, "time/ep')  # it was killed in mid-write
     assert plan.main(["--run", str(run)]) == 0
     said = capsys.readouterr().out
     assert "3 epochs on 2 rank(s), device cpu (x86_64, 2 cores); seconds planned at the 0.02 TFLOP/s sustained" in said
@@ -254,3 +268,22 @@ def test_the_plan_of_a_run_stands_beside_what_it_measured(tmp_path, capsys):
     assert found["GiB sent: gradients"] == [f"{expected.sent_gradients_gib:.4g}", "0.5"]
     assert found["seconds of rollouts"][1] == "-"
     assert plan.main([]) == 2 and plan.main(["--run", str(run), "--config", "x"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks_in_memory", "mode"),
+    [("device npu", 1, "none"), ("device cpu", 2, "none"), ("device cpu", 1, "blocks")],
+)
+def test_the_plan_of_a_run_recomputes_what_the_run_decided_to(tmp_path, capsys, device, ranks_in_memory, mode):
+    """`ranks_in_memory`: for how many ranks that keep all activations the device has memory."""
+    auto = make_run(tmp_path / "first", device, "--config.model.checkpointing=auto")
+    modes = {name: dataclasses.replace(auto.model, checkpointing=name) for name in ("none", "blocks")}
+    plans = {name: planning.make_plan(dataclasses.replace(auto, model=model), 2, 1.0) for name, model in modes.items()}
+    gib = 1.01 * ranks_in_memory * plans["none"].update_gib / USABLE
+    row = {"step": 1, "time/epoch_s": 1.0, "system/memory_total_gib": gib}
+    (tmp_path / "first" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert plan.main(["--run", str(tmp_path / "first")]) == 0
+    said = capsys.readouterr().out
+    assert f"{mode}, planned" in said and plans["none"].update_gib > plans["blocks"].update_gib
+    (line,) = (line for line in said.splitlines() if line.startswith("forwards a sample"))
+    assert line.split()[3] == f"{plans[mode].forward_equivalents_per_sample:.4g}"

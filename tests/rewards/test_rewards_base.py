@@ -202,3 +202,10 @@ def test_every_reward_answers_as_it_declares(tmp_path):
 def test_a_set_can_be_sent_to_another_process(tmp_path):
     chosen = build_reward_set({"target_view": 1.0, "room_pose": 0.0}, data_root=tmp_path)
     assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights
+
+
+def test_a_set_says_which_model_computes_a_reward_elsewhere():
+    rewards = build_reward_set({"remote:judge": 1.0, "sharpness": 1.0}, data_root=".", servers={"judge": "http://x:1"})
+    assert rewards.served() == {}
+    rewards.rewards[0].identity = ("hpsv3", "v1")
+    assert rewards.served() == {"remote:judge": "hpsv3 v1"}

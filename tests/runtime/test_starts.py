@@ -43,7 +43,7 @@ def started(root: Path, *knobs: str, name: str = "first", epoch: int = 10, spec:
     run = root / name
     (run / "checkpoints" / f"checkpoint_{epoch:06d}").mkdir(parents=True)
     config = load_config(spec, words(root, *knobs))
-    starts.record(run, config, spec, checkpoint=None, epoch=0, ranks=2, device="cpu")
+    starts.record(run, config, spec, checkpoint=None, epoch=0, ranks=2, device="cpu", served={})
     starts.begin(run)
     return run
 
@@ -185,12 +185,24 @@ def test_a_damaged_configuration_is_refused_in_one_line(tmp_path):
 
 def test_every_start_is_on_record(tmp_path):
     run = started(tmp_path, "seed=7")
-    starts.record(run, load_config(TOY), TOY, checkpoint=run / "checkpoints/c", epoch=10, ranks=1, device="cpu")
+    path = run / "checkpoints/c"
+    starts.record(run, load_config(TOY), TOY, path, epoch=10, ranks=1, device="cpu", served={})
     first, second = (json.loads((run / "starts" / f"00{number}.json").read_text()) for number in (1, 2))
     assert (first["config"]["seed"], first["checkpoint"], first["ranks"]) == (7, "", 2)
     assert (second["config"]["seed"], second["epoch"]) == (0, 10)
     assert second["checkpoint"] == str(run / "checkpoints/c") and "torch" in second["versions"]
     assert first["command"] and first["recipe"] == TOY and first["commit"] == starts.commit() != ""
+
+
+def test_a_start_says_which_reward_another_model_computes_now(tmp_path):
+    def record(**served: str) -> list[str]:
+        return starts.record(
+            tmp_path, load_config(TOY), TOY, checkpoint=None, epoch=0, ranks=1, device="cpu", served=served
+        )
+
+    assert record(judge="hpsv3 v1", other="a 1") == record(judge="hpsv3 v1", new="b 1") == []
+    (line,) = record(judge="hpsv3 v2", new="b 1")
+    assert "reward judge is now computed by hpsv3 v2, at the start before by hpsv3 v1" in line
 
 
 def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():

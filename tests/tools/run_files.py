@@ -26,9 +26,8 @@ MEASURED_ON = {"eval.num_conditions": 8, "eval.num_steps": 8, "eval.gold": "room
 def make_run(folder: Path, *overrides: str, command: str = "", videos: bool = True) -> Path:
     """Write a finished run of 40 epochs; `overrides` are its command line's."""
     config = load_config(str(ROOT / "config/grpo.py") + ":tiny_recam", overrides)
-    starts.record(
-        folder, config, RECIPE, checkpoint=None, epoch=0, ranks=2, device="device cpu (x86_64, 2 cores); no npu"
-    )
+    device = "device cpu (x86_64, 2 cores); no npu"
+    starts.record(folder, config, RECIPE, checkpoint=None, epoch=0, ranks=2, device=device, served={})
     change(folder / "starts/001.json", command=command or "train_grpo.py --config config/grpo.py:tiny_recam")
     starts.begin(folder)
     _write_metrics(folder)

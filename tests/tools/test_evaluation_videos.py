@@ -72,7 +72,7 @@ def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_tra
     run, out = tmp_path / "first", tmp_path / "out"
     given = words(world, out, eval__num_conditions=2)
     config = load_config(given[1], [word for word in given if word.startswith("--config.")])
-    starts.record(run, config, "config/grpo.py:tiny_recam", checkpoint=None, epoch=0, ranks=1, device="cpu")
+    starts.record(run, config, "config/grpo.py:tiny_recam", checkpoint=None, epoch=0, ranks=1, device="cpu", served={})
     starts.begin(run)
     transformer = load_transformer(ReCamTransformer3DModel, ROOT / "assets" / "tiny_recam" / "transformer")
     transformer.proj_out.weight.data *= 1.05
