@@ -80,10 +80,7 @@ def read_prompts(file: Path) -> list[str]:
         ValueError: no such file, no text or table, no such column, no prompt, or a prompt that occurs twice.
     """
     text = read_text(file, "give a text file with a prompt a line, or a .csv with a column prompt")
-    if file.suffix.lower() == ".csv":
-        lines = _prompt_column(file, text)
-    else:
-        lines = text.splitlines()
+    lines = _prompt_column(file, text) if file.suffix.lower() == ".csv" else text.splitlines()
     prompts: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         prompt = " ".join(line.split())

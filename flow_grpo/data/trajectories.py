@@ -131,7 +131,7 @@ def read_filmed_path(file: Path, num_frames: int) -> Tensor:
     if fps is not None:
         raise ValueError(f"{name} fps is {fps:g}, must be left out; give one pose for each frame of the source")
     if poses.ndim != 3 or len(poses) < num_frames:
-        raise ValueError(f"{name} got shape {tuple(poses.shape)}, must be (N, 4, 4) with a pose for {num_frames} frames")
+        raise ValueError(f"{name} got shape {tuple(poses.shape)}, must be (N, 4, 4), N at least {num_frames}")
     return fit_path(poses[:num_frames], num_frames, from_first=True, name=name)
 
 

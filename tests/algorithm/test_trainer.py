@@ -347,7 +347,8 @@ def test_ranks_whose_own_metrics_differ_break_a_rule_together(a_trainer, monkeyp
     monkeypatch.setattr(trainer, "evaluate_if_due", lambda: None)
     train_epoch(trainer, next(trainer.epochs()))
     monkeypatch.undo()
-    monkeypatch.setattr(Ranks, "gather_text", lambda ranks, text: [*own(ranks, text), "time/score_s is 2000, above 1000"])
+    other = "time/score_s is 2000, above 1000"
+    monkeypatch.setattr(Ranks, "gather_text", lambda ranks, text: [*own(ranks, text), other])
     with pytest.raises(BrokenPolicyError, match="time/score_s is 2000, above 1000 after epoch 1"):
         trainer.evaluate_if_due()
 

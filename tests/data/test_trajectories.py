@@ -198,7 +198,7 @@ def test_pose_i_of_a_source_s_own_camera_is_that_of_its_frame_i(tmp_path):
     assert torch.allclose(read_filmed_path(file, 45), poses[:45])
     file.write_text(json.dumps({"poses": poses[10:].tolist(), "relative": True}))
     assert torch.allclose(read_filmed_path(file, 45), poses[:45])
-    with pytest.raises(ValueError, match=r"path.json: got shape \(80, 4, 4\), must be .* a pose for 81 frames"):
+    with pytest.raises(ValueError, match=r"path.json: got shape \(80, 4, 4\), must be \(N, 4, 4\), N at least 81"):
         read_filmed_path(file, 81)
     file.write_text(json.dumps({"poses": poses.tolist(), "fps": 30}))
     with pytest.raises(ValueError, match="fps is 30, must be left out"):

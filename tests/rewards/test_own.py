@@ -104,7 +104,8 @@ def test_other_arguments_are_refused_before_anything_is_loaded(own, text, name, 
 def test_rewards_that_need_what_the_data_lacks_are_refused_before_the_run():
     prompt = Condition(index=0, gid=0, slot=0, prompt="a kite", wanted_size=(5, 8, 8))
     try_rewards(build_reward_set({"sharpness": 1.0}, data_root="."), prompt)
-    for name, lacking in {"pose_rot": "source_video and target_poses and intrinsics", "target_psnr": "target_video"}.items():
+    lacked = {"pose_rot": "source_video and target_poses and intrinsics", "target_psnr": "target_video"}
+    for name, lacking in lacked.items():
         with pytest.raises(ConfigError, match=rf"got '{name}', needs the {lacking} of every condition"):
             try_rewards(build_reward_set({name: 0.0}, data_root="."), prompt)
 

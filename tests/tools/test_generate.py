@@ -302,7 +302,7 @@ def finished_run(folder: Path, trained: str = "lora", **knobs: object) -> Path:
     """Return the folder of a run of the demo with an adapter and other settings than this tool's."""
     words = [f"--config.{name.replace('__', '.')}={value}" for name, value in knobs.items()]
     config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.model.path={MODEL}", *words])
-    starts.record(folder, config, "config/grpo.py:tiny_recam", checkpoint=None, epoch=0, ranks=1, device="cpu", served={})
+    starts.record(folder, config, "config/grpo.py:tiny_recam", None, epoch=0, ranks=1, device="cpu", served={})
     starts.begin(folder)
     saved_adapter(folder / "adapter", trained=trained)
     return folder
