@@ -61,6 +61,7 @@ from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime.checkpoints import checkpoint, resume, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
+from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.processes import spawn_without_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import share_samples
@@ -250,11 +251,11 @@ def flow_losses(policy: WanPolicy, conditions: Sequence[Condition], shift: float
 
 @dataclasses.dataclass
 class FineTuning:
-    """A run; resumes from its newest checkpoint if the configuration says so.
+    """A run; resumes from its newest checkpoint if the configuration says so. Its folder is locked until `finish`.
 
-    Collective: every rank constructs it and calls its methods, and an error on one is raised on all: ValueError for an
-    unusable or conflicting checkpoint, ItemError for an unreadable item, RuntimeError for a non-finite loss or
-    gradient, in which case the weights are those before the step.
+    Collective: every rank constructs it and calls its methods, and an error on one is raised on all: ValueError for a
+    folder in use or an unusable or conflicting checkpoint, ItemError for an unreadable item, RuntimeError for a
+    non-finite loss or gradient, in which case the weights are those before the step.
     """
 
     args: argparse.Namespace
@@ -271,6 +272,10 @@ class FineTuning:
 
     def __post_init__(self) -> None:
         folder, plan = self.folder / "checkpoints", self.batches.plan
+        self.lock = RunLock(self.folder)
+        with train_grpo.raise_on_all_ranks(self.ranks):
+            if self.ranks.is_main:
+                self.lock.take()
         path = resume.find(self.config.resume, folder, ranks=self.ranks)
         if path is not None:
             found = checkpoint.load(path, identity=self.identity, ranks=self.ranks)
@@ -283,7 +288,6 @@ class FineTuning:
         self._sums, self._dropped, self._norm, self._begun = torch.zeros(2, dtype=torch.float64), 0, 0.0, 0.0
         self._files: MetricFiles | None = None
         if self.ranks.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._files = MetricFiles(self.folder, None if path is None else self.step)
 
     def train(self) -> None:
@@ -357,7 +361,7 @@ class FineTuning:
         self._report({"eval/loss": total / items})
 
     def finish(self) -> None:
-        """Log, save, evaluate and write the model folder."""
+        """Log, save, evaluate, write the model folder and unlock the run's."""
         self.log()
         if self.step % self.args.checkpoint_every:
             self.save()
@@ -366,6 +370,7 @@ class FineTuning:
             if self.ranks.is_main:
                 write_model(self.policy, Path(self.config.model.path), self.folder)
                 print(f"start GRPO from it: train_grpo.py ... --config.model.path={self.folder / 'model'}", flush=True)
+        self.lock.release()
 
     def _report(self, metrics: dict[str, float]) -> None:
         if self._files is not None:

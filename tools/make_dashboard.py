@@ -23,6 +23,7 @@ if __package__ in (None, ""):  # started as a program
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.runtime.reporting.metric_files import read_rows
 from flow_grpo.runtime.reporting.metric_names import SECTIONS, healthy_text, metric_of
 from flow_grpo.runtime.reporting.sinks.wandb import axis_of, key_is_set
 from tools.common import fail, make_parser
@@ -94,12 +95,11 @@ def _read(place: Path) -> list[dict[str, Any]]:
     """Return the sections for a run's metrics, or those of a file.
 
     Raises:
-        ValueError: there are none.
-        OSError: it cannot be read.
+        ValueError: there are none, or a run's metrics cannot be read.
+        OSError: a file cannot be read.
     """
     if place.is_dir():
-        lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return dashboard({name for line in lines for name in json.loads(line)})
+        return dashboard({name for row in read_rows(place / "metrics.jsonl").values() for name in row})
     try:
         sections: list[dict[str, Any]] = json.loads(place.read_text(encoding="utf-8"))["sections"]
     except (ValueError, KeyError, TypeError) as error:

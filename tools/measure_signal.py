@@ -54,10 +54,14 @@ def main(words: Sequence[str] | None = None) -> int:
         config, spec = train_grpo.read_command_line(["--config", asked.config, *overrides, *fixed])
         device, ranks = train_grpo.set_up_rank(config, watched=True)
         with ranks.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
-            trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), spec, device, ranks)
-            context = train_grpo.doctor_context(trainer)
-            found = measure(context, asked.groups) | {"tails": compare_tails(context, asked.groups, asked.tails)}
-            trainer.tracker.close()
+            try:
+                trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), spec, device, ranks)
+                context = train_grpo.doctor_context(trainer)
+                found = measure(context, asked.groups) | {"tails": compare_tails(context, asked.groups, asked.tails)}
+                trainer.tracker.close()
+            except ValueError as error:  # every rank raised it: the peers need not be told
+                train_grpo.refuse(error, ranks)
+                return 2
     except ValueError as error:
         train_grpo.refuse(error, ranks)
         return 2

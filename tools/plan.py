@@ -28,6 +28,7 @@ from flow_grpo.preflight.checkpointing import settled
 from flow_grpo.preflight.plan import make_plan
 from flow_grpo.preflight.savings import report
 from flow_grpo.runtime import starts
+from flow_grpo.runtime.reporting.metric_files import read_rows
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, load_config
 
@@ -45,8 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     known, overrides = parser.parse_known_args(words)
     try:
-        if (known.config is None) == (known.run is None):
-            raise ConfigError("one of --config FILE:RECIPE and --run FOLDER is needed; see --help")
+        _check_options(known)
         if known.run is not None:
             print(beside_run(known.run))
             return 0
@@ -68,22 +68,35 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0 if fits else 1
 
 
+def _check_options(known: argparse.Namespace) -> None:
+    """Raise ConfigError for options that are missing or out of bounds."""
+    if (known.config is None) == (known.run is None):
+        raise ConfigError("one of --config FILE:RECIPE and --run FOLDER is needed; see --help")
+    if known.devices < 1:
+        raise ConfigError(f"--devices: got {known.devices}, must be at least 1")
+    if not 0 < known.tflops < math.inf:
+        raise ConfigError(f"--tflops: got {known.tflops:g}, must be finite and above 0")
+
+
 def beside_run(run: Path) -> str:
     """Return a table of what is planned for a run and what its median epoch measured.
 
     Raises:
-        ValueError: the folder is no run's, or no epoch has finished.
+        ValueError: the folder is no run's, a file of it is damaged, or no epoch has finished.
     """
     config, start = starts.configuration_of(run), starts.latest(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    epochs = [row for row in rows if "time/epoch_s" in row]
+    epochs = [row for row in read_rows(run / "metrics.jsonl").values() if "time/epoch_s" in row]
     if not epochs:
         raise ValueError(f"--run {run} has no finished epoch yet")
 
     def measured(name: str) -> float | None:
-        found = [row[name] for row in epochs if name in row]
+        found = [row[name] for row in epochs if math.isfinite(row.get(name, math.nan))]
         return statistics.median(found) if found else None
 
+    on_cpu = start["device"].startswith("device cpu")
+    # As train_grpo.py decided it: ranks on a CPU share the machine's memory.
+    gib = epochs[-1].get("system/memory_total_gib", math.nan) / (start["ranks"] if on_cpu else 1)
+    config, said = (config, "") if math.isnan(gib) else settled(config, start["ranks"], gib)
     rate = measured("system/tflops_per_device")
     plan = make_plan(config, start["ranks"], 1e12 * (rate or math.nan))
     at = (
@@ -91,6 +104,7 @@ def beside_run(run: Path) -> str:
     )
     lines = [
         f"{run}: {len(epochs)} epochs on {start['ranks']} rank(s), {start['device'].partition(';')[0]}; {at}",
+        *([said] if said else []),
         f"{'':34s} {'planned':>12s} {'measured':>12s}",
     ]
     for what, planned, metric in (
@@ -105,7 +119,7 @@ def beside_run(run: Path) -> str:
     ):
         found = measured(metric)
         lines.append(f"{what:34s} {_number(planned):>12s} {_number(found):>12s}")
-    if start["device"].startswith("device cpu"):
+    if on_cpu:
         lines.append("a CPU's peak is that of the whole process, Python and its libraries included")
     return "\n".join(lines)
 

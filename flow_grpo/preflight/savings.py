@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from flow_grpo.preflight.plan import Plan, largest_size, make_plan
 from flow_grpo.settings.checks import check, check_world
@@ -14,6 +17,8 @@ from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.schema import Config
 
 NOT_SEEN = 0.005  # GiB: a knob that saves less is left out
+NOTES = {"model.encodings=FOLDER": "(tools/precompute.py)", "train.sharding=zero2": "(needs DeepSpeed)"}
+Values: TypeAlias = dict[str, int | str]  # dotted path of a knob -> value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,84 +26,91 @@ class Knob:
     """A way to need less memory.
 
     Attributes:
-        words: how it is passed.
-        turn: returns the configuration with it.
+        values: returns the new values of the knobs of a configuration that it changes.
         exact: what is trained stays the same, up to rounding.
     """
 
-    words: str
-    turn: Callable[[Config], Config]
+    values: Callable[[Config], Values]
     exact: bool = True
 
 
 def knobs(config: Config, devices: int) -> list[Knob]:
-    """Return the knobs of a recipe that can save memory, the cheapest first."""
+    """Return the knobs of a recipe that can save memory, about the cheapest first."""
     model, train, sample = config.model, config.train, config.sample
-    batch, batches = _smallest_batch(config, devices)
-    shards = "--config.train.sharding=fsdp2"
-    shards += " --config.sample.share_prefix=false" if sample.share_prefix else ""
-    found = [
-        (not model.vae_slicing, Knob("--config.model.vae_slicing=true", _turned("model", vae_slicing=True))),
-        (
-            model.checkpointing == "none",
-            Knob("--config.model.checkpointing=keep_attention", _turned("model", checkpointing="keep_attention")),
-        ),
-        (
-            model.checkpointing in ("none", "keep_attention"),
-            Knob("--config.model.checkpointing=blocks", _turned("model", checkpointing="blocks")),
-        ),
-        (train.batch_size > 1, Knob("--config.train.batch_size=1", _turned("train", batch_size=1))),
-        (
-            batch < sample.train_batch_size,
-            Knob(
-                f"--config.sample.train_batch_size={batch} --config.sample.num_batches_per_epoch={batches}",
-                _turned("sample", train_batch_size=batch, num_batches_per_epoch=batches),
-            ),
-        ),
-        (
-            not model.encodings,
-            Knob("--config.model.encodings=FOLDER (tools/precompute.py)", _turned("model", encodings="FOLDER")),
-        ),
-        (
-            not sample.offload and not config.dynamic_sampling.enabled,
-            Knob("--config.sample.offload=true", _turned("sample", offload=True)),
-        ),
-        (not model.offload, Knob("--config.model.offload=true", _turned("model", offload=True))),
-        (
-            train.sharding == "ddp" and devices > 1,
-            Knob("--config.train.sharding=zero2 (needs DeepSpeed)", _turned("train", sharding="zero2")),
-        ),
-        (train.sharding == "ddp" and devices > 1, Knob(shards, _in_shards)),
-        *((size <= devices, _shared(config, size)) for size in (2, 4, 8) if size > train.context_parallel),
-        (model.dtype == "fp32", Knob("--config.model.dtype=bf16", _turned("model", dtype="bf16"), exact=False)),
-        (model.trained != "lora", Knob("--config.model.trained=lora", _turned("model", trained="lora"), exact=False)),
+    can_shard = train.sharding == "ddp" and devices > 1
+    shards: Values = {"train.sharding": "fsdp2"}
+    # A sharded network needs as many calls on every rank.
+    shards |= {"sample.share_prefix": False} if sample.share_prefix else {}
+    found: list[tuple[bool, Values]] = [
+        (not model.vae_slicing, {"model.vae_slicing": True}),
+        (model.checkpointing == "none", {"model.checkpointing": "keep_attention"}),
+        (model.checkpointing in ("none", "keep_attention"), {"model.checkpointing": "blocks"}),
+        (train.batch_size > 1, {"train.batch_size": 1}),
+        (not model.encodings, {"model.encodings": "FOLDER"}),
+        (not sample.offload and not config.dynamic_sampling.enabled, {"sample.offload": True}),
+        (not model.offload, {"model.offload": True}),
+        (can_shard, {"train.sharding": "zero2"}),
+        (can_shard, shards),
     ]
-    return [knob for useful, knob in found if useful and _allowed(knob.turn(config), devices)]
+    inexact: list[tuple[bool, Values]] = [
+        (model.dtype == "fp32", {"model.dtype": "bf16"}),
+        (model.trained != "lora", {"model.trained": "lora"}),
+    ]
+    sizes = [size for size in (2, 4, 8) if train.context_parallel < size <= devices]
+    every = [
+        *(_fixed(values) for useful, values in found if useful),
+        *(Knob(functools.partial(_shared, size=size)) for size in sizes),
+        # Behind those: how small a batch can be depends on how many ranks share a sample.
+        Knob(functools.partial(_smallest_batch, devices=devices)),
+        *(_fixed(values, exact=False) for useful, values in inexact if useful),
+    ]
+    return [knob for knob in every if knob.values(config) and _allowed(turned(config, [knob])[0], devices)]
+
+
+def turned(config: Config, chosen: Iterable[Knob]) -> tuple[Config, Values]:
+    """Return a configuration with some of its knobs turned one after another, and the values that this changes."""
+    changed: Values = {}
+    for knob in chosen:
+        values = knob.values(config)
+        changed |= values
+        for path, value in values.items():
+            section, name = path.split(".")
+            section_now = dataclasses.replace(getattr(config, section), **{name: value})
+            config = dataclasses.replace(config, **{section: section_now})
+    return config, changed
+
+
+def in_words(values: Values) -> str:
+    """Return how the values of knobs are passed, and what they need."""
+    words = []
+    for path, value in values.items():
+        word = f"{path}={value if isinstance(value, str) else json.dumps(value)}"
+        words.append(f"--config.{word} {NOTES.get(word, '')}".strip())
+    return " ".join(words)
 
 
 def each_alone(config: Config, devices: int, rate: float) -> list[tuple[Knob, Plan]]:
     """Return the knobs that lower a recipe's peak, each with the plan of the recipe with it alone."""
     most = make_plan(config, devices, rate).most_gib
-    plans = [(knob, make_plan(knob.turn(config), devices, rate)) for knob in knobs(config, devices)]
+    plans = [(knob, make_plan(turned(config, [knob])[0], devices, rate)) for knob in knobs(config, devices)]
     return [(knob, plan) for knob, plan in plans if most - plan.most_gib > NOT_SEEN]
 
 
-def smallest_set(config: Config, devices: int, rate: float, limit: float) -> tuple[list[Knob], Plan] | None:
-    """Return the fewest knobs with which a recipe fits `limit` GiB, of several such sets the fastest; None without any.
+def smallest_set(config: Config, devices: int, rate: float, limit: float) -> tuple[Values, Plan] | None:
+    """Return the values of the fewest knobs with which a recipe fits `limit` GiB, and its plan; None without any.
 
-    Knobs that change what is trained are taken only where the others are not enough.
+    Of several such sets the fastest is taken. Knobs that change what is trained are taken only where the others are
+    not enough.
     """
     known = knobs(config, devices)
     for usable in ([knob for knob in known if knob.exact], known):
         for count in range(1, len(usable) + 1):
             fitting = []
             for chosen in itertools.combinations(usable, count):
-                turned = config
-                for knob in chosen:
-                    turned = knob.turn(turned)
-                plan = make_plan(turned, devices, rate) if _allowed(turned, devices) else None
+                other, values = turned(config, chosen)
+                plan = make_plan(other, devices, rate) if _allowed(other, devices) else None
                 if plan is not None and plan.most_gib <= limit:
-                    fitting.append((list(chosen), plan))
+                    fitting.append((values, plan))
             if fitting:
                 return min(fitting, key=lambda found: found[1].epoch_s)
     return None
@@ -122,9 +134,8 @@ def report(config: Config, devices: int, rate: float, limit: float) -> tuple[str
     found = smallest_set(config, devices, rate, limit)
     if found is None:
         return "\n".join([*lines, f"{verdict}no knob helps enough: take fewer frames or a smaller size"]), False
-    words = " ".join(knob.words for knob in found[0])
     peak = f"{found[1].most_gib:.1f} GiB, {found[1].epoch_s:.0f} s an epoch"
-    return "\n".join([*lines, f"{verdict}with the fewest knobs it does ({peak}): {words}"]), False
+    return "\n".join([*lines, f"{verdict}with the fewest knobs it does ({peak}): {in_words(found[0])}"]), False
 
 
 def _costs(plan: Plan) -> list[str]:
@@ -159,40 +170,27 @@ def _table(config: Config, devices: int, rate: float, plan: Plan) -> list[str]:
     for knob, other in found:
         note = "" if knob.exact else "  changes what is trained"
         saved, slower = other.most_gib - plan.most_gib, other.epoch_s - plan.epoch_s
-        lines.append(f"  {saved:+7.2f} GiB {slower:+8.1f} s  {knob.words}{note}")
+        lines.append(f"  {saved:+7.2f} GiB {slower:+8.1f} s  {in_words(knob.values(config))}{note}")
     return [head, *lines]
 
 
-def _turned(section: str, **values: object) -> Callable[[Config], Config]:
-    """Return a function that returns a configuration with other values in a section."""
-
-    def turn(config: Config) -> Config:
-        changed = dataclasses.replace(getattr(config, section), **values)
-        return dataclasses.replace(config, **{section: changed})
-
-    return turn
+def _fixed(values: Values, *, exact: bool = True) -> Knob:
+    return Knob(lambda _: values, exact)
 
 
-def _in_shards(config: Config) -> Config:
-    # A sharded network needs as many calls on every rank.
-    return _turned("train", sharding="fsdp2")(_turned("sample", share_prefix=False)(config))
+def _shared(config: Config, size: int) -> Values:
+    """Return the values with which so many ranks share every sample, with as many samples an epoch as before."""
+    batches, rest = divmod(config.sample.num_batches_per_epoch * size, config.train.context_parallel)
+    return {} if rest else {"train.context_parallel": size, "sample.num_batches_per_epoch": batches}
 
 
-def _shared(config: Config, size: int) -> Knob:
-    """Return the knob that lets so many ranks share every sample, with as many samples an epoch as before."""
-    batches = config.sample.num_batches_per_epoch * size // config.train.context_parallel
-    words = f"--config.train.context_parallel={size} --config.sample.num_batches_per_epoch={batches}"
-    sharing, epoch = _turned("train", context_parallel=size), _turned("sample", num_batches_per_epoch=batches)
-    return Knob(words, lambda given: epoch(sharing(given)))
-
-
-def _smallest_batch(config: Config, devices: int) -> tuple[int, int]:
-    """Return the smallest sample.train_batch_size of whole groups, and the batches that keep an epoch's samples."""
+def _smallest_batch(config: Config, devices: int) -> Values:
+    """Return the values of the smallest batch of whole groups, with as many samples an epoch as before."""
     sample = config.sample
     unit = sample.k // math.gcd(sample.k, devices // config.train.context_parallel)
-    if sample.expanded_batch_size % unit:
-        return sample.train_batch_size, sample.num_batches_per_epoch
-    return unit, sample.expanded_batch_size // unit
+    if unit >= sample.train_batch_size or sample.expanded_batch_size % unit:
+        return {}
+    return {"sample.train_batch_size": unit, "sample.num_batches_per_epoch": sample.expanded_batch_size // unit}
 
 
 def _allowed(config: Config, devices: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -80,8 +81,43 @@ def test_the_assumptions_are_said():
     assert "Wan2.1-T2V-1.3B's, as there is no folder nowhere" in text and "every video 81x480x832" in text
 
 
+def words(given, devices: int) -> list[str]:
+    return [savings.in_words(knob.values(given)) for knob in savings.knobs(given, devices)]
+
+
 def test_a_smaller_batch_keeps_whole_groups_and_the_samples_of_an_epoch():
-    words = [knob.words for knob in savings.knobs(config("sample.train_batch_size=4"), 8)]
-    assert "--config.sample.train_batch_size=1 --config.sample.num_batches_per_epoch=8" in words
-    single = savings.knobs(config("sample.train_batch_size=8"), 1)  # on one device all copies lie in one batch
-    assert any("--config.sample.train_batch_size=4 --config.sample.num_batches" in knob.words for knob in single)
+    found = words(config("sample.train_batch_size=4"), 8)
+    assert "--config.sample.train_batch_size=1 --config.sample.num_batches_per_epoch=8" in found
+    single = words(config("sample.train_batch_size=8"), 1)  # on one device all copies lie in one batch
+    assert any("--config.sample.train_batch_size=4 --config.sample.num_batches" in knob for knob in single)
+
+
+@pytest.mark.parametrize(
+    ("given", "devices"),
+    [
+        ((), 8),
+        (("sample.train_batch_size=8", "train.context_parallel=2"), 8),
+        (("sample.train_batch_size=4", "train.context_parallel=3"), 12),
+    ],
+)
+def test_no_set_of_exact_knobs_changes_the_samples_of_an_epoch(given, devices):
+    recipe = config(*given)
+    exact = [knob for knob in savings.knobs(recipe, devices) if knob.exact]
+    for count in (1, 2, 3):
+        for chosen in itertools.combinations(exact, count):
+            other, values = savings.turned(recipe, chosen)
+            samples = [one.sample.expanded_batch_size / one.train.context_parallel for one in (recipe, other)]
+            assert samples[0] == samples[1], savings.in_words(values)
+
+
+def test_knobs_that_change_the_same_value_name_it_once_with_its_last_value(monkeypatch):
+    def plan(config, devices, rate):
+        gib = 40 - 10 * (config.sample.train_batch_size == 1) - 10 * (config.train.context_parallel == 2)
+        samples = config.sample.expanded_batch_size // config.train.context_parallel  # fewer are faster
+        return Plan(**(NOTHING | {"update_gib": gib, "epoch_s": samples}))
+
+    monkeypatch.setattr(savings, "make_plan", plan)
+    assert said(20)[0][-1].endswith(
+        "(20.0 GiB, 4 s an epoch): --config.train.context_parallel=2 --config.sample.num_batches_per_epoch=8 "
+        "--config.sample.train_batch_size=1"
+    )

@@ -19,6 +19,7 @@ from flow_grpo.models.adapters import Ema
 from flow_grpo.runtime.checkpoints import checkpoint, resume
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.ranks.rendezvous import join_attempt
+from flow_grpo.runtime.reporting.tracker import SUMMARY
 from tests.runtime.test_checkpoint import ALONE, flip_a_bit, names, save
 from tests.workers import run_ranks
 
@@ -34,6 +35,19 @@ def test_resume_is_empty_auto_or_a_path(tmp_path: Path) -> None:
     assert resume.resolve(str(first), tmp_path / "new", ranks=ALONE) == first
     with pytest.raises(ValueError, match=r"nowhere.* is not a usable checkpoint: .*does not exist"):
         resume.resolve(str(tmp_path / "nowhere"), tmp_path, ranks=ALONE)
+
+
+@pytest.mark.parametrize("setting", ["", "auto", "other"])
+def test_a_complete_run_without_its_checkpoints_is_not_started_over(tmp_path: Path, setting: str) -> None:
+    folder, other = tmp_path / "run" / "checkpoints", save(tmp_path / "other", 1)
+    setting = str(other) if setting == "other" else setting
+    assert resume.resolve(setting, folder, ranks=ALONE) == (other if setting == str(other) else None)
+    folder.parent.mkdir()
+    (folder.parent / SUMMARY).write_text("{}")
+    with pytest.raises(ValueError, match=r"summary\.json says that this run is complete.*use another run_name"):
+        resume.resolve(setting, folder, ranks=ALONE)
+    own = save(folder, 2)
+    assert resume.resolve("auto", folder, ranks=ALONE) == own == resume.resolve(str(own), folder, ranks=ALONE)
 
 
 def test_stale_temporary_folders_are_removed_and_nothing_else(tmp_path: Path) -> None:

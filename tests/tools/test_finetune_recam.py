@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.transformers import load_transformer
 from flow_grpo.models.wan_policy import load_networks
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
+from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.models.test_recam_transformer import inputs
@@ -71,7 +73,9 @@ def newest(run: Path) -> dict[str, torch.Tensor]:
 
 
 def made(given: list[str], ranks: Ranks = Ranks()) -> finetune_recam.FineTuning:  # noqa: B008 - frozen
-    return finetune_recam.build(*finetune_recam.read_command_line(given), CPU, ranks)
+    run = finetune_recam.build(*finetune_recam.read_command_line(given), CPU, ranks)
+    run.lock.release()  # some tests start several runs in one folder
+    return run
 
 
 def test_batches_hold_one_size_and_are_bounded_by_tokens_or_by_items(places, tmp_path) -> None:
@@ -258,6 +262,25 @@ def test_a_batch_plan_that_changed_is_not_resumed(places, tmp_path, capsys) -> N
     assert "already holds checkpoint_000001" in capsys.readouterr().err
 
 
+def test_a_second_start_in_a_living_run_s_folder_is_refused_and_changes_nothing(places, tmp_path, capsys) -> None:
+    given = words(places, tmp_path, "--max-steps", "1", "--eval-items", "0")
+    half_written = tmp_path / "run" / "checkpoints" / "checkpoint_000002.tmp-abc"
+    half_written.mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    lock = RunLock(tmp_path / "run")
+    lock.take()
+    assert finetune_recam.main(given) == 2
+    assert f"is in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert half_written.is_dir() and (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
+    lock.release()
+    run = finetune_recam.build(*finetune_recam.read_command_line(given), CPU, Ranks())
+    run.train()
+    with pytest.raises(ValueError, match="is in use"):
+        lock.take()
+    run.finish()
+    lock.take()
+
+
 def _tune(ranks: Ranks, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
@@ -379,6 +402,7 @@ def test_2_ranks_that_share_every_sample_train_as_one(places, tmp_path) -> None:
     [
         ("data", "model and data must be the same on all ranks"),
         ("plan", "batch plan must be the same on all ranks"),
+        ("lock", "run is in use by process "),
         ("item", "ItemError item "),
         ("gradient", "RuntimeError gradient norm is inf in step 1: weights were left as they are"),
         ("loss", "RankError rank 1 failed in step 1: RuntimeError: loss of items [0, 6, 26, 25] is not finite"),
@@ -386,6 +410,9 @@ def test_2_ranks_that_share_every_sample_train_as_one(places, tmp_path) -> None:
 )
 def test_what_is_wrong_on_one_rank_ends_both(places, tmp_path, which, message) -> None:
     given = words(places, tmp_path, "--eval-items", "0", data__buckets="", data__num_frames=5)
+    if which == "lock":
+        lock = RunLock(tmp_path / "run")
+        lock.take()
     errors = run_ranks(_refused, 2, given, which)
     assert errors[0] == errors[1]
     assert message in errors[0]

@@ -76,6 +76,16 @@ def test_the_file_of_a_run_is_what_is_saved_to_wandb(run, monkeypatch, capsys):
     assert [one.panels[0].y for one in workspace.sections] == [one["panels"][0]["metrics"] for one in written]
 
 
+def test_a_line_that_a_killed_run_left_half_written_is_passed_over(run, capsys):
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 99, "reward/ro')
+    assert main([str(run)]) == 0
+    assert json.loads((run / "dashboard.json").read_text())["sections"] == dashboard(NAMES)
+    (run / "metrics.jsonl").unlink()
+    assert main([str(run)]) == 2
+    assert f"{run}/metrics.jsonl cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "installed", "said"),
     [

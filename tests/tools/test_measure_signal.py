@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+import train_grpo
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import Ranks
 from tools import measure_signal
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +29,16 @@ def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(one_batch, 
     assert one["mean_of_all_steps"] == eight["mean_of_all_steps"]
     assert abs(eight["mean"] - eight["mean_of_all_steps"]) < abs(one["mean"] - one["mean_of_all_steps"])
     assert eight["correlation"] > 0.9
+
+
+def test_what_cannot_be_built_is_one_line_on_several_ranks_too(monkeypatch, capsys) -> None:
+    watched = Ranks(rank=0, world_size=2, heartbeat=mock.Mock())
+    monkeypatch.setattr(train_grpo, "set_up_rank", lambda *_, **__: (torch.device("cpu"), watched))
+    monkeypatch.setattr(train_grpo, "build", mock.Mock(side_effect=ValueError("model.path 'nowhere' does not exist")))
+    monkeypatch.setattr(process_group, "shut_down", lambda _: None)
+    assert measure_signal.main(["--config", f"{ROOT}/config/grpo.py:tiny_recam"]) == 2
+    assert capsys.readouterr().err == "error: model.path 'nowhere' does not exist\n"
+    assert not watched.heartbeat.fail.called
 
 
 def test_the_correlation_is_that_inside_groups_over_copies_with_both_values() -> None:

@@ -14,11 +14,12 @@ import pytest
 from flow_grpo.runtime.reporting.metric_names import Metric
 from tests.tools.run_files import EPOCHS, MEASURED_ON, RECIPE, ROOT, change, make_run
 from tools import report
-from tools.run_report.charts import path_views, plot, ticks
+from tools.run_report.charts import by_camera, path_views, plot, ticks
 from tools.run_report.clips import choose
 from tools.run_report.comparison import FIRST_KNOBS, differences
 from tools.run_report.configuration import changes, knobs
 from tools.run_report.health import findings
+from tools.run_report.held_out import held_out
 from tools.run_report.run_folder import Paths, read_run
 from tools.run_report.words import changed, duration, number, pair, percent, signed, span, tidy
 
@@ -59,6 +60,28 @@ def test_the_table_has_every_held_out_metric_with_interval_floor_and_word(run):
     text = page_of(run)
     assert "trans_err_m m 0.250 0.150 −0.100 −40 % −0.120 to −0.080 0.04 better" in text
     assert "target_view_psnr_db dB 24.0 25.0 +1.00 +4.2 % −0.20 to +2.20 unclear" in text
+
+
+def begun_from_another_s(run):
+    """Leave of a run what one that began from its checkpoint of epoch 20 has on record, but for the summary."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] >= 20))
+
+
+def test_before_the_training_of_a_run_that_began_from_another_s_checkpoint_is_before_that_one_s(run):
+    begun_from_another_s(run)
+    assert [row.said.partition(";")[0] for row in by_camera(read_run(run), "eval/trans_err_m").rows] == [
+        "arc_left: 0.300 to 0.120",
+        "zoom_in: 0.200 to 0.250",
+    ]
+    (run / "summary.json").unlink()
+    found = read_run(run)
+    changes = {change.name: change for change in held_out(found)}
+    assert changes["eval/trans_err_m"].before == pytest.approx(0.25)
+    assert by_camera(found, "eval/trans_err_m") is None  # no change by camera is on record
+    text = page_of(run)
+    assert "So far: trans_err_m fell from 0.250 to 0.150 m (−40 %); 95 % interval of the change" in text
+    assert "target_view_psnr_db dB – 25 – – unclear" in text  # no change is on record
 
 
 def test_a_run_that_still_trains_shows_what_there_is(run):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from flow_grpo.runtime.checkpoints.checkpoint import published
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, RunLock
 from flow_grpo.runtime.reporting.metric_files import MetricFiles
 from tools import watch
@@ -144,6 +145,17 @@ def test_a_killed_run_is_told_with_the_command_that_goes_on_with_it(tmp_path, ca
     assert "stopped or crashed after epoch 10, without a verdict" in text and "ETA" not in text
     again = "train_grpo.py --config config/grpo.py:mine --config.resume=auto --config.run_name=first\n"
     assert f"go on from checkpoint_000010: {again}" in text
+
+
+def test_a_checkpoint_counts_as_saved_once_it_is_published(tmp_path, capsys):
+    run = make_run(tmp_path / "first")
+    whole = ("checkpoint_000010", "checkpoint_999999", "checkpoint_1000000")
+    half = ("checkpoint_000011.tmp-1a2b3c4d", "checkpoint_999998.old-1a2b3c4d", "checkpoint_1000001.tmp-1a2b3c4d")
+    for names, said in ((half, None), (whole[:1], whole[0]), (whole, whole[-1])):
+        for name in names:
+            (run / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
+        shown_there = re.findall(r"^saved .*/(.*)$", shown(run, capsys), re.MULTILINE)
+        assert shown_there == [path.name for path in published(run / "checkpoints")][-1:] == ([said] if said else [])
 
 
 def test_a_run_of_another_machine_is_judged_by_the_age_of_its_last_record(tmp_path, capsys):

@@ -214,15 +214,14 @@ CAMERA_LEFT, CAMERA_ROW = 104, 20
 
 
 def by_camera(run: Run, name: str) -> CameraPlot | None:
-    """Return the plot of a held-out metric `eval/...` before and after, by kind of camera; None without two values."""
+    """Return the plot of a held-out metric `eval/...` before and after, by kind of camera; None where none has both."""
     short, changes = name.removeprefix("eval/"), run.summary.change_by_camera if run.summary else {}
     kinds = sorted({key.split("/")[1] for row in run.rows.values() for key in row if key.startswith("eval_by_camera/")})
     found, sign = [], run.direction(name)
     for camera in kinds:
-        series = run.series(f"eval_by_camera/{camera}/{short}")
-        if len(series) > 1:
-            change = changes.get(camera, {}).get(name)
-            before, after = series[0][1], series[-1][1]
+        change = changes.get(camera, {}).get(name)
+        before, after = _before_after(run.series(f"eval_by_camera/{camera}/{short}"), change)
+        if math.isfinite(before) and math.isfinite(after):
             ends, word = None, "unclear"
             if change and len(change) == 3:
                 ends, word = (before + change[1], before + change[2]), word_of(sign, change[1], change[2])
@@ -242,6 +241,20 @@ def by_camera(run: Run, name: str) -> CameraPlot | None:
         rows.append(CameraRow(camera, height, place(before), place(after), interval, word, said))
     tall = TOP + CAMERA_ROW * len(rows) + BOTTOM
     return CameraPlot(name, BETTER[sign], tall, rows, [(place(value), label) for value, label in ticks(low, high)])
+
+
+def _before_after(series: Sequence[tuple[int, float]], change: Sequence[float] | None) -> tuple[float, float]:
+    """Return a metric before training and at the last evaluation, NaN for what is not known.
+
+    Where nothing is on record from before training, as of a run that began from another's checkpoint, its mean change
+    since then tells it.
+    """
+    if not series:
+        return math.nan, math.nan
+    after = series[-1][1]
+    if series[0][0]:
+        return after - change[0] if change else math.nan, after
+    return series[0][1], after if len(series) > 1 else math.nan
 
 
 @dataclasses.dataclass(frozen=True)

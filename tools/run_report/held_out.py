@@ -23,8 +23,8 @@ class Change:
         name: `eval/` name.
         meaning: in words, "" where it is not known.
         unit: "" where it has none or it is not known.
-        before: at the first evaluation.
-        after: at the last one, NaN where there was only one.
+        before: the training of the run, and of that which it began from, if any; NaN where that is not known.
+        after: at the last evaluation, NaN where there was only that before training.
         change: mean over the conditions with a value both times, NaN where it is not known.
         low: lower end of the 95 % interval of the change, NaN where there is none.
         high: its upper end.
@@ -71,7 +71,7 @@ def held_out(run: Run) -> list[Change]:
         return []
     names = [name for name in run.rows[steps[0]] if name.startswith("eval/")]
     changes = [_change(run, name, steps[0], steps[-1]) for name in names]
-    changes = [change for change in changes if math.isfinite(change.before)]
+    changes = [change for change in changes if math.isfinite(change.before) or math.isfinite(change.after)]
     return sorted(changes, key=lambda change: (GROUPS.index(change.group), not change.word))
 
 
@@ -143,6 +143,8 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
         interval = run.summary.after.get(f"{name}_ci95")
         pair = interval if isinstance(interval, list) and len(interval) == 2 else [math.nan, math.nan]
         ends = [ends[0] if math.isfinite(ends[0]) else after - before, *pair]
+    elif first:  # it began from another run's checkpoint: `eval_change/` counts from before that run's training
+        before = after - ends[0]
     elif first == last:
         after, ends = math.nan, [math.nan] * 3
     known, sign = metric_of(name), run.direction(name)

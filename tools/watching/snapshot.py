@@ -7,6 +7,7 @@ import datetime
 import functools
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from flow_grpo.runtime.reporting.metric_files import Row, read_rows
 from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS
 
 LINES = "metrics.jsonl"
+PUBLISHED = re.compile(r"checkpoint_(\d{6,})")  # as in checkpoint.py, which loads torch
 MARKS = (LOCK, "starts", "config.json", LINES)  # any of them makes a folder a run's
 OUTSIDE = tuple(f"time/{phase}_s" for phase in OUTSIDE_EPOCHS if phase != "finish")  # of the run's pace, not its end
 RECENT = 20  # epochs that speed is measured over
@@ -137,7 +139,7 @@ def take(folder: Path) -> Snapshot:
     start = _object(max((folder / "starts").glob("[0-9]*.json"), default=folder / "none"))
     start = start or {"config": _object(folder / "config.json")}
     summary = folder / "summary.json"
-    video, checkpoints = _latest_video(folder), (folder / "checkpoints").glob("checkpoint_*")
+    video = _latest_video(folder)
     captions = {line["file"]: str(line.get("caption", "")) for line in video_index.read(folder / "videos")}
     return Snapshot(
         folder=folder,
@@ -149,7 +151,7 @@ def take(folder: Path) -> Snapshot:
         quiet_s=max(0.0, time.time() - written(folder)),
         video=video,
         caption=captions.get(video.name, "") if video else "",
-        checkpoint=max((found.name for found in checkpoints), default=""),
+        checkpoint=_latest_checkpoint(folder / "checkpoints"),
     )
 
 
@@ -204,6 +206,11 @@ def _rows(folder: Path, changed: float) -> dict[int, Row]:  # noqa: ARG001 - par
 
 def _latest_video(folder: Path) -> Path | None:
     return max((folder / "videos").glob("*.mp4"), key=_changed, default=None)
+
+
+def _latest_checkpoint(folder: Path) -> str:
+    found = (PUBLISHED.fullmatch(path.name) for path in folder.glob("checkpoint_*"))
+    return max(((int(name[1]), name[0]) for name in found if name), default=(0, ""))[1]
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from flow_grpo.runtime.checkpoints.checkpoint import (
     step_of,
 )
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
+from flow_grpo.runtime.reporting.tracker import SUMMARY
 
 GIVEN_UP = "given_up_"  # prefix of checkpoints later than the one a run went back to
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     had committed before resumes from its own latest checkpoint, whatever `resume` says.
 
     Raises:
-        ValueError: on every rank, for a checkpoint that cannot be used.
+        ValueError: on every rank, as `resolve`.
     """
     remove_stale(folder, ranks=ranks)
     if ranks.restarted and (path := latest(folder, ranks=ranks)):
@@ -97,11 +98,14 @@ def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     is the path of a checkpoint, of this run or of another.
 
     Raises:
-        ValueError: the path is no valid checkpoint, or the run has checkpoints that a fresh start or a start from
-            another run's checkpoint would replace.
+        ValueError: the path is no valid checkpoint, or a fresh start or a start from another run's checkpoint would
+            replace the run's checkpoints or, where it is complete and they are gone, empty its metrics.
     """
     if resume == "auto":
-        return latest(folder, ranks=ranks)
+        path = latest(folder, ranks=ranks)
+        if path is None:
+            _refuse_complete(folder, ranks)
+        return path
     given = Path(os.path.realpath(resume))  # Path.resolve raises at a link to itself
     if resume and (problem := shared_damage(given, ranks)):
         raise ValueError(
@@ -112,7 +116,19 @@ def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     existing = ranks.broadcast_text(", ".join(path.name for path in published(folder)) if foreign else "")
     if existing:
         raise ValueError(f"{folder} already holds {existing}; use resume='auto' to go on or another run_name")
+    if foreign:
+        _refuse_complete(folder, ranks)
     return given if resume else None
+
+
+def _refuse_complete(folder: Path, ranks: Ranks) -> None:
+    """Raise ValueError on every rank if the run with this folder of checkpoints is complete. Collective call."""
+    summary = folder.parent / SUMMARY
+    if ranks.broadcast_text("it is there" if summary.exists() else ""):
+        raise ValueError(
+            f"{summary} says that this run is complete, and {folder} holds no checkpoint to go on from: a start under "
+            "its name would empty its metrics; use another run_name"
+        )
 
 
 def _go_back(given: Path, folder: Path) -> None:
