@@ -200,13 +200,16 @@ def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -
     rows: list[dict[str, Any]] = []
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            rows = list(csv.DictReader(lines))
+            rows = list(csv.DictReader(lines, strict=True))
     except (OSError, ValueError, csv.Error) as error:
         report.problems.append((name, f"cannot be read ({error})"))
     report.captions = 0
     for video in videos:
-        texts = [row.get("text") for row in rows if Path(row.get("file_name") or "").name == video.name]
-        if len(texts) == 1 and texts[0]:
+        own = [row for row in rows if Path(row.get("file_name") or "").name == video.name]
+        texts = [row.get("text") for row in own]
+        if any(None in row for row in own):  # where DictReader puts what has no column
+            report.problems.append((name, f"more fields than columns for {video.name}; put the text in quotes"))
+        elif len(texts) == 1 and texts[0]:
             report.captions += 1
         else:
             report.problems.append((name, f"{len(texts)} rows for {video.name}, must be one, with text"))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import shlex
 import sys
 import time
 from collections import Counter
@@ -369,7 +370,8 @@ class FineTuning:
         with self.ranks.sync_errors("writing the model"):
             if self.ranks.is_main:
                 write_model(self.policy, Path(self.config.model.path), self.folder)
-                print(f"start GRPO from it: train_grpo.py ... --config.model.path={self.folder / 'model'}", flush=True)
+                knob = shlex.quote(f"--config.model.path={self.folder / 'model'}")
+                print(f"start GRPO from it: train_grpo.py ... {knob}", flush=True)
         self.lock.release()
 
     def _report(self, metrics: dict[str, float]) -> None:

@@ -33,6 +33,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -124,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> int:
         write(request, condition, videos, record)
         print(f"{place}: {request.file(AFTER)} ({time.perf_counter() - begun:.1f} s)", flush=True)
     focal = "" if record["focal_px"] else " --focal-px PIXELS"
-    for folder in sorted({request.folder for request in requests if request.source}):
+    for folder in sorted({shlex.quote(str(request.folder)) for request in requests if request.source}):
         if args.height >= LEAST_ROWS:
             print(f"measure the cameras: python tools/evaluate.py {folder}{focal}", flush=True)
         else:

@@ -17,6 +17,7 @@ import itertools
 import math
 import re
 import select
+import shlex
 import signal
 import sys
 import time
@@ -159,8 +160,9 @@ def state(run: Snapshot) -> Text:
     if run.held is None and run.state in ("running", "starting"):
         said += " (from its files alone: its lock cannot be seen from here)"
     if run.state == "stopped":
-        root, recipe = run.knob("output_root", "outputs"), run.start.get("recipe", "RECIPE")
-        place = f"--config.run_name={run.folder.name}" + (f" --config.output_root={root}" if root != "outputs" else "")
+        root, recipe = run.knob("output_root", "outputs"), shlex.quote(run.start.get("recipe", "RECIPE"))
+        elsewhere = [f"--config.output_root={root}"] if root != "outputs" else []
+        place = shlex.join([f"--config.run_name={run.folder.name}", *elsewhere])
         said += f"\n  go on from {run.checkpoint or 'the beginning (nothing is saved)'}:"
         said += f" train_grpo.py --config {recipe} --config.resume=auto {place}"
     return Text(said, style=COLOURS[run.state])

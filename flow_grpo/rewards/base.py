@@ -21,6 +21,7 @@ from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.own import KNOB, build_own, find_own
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
 from flow_grpo.rewards.room_fit import ROOM_FILE
+from flow_grpo.runtime.ranks.process_group import InputError
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.own_code import is_own, why_it_fails
 
@@ -140,14 +141,14 @@ class RewardSet:
         """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1].
 
         Raises:
-            ValueError: a reward wrote into the videos or a condition: the others would score what it wrote.
+            InputError: a reward wrote into the videos or a condition: the others would score what it wrote.
         """
         results = {}
         for reward in self.rewards:
             before = _writes(videos, conditions)
             results[reward.name] = _measure(reward, videos, conditions)
             if _writes(videos, conditions) != before:
-                raise ValueError(f"reward {reward.name} {NO_WRITING}")
+                raise InputError(f"reward {reward.name} {NO_WRITING}")
             if self.on_measured is not None:
                 self.on_measured()
         return results
@@ -156,7 +157,7 @@ class RewardSet:
 def _writes(videos: Tensor, conditions: Sequence[Condition]) -> list[int]:
     """Return how often torch has written into each tensor that all rewards are given."""
     given = [value for condition in conditions for value in vars(condition).values() if isinstance(value, Tensor)]
-    return [tensor._version for tensor in (videos, *given)]
+    return [tensor._version for tensor in (videos, *given) if not tensor.is_inference()]
 
 
 def _check_parts(reward: Reward) -> None:

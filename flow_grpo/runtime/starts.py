@@ -21,6 +21,7 @@ from typing import Any
 
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.runtime.reporting.tracker import SUMMARY
 from flow_grpo.settings.checks import check
 from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.loading import from_dict, knob_values, load_config, to_dict, unchecked
@@ -66,9 +67,10 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     run = _resumed_run(config, own)
     if run is None or not (run / CONFIG).is_file():
         check(config)
-        if run is not None:
+        if run is not None and os.path.isdir(config.resume):
             return config, [f"{run} holds no {CONFIG}: the configuration is that of {spec}"]
-        return config, [f"nothing to resume in {own}: starts afresh"] if config.resume == "auto" else []
+        fresh = config.resume == "auto" and not (own / SUMMARY).exists()  # a complete run is refused later
+        return config, [f"nothing to resume in {own}: starts afresh"] if fresh else []
     known = knob_values(read_json_object(run / CONFIG, "restore it, or start afresh under another run_name"))
     recipe = _recipe_of(run)
     if recipe and _base_name(recipe) != _base_name(spec):
@@ -130,7 +132,7 @@ def record(
         served: reward -> model and version of the server that computes it.
 
     Returns:
-        A line for each reward that another model or version computed at the start before.
+        A line for each reward that another model or version computed as the run began.
     """
     folder = run_folder / STARTS
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,10 +150,12 @@ def record(
         "versions": {found.name: found.version for found in distributions()},
         "config": to_dict(config),
     }
-    before = (_latest(run_folder) or {}).get("served", {})
+    before: dict[str, str] = {}
+    for file in start_files(run_folder):
+        before = read_json_object(file, "remove it").get("served", {}) | before
     write_atomically(folder / f"{len(start_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
     return [
-        f"warning: reward {name} is now computed by {now}, at the start before by {before[name]}: its values may differ"
+        f"warning: reward {name} is now computed by {now}, as the run began by {before[name]}: its values may differ"
         for name, now in served.items()
         if before.get(name, now) != now
     ]
@@ -255,7 +259,9 @@ def _run_of(checkpoint: str, own: Path) -> Path:
     if str(real.parent) == os.path.realpath(own / CHECKPOINTS):
         return own
     run = named.parent.parent
-    return run if named.parent.name == CHECKPOINTS and (run / CONFIG).is_file() else real.parent.parent
+    # A link to the folder, not to a checkpoint of another run inside it.
+    linked = named.parent.name == CHECKPOINTS and os.path.realpath(named.parent) == str(real.parent)
+    return run if linked and (run / CONFIG).is_file() else real.parent.parent
 
 
 def start_files(run_folder: Path) -> list[Path]:

@@ -154,8 +154,8 @@ def _check_rewards(reward: RewardConfig) -> None:
             text = "must be another reward than the one behind the gate; name what must be preserved"
             raise refusal(f"reward.gates.{name}", deciding, text)
     if reward.gates and reward.flat_eps == 0:
-        text = "must be above 0 with reward.gates: copies that fail are put below the others by twice the noise floor"
-        raise refusal("reward.flat_eps", 0.0, f"{text}, which is 0 for rewards that know none; leave it at its default")
+        text = "must be above 0 with reward.gates: copies that fail are put below the others by twice it or twice the"
+        raise refusal("reward.flat_eps", 0.0, f"{text} reward's own noise floor, which may be 0; leave it as it was")
 
 
 def _check_measured(path: str, name: str, reward: RewardConfig) -> None:

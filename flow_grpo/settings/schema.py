@@ -248,7 +248,9 @@ class DynamicSamplingConfig(Section):
         "valid groups repeated | valid groups only | stop the run",
     )
     metric: Text = knob("", "the one reward that decides which groups are flat; '' asks all that have a weight")
-    skip_step_if_all_flat: Bool = knob(False, "take no optimizer step when no group of the epoch carries a signal")
+    skip_step_if_all_flat: Bool = knob(
+        False, "take no optimizer step when no group of the epoch carries a signal; holds without `enabled`, too"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from multiprocessing import resource_sharer
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from flow_grpo.data import dataset
 from flow_grpo.data.dataset import FilmDataset, file_id, make_loader, next_batch
 from tests.models.test_wan_policy import condition
 
@@ -99,9 +99,13 @@ def test_a_killed_worker_is_named_where_its_connection_breaks_first(monkeypatch)
     (worker,) = batches._workers
 
     def broken(_) -> int:
-        threading.Timer(0.1, worker.kill).start()  # the system reports its death later than the connection's end
         raise ConnectionResetError(104, "Connection reset by peer")
 
+    def wait(_) -> None:
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # until the system reports its death
+
     monkeypatch.setattr(resource_sharer.DupFd, "detach", broken)
+    monkeypatch.setattr(dataset.time, "sleep", wait)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal"):
         next_batch(batches)

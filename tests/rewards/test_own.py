@@ -10,6 +10,7 @@ import torch
 
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import build_reward_set, check_name, try_rewards
+from flow_grpo.runtime.ranks.process_group import InputError
 from flow_grpo.settings.errors import ConfigError
 from tests.toy import condition
 
@@ -146,5 +147,11 @@ def test_a_reward_that_writes_into_what_others_score_is_refused_on_a_trial(own, 
 def test_a_reward_that_writes_later_ends_the_run(own):
     text = "def warmth(videos, conditions):\n    return videos.mul_(0 if len(videos) == 3 else 1)[:, 0, 0, 0, 0]\n"
     rewards = build_reward_set({own(text, "warmth"): 1.0, "sharpness": 1.0}, data_root=".")
-    with pytest.raises(ValueError, match=r"reward my_rewards.py:warmth must not write"):
+    with pytest.raises(InputError, match=r"reward my_rewards.py:warmth must not write"):
         rewards(VIDEOS.clone(), CONDITIONS)
+
+
+def test_videos_made_in_inference_mode_are_scored():
+    with torch.inference_mode():
+        videos = VIDEOS.clone()
+    assert build_reward_set({"sharpness": 1.0}, data_root=".")(videos, CONDITIONS)["sharpness"].valid.all()

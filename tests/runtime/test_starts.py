@@ -133,8 +133,11 @@ def test_a_link_to_a_checkpoint_leads_to_the_run_that_saved_it(tmp_path):
     links = started(tmp_path, name="other") / "best"
     links.mkdir()
     (links / "of_before").symlink_to(run / "checkpoints" / "checkpoint_000010")
-    said = again(tmp_path, f"resume={links}/of_before")[1]
-    assert said[0].startswith(f"goes on with the configuration of {run},")
+    inside = links.parent / "checkpoints" / "of_before"
+    inside.symlink_to(run / "checkpoints" / "checkpoint_000010")
+    for link in (links / "of_before", inside):
+        said = again(tmp_path, f"resume={link}")[1]
+        assert said[0].startswith(f"goes on with the configuration of {run},")
 
 
 def test_a_run_of_a_recipe_that_the_command_line_completes_goes_on_without_those_words(tmp_path):
@@ -202,7 +205,8 @@ def test_a_start_says_which_reward_another_model_computes_now(tmp_path):
 
     assert record(judge="hpsv3 v1", other="a 1") == record(judge="hpsv3 v1", new="b 1") == []
     (line,) = record(judge="hpsv3 v2", new="b 1")
-    assert "reward judge is now computed by hpsv3 v2, at the start before by hpsv3 v1" in line
+    assert record(judge="hpsv3 v2", new="b 1") == [line]
+    assert "reward judge is now computed by hpsv3 v2, as the run began by hpsv3 v1" in line
 
 
 def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():

@@ -84,6 +84,16 @@ def test_before_the_training_of_a_run_that_began_from_another_s_checkpoint_is_be
     assert "target_view_psnr_db dB – 25 – – unclear" in text  # no change is on record
 
 
+def test_a_branched_run_that_measured_its_own_before_shows_that(run):
+    begun_from_another_s(run)
+    (run / "summary.json").unlink()
+    change(run / "starts/001.json", epoch=20)
+    found = read_run(run)
+    changes = {change.name: change for change in held_out(found)}
+    assert changes["eval/trans_err_m"].before == found.rows[20]["eval/trans_err_m"]
+    assert by_camera(found, "eval/trans_err_m") is not None
+
+
 def test_a_run_that_still_trains_shows_what_there_is(run):
     (run / "summary.json").unlink()
     (run / "videos/index.jsonl").unlink()

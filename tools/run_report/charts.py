@@ -220,7 +220,8 @@ def by_camera(run: Run, name: str) -> CameraPlot | None:
     found, sign = [], run.direction(name)
     for camera in kinds:
         change = changes.get(camera, {}).get(name)
-        before, after = _before_after(run.series(f"eval_by_camera/{camera}/{short}"), change)
+        series = [value for _, value in run.series(f"eval_by_camera/{camera}/{short}")]
+        before, after = _before_after(series, change, began_elsewhere=run.began_elsewhere)
         if math.isfinite(before) and math.isfinite(after):
             ends, word = None, "unclear"
             if change and len(change) == 3:
@@ -243,18 +244,18 @@ def by_camera(run: Run, name: str) -> CameraPlot | None:
     return CameraPlot(name, BETTER[sign], tall, rows, [(place(value), label) for value, label in ticks(low, high)])
 
 
-def _before_after(series: Sequence[tuple[int, float]], change: Sequence[float] | None) -> tuple[float, float]:
+def _before_after(
+    series: Sequence[float], change: Sequence[float] | None, *, began_elsewhere: bool
+) -> tuple[float, float]:
     """Return a metric before training and at the last evaluation, NaN for what is not known.
 
-    Where nothing is on record from before training, as of a run that began from another's checkpoint, its mean change
-    since then tells it.
+    Of a run that began from another's checkpoint, the mean change tells what was before that one's training.
     """
     if not series:
         return math.nan, math.nan
-    after = series[-1][1]
-    if series[0][0]:
-        return after - change[0] if change else math.nan, after
-    return series[0][1], after if len(series) > 1 else math.nan
+    if began_elsewhere:
+        return series[-1] - change[0] if change else math.nan, series[-1]
+    return series[0], series[-1] if len(series) > 1 else math.nan
 
 
 @dataclasses.dataclass(frozen=True)

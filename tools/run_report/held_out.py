@@ -143,7 +143,7 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
         interval = run.summary.after.get(f"{name}_ci95")
         pair = interval if isinstance(interval, list) and len(interval) == 2 else [math.nan, math.nan]
         ends = [ends[0] if math.isfinite(ends[0]) else after - before, *pair]
-    elif first:  # it began from another run's checkpoint: `eval_change/` counts from before that run's training
+    elif run.began_elsewhere:
         before = after - ends[0]
     elif first == last:
         after, ends = math.nan, [math.nan] * 3

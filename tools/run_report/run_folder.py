@@ -143,6 +143,15 @@ class Run:
         """Rewards with a weight in any epoch of training."""
         return [name for name, weight in largest_weights(self.config).items() if weight]
 
+    @property
+    def began_elsewhere(self) -> bool:
+        """Whether "before training" was measured by the run whose checkpoint this one began from.
+
+        A run that measures it by itself does so at its first start.
+        """
+        measured = (step for step, row in self.rows.items() if any(name.startswith("eval/") for name in row))
+        return next(measured, 0) > self.starts[0].epoch
+
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric, finite values only."""
         return [(step, row[name]) for step, row in self.rows.items() if math.isfinite(row.get(name, math.nan))]

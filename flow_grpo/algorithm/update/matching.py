@@ -95,7 +95,7 @@ class MatchingObjective:
     def drift(self, micro: Samples, memory: dict[int, Tensor]) -> Tensor:
         """Return (b,) log-ratios at the first noise level with the weights as they are now."""
         error, _ = self._error(micro, 0)
-        return memory.get(0, error) - error  # where no step was taken nothing is remembered: weights are the old
+        return memory.get(0, error) - error  # without a step nothing is remembered: the weights are the same
 
     def with_settings(self, train: TrainConfig) -> MatchingObjective:
         """Return the objective with other learning settings."""
