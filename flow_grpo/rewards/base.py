@@ -143,9 +143,8 @@ class RewardSet:
         Raises:
             InputError: a reward wrote into the videos or a condition: the others would score what it wrote.
         """
-        results = {}
+        results, before = {}, _writes(videos, conditions)
         for reward in self.rewards:
-            before = _writes(videos, conditions)
             results[reward.name] = _measure(reward, videos, conditions)
             if _writes(videos, conditions) != before:
                 raise InputError(f"reward {reward.name} {NO_WRITING}")
