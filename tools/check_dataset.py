@@ -8,7 +8,6 @@ Exit code: 0 clean, 1 problems found, 2 invalid arguments.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import json
@@ -36,7 +35,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
-from flow_grpo.data.multicam import CAMERAS_JSON, CAPTION_FILES, LENS_FOLDER, PRESETS_JSON, PUBLIC_NAME, find_scenes
+from flow_grpo.data.multicam import (
+    CAMERAS_JSON,
+    CAPTION_FILES,
+    LENS_FOLDER,
+    PRESETS_JSON,
+    PUBLIC_NAME,
+    find_scenes,
+    read_captions,
+)
 from flow_grpo.data.video_io import opened, read_video, video_size
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.maths.poses import rotation_angle_deg
@@ -197,19 +204,15 @@ def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -
     if file is None:
         return
     name = f"{report.name}/{file.relative_to(folder).as_posix()}"
-    rows: list[dict[str, Any]] = []
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            rows = list(csv.DictReader(lines, strict=True))
-    except (OSError, ValueError, csv.Error) as error:
-        report.problems.append((name, f"cannot be read ({error})"))
     report.captions = 0
+    try:
+        captions = read_captions(file)
+    except ValueError as error:
+        report.problems.append((name, str(error)))
+        return
     for video in videos:
-        own = [row for row in rows if Path(row.get("file_name") or "").name == video.name]
-        texts = [row.get("text") for row in own]
-        if any(None in row for row in own):  # where DictReader puts what has no column
-            report.problems.append((name, f"more fields than columns for {video.name}; put the text in quotes"))
-        elif len(texts) == 1 and texts[0]:
+        texts = captions.get(video.name, [])
+        if len(texts) == 1 and texts[0].strip():
             report.captions += 1
         else:
             report.problems.append((name, f"{len(texts)} rows for {video.name}, must be one, with text"))

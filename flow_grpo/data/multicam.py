@@ -11,10 +11,8 @@ A video's camera number comes from its file name; its poses are those under that
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
-import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,11 +24,12 @@ from flow_grpo.data.camera_files import BAD_JSON, camera_names, read_cameras
 from flow_grpo.data.dataset import ConditionDataset, FilmDataset, Split, file_id
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
+from flow_grpo.data.tables import read_table
 from flow_grpo.data.video_io import Size, VideoCache, fitted_size, nearest_bucket, video_size
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition
-from flow_grpo.runtime.json_files import read_json_object, read_text
+from flow_grpo.runtime.json_files import read_json_object
 
 SENSOR_MM = 23.76  # side of MultiCamVideo's square sensor; it spans the width of the original video
 LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
@@ -364,21 +363,21 @@ def _read_presets(scene: Scene) -> dict[str, str]:
     return presets
 
 
+def read_captions(file: Path) -> dict[str, list[str]]:
+    """Return video file name -> its captions in a `metadata.csv`: one, unless the table is wrong.
+
+    Raises:
+        ValueError: the file is no such table, see `read_table`.
+    """
+    captions: dict[str, list[str]] = {}
+    for row in read_table(file, ["file_name", "text"], "repair it or remove the scene"):
+        captions.setdefault(Path(row["file_name"]).name, []).append(row["text"])
+    return captions
+
+
 def _read_caption(file: Path, video: str) -> str:
-    text = read_text(file, "repair it or remove the scene")
-    try:
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        if not {"file_name", "text"} <= set(reader.fieldnames or ()):
-            raise ValueError(
-                f"caption file {file} has columns {reader.fieldnames!r:.200}, must be file_name and text; add them"
-            )
-        rows = [row for row in reader if Path(row["file_name"] or "").name == video]
-    except csv.Error as error:
-        raise ValueError(f"caption file {file} is no table ({error}); repair it or remove it") from error
-    if any(None in row for row in rows):  # DictReader puts what has no column under None
-        raise ValueError(f"caption file {file} has more fields than columns for {video}; put the text in quotes")
-    captions = [row["text"] for row in rows]
-    if len(captions) != 1 or not (captions[0] or "").strip():
+    captions = read_captions(file).get(video, [])
+    if len(captions) != 1 or not captions[0].strip():
         raise ValueError(
             f"caption file {file} has {len(captions)} rows for {video}, must have one with a text; "
             "complete the file or remove it"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from flow_grpo.data.dataset import ConditionDataset, Split
+from flow_grpo.data.tables import read_table
 from flow_grpo.data.video_io import Size
 from flow_grpo.records import Condition
 from flow_grpo.runtime.json_files import read_text
@@ -79,8 +78,11 @@ def read_prompts(file: Path) -> list[str]:
     Raises:
         ValueError: no such file, no text or table, no such column, no prompt, or a prompt that occurs twice.
     """
-    text = read_text(file, "give a text file with a prompt a line, or a .csv with a column prompt")
-    lines = _prompt_column(file, text) if file.suffix.lower() == ".csv" else text.splitlines()
+    way_out = "give a text file with a prompt a line, or a .csv with a column prompt"
+    if file.suffix.lower() == ".csv":
+        lines = [row[COLUMN] for row in read_table(file, [COLUMN], way_out)]
+    else:
+        lines = read_text(file, way_out).splitlines()
     prompts: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         prompt = " ".join(line.split())
@@ -94,18 +96,3 @@ def read_prompts(file: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{file} holds no prompt; give one a line")
     return list(prompts)
-
-
-def _prompt_column(file: Path, text: str) -> list[str]:
-    try:
-        rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        if COLUMN not in (rows.fieldnames or ()):
-            raise ValueError(f"{file} has the columns {list(rows.fieldnames or ())}, must have {COLUMN!r}; rename one")
-        prompts = []
-        for row in rows:
-            if None in row:  # where DictReader puts what has no column
-                raise ValueError(f"{file}: line {rows.line_num} has more fields than columns; put texts in quotes")
-            prompts.append(row[COLUMN] or "")
-    except csv.Error as error:
-        raise ValueError(f"{file} is no table ({error}); correct its quotes") from error
-    return prompts

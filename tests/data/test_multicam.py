@@ -300,8 +300,8 @@ TRANSPOSED = "[1 0 0 100] [0 1 0 200] [0 0 1 300] [0 0 0 1] "
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("file,caption\ncam02.mp4,a room", "has columns ['file', 'caption']"),
-        ("", "has columns None"),
+        ("file,caption\ncam02.mp4,a room", "has the columns ['file', 'caption'], must have file_name and text"),
+        ("", "has the columns [], must"),
         ("file_name,text\ncam01.mp4,a room", "has 0 rows for cam02.mp4"),
         ("file_name,text\ncam02.mp4,a room\ncam02.mp4,another", "has 2 rows for cam02.mp4"),
         ("file_name,text\ncam02.mp4", "must have one with a text"),
@@ -437,7 +437,7 @@ def test_a_held_out_video_in_the_training_split_is_refused_under_any_name(root, 
 def test_a_caption_with_more_fields_than_columns_is_refused(root):
     file = root / "val" / "10basic_trajectories" / "metadata.csv"
     file.write_text("file_name,text\ncam01.mp4,a room\ncam02.mp4,a room, seen from above\ncam10.mp4,a room\n")
-    assert "more fields than columns for cam02.mp4; put the text in quotes" in refusal(lambda: second_camera(root))
+    assert "line 3 has more fields than columns; put texts in quotes" in refusal(lambda: second_camera(root))
 
 
 def test_digits_with_an_underscore_are_no_number(root):

@@ -24,7 +24,7 @@ def test_a_text_file_holds_a_prompt_a_line_and_a_csv_a_column(tmp_path):
     [
         ("a.txt", "\n \n", "holds no prompt; give one a line"),
         ("a.txt", "a cat\na dog\na  cat\n", "prompts 1 and 3 are the same, 'a cat'; "),
-        ("a.csv", "text\na cat\n", r"has the columns \['text'\], must have 'prompt'; rename one"),
+        ("a.csv", "text\na cat\n", r"has the columns \['text'\], must have prompt; add or rename"),
         ("a.csv", "prompt\na cat, asleep\n", "line 2 has more fields than columns; put texts in quotes"),
         ("a.csv", 'prompt\n"a cat\na dog\n', "is no table .*; correct its quotes"),
         ("a.csv", f"prompt\n{'a cat ' * 30_000}\n", "is no table .*; correct its quotes"),

@@ -224,9 +224,13 @@ def test_a_caption_with_an_unquoted_comma_and_an_open_quote_are_named(root):
     file = root / SCENE / "metadata.csv"
     good = file.read_text()
     file.write_text(good.replace("cam01.mp4,", "cam01.mp4,seen from above, "))
-    assert problems(root)[f"{SCENE}/metadata.csv"] == ["more fields than columns for cam01.mp4; put the text in quotes"]
+    assert problems(root)[f"{SCENE}/metadata.csv"] == [
+        f"{SCENE}/metadata.csv: line 2 has more fields than columns; put texts in quotes"
+    ]
     file.write_text(good.replace("cam01.mp4,", 'cam01.mp4,"'))
-    assert problems(root)[f"{SCENE}/metadata.csv"][0].startswith("cannot be read (unexpected end of data")
+    assert problems(root)[f"{SCENE}/metadata.csv"] == [
+        f"{SCENE}/metadata.csv is no table (unexpected end of data); correct its quotes"
+    ]
 
 
 def test_paths_as_short_as_those_of_a_file_in_metres_and_folders_without_a_lens_are_noted(root, capsys):
