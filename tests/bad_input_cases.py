@@ -209,7 +209,10 @@ DATA = [
         "no camera of cameras/camera_extrinsics.json is named like the videos left.mp4 ... it has cam01 ... rename",
     ),
     (lambda s: s.captions(b"file_name,text\ncam01.mp4,caf\xe9"), "metadata.csv ... utf-8 ... repair it"),
-    (lambda s: s.captions(b"a,b\n1,2\n"), "metadata.csv ... ['a', 'b'] ... must have file_name and text ... add or rename"),
+    (
+        lambda s: s.captions(b"a,b\n1,2\n"),
+        "metadata.csv ... ['a', 'b'] ... must have file_name and text ... add or rename",
+    ),
     (
         lambda s: s.captions(b"file_name,text\n" + b"".join(b"cam%02d.mp4, \n" % n for n in range(1, 11))),
         "metadata.csv ... must have one with a text ... complete",

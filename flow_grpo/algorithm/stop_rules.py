@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from flow_grpo.runtime.ranks.process_group import InputError
+from flow_grpo.runtime.reporting.metric_names import metric_of
+from flow_grpo.settings.schema import TrainConfig
 from flow_grpo.settings.values import parse_rule
+
+_NOT_OF_AN_EPOCH = ("eval_floor", "eval_by_camera")  # sections that rules are not compared with
 
 
 class BrokenPolicyError(ValueError):
     """Training has broken the policy; raised on every rank."""
+
+
+def check_measured(rules: Sequence[str], held_out: Collection[str]) -> None:
+    """Refuse a rule that can never hold, such as one with a misspelt metric.
+
+    The default rules pass: they hold where there is something to measure. Names of single rewards are not looked at,
+    but for those of held-out metrics.
+
+    Args:
+        rules: each METRIC<BOUND or METRIC>BOUND.
+        held_out: names of the run's held-out metrics, `eval/...`.
+
+    Raises:
+        InputError: no epoch has such a metric.
+    """
+    for rule in rules:
+        name = parse_rule(rule)[0]
+        section, _, own = name.partition("/")
+        if section in ("eval", "eval_change"):  # a share `_valid` is recorded only where something has no value
+            found = not {f"eval/{own}", f"eval/{own.removesuffix('_valid')}"}.isdisjoint(held_out)
+            where = f"the held-out metrics of this run are {', '.join(held_out)}"
+        else:
+            found = section not in _NOT_OF_AN_EPOCH and metric_of(name) is not None
+            where = "docs/metrics.md lists all metrics"
+        if not found and rule not in TrainConfig().stop_if:
+            raise InputError(f"config.train.stop_if: got {rule!r}, but no epoch has a metric {name}; {where}")
 
 
 def broken(rules: Sequence[str], metrics: Mapping[str, float]) -> str:

@@ -34,7 +34,7 @@ from flow_grpo.algorithm.groups.subset import narrow
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.algorithm.signal import NoSignalError, is_silent, measure_spread, spread_metrics, without_value
-from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken
+from flow_grpo.algorithm.stop_rules import BrokenPolicyError, broken, check_measured
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.algorithm.verdict import abridged, deciding, in_summary, judge, worse_by_camera
@@ -282,7 +282,7 @@ class Trainer:
         """Evaluate the starting policy; a resumed run has the result in its checkpoint.
 
         Raises:
-            InputError: `checkpoint.best` is no metric that is measured.
+            InputError: `checkpoint.best` or `train.stop_if` names a metric that is not measured.
             NoSignalError: the rewards cannot tell the copies of a group apart.
             BrokenPolicyError: a run that ended by `train.stop_if` is resumed as it was.
         """
@@ -304,6 +304,7 @@ class Trainer:
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
             self._saved = None  # the checkpoint has no score yet
             self.save()
+        check_measured(self.config.train.stop_if, self.state.before)
         best = self.config.checkpoint.best
         if best and best.removeprefix("-") not in self.state.before:
             raise InputError(

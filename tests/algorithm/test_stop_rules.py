@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from flow_grpo.algorithm.stop_rules import broken
+from flow_grpo.algorithm.stop_rules import broken, check_measured
+from flow_grpo.runtime.ranks.process_group import InputError
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import TrainConfig
 
@@ -42,3 +43,28 @@ def test_the_default_rules_can_be_read_and_switched_off():
     assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -7.0})
     assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -5.0}) == ""
     assert load_config(TOY, ["--config.train.stop_if="]).train.stop_if == ()
+
+
+HELD_OUT = ("eval/target_view", "eval/rot_err_deg")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "policy/clipfraction",
+        "polcy/clip_fraction",
+        "eval/rot_err",
+        "eval_change/target_vew",
+        "eval_change/target_view_psnr",
+        "eval_floor/rot_err_deg",
+        "eval_by_camera/pan_left/rot_err_deg",
+    ],
+)
+def test_a_rule_whose_metric_no_epoch_has_is_refused(name):
+    with pytest.raises(InputError, match=f"got '{name}>1', but no epoch has a metric {name}; .*(eval/rot|metrics.md)"):
+        check_measured(["policy/clip_fraction>0.9", f"{name}>1"], HELD_OUT)
+
+
+def test_a_rule_of_a_measured_metric_of_a_share_and_of_the_defaults_passes():
+    rules = ["eval_change/rot_err_deg>1", "eval/rot_err_deg_valid<0.5", "reward/my.py:one_lost>1", "time/epoch_s>9"]
+    check_measured([*rules, *TrainConfig().stop_if], HELD_OUT)

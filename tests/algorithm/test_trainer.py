@@ -322,7 +322,7 @@ def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
 
 
 def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resumed(a_trainer, tmp_path):
-    rules = ("policy/never_measured>0", "eval/brightness<0.9")
+    rules = ("policy/clip_fraction<0", "eval/brightness<0.9")
     trainer = a_trainer(num_epochs=4, train=train_config(stop_if=rules))
     trainer.evaluate_before()
     epochs = trainer.epochs()
