@@ -91,7 +91,7 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
     model, folder = config.model, check_folder(video_model(config.model.kind), config.model.path)
     codec = Codec.from_folder(folder / "vae", device=device, tiles=tiles_of(model), slicing=model.vae_slicing)
     texts = TextEncoder.from_folder(folder, DTYPES[model.dtype], device=device)
-    store = TensorStore(Path(model.encodings), kept=1)
+    store = TensorStore(Path(model.encodings), limit=0)
     images = open_images(video_model(model.kind), folder, DTYPES[model.dtype], device=device)
     return Encodings(codec, texts, store, images=images, max_prompt_tokens=model.max_prompt_tokens)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import atexit
+import dataclasses
 import functools
 import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,8 +48,12 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
 
     def __getitem__(self, key: SampleKey) -> tuple[int, Condition]:
         """Return (step, condition) for a sampler's (step, gid, slot, index)."""
-        step, gid, slot, index = key
-        return step, self.condition(index, gid, slot)
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> list[tuple[int, Condition]]:
+        """Return the items of a batch, as DataLoader asks for them; copies of a condition share one set of tensors."""
+        read = {index: self.condition(index) for index in dict.fromkeys(index for *_, index in keys)}
+        return [(step, dataclasses.replace(read[index], gid=gid, slot=slot)) for step, gid, slot, index in keys]
 
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
         """Return the condition at `index`, labelled as copy `slot` of group `gid`.

@@ -6,6 +6,7 @@ import gc
 import os
 from multiprocessing import resource_sharer
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -47,6 +48,20 @@ def test_a_key_gives_the_step_and_the_condition(tmp_path):
     for index in (-1, 2):
         with pytest.raises(IndexError, match=f"index is {index}, must be within 0..1"):
             Two(tmp_path).condition(index)
+
+
+def test_copies_of_a_condition_are_read_once_and_share_their_tensors(tmp_path):
+    """A source video of 81x480x832 pixels is 390 MB in fp32: k copies of it would not fit beside each other."""
+    data = Two(tmp_path)
+    with mock.patch.object(data, "make", wraps=data.make) as make:
+        keys = [(4, 7, 0, 1), (4, 8, 0, 0), (4, 7, 1, 1)]
+        (batch,) = make_loader(data, [keys], 0)
+    assert make.call_count == 2
+    assert [(step, item.gid, item.slot, item.index) for step, item in batch] == keys
+    assert batch[0][1].source_video is batch[2][1].source_video
+    (sent,) = make_loader(data, [keys], 1)
+    storages = [item.source_video.untyped_storage().data_ptr() for _, item in sent]
+    assert storages[0] == storages[2] != storages[1]
 
 
 def test_a_file_is_identified_by_its_content_and_read_again_when_it_changes(tmp_path):

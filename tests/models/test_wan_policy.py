@@ -75,7 +75,7 @@ def test_each_distinct_video_and_prompt_is_encoded_once_even_over_batches():
 
 
 def test_a_call_encodes_each_video_and_prompt_once_however_few_the_store_keeps():
-    made = policy(guidance_scale=2.0, store=TensorStore(kept=1))
+    made = policy(guidance_scale=2.0, store=TensorStore(limit=0))
     made.codec.encode, made.texts.embed = Mock(wraps=made.codec.encode), Mock(wraps=made.texts.embed)
     group = [condition(0), condition(1, prompt="pan left")]
     named = [dataclasses.replace(condition(index), source_id=f"video {index}") for index in (2, 3)]

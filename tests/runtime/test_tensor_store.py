@@ -33,7 +33,7 @@ def test_a_tensor_is_computed_once_and_read_by_the_next_run(tmp_path):
 
 
 def test_without_a_folder_the_least_recently_used_entry_is_dropped(tmp_path):
-    store, make = TensorStore(kept=2), Maker()
+    store, make = TensorStore(limit=2 * 24), Maker()  # bytes of two tensors
     for key in ("a", "b", "a", "c", "a", "b"):
         store.get("x", key, make)
     assert make.calls == 4  # a, b, c, and b again, which was the longest unused
