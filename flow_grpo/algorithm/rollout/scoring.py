@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -68,8 +69,9 @@ def _decode_in_halves(policy: Policy, latents: Tensor) -> Tensor:
 class ScoringQueue:
     """Decodes and measures the batches of one round, in their order.
 
-    With `overlap` a thread measures a batch while the next one is sampled. The numbers are identical: the sampling
-    thread decodes on the device, and batches are measured one at a time. Without it, all work is done in `rewards`.
+    With `overlap` a thread measures a batch while the next one is sampled. The numbers are identical: batches are
+    measured one at a time. Without it, all work is done in `rewards`. The CPU decodes in that thread, too, on a core of
+    its own if one is free; an accelerator is busy with sampling, and both at once would take the memory of both.
 
     Args:
         policy: decodes.
@@ -125,30 +127,37 @@ class ScoringQueue:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        """Decode the next batch in this thread and submit it for measuring."""
+        """Submit the next batch for measuring; an accelerator decodes it first, in the sampling thread."""
         number = len(self._jobs)
         conditions, latents = self._batches[number]
         if not self._ranks.is_dealt(number):
             self._jobs.append(self._thread.submit(lambda: (None, 0.0)))
             return
-        try:
+        decoded: Callable[[], Tensor] = functools.partial(decode, self._policy, conditions, latents)
+        if latents.device.type != "cpu":
             with self._clock.phase("score"):
-                videos = decode(self._policy, conditions, latents)
-        except Exception as error:  # noqa: BLE001 - raised by `rewards`
-            failed: Future[tuple[dict[str, RewardResult] | None, float]] = Future()
-            failed.set_exception(error)
-            self._jobs.append(failed)
-            return
+                decoded = _called(decoded)
+        self._jobs.append(self._thread.submit(self._measure, number, decoded))
+
+    def _measure(self, number: int, decoded: Callable[[], Tensor]) -> tuple[dict[str, RewardResult], float]:
+        """Return a batch's results and the seconds they took; `decoded` returns its videos."""
+        begun = time.perf_counter()
+        videos = decoded()
         if number == 0:
             self.first_videos = videos
-        self._jobs.append(self._thread.submit(self._measure, videos, conditions))
-
-    def _measure(self, videos: Tensor, conditions: Sequence[Condition]) -> tuple[dict[str, RewardResult], float]:
-        """Return the results and the seconds they took."""
-        begun = time.perf_counter()
         with torch.no_grad():  # a thread starts with gradients enabled
-            results = self._reward_set(videos, conditions)
+            results = self._reward_set(videos, self._batches[number][0])
         return results, time.perf_counter() - begun
+
+
+def _called(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Call a function now, and return one that gives its result or raises its error."""
+    future: Future[Tensor] = Future()
+    try:
+        future.set_result(function())
+    except Exception as error:  # noqa: BLE001 - raised by `rewards`
+        future.set_exception(error)
+    return future.result
 
 
 def share_results(own: Sequence[dict[str, RewardResult] | None], ranks: Ranks) -> list[dict[str, RewardResult]]:
