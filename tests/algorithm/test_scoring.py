@@ -118,15 +118,33 @@ def test_a_batch_is_measured_while_the_next_one_is_sampled():
     assert rewards["brightness"].valid.all()
 
 
+@pytest.mark.parametrize(("device", "thread"), [("cpu", "scoring_0"), ("meta", "MainThread")])
+def test_only_the_cpu_decodes_beside_sampling(device, thread):
+    """An accelerator is busy with sampling; "meta" stands for one."""
+    seen = []
+
+    class Decoding(ToyPolicy):
+        def decode(self, latents):
+            seen.append(threading.current_thread().name)
+            return super().decode(torch.zeros(latents.shape))
+
+    with queue(BrightnessReward(), Clock(CPU), overlap=True, policy=Decoding()) as scoring:
+        for gid in (3, 4):
+            scoring.add(tuple(group(gid, 4)), latents_of(gid).to(device))
+        scoring.rewards()
+    assert seen == [thread] * 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_error_is_raised_when_the_rewards_are_asked_for(overlap):
+def test_an_error_is_raised_when_the_rewards_are_asked_for(overlap, device):
     class Broken(ToyPolicy):
         def decode(self, latents):
             raise MemoryError("no room for videos")
 
     with queue(BrightnessReward(), Clock(CPU), overlap=overlap, policy=Broken()) as scoring:
-        scoring.add(tuple(group(3, 4)), latents_of(3))
-        scoring.add(tuple(group(4, 4)), latents_of(4))
+        scoring.add(tuple(group(3, 4)), latents_of(3).to(device))
+        scoring.add(tuple(group(4, 4)), latents_of(4).to(device))
         with pytest.raises(MemoryError, match="no room"):
             scoring.rewards()
 
