@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.reference import command_line
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -45,7 +46,6 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy, is_video_model
-from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight import dry_run
 from flow_grpo.preflight.checkpointing import settled
 from flow_grpo.preflight.doctor import fast as doctor

@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
@@ -63,7 +64,6 @@ from flow_grpo.models import codec
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.adapter_files import load_adapter
 from flow_grpo.models.fake_policy import transformer_config
-from flow_grpo.models.video_model import DTYPES
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
@@ -376,7 +376,7 @@ def load_policy(
         adapter: adapter folder of a run.
         dtype: of transformer and text encoder.
         device: to run on.
-        loading: offload, tiles and slicing of `load_networks`.
+        loading: `offload` of `load_networks` and settings of the codec.
         **sampling: guidance_scale, negative_prompt, max_prompt_tokens and round_timestep of `WanPolicy`.
     """
     networks = load_networks(video_model(kind), model, dtype, device, **loading)

@@ -109,7 +109,9 @@ def beside_run(run: Path) -> str:
     ]
     for what, planned, metric in (
         ("forwards a sample", plan.forward_equivalents_per_sample, "system/forward_equivalents_per_sample"),
+        ("seconds of encoding", plan.encode_s, "time/encode_s"),
         ("seconds of rollouts", plan.rollout_s, "time/rollout_s"),
+        ("seconds of decoding; and scoring", plan.decode_s, "time/score_s"),
         ("seconds of the update", plan.update_s, "time/update_s"),
         ("seconds of an epoch", plan.epoch_s, "time/epoch_s"),
         ("GiB at the peak", plan.most_gib, "system/memory_peak_gib"),

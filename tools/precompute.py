@@ -22,15 +22,15 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.models.registry import video_model
 from flow_grpo.algorithm.build import eval_guidance, training_guidance
 from flow_grpo.data.splits import whole_splits
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 from flow_grpo.data.dataset import ConditionDataset, FilmDataset
-from flow_grpo.models.codec import Codec, tiles_of
+from flow_grpo.models.codec import Codec, codec_settings
 from flow_grpo.models.encodings import Encodings
-from flow_grpo.models.video_model import DTYPES
 from flow_grpo.models.wan_policy import check_folder, open_images
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.runtime.ranks import process_group
@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def open_encodings(config: Config, device: torch.device) -> Encodings:
     """Return a recipe's encoders and the store of their results; ValueError for an incomplete model folder."""
     model, folder = config.model, check_folder(video_model(config.model.kind), config.model.path)
-    codec = Codec.from_folder(folder / "vae", device=device, tiles=tiles_of(model), slicing=model.vae_slicing)
+    codec = Codec.from_folder(folder / "vae", device=device, **codec_settings(model))
     texts = TextEncoder.from_folder(folder, DTYPES[model.dtype], device=device)
     store = TensorStore(Path(model.encodings), limit=0)
     images = open_images(video_model(model.kind), folder, DTYPES[model.dtype], device=device)

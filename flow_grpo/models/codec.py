@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flow_grpo.models.model_files import check_component, stored_shapes, summarize
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.tensor_store import files_key
 from flow_grpo.settings.schema import ModelConfig
 
@@ -36,7 +37,7 @@ _RECAMMASTER_TILES = ((30, 52), (15, 26))
 
 
 class Codec:
-    """A frozen codec that computes in fp32.
+    """A frozen codec.
 
     Encoder and decoder are two networks, so that a run whose source videos are already encoded loads no encoder.
 
@@ -48,6 +49,7 @@ class Codec:
         tiles: encode and decode in overlapping tiles, of diffusers' size or of the one that ReCamMaster's code uses,
             which bounds memory and changes the pixels slightly.
         slicing: process one video at a time, which bounds memory.
+        dtype: of the networks; inputs and results are fp32 all the same.
         offload: keep a half in CPU memory while it is not in use.
 
     Raises:
@@ -63,20 +65,23 @@ class Codec:
         device: torch.device,
         tiles: Tiles = "",
         slicing: bool = False,
+        dtype: torch.dtype = torch.float32,
         offload: bool = False,
     ) -> None:
         self.config = config
         self.identity = identity + {"": "", "diffusers": " tiled", "recammaster": " tiled 30x52"}[tiles]
+        self.identity += "" if dtype == torch.float32 else f" {dtype}"
         self.temporal, self.spatial = scale_factors(config)
         self._open_half = open_half
         self._device, self._tiles, self._slicing, self._offload = device, tiles, slicing, offload
+        self._dtype = dtype
         self._halves: dict[Half, AutoencoderKLWan] = {}
         channels = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(config["latents_mean"], device=device).view(channels)
         self._std = torch.tensor(config["latents_std"], device=device).view(channels)
 
     @classmethod
-    def from_folder(cls, folder: Path, **settings: Any) -> Codec:
+    def from_folder(cls, folder: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Codec:
         """Return the codec of a folder in diffusers layout, without loading weights; `settings` as in `Codec`.
 
         Raises:
@@ -86,7 +91,7 @@ class Codec:
         config = read_config(folder)
         _check_weights(folder)
         _check_statistics(folder, config)
-        return cls(config, lambda half: _load_half(folder, half), files_key(folder), **settings)
+        return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), dtype=dtype, **settings)
 
     @classmethod
     def from_network(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
@@ -103,7 +108,7 @@ class Codec:
         """Return (C, F, H, W) fp32 CPU latents of a video (3, T, h, w) in [0, 1]: the mean, normalised per channel."""
         with self._ready("encoder") as network:
             batch = rearrange(video, "c t h w -> 1 c t h w").to(self._device, torch.float32)
-            mode = network.encode(2.0 * batch - 1.0, return_dict=False)[0].mode()
+            mode = network.encode((2.0 * batch - 1.0).to(self._dtype), return_dict=False)[0].mode().float()
         normalised: Tensor = rearrange((mode - self._mean) / self._std, "1 c f h w -> c f h w")
         return normalised.cpu()
 
@@ -111,7 +116,8 @@ class Codec:
     def decode(self, latents: Tensor) -> Tensor:
         """Return videos (B, 3, T, h, w) fp32 in [0, 1] of normalised latents (B, C, F, H, W)."""
         with self._ready("decoder") as network:
-            decoded: Tensor = network.decode(latents.float() * self._std + self._mean, return_dict=False)[0]
+            given = (latents.float() * self._std + self._mean).to(self._dtype)
+            decoded: Tensor = network.decode(given, return_dict=False)[0].float()
         return (0.5 + 0.5 * decoded).clamp(0.0, 1.0)
 
     @contextlib.contextmanager
@@ -139,6 +145,11 @@ def tiles_of(model: ModelConfig) -> Tiles:
     return model.vae_tiles if model.vae_tiling else ""
 
 
+def codec_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the `tiles`, `slicing` and `dtype` of `Codec` that a configuration asks for."""
+    return {"tiles": tiles_of(model), "slicing": model.vae_slicing, "dtype": DTYPES[model.vae_dtype]}
+
+
 def _check_weights(folder: Path) -> None:
     """Raise ValueError if tensors of either half are missing, unexpected or of another shape, from headers alone."""
     wanted = {name: tuple(value.shape) for name, value in _on_meta(folder).state_dict().items()}
@@ -162,8 +173,8 @@ def _check_statistics(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
-    """Load one half of a codec folder, see `_check_weights`, to the CPU in fp32, without reading the other half."""
+def _load_half(folder: Path, half: Half, dtype: torch.dtype) -> AutoencoderKLWan:
+    """Load one half of a codec folder, see `_check_weights`, to the CPU, without reading the other half."""
     network = _on_meta(folder)
     for name in _SUBMODULES["decoder" if half == "encoder" else "encoder"]:
         setattr(network, name, None)
@@ -171,7 +182,7 @@ def _load_half(folder: Path, half: Half) -> AutoencoderKLWan:
     state: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            state |= {name: opened.get_tensor(name).float() for name in opened.keys() if name.startswith(wanted)}  # noqa: SIM118
+            state |= {name: opened.get_tensor(name).to(dtype) for name in opened.keys() if name.startswith(wanted)}  # noqa: SIM118
     network.load_state_dict(state, assign=True)
     return network
 

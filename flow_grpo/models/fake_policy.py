@@ -6,10 +6,11 @@ published model, so a recipe can be checked and planned before its weights are d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
 from flow_grpo.models.checkpointing import set_checkpointing
-from flow_grpo.models.codec import Codec, read_config
+from flow_grpo.models.codec import Codec, codec_settings, read_config
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.texts import TextEncoder
-from flow_grpo.models.video_model import DTYPES, VideoModel
+from flow_grpo.models.video_model import VideoModel
 from flow_grpo.models.wan_policy import Networks, WanPolicy
 from flow_grpo.records import Condition, Conditioning, Guidance
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.schema import Config, ModelConfig
 
 
@@ -82,7 +84,7 @@ class FakePolicy(WanPolicy):
             networks = Networks(
                 model=dataclasses.replace(own, inputs=inputs),  # making them may look at values, which fakes have not
                 transformer=transformer,
-                codec=Codec(codec, lambda _: _fake_codec(codec), "fake", device=device, slicing=model.vae_slicing),
+                codec=_fake_codec(codec, model, device),
                 texts=_FakeTextEncoder(settings["text_dim"]),
             )
             super().__init__(
@@ -121,12 +123,8 @@ def fake_transformer(
     Raises:
         ValueError: an unknown training mode.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # fake parameters cannot be cast afterwards
-    try:
+    with _default_dtype(dtype):
         network = video_model.network(**{n: value for n, value in config.items() if not n.startswith("_")})
-    finally:
-        torch.set_default_dtype(before)
     adapted, names = {}, set()
     if model.trained == "lora":
         linear = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear)}
@@ -159,6 +157,21 @@ def _no_network() -> Any:
     raise AssertionError("a fake policy has no encoder")
 
 
-def _fake_codec(codec: Mapping[str, Any]) -> AutoencoderKLWan:
-    network: AutoencoderKLWan = AutoencoderKLWan.from_config(dict(codec))
-    return network
+def _fake_codec(config: Mapping[str, Any], model: ModelConfig, device: torch.device) -> Codec:
+    def network(_: str) -> AutoencoderKLWan:
+        with _default_dtype(DTYPES[model.vae_dtype]):
+            made: AutoencoderKLWan = AutoencoderKLWan.from_config(dict(config))
+        return made
+
+    return Codec(config, network, "fake", device=device, **(codec_settings(model) | {"tiles": ""}))
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context manager in which networks are made in `dtype`: fake parameters cannot be cast afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

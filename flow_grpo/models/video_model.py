@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
@@ -21,7 +20,6 @@ from flow_grpo.models.encodings import Encodings
 from flow_grpo.records import Condition
 from flow_grpo.runtime.ranks.context import Context
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer")  # folders of a model
 # transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
 WAN_1_3B: Mapping[str, Any] = {

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
 from flow_grpo.models.checkpointing import set_checkpointing
-from flow_grpo.models.codec import Codec, Tiles, tiles_of
+from flow_grpo.models.codec import Codec, codec_settings
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.images import ImageEncoder
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.transformers import is_camera_weight, load_transformer
-from flow_grpo.models.video_model import DTYPES, VideoModel
+from flow_grpo.models.video_model import VideoModel
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.context import Context
 from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.runtime.tensor_store import TensorStore
@@ -53,25 +54,23 @@ def load_networks(
     device: torch.device,
     *,
     offload: bool = False,
-    tiles: Tiles = "",
-    slicing: bool = False,
+    **codec_settings: Any,
 ) -> Networks:
     """Load a folder in diffusers layout; the transformer is loaded to the CPU.
 
     Args:
         model: what is in the folder.
         path: folder with transformer/, vae/, text_encoder/ and tokenizer/.
-        dtype: of the transformer and the text encoder; the codec is fp32.
+        dtype: of the transformer and the text encoder.
         device: where codec and text encoder run.
         offload: keep codec and text encoder in CPU memory while they are not in use.
-        tiles: of `Codec`.
-        slicing: of `Codec`.
+        **codec_settings: `tiles`, `slicing` and `dtype` of `Codec`.
 
     Raises:
         ValueError: a component is missing or damaged, or the transformer is another model.
     """
     folder = check_folder(model, path)
-    codec = Codec.from_folder(folder / "vae", device=device, tiles=tiles, slicing=slicing, offload=offload)
+    codec = Codec.from_folder(folder / "vae", device=device, offload=offload, **codec_settings)
     transformer = load_transformer(model.network, folder / "transformer", dtype)
     given, wanted = transformer.config["in_channels"], model.input_channels(codec.config["z_dim"])
     if given != wanted:  # an image-to-video model of the same class, for one
@@ -220,8 +219,7 @@ class WanPolicy:
             DTYPES[model.dtype],
             device,
             offload=model.offload,
-            tiles=tiles_of(model),
-            slicing=model.vae_slicing,
+            **codec_settings(model),
         )
         apply_training_mode(networks.transformer, model)
         apply_compute_settings(networks.transformer, model, device)

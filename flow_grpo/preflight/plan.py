@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.maths.schedule import windows
-from flow_grpo.models.fake_policy import FakePolicy, transformer_config
+from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
-from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight import traffic
-from flow_grpo.preflight.footprint import Footprint, footprint, forward_flops, peak_bytes
+from flow_grpo.preflight.codec_cost import codec_cost, decoding_peak, rate_beside_transformer
+from flow_grpo.preflight.footprint import Footprint, footprint, forward_flops
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.traffic import gradient_bytes
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
@@ -46,12 +46,15 @@ class Plan:
         forward_equivalents_per_sample: transformer work in forwards of one sample: 2 more for a backward, 1 more for
             recomputing all activations, twice as many with guidance; evaluation is left out.
         forward_tflop: 1e12 operations of a forward on one sample.
-        decode_tflop: of decoding one sample, in fp32.
+        encode_tflop: of encoding one source video.
+        decode_tflop: of decoding one sample.
         trained_parameters: how many.
-        rollout_s: seconds at the stated rate, like the three that follow.
-        decode_s: seconds; a lower bound, since the stated rate is that of bf16.
-        update_s: seconds.
-        epoch_s: rollout, decoding and update.
+        encode_s: seconds of source videos, each for the first time, at the codec's share of the stated rate
+            (`rate_beside_transformer`); 0 where `model.encodings` has them.
+        rollout_s: seconds at the stated rate.
+        decode_s: seconds at the codec's share of the stated rate.
+        update_s: seconds at the stated rate.
+        epoch_s: the sum of these.
         weights_gib: all networks.
         optimizer_gib: gradients, moments, EMA, communication buffers, reference weights.
         activations_gib: saved for the backward of a micro-batch.
@@ -72,8 +75,10 @@ class Plan:
     update_calls: float
     forward_equivalents_per_sample: float
     forward_tflop: float
+    encode_tflop: float
     decode_tflop: float
     trained_parameters: int
+    encode_s: float
     rollout_s: float
     decode_s: float
     update_s: float
@@ -113,8 +118,9 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         rate: operations per second that a device sustains on this model.
     """
     sample, train, model = config.sample, config.train, config.model
-    latents, decode_flops = _decoding(model.kind, model.path, largest_size(config))
-    decode_bytes = _decoding_peak(model.kind, model.path, model.vae_slicing, latents, sample.train_batch_size)
+    codec = codec_cost(model, largest_size(config))
+    latents, codec_rate = codec.latents, rate * rate_beside_transformer(model)
+    decode_bytes = decoding_peak(model, latents, sample.train_batch_size)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
     counted = {n: _counted(_network_of(model), latents, DTYPES[model.dtype], n * copies) for n in rows}
@@ -125,26 +131,29 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     forward_flops = rollout.forward_flops / sample.train_batch_size
     sharing = train.context_parallel
     decoded = math.ceil(sample.num_batches_per_epoch / sharing) * sample.train_batch_size  # batches are dealt
-    seconds = (
-        sample.expanded_batch_size * rollout_steps(config) * forward_flops / rate / sharing,
-        decoded * decode_flops / rate,
-        replays * passes * update.forward_flops / rate / sharing,
-    )
+    samples = sample.expanded_batch_size * devices // sharing
+    # A source is encoded once among the ranks with its copies, unless it was before the run.
+    encoded = 0 if model.encodings or video_model(model.kind).videos == 1 else math.ceil(samples / sample.k / devices)
+    seconds = {
+        "encode_s": encoded * codec.encode_flops / codec_rate,
+        "rollout_s": sample.expanded_batch_size * rollout_steps(config) * forward_flops / rate / sharing,
+        "decode_s": decoded * codec.decode_flops / codec_rate,
+        "update_s": replays * passes * update.forward_flops / rate / sharing,
+    }
     memory = _memory(config, devices, update, rollout, latents, decode_bytes)
     return Plan(
         tokens=update.tokens,
-        samples_per_epoch=sample.expanded_batch_size * devices // sharing,
+        samples_per_epoch=samples,
         rollout_calls=calls,
         update_calls=replays,
         forward_equivalents_per_sample=copies
         * (rollout_steps(config) + replays * train.batch_size / sample.expanded_batch_size * passes),
         forward_tflop=forward_flops / 1e12,
-        decode_tflop=decode_flops / 1e12,
+        encode_tflop=codec.encode_flops / 1e12,
+        decode_tflop=codec.decode_flops / 1e12,
         trained_parameters=update.trained,
-        rollout_s=seconds[0],
-        decode_s=seconds[1],
-        update_s=seconds[2],
-        epoch_s=sum(seconds),
+        epoch_s=sum(seconds.values()),
+        **seconds,
         **{name: value / GIB for name, value in (memory | _sent(config, devices, update, latents, calls)).items()},
     )
 
@@ -159,7 +168,7 @@ def recomputed_share(config: Config) -> float:
         return float(model.checkpointing != "none")
     if not is_video_model(model.kind):
         return 1.0
-    latents, _ = _decoding(model.kind, model.path, largest_size(config))
+    latents = codec_cost(model, largest_size(config)).latents
     counted = _counted(_network_of(model), latents, DTYPES[model.dtype], 1)
     return 1 - counted.attention_flops / counted.forward_flops
 
@@ -194,57 +203,11 @@ def _transformer(model: ModelConfig) -> dict[str, Any]:
     return transformer_config(video_model(model.kind), model.path)
 
 
-@functools.cache
-def _decoding(kind: str, path: str, size: tuple[int, int, int]) -> tuple[tuple[int, int, int, int], float]:
-    """Return (C, F, H, W) of a video's latents, and the operations of decoding them."""
-    policy = FakePolicy(dataclasses.replace(Config(), model=ModelConfig(kind=kind, path=path)))
-    latents = policy.latent_size(size)
-    return latents, decoding_flops(policy, latents)
-
-
-@functools.cache
-def _decoding_peak(kind: str, path: str, slicing: bool, latents: tuple[int, int, int, int], rows: int) -> float:
-    policy = FakePolicy(dataclasses.replace(Config(), model=ModelConfig(kind=kind, path=path, vae_slicing=slicing)))
-    return decoding_bytes(policy, latents, rows)
-
-
 def _network_of(model: ModelConfig) -> ModelConfig:
     """Return the settings that decide what a call of the transformer costs; all others have their defaults."""
     lora = ("lora_rank", "lora_targets", "lora_full_modules")
     names = ("kind", "path", "trained", *lora, "checkpointing", "max_prompt_tokens")
     return ModelConfig(**{name: getattr(model, name) for name in names})
-
-
-def decoding_flops(policy: FakePolicy, latents: tuple[int, int, int, int]) -> float:
-    """Return the operations of decoding one sample.
-
-    The codec decodes latent frames one by one, all but the first at the same cost: two are counted.
-    """
-    channels, frames, height, width = latents
-    first, both = (count_decoding(policy, (channels, n, height, width)) for n in (1, 2))
-    return first + (frames - 1) * (both - first)
-
-
-def decoding_bytes(policy: FakePolicy, latents: tuple[int, int, int, int], rows: int) -> float:
-    """Return the peak of decoding a batch, weights left out.
-
-    After the third latent frame only the videos grow, which exist twice: as the codec returns them and as fp32 copies.
-    """
-    channels, frames, height, width = latents
-    counted = min(frames, 3)
-    with policy.fake_mode:
-        given = torch.empty(rows, channels, counted, height, width)
-        policy.decode(given[:, :, :1])  # loads the decoder
-        peak = peak_bytes(lambda: policy.decode(given))
-    scale = policy.codec.temporal * policy.codec.spatial**2
-    return peak + 2.0 * 4 * 3 * rows * (frames - counted) * height * width * scale
-
-
-def count_decoding(policy: FakePolicy, latents: tuple[int, int, int, int]) -> float:
-    """Return the operations of decoding one sample, with every frame counted."""
-    with FlopCounterMode(display=False) as counter, policy.fake_mode:
-        policy.decode(torch.empty(1, *latents))
-    return float(counter.get_total_flops())
 
 
 def _steps(config: Config) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
+from flow_grpo.preflight.codec_cost import rate_beside_transformer
 from flow_grpo.preflight.plan import Plan, largest_size, make_plan
 from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.errors import ConfigError
@@ -155,6 +156,7 @@ def _assumptions(config: Config, devices: int, rate: float, limit: float) -> lis
         f"  {devices} device(s) of {limit:g} GiB that sustain {speed}",
         f"  sizes of the network: {network}",
         f"  every video {frames}x{rows}x{columns}; every group carries a signal, and no round is resampled",
+        f"  the codec at {rate_beside_transformer(config.model):g} of that rate, as an H100 has it",
         "  not counted in seconds: rewards, evaluation, copies between device and CPU memory, what ranks send, waiting",
         "  not counted in GiB: fragmentation, kernel workspaces, other processes (leave a tenth of the device free),",
         "  and what model.vae_tiling saves in decoding",

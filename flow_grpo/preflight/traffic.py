@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flow_grpo.models.video_model import DTYPES
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.schema import Config
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 KINDS = ("npu", "cuda", "cpu")  # in order of preference
 OVERRIDE = "FLOW_GRPO_DEVICE"  # environment variable, read when the configuration says "auto"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # name in a configuration -> number format
 EVENT_AFTER_EXEC_S = 68  # the event timeout must exceed the collective timeout; the vendor's defaults differ by this
 _EXEC, _EVENT = "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"  # in seconds, 0 for no limit
 # Below autograd; what `scaled_dot_product_attention` and diffusers' attention backends end in.

@@ -24,10 +24,10 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.transformers import stays_fp32
-from flow_grpo.models.video_model import DTYPES
 from flow_grpo.models.wan_policy import TIMESTEPS
 from flow_grpo.records import Conditioning
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.schema import Config
 from tools.device.counts import count, kept_whole_gib, recipe, transformer_config
 from tools.device.kernels import Record, Records, Setting, Size, breakdown, measure

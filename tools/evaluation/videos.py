@@ -16,12 +16,12 @@ from flow_grpo.data.splits import held_out_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
-from flow_grpo.models.codec import tiles_of
-from flow_grpo.models.video_model import DTYPES
+from flow_grpo.models.codec import codec_settings
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import to_dict
@@ -114,7 +114,7 @@ def _policy(config: Config, adapter: Path | None) -> WanPolicy:
     model, guidance = config.model, parts.eval_guidance(config)
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
-    loading = {"offload": model.offload, "tiles": tiles_of(model), "slicing": model.vae_slicing}
+    loading = {"offload": model.offload} | codec_settings(model)
     sampling: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
     sampling |= {"max_prompt_tokens": model.max_prompt_tokens, "round_timestep": model.round_timestep}
     return load_policy(model.kind, model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)

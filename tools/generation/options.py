@@ -13,9 +13,9 @@ from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.algorithm.build import eval_guidance
 from flow_grpo.models.codec import tiles_of
 from flow_grpo.models.registry import video_model
-from flow_grpo.models.video_model import DTYPES
 from flow_grpo.preflight.plan import largest_size
 from flow_grpo.runtime import starts
+from flow_grpo.runtime.device import DTYPES
 
 
 class Parser(argparse.ArgumentParser):
