@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
-from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.reference import command_line
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -384,7 +383,7 @@ def count_forwards(config: Config, policy: Policy, device: torch.device) -> Forw
     """Return the count of the network's calls, with the rate of the device that their operations are a share of."""
 
     def rate() -> float:
-        return 1e12 * config.device_tflops or device_api.matrix_rate(device, DTYPES[config.model.dtype])
+        return 1e12 * config.device_tflops or device_api.matrix_rate(device, device_api.DTYPES[config.model.dtype])
 
     network, share = unwrap(policy.module), recomputed_share(config)
     return ForwardCount(network, recomputed=share, flops=flops_of_rows(config), rate=rate)

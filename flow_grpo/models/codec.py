@@ -19,12 +19,12 @@ from torch import Tensor
 
 from flow_grpo.models.model_files import check_component, stored_shapes, summarize
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.tensor_store import files_key
 from flow_grpo.settings.schema import ModelConfig
 
 Half: TypeAlias = Literal["encoder", "decoder"]
 Tiles: TypeAlias = Literal["", "diffusers", "recammaster"]  # "": none
+Numbers: TypeAlias = Literal["fp32", "tf32", "bf16"]
 
 # Submodules of each half.
 _SUBMODULES: Mapping[Half, tuple[str, str]] = {
@@ -49,7 +49,8 @@ class Codec:
         tiles: encode and decode in overlapping tiles, of diffusers' size or of the one that ReCamMaster's code uses,
             which bounds memory and changes the pixels slightly.
         slicing: process one video at a time, which bounds memory.
-        dtype: of the networks; inputs and results are fp32 all the same.
+        numbers: of the networks, `model.vae_dtype`: fp32, fp32 with `rounded_convolutions`, or bf16. Inputs and results
+            are fp32 all the same.
         offload: keep a half in CPU memory while it is not in use.
 
     Raises:
@@ -65,23 +66,23 @@ class Codec:
         device: torch.device,
         tiles: Tiles = "",
         slicing: bool = False,
-        dtype: torch.dtype = torch.float32,
+        numbers: Numbers = "fp32",
         offload: bool = False,
     ) -> None:
         self.config = config
         self.identity = identity + {"": "", "diffusers": " tiled", "recammaster": " tiled 30x52"}[tiles]
-        self.identity += "" if dtype == torch.float32 else f" {dtype}"
+        self.identity += "" if numbers == "fp32" else f" {numbers}"
         self.temporal, self.spatial = scale_factors(config)
         self._open_half = open_half
         self._device, self._tiles, self._slicing, self._offload = device, tiles, slicing, offload
-        self._dtype = dtype
+        self._numbers, self._dtype = numbers, network_dtype(numbers)
         self._halves: dict[Half, AutoencoderKLWan] = {}
         channels = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(config["latents_mean"], device=device).view(channels)
         self._std = torch.tensor(config["latents_std"], device=device).view(channels)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Codec:
+    def from_folder(cls, folder: Path, *, numbers: Numbers = "fp32", **settings: Any) -> Codec:
         """Return the codec of a folder in diffusers layout, without loading weights; `settings` as in `Codec`.
 
         Raises:
@@ -91,7 +92,8 @@ class Codec:
         config = read_config(folder)
         _check_weights(folder)
         _check_statistics(folder, config)
-        return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), dtype=dtype, **settings)
+        dtype = network_dtype(numbers)
+        return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), numbers=numbers, **settings)
 
     @classmethod
     def from_network(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
@@ -130,7 +132,8 @@ class Codec:
             if self._slicing:
                 network.enable_slicing()  # type: ignore[no-untyped-call]
             self._halves[half] = network
-        with device_api.visiting(self._halves[half], self._device, stays=not self._offload):
+        rounded = device_api.rounded_convolutions(self._device) if self._numbers == "tf32" else contextlib.nullcontext()
+        with device_api.visiting(self._halves[half], self._device, stays=not self._offload), rounded:
             yield self._halves[half]
 
     def _tile_pixels(self) -> tuple[int, ...]:
@@ -146,8 +149,13 @@ def tiles_of(model: ModelConfig) -> Tiles:
 
 
 def codec_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the `tiles`, `slicing` and `dtype` of `Codec` that a configuration asks for."""
-    return {"tiles": tiles_of(model), "slicing": model.vae_slicing, "dtype": DTYPES[model.vae_dtype]}
+    """Return the `tiles`, `slicing` and `numbers` of `Codec` that a configuration asks for."""
+    return {"tiles": tiles_of(model), "slicing": model.vae_slicing, "numbers": model.vae_dtype}
+
+
+def network_dtype(numbers: Numbers) -> torch.dtype:
+    """Return the dtype of a codec's weights."""
+    return torch.bfloat16 if numbers == "bf16" else torch.float32
 
 
 def _check_weights(folder: Path) -> None:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
 from flow_grpo.models.checkpointing import set_checkpointing
-from flow_grpo.models.codec import Codec, codec_settings, read_config
+from flow_grpo.models.codec import Codec, codec_settings, network_dtype, read_config
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.texts import TextEncoder
@@ -159,7 +159,7 @@ def _no_network() -> Any:
 
 def _fake_codec(config: Mapping[str, Any], model: ModelConfig, device: torch.device) -> Codec:
     def network(_: str) -> AutoencoderKLWan:
-        with _default_dtype(DTYPES[model.vae_dtype]):
+        with _default_dtype(network_dtype(model.vae_dtype)):
             made: AutoencoderKLWan = AutoencoderKLWan.from_config(dict(config))
         return made
 

@@ -64,7 +64,7 @@ def load_networks(
         dtype: of the transformer and the text encoder.
         device: where codec and text encoder run.
         offload: keep codec and text encoder in CPU memory while they are not in use.
-        **codec_settings: `tiles`, `slicing` and `dtype` of `Codec`.
+        **codec_settings: `tiles`, `slicing` and `numbers` of `Codec`.
 
     Raises:
         ValueError: a component is missing or damaged, or the transformer is another model.

@@ -13,9 +13,9 @@ from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.preflight.footprint import peak_bytes
 from flow_grpo.settings.schema import Config, ModelConfig
 
-# Operations a second of the codec as a share of the transformer's in bf16, by the codec's `model.vae_dtype`: 27 and 131
-# of 450 TFLOP/s on an H100 (docs/devices.md). No NPU has measured it.
-_BESIDE_BF16 = {"fp32": 0.06, "bf16": 0.29}
+# Operations a second of the codec as a share of the transformer's in bf16, by `model.vae_dtype`: 27, 84 and 131 of 450
+# TFLOP/s on an H100 (docs/devices.md). No NPU has measured it.
+_BESIDE_BF16 = {"fp32": 0.06, "tf32": 0.19, "bf16": 0.29}
 _CHUNK = 4  # frames that diffusers' Wan codec encodes at once after the first
 
 

@@ -190,6 +190,22 @@ def setup(device: torch.device, deterministic: bool = False, num_threads: int = 
         torch.backends.cudnn.allow_tf32 = False  # on by default; keep fp32 exact
 
 
+@contextlib.contextmanager
+def rounded_convolutions(device: torch.device) -> Iterator[None]:
+    """Context manager in which fp32 convolutions round their inputs: on CUDA to TF32, on an NPU to HF32."""
+    if device.type == "npu":
+        _module("npu").conv.allow_hf32 = True
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        if device.type == "npu":
+            _module("npu").conv.allow_hf32 = False
+        if device.type == "cuda":
+            torch.backends.cudnn.allow_tf32 = False
+
+
 def select(device: torch.device) -> None:
     """Make `device` the current device of this process; ValueError if it cannot be started."""
     if device.type != "cpu":

@@ -88,6 +88,18 @@ def test_recammasters_tiles_are_30_by_52_latents_and_overlap_by_half(folder):
     assert len({Codec.from_folder(folder, device=CPU, tiles=t).identity for t in ("", "diffusers", "recammaster")}) == 3
 
 
+@pytest.mark.parametrize(("numbers", "error"), [("tf32", 0.0), ("bf16", 0.02)])
+def test_other_numbers_are_another_codec_with_nearly_its_pixels(folder, numbers, error):
+    """On a CPU TF32 is fp32; `tests/runtime/test_device.py` sees that an NPU rounds, and only while the codec runs."""
+    plain, other = Codec.from_folder(folder, device=CPU), Codec.from_folder(folder, device=CPU, numbers=numbers)
+    assert plain.identity != other.identity
+    latents = plain.encode(video())
+    for one, two in ((latents, other.encode(video())), (plain.decode(latents[None]), other.decode(latents[None]))):
+        assert two.dtype == torch.float32
+        difference = (one - two).abs().max() / one.abs().max()
+        assert (difference == 0) if error == 0 else (0 < difference < error)
+
+
 def test_scale_factors_that_the_layers_do_not_have_are_refused():
     vae = tiny_vae()
     vae.register_to_config(scale_factor_spatial=8)

@@ -387,6 +387,9 @@ def observe_npu() -> dict[str, Any]:
     seen["no bounds"] = bounds()
     seen["setup"], seen["hccl"] = list(npu.calls), os.environ["HCCL_DETERMINISTIC"]
     seen["formats"] = (npu.config.allow_internal_format, npu.conv.allow_hf32)
+    with device_api.rounded_convolutions(device):
+        seen["rounded inside"] = npu.conv.allow_hf32
+    seen["rounded outside"] = npu.conv.allow_hf32
     for asked, exec_s, event_s in ((600.0, None, None), (600.0, "3600", None), (600.0, "0", None), (600.0, None, "9")):
         for variable, given in (("HCCL_EXEC_TIMEOUT", exec_s), ("HCCL_EVENT_TIMEOUT", event_s)):
             os.environ.pop(variable, None)
@@ -449,6 +452,7 @@ def test_more_local_ranks_than_npus_are_refused(npu: dict[str, Any]) -> None:
 def test_setup_selects_the_npu_before_anything_else(npu: dict[str, Any]) -> None:
     assert npu["setup"] == [("set_device", "npu:3"), ("set_compile_mode", ("jit_compile", False))]
     assert npu["formats"] == (False, False)
+    assert (npu["rounded inside"], npu["rounded outside"]) == (True, False)
     assert npu["hccl"] == "true"
 
 

@@ -59,7 +59,9 @@ def test_training_and_evaluation_then_load_no_encoder(world, tmp_path, monkeypat
     assert f"{len(entries(cache))} encoded, 0 were there, 0 failed" in said
     real = codec._load_half
     monkeypatch.setattr(
-        codec, "_load_half", lambda path, half: refuse_to_load() if half == "encoder" else real(path, half)
+        codec,
+        "_load_half",
+        lambda path, half, dtype: refuse_to_load() if half == "encoder" else real(path, half, dtype),
     )
     headers = texts.load_frozen
     monkeypatch.setattr(  # with a placement it reads headers only
