@@ -48,7 +48,10 @@ class Policy(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return videos (B, 3, T, h, w) fp32 in [0, 1] of clean latents (B, C, F, H, W)."""
+        """Return videos (B, 3, T, h, w) fp32 in [0, 1] of clean latents (B, C, F, H, W).
+
+        On a CPU it runs in a thread of its own, beside `velocity` for the next batch.
+        """
         ...
 
     def keep_reference(self, *, offload: bool = False) -> None:

@@ -228,7 +228,9 @@ class RewardConfig(Section):
         ge=0,
         le=1,
     )
-    overlap: Bool = knob(True, "score a batch while the next one is sampled; the numbers are the same")
+    overlap: Bool = knob(
+        True, "score a batch, on a CPU decode it too, while the next one is sampled; the numbers are the same"
+    )
     adv_norm: Literal["group", "batch", "batch_centered", "max_group", "none"] = knob(
         "group",
         "standard deviation that divides an advantage: of its group | of all rewards | of all rewards minus their "

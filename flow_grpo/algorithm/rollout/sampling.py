@@ -20,7 +20,7 @@ class SampleSettings:
         rollout: noise levels, SDE and seed.
         debug: print the group structure.
         offload: move finished samples to CPU memory, for a pool that grows over several rounds.
-        overlap: score a batch while the next one is sampled.
+        overlap: score a batch while the next one is sampled, see `ScoringQueue`.
     """
 
     sample: SampleConfig

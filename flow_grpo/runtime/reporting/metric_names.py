@@ -355,8 +355,8 @@ _TIME = (
     Metric("time/finish_s", "the end of the run, summary and adapter included", "s"),
     Metric(
         "time/<phase>_hidden_s",
-        "work that ran concurrently with other phases: scoring, which should exceed the `time/score_s` that the run "
-        "waited for",
+        "work that ran concurrently with other phases: scoring, with decoding on a CPU, which should exceed the "
+        "`time/score_s` that the run waited for",
         "s",
         advice="smaller although scoring is slow: more batches per epoch, more CPU cores",
     ),
