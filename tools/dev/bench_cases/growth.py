@@ -124,7 +124,7 @@ def _seconds(calls: Sequence[Callable[[], None]]) -> list[float]:
 
 def _epochs(knob: str, values: Sequence[int]) -> dict[str, Axis]:
     """Measure epochs of the tiny recipe with a knob at these values."""
-    seconds, forwards, planned = [], [], []
+    seconds, forwards, kept, plans = [], [], [], []
     for value in values:
         k, window, steps = (value if knob == name else usual for name, usual in (("k", 4), ("window", 2), ("steps", 8)))
         last = steps - 2
@@ -157,12 +157,14 @@ def _epochs(knob: str, values: Sequence[int]) -> dict[str, Axis]:
                 trainer.finish_epoch(epoch)
             seconds.append(time.perf_counter() - begun)
             forwards.append(trainer.forwards.since_mark()[0])
+            kept.append(float(sum(one.nbytes for part in samples for one in part.samples.tensors().values())))
             trainer.tracker.close()
-        plan = make_plan(config, 1, 1e12)
-        planned.append(plan.forward_equivalents_per_sample * plan.samples_per_epoch)
+        plans.append(make_plan(config, 1, 1e12))
+    planned = [plan.forward_equivalents_per_sample * plan.samples_per_epoch for plan in plans]
     return {
         "epoch": Axis(f"seconds of an epoch against {knob}", values, seconds, planned),
         "work": Axis(f"forwards of an epoch against {knob}", values, forwards, planned),
+        "memory": Axis(f"bytes of a round's samples against {knob}", values, kept, [p.trajectories_gib for p in plans]),
     }
 
 
