@@ -59,6 +59,7 @@ CONVENTIONS = {
     "ratio": "largest log-ratio between a rollout step and its replay with gradients, before any update",
     "kernels": "busy_share of the device in one call under the profiler; kernels: name, milliseconds, share of all",
     "decode": "codec in fp32; its share refers to the bf16 rate all the same",
+    "decode_tf32": "the same with convolutions whose inputs are rounded, to HF32 on an NPU; decode_bf16: in bf16",
     "decode_tiled": "the same in overlapping tiles; operations estimated by the tiles' area",
     "attention": "4 B S^2 D operations forward, three times that with the backward",
     "peak_gib": "highest memory of all calls; codec, transformer and as many bytes as the text encoder's among it",

@@ -51,7 +51,9 @@ def test_the_self_test_measures_every_part_and_keeps_it(tmp_path) -> None:
         "forward_5x32x272",
         "update_5x32x272",
         "decode_5x32x272",
+        "decode_tf32_5x32x272",
         "decode_tiled_5x32x272",
+        "decode_bf16_5x32x272",
         "attention_native_5x32x272",
     }
     assert expected | {"attention_native_backward_5x32x272"} <= set(parts)

@@ -70,6 +70,8 @@ def count(setting: Setting) -> Records:
             ("update_none", forwards["none"], plans["none"].update_gib),
             ("update_compiled", forwards["blocks"], updated),
             ("decode", whole, plans["blocks"].decode_gib),
+            ("decode_tf32", whole, plans["blocks"].decode_gib),
+            ("decode_bf16", whole, None),
             ("decode_tiled", whole * tiled_area(video), None),
         ):
             peaks = {"planned_gib": peak} if peak and config == dict(WAN_1_3B) else {}  # it plans for Wan's parts

@@ -245,22 +245,29 @@ class Updating:
 
 
 def decode(setting: Setting) -> Records:
-    """Yield the times of decoding in fp32, first whole frames, then overlapping tiles: less memory, more operations."""
+    """Yield the times of decoding in fp32, with rounded convolutions, in overlapping tiles and in bf16."""
     step = build_step(setting)
     codec, video = step.networks.codec, setting.video
 
     @torch.no_grad()
     def decoded() -> object:
-        return codec.decode(step.latents, return_dict=False)
+        return codec.decode(step.latents.to(codec.dtype), return_dict=False)
 
-    try:
-        record = measure(decoded, setting)
-    except RuntimeError as error:  # out of memory, which tiles may not be
-        record = {"error": " ".join(str(error).split())[:300]}
-    yield f"decode_{video}", record
-    device_api.empty_cache(setting.device)
+    def tried() -> Record:
+        device_api.empty_cache(setting.device)
+        try:
+            return measure(decoded, setting)
+        except RuntimeError as error:  # out of memory, which the next way may not be
+            return {"error": " ".join(str(error).split())[:300]}
+
+    yield f"decode_{video}", tried()
+    with device_api.rounded_convolutions(setting.device):
+        yield f"decode_tf32_{video}", tried()
     codec.enable_tiling()
-    yield f"decode_tiled_{video}", measure(decoded, setting)
+    yield f"decode_tiled_{video}", tried()
+    codec.disable_tiling()
+    codec.to(torch.bfloat16)
+    yield f"decode_bf16_{video}", tried()
 
 
 PARTS: Mapping[str, Callable[[Setting], Records]] = {
