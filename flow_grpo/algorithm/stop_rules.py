@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from flow_grpo.runtime.ranks.process_group import InputError
 from flow_grpo.runtime.reporting.metric_names import metric_of
@@ -14,7 +15,20 @@ _NOT_OF_AN_EPOCH = ("eval_floor", "eval_by_camera")  # sections that rules are n
 
 
 class BrokenPolicyError(ValueError):
-    """Training has broken the policy; raised on every rank."""
+    """Training has broken the policy; raised on every rank.
+
+    Args:
+        rule: which one holds, as `broken` says it.
+        epoch: after which it holds.
+        run_folder: of the run.
+    """
+
+    def __init__(self, rule: str, epoch: int, run_folder: Path) -> None:
+        super().__init__(
+            f"config.train.stop_if: {rule} after epoch {epoch}: training has broken the policy, all is saved; go back "
+            f"with --config.resume={run_folder}/checkpoints/checkpoint_... and a lower train.learning_rate or other "
+            "rewards, or pass --config.train.stop_if= to go on"
+        )
 
 
 def check_measured(rules: Sequence[str], held_out: Collection[str]) -> None:

@@ -412,7 +412,8 @@ class Trainer:
 
     def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         sample = self.config.sample
-        self._say_failures(batches)
+        for line in compare.failures(batches, self.collector.rewards.weights):
+            self.progress.say(line)
         with self.clock.phase("gather"):
             gathered = compare.gather(batches, self.ranks)
         if self.config.debug:
@@ -424,23 +425,13 @@ class Trainer:
         compare.check_faults(batches, gathered, self.reward, self.ranks)
         return gathered
 
-    def _say_failures(self, batches: Sequence[ScoredBatch]) -> None:
-        for name in self.collector.rewards.weights:
-            causes = [cause for batch in batches for cause in batch.rewards[name].causes if cause]
-            if causes:
-                self.progress.say(f"reward {name}: {len(causes)} samples of rank 0 have no value, first: {causes[0]}")
-
     def _changes(self, evaluation: Evaluation) -> dict[str, Interval]:
         """Return the changes since the evaluation before training; none where its rows are not known."""
         return paired_changes(self.state.before_rows or (), evaluation.rows)
 
     def _stop_if_broken(self) -> None:
         if self.state.broken and self.config.train.stop_if:
-            raise BrokenPolicyError(
-                f"config.train.stop_if: {self.state.broken} after epoch {self.state.finished}: training has broken the "
-                f"policy, all is saved; go back with --config.resume={self.run_folder}/checkpoints/checkpoint_... and "
-                "a lower train.learning_rate or other rewards, or pass --config.train.stop_if= to go on"
-            )
+            raise BrokenPolicyError(self.state.broken, self.state.finished, self.run_folder)
 
     def _count_time(self) -> None:
         now = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -247,6 +247,16 @@ def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: Rew
                 f"reward.most_faults={config.most_faults:g} ({causes[0]}); mend that and go on with "
                 "--config.resume=auto and the run's name, or train without it"
             )
+
+
+def failures(batches: Sequence[ScoredBatch], names: Iterable[str]) -> list[str]:
+    """Return a line, to be printed by rank 0, for each of these rewards that has no value for some of its samples."""
+    causes = {name: [text for batch in batches for text in batch.rewards[name].causes if text] for name in names}
+    return [
+        f"reward {name}: {len(found)} samples of rank 0 have no value, first: {found[0]}"
+        for name, found in causes.items()
+        if found
+    ]
 
 
 def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
