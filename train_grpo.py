@@ -18,6 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
+if __name__ == "__main__":
+    begun = time.perf_counter()  # before the imports, which take seconds
+
 import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
 from flow_grpo.settings.reference import command_line
 
@@ -28,6 +31,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 import torch
 
 from flow_grpo.algorithm import build as parts
+from flow_grpo.algorithm.clock import Ledger
 from flow_grpo.algorithm.evaluate import ConditionSource, Evaluator
 from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups import compare
@@ -73,9 +77,14 @@ from flow_grpo.settings.schema import Config
 ASSUMED_RATE, ASSUMED_GIB = 2e14, 64.0  # of a device, in a dry run on a machine that has none
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train and return the exit code: 0, or 2 when a setting, an input or a reward makes training impossible."""
-    ranks = None
+def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
+    """Train and return the exit code: 0, or 2 when a setting, an input or a reward makes training impossible.
+
+    Args:
+        argv: words of the command line, by default the process's.
+        begun: when the process began, by `time.perf_counter`; by default now.
+    """
+    ranks, ledger = None, Ledger(begun)
     try:
         config, spec = read_command_line(argv)
         say_rewards(spec, config)
@@ -89,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ranks.broadcast_failure():
         try:
             trainer = build(config, spec, device, ranks)
+            trainer.ledger = ledger
             if config.doctor == "fast" and trainer.state.finished < config.num_epochs:
                 examine(trainer)
             if ranks.is_main and not (trainer.run_folder / starts.CONFIG).exists():
@@ -109,10 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     trainer.rewind()
                 if not isinstance(error, NoSignalError):
                     trainer.save()
-                trainer.tracker.close()
+                trainer.close()
                 refuse(error, ranks)
                 return 2
-        process_group.shut_down(ranks)
+            process_group.shut_down(ranks)
     return 0
 
 
@@ -465,14 +475,14 @@ def check_sizes(policy: Policy, *data_sets: ConditionDataset) -> None:
             policy.latent_shape([data.condition(index)])
 
 
-def launch() -> NoReturn:
-    """Run `main` and exit with its code.
+def launch(begun: float | None = None) -> NoReturn:
+    """Run `main` and exit with its code; `begun` as for `main`.
 
     After an error it skips the interpreter's shutdown, which can abort or hang while a process group is up.
     """
     spawn_without_program()
     try:
-        code = main()
+        code = main(begun=begun)
     except (Exception, KeyboardInterrupt):  # noqa: BLE001 - printed; the exit code tells the launcher
         try:
             traceback.print_exc()
@@ -483,4 +493,4 @@ def launch() -> NoReturn:
 
 
 if __name__ == "__main__":
-    launch()
+    launch(begun)

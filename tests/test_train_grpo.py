@@ -31,7 +31,7 @@ from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.reporting import plots
-from flow_grpo.runtime.reporting.metric_names import metric_of
+from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
@@ -104,8 +104,9 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, tmp_path, capsys):
+    begun = time.perf_counter()
     assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", log_videos_every=2)) == 0
-    run = tmp_path / "run"
+    wall, run = time.perf_counter() - begun, tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
     assert set(summary) == {"verdict", "before", "after", "floor", "measured_on", "train_seconds"}
     for name in ("eval/target_view_psnr_db", "eval/trans_err_m", "eval/rot_err_deg"):
@@ -117,6 +118,8 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert not [
         name for name in logged if (metric := metric_of(name)) is None or metric.name == "reward/<reward>_<name>"
     ]
+    spent = sum(row.get(f"time/{name}_s", 0.0) for row in metrics_of(run) for name in ("epoch", *OUTSIDE_EPOCHS))
+    assert spent == pytest.approx(wall, rel=0.02)
     cameras = {name.split("/")[1] for row in metrics_of(run) for name in row if name.startswith("reward_by_camera/")}
     assert cameras and cameras <= set(PRESETS)
     names = [path.name for path in sorted((run / "videos").glob("*.mp4"))]

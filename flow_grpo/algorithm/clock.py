@@ -1,4 +1,4 @@
-"""Seconds spent per phase of an epoch, queued device work included."""
+"""Where a run's seconds go: phases of an epoch, queued device work included, and what lies outside of epochs."""
 
 from __future__ import annotations
 
@@ -39,3 +39,30 @@ class Clock:
         phases = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         hidden = {f"time/{name}_hidden_s": seconds for name, seconds in self.hidden.items()}
         return phases | {"time/other_s": total - sum(self.seconds.values()), "time/epoch_s": total} | hidden
+
+
+class Ledger:
+    """Seconds of a run outside of its epochs; each entry begins where the one before ended, so that none is in none.
+
+    Args:
+        begun: when the run's program began, by `time.perf_counter`; by default now.
+    """
+
+    def __init__(self, begun: float | None = None) -> None:
+        self._until = time.perf_counter() if begun is None else begun
+        self._booked: defaultdict[str, float] = defaultdict(float)
+
+    def since(self) -> float:
+        """Return the seconds since the last entry, which end it: they are the caller's to log."""
+        now = time.perf_counter()
+        seconds, self._until = now - self._until, now
+        return seconds
+
+    def book(self, name: str) -> None:
+        """Enter the seconds since the last entry under the metric `name`."""
+        self._booked[name] += self.since()
+
+    def take(self) -> dict[str, float]:
+        """Return the booked seconds by metric, and forget them."""
+        booked, self._booked = dict(self._booked), defaultdict(float)
+        return booked

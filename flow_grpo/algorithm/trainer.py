@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flow_grpo.algorithm.changes import as_metrics, changes_by_camera, paired_changes, with_intervals
-from flow_grpo.algorithm.clock import Clock
+from flow_grpo.algorithm.clock import Clock, Ledger
 from flow_grpo.algorithm.evaluate import Evaluation, Evaluator, means_by_camera
 from flow_grpo.algorithm.extremes import extreme_clips, measure_of, places
 from flow_grpo.algorithm.forward_count import ForwardCount
@@ -80,6 +80,7 @@ class Trainer:
         cameras: the kind of camera of every training condition, for statistics; () keeps none.
         from_own: the run resumes from its own checkpoint, so its state is already saved.
         films: tools/generate.py can make videos with the policy's model.
+        ledger: seconds outside of epochs; by default since the trainer is built.
     """
 
     config: Config
@@ -98,6 +99,7 @@ class Trainer:
     cameras: tuple[str, ...] = ()
     from_own: bool = False
     films: bool = True
+    ledger: Ledger = dataclasses.field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
@@ -105,7 +107,6 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
         self._timed_until = time.perf_counter()
-        self._afterwards: dict[str, float] = {}  # seconds after an epoch's metrics are logged: go with the next one's
         self._saved = self._position() if self.from_own else None
         self._saving: Saving | None = None
         self._evaluated: tuple[int, Evaluation] | None = None
@@ -132,6 +133,7 @@ class Trainer:
             if epoch == first and self.ranks.is_main:
                 begin(self.run_folder)
             self.tracker.begin()
+            self.ledger.book("time/log_s")
             self.clock, self.metrics = Clock(self.device), {}
             self.forwards.mark()
             self.ranks.sent.clear()
@@ -208,8 +210,9 @@ class Trainer:
     def log(self, batches: Sequence[ScoredBatch]) -> None:
         """Record the finished epoch's metrics and, when due, videos of its samples."""
         step, every = self.state.finished, self.config.log_videos_every
-        self.metrics |= self.clock.metrics() | self._afterwards
-        seconds, begun = self.metrics["time/epoch_s"], time.perf_counter()
+        self.metrics |= self.clock.metrics() | self.ledger.take()
+        self.ledger.since()  # the epoch's own
+        seconds = self.metrics["time/epoch_s"]
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
         own = torch.tensor([self.forwards.since_mark()], dtype=torch.float64)
         forwards, operations = self.ranks.all_gather(own).sum(dim=0).tolist()
@@ -232,7 +235,6 @@ class Trainer:
                 count, k = self.config.eval.videos, self.config.sample.k
                 weights = compare.in_epoch(self.config.reward, step - 1).weights  # `self.reward` is the next epoch's
                 self.gallery.training(batches[0], step, count=count, weights=weights, k=k)
-        self._afterwards = {"time/log_s": time.perf_counter() - begun}
 
     def evaluate_if_due(self) -> None:
         """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console.
@@ -253,29 +255,27 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Begin to save every `checkpoint.every` epochs; what the epoch before has begun is published by now."""
-        begun = time.perf_counter()
+        self.ledger.book("time/log_s")
         self._settle()
         if self.state.finished % self.config.checkpoint.every == 0:
             self._begin_saving()
-        self._afterwards["time/save_s"] = time.perf_counter() - begun
+        self.ledger.book("time/save_s")
 
     def evaluate(self) -> Evaluation:
         """Measure the held-out conditions with the current weights, once per epoch, and record the result."""
         step = self.state.finished
         if self._evaluated is None or self._evaluated[0] != step:
-            begun = time.perf_counter()
+            self.ledger.book("time/log_s")
             evaluation = self.evaluator.run(self._weights())
             signal = self._signal()
-            measured = time.perf_counter()
+            seconds = {"time/evaluation_s": self.ledger.since()}
             with self.ranks.sync_errors("logging"):
-                seconds = {"time/evaluation_s": measured - begun}
                 changes = as_metrics(self._changes(evaluation), list(evaluation.metrics))
                 self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
                 log_rows(self.tracker, "eval/presets", evaluation.presets, step)
                 self.gallery.evaluation(evaluation.clips, step, before=self.state.before is None)
             self._evaluated = step, evaluation
-            logged = self._afterwards.get("time/log_s", 0.0) + time.perf_counter() - measured
-            self._afterwards["time/log_s"] = logged
+            self.ledger.book("time/log_s")
         return self._evaluated[1]
 
     def evaluate_before(self) -> None:
@@ -287,15 +287,16 @@ class Trainer:
             BrokenPolicyError: a run that ended by `train.stop_if` is resumed as it was.
         """
         self._stop_if_broken()
+        with self.ranks.sync_errors("logging"):
+            self.tracker.log({"time/start_s": self.ledger.since()}, self.state.finished)
         if self.state.before is None:
             first = self.evaluate()
             self.state.before, self.state.before_rows = first.metrics, first.rows
-            begun = time.perf_counter()
             self.state.floor = self.evaluator.floor()
             self.state.measured_on = dict(self.evaluator.settings.measured_on)
             if self.state.floor:
                 with self.ranks.sync_errors("logging"):
-                    seconds = {"time/floor_s": time.perf_counter() - begun}
+                    seconds = {"time/floor_s": self.ledger.since()}
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
             if self._silent and self.config.doctor != "off" and self.config.num_epochs:
@@ -316,7 +317,7 @@ class Trainer:
         """Save, evaluate once more, write the adapter and the summary, and print table and verdict."""
         assert self.state.before is not None, "evaluate_before() comes first"
         self._begin_saving()
-        after, begun = self.evaluate(), time.perf_counter()
+        after = self.evaluate()
         with self._weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
@@ -344,9 +345,7 @@ class Trainer:
                     "train_seconds": self.state.train_seconds,
                 }
             )
-            self._afterwards["time/finish_s"] = time.perf_counter() - begun
-            self.tracker.log(self._afterwards, self.state.finished)
-            self.tracker.close()
+            self.close()
         self._settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
         commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
@@ -357,10 +356,16 @@ class Trainer:
         """Save and close the trackers, after a signal asked to end before the last epoch."""
         self.save()
         with self.ranks.sync_errors("summary"):
-            self.tracker.close()
+            self.close()
         self.progress.say(
             f"ended by {self.ended_by} after epoch {self.state.finished}, saved; go on with {going_on(self.run_folder)}"
         )
+
+    def close(self) -> None:
+        """Log the seconds that are in no record yet, and close the trackers."""
+        self.ledger.book("time/finish_s")
+        self.tracker.log({"time/finish_s": sum(self.ledger.take().values())}, self.state.finished)
+        self.tracker.close()
 
     def rewind(self) -> None:
         """Reset the sampler to the end of the last update, so that a resumed run samples the broken epoch again."""
@@ -370,10 +375,11 @@ class Trainer:
         """Publish a checkpoint of the finished epochs and the sampler's position, unless it is saved already."""
         self._begin_saving()
         self._settle()
+        self.ledger.book("time/save_s")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, signals ask for an end; at the end the run's folder is unlocked.
+        """Inside, signals ask for an end; at the end the last seconds are recorded and the run's folder is unlocked.
 
         After an error the checkpoint that is being written behind training gets the time to be published, also where
         the launcher asks to end meanwhile. That is no collective call: other ranks may have failed. The folder then
@@ -386,6 +392,8 @@ class Trainer:
                 if self._saving is not None:
                     self._saving.linger(LINGER_S)
                 raise
+        with contextlib.suppress(OSError):  # all else is done
+            self.tracker.log({"time/close_s": self.ledger.since()}, self.state.finished)
         self.lock.release()
 
     def _begin_saving(self) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from flow_grpo.algorithm.clock import Clock
+from flow_grpo.algorithm.clock import Clock, Ledger
 
 
 def test_a_phase_entered_twice_adds_up_and_others_do_not_mix(monkeypatch):
@@ -22,6 +22,19 @@ def test_a_phase_entered_twice_adds_up_and_others_do_not_mix(monkeypatch):
     now += 2.0
     metrics = clock.metrics()
     assert metrics == {"time/rollout_s": 0.5, "time/score_s": 1.0, "time/other_s": 2.0, "time/epoch_s": 3.5}
+
+
+def test_a_ledger_s_entries_add_up_to_all_seconds_since_its_begin(monkeypatch):
+    now = 5.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    ledger = Ledger(begun=2.0)
+    assert ledger.since() == 3.0
+    for seconds, name in ((0.5, "time/log_s"), (1.0, "time/save_s"), (0.25, "time/log_s")):
+        now += seconds
+        ledger.book(name)
+    assert ledger.take() == {"time/log_s": 0.75, "time/save_s": 1.0}
+    assert ledger.take() == {} and ledger.since() == 0.0
+    assert Ledger().since() == 0.0
 
 
 def test_a_phase_that_fails_lets_the_error_through():

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+import train_grpo
 from flow_grpo.algorithm import changes
 from flow_grpo.algorithm import trainer as trainer_module
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluation, Evaluator
@@ -29,10 +30,13 @@ from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.ranks.process_group import RankError, Ranks
+from flow_grpo.runtime.checkpoints.saving import Saving
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
 from flow_grpo.runtime.reporting import plots
 from flow_grpo.runtime.reporting.console import Progress
-from flow_grpo.runtime.reporting.metric_names import metric_of
+from flow_grpo.runtime.reporting.metric_files import read_rows
+from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
 from tests.algorithm.test_evaluate import ToyData
@@ -233,31 +237,62 @@ def test_the_judge_s_floor_is_measured_once_and_reported(a_trainer, tmp_path, ca
     assert other.state.floor == summary["floor"]
 
 
-def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("end", ["finish", "signal", "refusal"])
+def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch, end):
     """
-    Parts are slowed down, those between the phases as well, so that what nobody measures would be missed.
+    Parts are slowed down, those between the phases, before the first and after the last record as well, so that what
+    nobody measures would be missed.
 
     Time goes by in these parts only: a machine's other work would otherwise count as seconds in no metric.
     """
-    trainer = a_trainer(num_epochs=2, checkpoint=CheckpointConfig(every=1, keep=1))
     seconds = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
-    for owner, name in (
-        (ToyPolicy, "decode"),
-        (Tracker, "log"),
-        (RunState, "save"),
-        (trainer_module.compare, "advantages"),
-        (trainer_module, "save_adapter"),
-        (Evaluator, "clips"),
+    config = a_config(num_epochs=3, doctor="fast", checkpoint=CheckpointConfig(every=2, keep=1))
+
+    def built(*_):
+        trainer = a_trainer(**vars(config))
+        trainer.evaluator.gold = Judge()
+        return trainer
+
+    def epoch_of(trainer, epoch):
+        if end == "refusal" and epoch == 2:
+            trainer.sample()
+            raise InputError("a broken video")
+        train_epoch(trainer, epoch)
+        trainer.end.signal = "SIGTERM" if end == "signal" else ""
+
+    monkeypatch.setattr(train_grpo, "train_epoch", epoch_of)
+    for name, replaced in (
+        ("read_command_line", lambda _: (config, "")),
+        ("say_rewards", lambda *_: None),
+        ("set_up_rank", lambda *_, **__: (torch.device("cpu"), Ranks())),
+        ("build", built),
+        ("examine", lambda _: None),
     ):
-        monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
-    run(trainer)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    outside = ("epoch", "evaluation", "log", "save", "finish")
-    found = [sum(row.get(f"time/{name}_s", 0.0) for row in rows) for name in outside]
-    assert all(found)
+        monkeypatch.setattr(train_grpo, name, slowed(replaced, seconds))
+    for owner, names in (
+        (ToyPolicy, "decode"),
+        (Tracker, "begin log write_summary close"),
+        (RunState, "save"),
+        (Saving, "wait"),
+        (Evaluator, "run floor clips"),
+        (Progress, "finish_epoch say"),
+        (trainer_module, "broken paired_changes save_adapter print_before_after next_commands going_on"),
+        (trainer_module.compare, "advantages"),
+        (process_group, "shut_down"),
+    ):
+        for name in names.split():
+            monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
+    imports_s = 5.0
+    assert train_grpo.main(begun=-imports_s) == (2 if end == "refusal" else 0)
+    finished = {"finish": 3, "signal": 1, "refusal": 2}[end]
+    assert checkpoint.published(tmp_path / "checkpoints")[-1].name == f"checkpoint_00000{finished}"
+    rows = read_rows(tmp_path / "metrics.jsonl").values()
+    found = {name: sum(row.get(f"time/{name}_s", 0.0) for row in rows) for name in ("epoch", *OUTSIDE_EPOCHS)}
+    assert found["start"] > imports_s and found["finish"] and found["close"]
+    assert end != "finish" or all(found.values())
     last_report = 0.1  # which cannot hold its own seconds
-    assert sum(found) == pytest.approx(sum(seconds) - last_report)
+    assert sum(found.values()) == pytest.approx(imports_s + sum(seconds) - last_report)
 
 
 def slowed(function, seconds: list[float]):

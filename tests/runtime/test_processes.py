@@ -39,7 +39,7 @@ def test_a_spawned_process_does_not_import_the_program(tmp_path):
 def test_training_spawns_without_its_program(monkeypatch):
     program = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", program)
-    monkeypatch.setattr(train_grpo, "main", lambda: 0)
+    monkeypatch.setattr(train_grpo, "main", lambda begun: 0)
     with pytest.raises(SystemExit):
         train_grpo.launch()
     assert program.__spec__.name == "__main__"

@@ -218,6 +218,17 @@ def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any) -
     wandb.run.finish.assert_called_once()
 
 
+def test_after_closing_metrics_still_reach_the_files_and_no_tracker(tmp_path: Path, wandb: Any, caplog) -> None:
+    tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
+    tracker.log({"reward/mean": 0.5}, 1)
+    tracker.close()
+    reported = wandb.run.log.call_count
+    tracker.log({"time/close_s": 2.0}, 1)
+    tracker._serving.finish(10.0)
+    assert wandb.run.log.call_count == reported and not caplog.records
+    assert '"time/close_s": 2.0' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: torch.Tensor, wandb: Any) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
     tracker.log_video("train/room", tmp_path / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 2)

@@ -149,6 +149,7 @@ def test_a_process_left_over_is_counted_and_killed(tmp_path, monkeypatch):
         ("adapter/more.safetensors", "more", "adapter/more.safetensors"),
         ("metrics.jsonl", '{"step": 1, "a": 2}\n', "metrics of step 1: ['a']"),
         ("metrics.jsonl", '{"step": 1, "a": 1, "time/x": 7, "system/y": 3}\n', ""),
+        ("metrics.jsonl", '{"step": 0, "time/start_s": 7}\n{"step": 1, "a": 1}\n', ""),
         ("metrics.jsonl", '{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n', "1 rows of metrics and 2"),
     ],
 )

@@ -140,14 +140,11 @@ def differences(there: Path, here: Path) -> list[str]:
 
 
 def metrics(run_folder: Path) -> dict[str, float]:
-    """Return every deterministic metric of a run (no times or memory), by its row and name."""
+    """Return every deterministic metric of a run (no times or memory), by name and row among those that have any."""
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {
-        f"row {number}: {name}": value
-        for number, row in enumerate(rows)
-        for name, value in row.items()
-        if not MEASURED.search(name)
-    }
+    found = [{name: value for name, value in row.items() if not MEASURED.search(name)} for row in rows]
+    kept = [row for row in found if len(row) > 1]  # more than the step
+    return {f"row {number}: {name}": value for number, row in enumerate(kept) for name, value in row.items()}
 
 
 def tensors(run_folder: Path) -> dict[str, torch.Tensor]:

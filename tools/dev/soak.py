@@ -268,15 +268,17 @@ def difference(one: Path, other: Path) -> str:
             files = first / name, second / name
             if not all(file.is_file() for file in files) or files[0].read_bytes() != files[1].read_bytes():
                 return f"{first.parent.name if first in newest else first.name}/{name}"
-    rows = [[_numbers(row) for row in metrics(run)] for run in (one, other)]
+    rows = [_numbers(metrics(run)) for run in (one, other)]
     for first, second in zip(*rows, strict=False):
         if first != second:
             return f"metrics of step {first['step']}: {sorted(n for n in first if first[n] != second.get(n))[:3]}"
     return "" if len(rows[0]) == len(rows[1]) else f"{len(rows[0])} rows of metrics and {len(rows[1])}"
 
 
-def _numbers(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "system/"))}
+def _numbers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return the rows without times; every start has rows of times alone, which are left out."""
+    found = [{n: value for n, value in row.items() if not n.startswith(("time/", "system/"))} for row in rows]
+    return [row for row in found if len(row) > 1]
 
 
 def options() -> argparse.ArgumentParser:

@@ -22,7 +22,8 @@ from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS
 LINES = "metrics.jsonl"
 PUBLISHED = re.compile(r"checkpoint_(\d{6,})")  # as in checkpoint.py, which loads torch
 MARKS = (LOCK, "starts", "config.json", LINES)  # any of them makes a folder a run's
-OUTSIDE = tuple(f"time/{phase}_s" for phase in OUTSIDE_EPOCHS if phase != "finish")  # of the run's pace, not its end
+ONCE = ("start", "finish", "close")  # not of the run's pace
+OUTSIDE = tuple(f"time/{phase}_s" for phase in OUTSIDE_EPOCHS if phase not in ONCE)
 RECENT = 20  # epochs that speed is measured over
 START_S = 1800.0  # a start that wrote no metric for so long is suspicious: weights load for minutes
 LEAST_QUIET_S = 120.0  # no shorter silence is suspicious

@@ -32,11 +32,11 @@ SECTIONS = {
     "eval_floor": "the same estimator on codec reconstructions of the true videos: no policy can be expected below it",
     "eval_by_camera": "held-out conditions by kind of camera",
     "server": "rewards that a server computes, see [remote_rewards.md](remote_rewards.md)",
-    "time": "wall time: epochs and what lies outside of them (`evaluation`, `log`, `save`, `floor`, `finish`) are "
-    "all of a run's",
+    "time": "wall time: epochs and what lies outside of them (`start`, `evaluation`, `log`, "
+    "`save`, `floor`, `finish`, `close`) are all of a run's",
     "system": "throughput, memory, traffic",
 }
-OUTSIDE_EPOCHS = ("evaluation", "log", "save", "floor", "finish")  # phases whose seconds are in no epoch's
+OUTSIDE_EPOCHS = ("start", "evaluation", "log", "save", "floor", "finish", "close")  # phases that are in no epoch
 HEALTH = ("policy/credit_share", "policy/clip_fraction", "train/grad_norm")  # what to look at first
 MEASURED = (
     "what rewards measure beside their value: `reward/` over the epoch's samples, `eval/` over the held-out "
@@ -348,11 +348,18 @@ _SERVER = (
 )
 _TIME = (
     Metric("time/epoch_s", "an epoch in all", "s"),
+    Metric("time/start_s", "imports, set-up, building and the fast doctor: all before the first evaluation", "s"),
     Metric("time/evaluation_s", "an evaluation", "s"),
-    Metric("time/log_s", "writing metrics and videos, in the record that comes after", "s"),
+    Metric("time/log_s", "writing metrics, and all else between epochs, in the record that comes after", "s"),
     Metric("time/save_s", "waiting for checkpoints, in the record that comes after", "s"),
     Metric("time/floor_s", "measuring the floor, once", "s"),
-    Metric("time/finish_s", "the end of the run, summary and adapter included", "s"),
+    Metric("time/finish_s", "after the last epoch's record: its logging and saving, the adapter, the summary", "s"),
+    Metric(
+        "time/close_s",
+        "waiting for the last videos, the trackers, the last checkpoint and the other ranks; only in the files, as the "
+        "trackers are closed",
+        "s",
+    ),
     Metric(
         "time/<phase>_hidden_s",
         "work that ran concurrently with other phases: scoring, with decoding on a CPU, which should exceed the "

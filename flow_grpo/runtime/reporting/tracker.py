@@ -154,12 +154,13 @@ class Tracker:
             write_atomically(self._folder / SUMMARY, json.dumps(summary, indent=1))
 
     def close(self) -> None:
-        """Redraw the curves, report what is left, and close the trackers."""
+        """Redraw the curves, report what is left, and close the trackers; the files still take metrics."""
         if self._is_main and self._files.rows:
             self._draw_curves(max(self._files.rows))
         self._making.finish(CLOSING_S)
         self._to_sinks(lambda sink: sink.close())
         self._serving.finish(CLOSING_S)
+        self._names = []
 
     def _draw_curves(self, step: int) -> None:
         path, rows = self._folder / CURVES, {step: dict(row) for step, row in self._files.rows.items()}
