@@ -166,10 +166,9 @@ class Evaluator:
             return {}
         rows: dict[int, ConditionRow] = {}
         for number, positions in enumerate(self._own_batches()):
-            if not self.ranks.is_dealt(number):
-                positions = []
+            own = positions[self.ranks.dealt_rows(number, len(positions))]
             with self.ranks.sync_errors("measuring the floor"):
-                found = {position: self.dataset.condition(self.indices[position]) for position in positions}
+                found = {position: self.dataset.condition(self.indices[position]) for position in own}
                 found = {position: one for position, one in found.items() if one.target_video is not None}
                 conditions = list(found.values())
                 if conditions:
@@ -243,11 +242,12 @@ class Evaluator:
             return self._sample([position])[1]
 
     def _measure(self, number: int, positions: Sequence[int], rows: dict[int, ConditionRow], clips: list[Clip]) -> None:
-        """Sample one batch and score it, or leave that to another rank with the same samples."""
+        """Sample one batch and score it, without the rows that are left to another rank with the same samples."""
         conditions, latents = self._sample(positions)
         with self.ranks.sync_errors("evaluation"):
-            if self.ranks.is_dealt(number):
-                self._score(positions, conditions, latents, rows, clips)
+            own = self.ranks.dealt_rows(number, len(positions))
+            if conditions[own]:
+                self._score(positions[own], conditions[own], latents[own], rows, clips)
 
     def _sample(self, positions: Sequence[int]) -> tuple[list[Condition], Tensor]:
         """Return conditions and latents; errors are synchronised around the rollout, a collective call under FSDP2."""

@@ -115,7 +115,7 @@ def sample_group(
         RuntimeError: on every rank, if any failed.
     """
     sample = sampling.sample
-    scored: list[dict[str, RewardResult] | None] = []
+    scored: list[dict[str, RewardResult]] = []
     for number, first in enumerate(range(0, sample.k, sample.train_batch_size)):
         slots = range(first, min(first + sample.train_batch_size, sample.k))
         with ranks.sync_errors("measuring the signal"):
@@ -124,8 +124,9 @@ def sample_group(
         with ranks.sync_errors("measuring the signal"):
             samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
         with ranks.sync_errors("measuring the signal"):
-            own = ranks.is_dealt(number)
-            scored.append(rewards(decode(policy, conditions, samples.final_latents), conditions) if own else None)
+            rows = ranks.dealt_rows(number, len(slots))
+            own, latents = conditions[rows], samples.final_latents[rows]
+            scored.append(rewards(decode(policy, own, latents), own) if own else {})
     results = share_results(scored, ranks)
     return {name: torch.cat([_values(one[name]) for one in results]) for name in rewards.floors}
 

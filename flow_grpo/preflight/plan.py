@@ -120,7 +120,8 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     sample, train, model = config.sample, config.train, config.model
     codec = codec_cost(model, largest_size(config))
     latents, codec_rate = codec.latents, rate * rate_beside_transformer(model)
-    decode_bytes = decoding_peak(model, latents, sample.train_batch_size)
+    most = math.ceil(sample.train_batch_size / train.context_parallel)  # samples that a rank decodes at once
+    decode_bytes = decoding_peak(model, latents, most)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
     counted = {n: _counted(_network_of(model), latents, DTYPES[model.dtype], n * copies) for n in rows}
@@ -130,7 +131,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     passes = 3 + recomputed_share(config) + extra  # a backward costs two forwards, recomputation at most one more
     forward_flops = rollout.forward_flops / sample.train_batch_size
     sharing = train.context_parallel
-    decoded = math.ceil(sample.num_batches_per_epoch / sharing) * sample.train_batch_size  # batches are dealt
+    decoded = math.ceil(sample.num_batches_per_epoch * sample.train_batch_size / sharing)  # samples are dealt
     samples = sample.expanded_batch_size * devices // sharing
     # A source is encoded once among the ranks with its copies, unless it was before the run.
     encoded = 0 if model.encodings or video_model(model.kind).videos == 1 else math.ceil(samples / sample.k / devices)

@@ -13,6 +13,7 @@ import torch
 from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition
 from tests.workers import run_ranks
@@ -166,16 +167,16 @@ def test_conditions_without_a_true_video_are_left_out_of_the_floor():
     assert made.floor()["eval_floor/trans_err_m"] == pytest.approx(4.0)
 
 
-def _evaluate(ranks: Ranks) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
-    made = evaluator(ranks)
+def _evaluate(ranks: Ranks, share: int = 1) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
+    made = evaluator(share_samples(ranks, share, torch.device("cpu"))[0])
     found = made.run()
     return (found.metrics | made.floor(), found.by_camera), found.presets, len(found.clips)
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_any_number_of_ranks_gives_the_same_numbers(world_size):
+@pytest.mark.parametrize(("world_size", "share"), [(2, 1), (8, 1), (4, 2), (2, 2)])
+def test_any_number_of_ranks_gives_the_same_numbers_whether_they_share_samples_or_not(world_size, share):
     (metrics, by_camera), presets, _ = _evaluate(Ranks())
-    results = run_ranks(_evaluate, world_size)
+    results = run_ranks(_evaluate, world_size, share)
     assert all(result[:2] == results[0][:2] for result in results)
     assert results[0][0][0] == pytest.approx(metrics, rel=1e-6)
     assert results[0][0][1] == pytest.approx(by_camera, rel=1e-6)

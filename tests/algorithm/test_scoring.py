@@ -38,17 +38,19 @@ class Narrow(ToyPolicy):
 
 
 class Watching(BrightnessReward):
-    """Records who measures, with gradients or not, and may wait for a signal first."""
+    """Records who measures which rows, with gradients or not, and may wait for a signal first."""
 
     def __init__(self, wait_for: threading.Event | None = None) -> None:
         super().__init__()
         self.seen: list[tuple[int, str, bool, int]] = []
+        self.slots: list[list[int]] = []
         self.wait_for = wait_for
 
     def __call__(self, videos, conditions):
         if self.wait_for is not None:
             assert self.wait_for.wait(20), "sampling did not continue while this batch was measured"
         here = threading.current_thread().name
+        self.slots.append([condition.slot for condition in conditions])
         self.seen.append((conditions[0].gid, here, torch.is_grad_enabled(), torch.get_num_threads()))
         return super().__call__(videos, conditions)
 
@@ -161,7 +163,7 @@ def test_after_an_error_elsewhere_nothing_more_is_measured():
     assert [gid for gid, *_ in watching.seen] in ([], [3])
 
 
-def shared_scores(ranks: Ranks, batches: int):
+def shared_scores(ranks: Ranks, rows: int):
     """Return what this rank of two with the same samples goes on with, and what it has measured itself."""
     ranks, _ = share_samples(ranks, 2, CPU)
     watching, clock = Watching(), Clock(CPU)
@@ -169,24 +171,35 @@ def shared_scores(ranks: Ranks, batches: int):
     with ScoringQueue(
         ToyPolicy(), RewardSet([watching], {"brightness": 1.0}), clock, ranks, overlap=True
     ).open() as own:
-        for gid in range(3, 3 + batches):
-            own.add(tuple(group(gid, 4)), latents_of(gid))
+        for gid in (3, 4, 5):
+            own.add(tuple(group(gid, rows)), latents_of(gid, rows))
         results = share_results(own.rewards(), ranks)
-    return [one["brightness"] for one in results], [gid for gid, *_ in watching.seen], own.first_videos.shape
+    measured = [(gid, slots) for (gid, *_), slots in zip(watching.seen, watching.slots, strict=True)]
+    return [one["brightness"] for one in results], measured, own.first_videos
 
 
-def test_ranks_with_the_same_samples_measure_each_batch_once_and_go_on_with_equal_results():
+@pytest.mark.parametrize(
+    ("rows", "of_first", "of_second"),
+    [
+        (4, [(3, [0, 1]), (4, [0, 1]), (5, [0, 1])], [(3, [2, 3]), (4, [2, 3]), (5, [2, 3])]),
+        (3, [(3, [0, 1]), (4, [0]), (5, [0, 1])], [(3, [2]), (4, [1, 2]), (5, [2])]),
+        (1, [(3, [0]), (5, [0])], [(4, [0])]),
+    ],
+)
+def test_ranks_with_the_same_samples_measure_each_once_and_go_on_with_equal_results(rows, of_first, of_second):
     with queue(BrightnessReward(broken=[(3, 1)]), Clock(CPU), overlap=False) as alone:
         for gid in (3, 4, 5):
-            alone.add(tuple(group(gid, 4)), latents_of(gid))
+            alone.add(tuple(group(gid, rows)), latents_of(gid, rows))
         expected = [one["brightness"] for one in alone.rewards()]
-    (first, measured, videos), (second, others, none) = run_ranks(shared_scores, 2, 3)
-    assert (measured, others) == ([3, 5], [4])
-    assert len(videos) == 5 and none == (0,)
+    (first, measured, videos), (second, others, _) = run_ranks(shared_scores, 2, rows)
+    assert (measured, others) == (of_first, of_second)
+    torch.testing.assert_close(videos, alone.first_videos[: len(of_first[0][1])])
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.values.view(torch.int32), other.values.view(torch.int32))  # NaN included
     for results in (first, second):
         for found, one in zip(results, expected, strict=True):
-            assert torch.equal(found.values.view(torch.int32), one.values.view(torch.int32))  # NaN included
+            torch.testing.assert_close(found.values, one.values, equal_nan=True)  # other rows share its call
             assert torch.equal(found.valid, one.valid) and torch.equal(found.faults, one.faults)
             assert found.causes == one.causes and found.info.keys() == one.info.keys()
-            assert all(torch.equal(found.info[name], one.info[name]) for name in one.info)
-    assert not first[0].valid.all()
+            torch.testing.assert_close(found.info, one.info, equal_nan=True)
+    assert first[0].valid.tolist() == [slot != 1 for slot in range(rows)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.signal import Spread, measure_spread, spread_metrics
 from flow_grpo.preflight.doctor.signal import check_signal
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition, sample_config
 from tests.workers import run_ranks
@@ -50,14 +52,15 @@ def test_copies_without_a_value_are_left_out():
     assert spread(0.5, broken=missing[:3]).own > 0
 
 
-def _measured(ranks: Ranks) -> tuple[float, float]:
-    found = spread(0.5, ranks, groups=4)
+def _measured(ranks: Ranks, share: int) -> tuple[float, float]:
+    found = spread(0.5, share_samples(ranks, share, torch.device("cpu"))[0], groups=4 * share)
     return found.own, found.shared
 
 
-def test_two_ranks_measure_the_groups_of_one():
+@pytest.mark.parametrize("share", [1, 2])
+def test_two_ranks_measure_the_groups_of_one(share):
     one = spread(0.5, groups=8)
-    assert run_ranks(_measured, 2) == [pytest.approx((one.own, one.shared))] * 2
+    assert run_ranks(_measured, 2, share) == [pytest.approx((one.own, one.shared))] * 2
 
 
 def test_metrics_are_those_of_the_weighted_reward_with_the_least_signal():

@@ -225,8 +225,10 @@ def test_weights_in_shards_travel_for_every_forward_and_its_backward(capsys):
 def test_ranks_that_share_samples_have_a_part_of_their_activations_and_seconds(capsys):
     _, alone = planned(capsys)
     _, four = planned(capsys, "--config.train.context_parallel=4")
-    for name in ("activations_gib", "rollout_s", "update_s"):
+    for name in ("activations_gib", "rollout_s", "decode_s", "update_s"):  # all decode one of 4 samples
         assert four[name] == pytest.approx(alone[name] / 4), name
+    _, three = planned(capsys, "--config.train.context_parallel=3", "--devices", "24")
+    assert three["decode_s"] == pytest.approx(alone["decode_s"] / 2), "a rank decodes two of 4"
     assert four["samples_per_epoch"] == alone["samples_per_epoch"] / 4
     assert alone["sent_tokens_gib"] == 0 and four["sent_gradients_gib"] == alone["sent_gradients_gib"]
 

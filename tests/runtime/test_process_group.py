@@ -36,6 +36,18 @@ def test_devices_wait_for_each_other_at_least_as_long_as_cpus() -> None:
     assert process_group.Timeouts(control_s=30.0, device_s=20.0).group_s(device) == 30.0
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+def test_rows_are_dealt_evenly_each_to_one_of_the_ranks_that_share_them(size: int, count: int) -> None:
+    sharing = [Ranks(sharing=Ranks(rank, size)) if size > 1 else Ranks() for rank in range(size)]
+    dealt = [0] * size
+    for number in range(5):
+        rows = [list(range(count))[ranks.dealt_rows(number, count)] for ranks in sharing]
+        assert [row for own in rows for row in own] == list(range(count)), "consecutive, in the order of the ranks"
+        dealt = [total + len(own) for total, own in zip(dealt, rows, strict=True)]
+        assert dealt[0] == max(dealt) <= min(dealt) + 1
+
+
 def gather_of_each_dtype(ranks: Ranks) -> list[torch.Tensor]:
     rows = torch.arange(4).view(2, 2) + 10 * ranks.rank
     gathered = [ranks.all_gather(rows.to(dtype)) for dtype in DTYPES]

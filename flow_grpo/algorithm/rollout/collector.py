@@ -15,7 +15,7 @@ from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_structure
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
-from flow_grpo.algorithm.rollout.scoring import ScoringQueue, share_results
+from flow_grpo.algorithm.rollout.scoring import ScoringQueue, merge_results, share_results
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.algorithm.rollout.shared_prefix import shared_prefixes
 from flow_grpo.data.dataset import next_batch
@@ -202,21 +202,8 @@ def merge_sizes(
         ScoredBatch(
             conditions=tuple(condition for number in numbers for condition in conditions[number]),
             samples=Samples.concatenate([samples[number] for number in numbers]),
-            rewards={
-                name: merge_results([rewards[number][name] for number in numbers]) for name in rewards[numbers[0]]
-            },
+            rewards=merge_results([rewards[number] for number in numbers]),
             videos=torch.empty(0),
         )
         for numbers in by_size.values()
     ]
-
-
-def merge_results(results: Sequence[RewardResult]) -> RewardResult:
-    """Concatenate results of one reward along the sample dimension."""
-    return RewardResult(
-        values=torch.cat([result.values for result in results]),
-        valid=torch.cat([result.valid for result in results]),
-        causes=tuple(cause for result in results for cause in result.causes),
-        info={name: torch.cat([result.info[name] for result in results]) for name in results[0].info},
-        faulty=torch.cat([result.faults for result in results]),
-    )

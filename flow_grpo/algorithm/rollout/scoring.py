@@ -1,7 +1,7 @@
 """From final latents to videos to rewards, while the next batch is sampled or afterwards.
 
-Scoring needs final latents and conditions only. Ranks that share samples deal their batches among themselves and
-exchange the results.
+Scoring needs final latents and conditions only. Ranks that share samples deal these among themselves and exchange the
+results.
 """
 
 from __future__ import annotations
@@ -77,18 +77,19 @@ class ScoringQueue:
         policy: decodes.
         reward_set: measures.
         clock: counts the seconds spent waiting as "score", and those hidden behind sampling.
-        ranks: who takes part; a batch that is dealt to another rank with the same samples is left to it.
+        ranks: who takes part; rows that are dealt to another rank with the same samples are left to it.
         overlap: measure while sampling continues.
 
     Attributes:
-        first_videos: (B, 3, T, h, w) CPU fp32 videos of the first batch, once it is decoded; for the log.
+        first_videos: (b, 3, T, h, w) CPU fp32 videos of this rank's rows of the first batch, which are its first ones
+            on rank 0, once they are decoded; for the log.
     """
 
     def __init__(self, policy: Policy, reward_set: RewardSet, clock: Clock, ranks: Ranks, *, overlap: bool) -> None:
         self._policy, self._reward_set, self._clock, self._overlap = policy, reward_set, clock, overlap
         self._ranks = ranks
         self._batches: list[tuple[tuple[Condition, ...], Tensor]] = []
-        self._jobs: list[Future[tuple[dict[str, RewardResult] | None, float]]] = []
+        self._jobs: list[Future[tuple[dict[str, RewardResult], float]]] = []
         self._thread = ThreadPoolExecutor(1, "scoring", torch.set_num_threads, (torch.get_num_threads(),))
         self.first_videos = torch.empty(0)
 
@@ -102,8 +103,8 @@ class ScoringQueue:
         if self._overlap:
             self._start()
 
-    def rewards(self) -> list[dict[str, RewardResult] | None]:
-        """Return reward name -> result of every batch, in order, None for those that are left to another rank.
+    def rewards(self) -> list[dict[str, RewardResult]]:
+        """Return reward name -> result of this rank's rows of every batch, in order, empty where it has none.
 
         Raises what the first failed batch raised.
         """
@@ -130,23 +131,27 @@ class ScoringQueue:
         """Submit the next batch for measuring; an accelerator decodes it first, in the sampling thread."""
         number = len(self._jobs)
         conditions, latents = self._batches[number]
-        if not self._ranks.is_dealt(number):
-            self._jobs.append(self._thread.submit(lambda: (None, 0.0)))
+        rows = self._ranks.dealt_rows(number, len(conditions))
+        conditions, latents = conditions[rows], latents[rows]
+        if not conditions:
+            self._jobs.append(self._thread.submit(lambda: ({}, 0.0)))
             return
         decoded: Callable[[], Tensor] = functools.partial(decode, self._policy, conditions, latents)
         if latents.device.type != "cpu":
             with self._clock.phase("score"):
                 decoded = _called(decoded)
-        self._jobs.append(self._thread.submit(self._measure, number, decoded))
+        self._jobs.append(self._thread.submit(self._measure, number, conditions, decoded))
 
-    def _measure(self, number: int, decoded: Callable[[], Tensor]) -> tuple[dict[str, RewardResult], float]:
-        """Return a batch's results and the seconds they took; `decoded` returns its videos."""
+    def _measure(
+        self, number: int, conditions: Sequence[Condition], decoded: Callable[[], Tensor]
+    ) -> tuple[dict[str, RewardResult], float]:
+        """Return the results of rows of a batch and the seconds they took; `decoded` returns their videos."""
         begun = time.perf_counter()
         videos = decoded()
         if number == 0:
             self.first_videos = videos
         with torch.no_grad():  # a thread starts with gradients enabled
-            results = self._reward_set(videos, self._batches[number][0])
+            results = self._reward_set(videos, conditions)
         return results, time.perf_counter() - begun
 
 
@@ -160,21 +165,35 @@ def _called(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return future.result
 
 
-def share_results(own: Sequence[dict[str, RewardResult] | None], ranks: Ranks) -> list[dict[str, RewardResult]]:
-    """Return all results, of those that the ranks with the same samples have each measured (collective call).
+def share_results(own: Sequence[dict[str, RewardResult]], ranks: Ranks) -> list[dict[str, RewardResult]]:
+    """Return the results of all rows, of those that the ranks with the same samples have each measured.
 
-    All of them then go on with the same numbers, bit for bit, even of a reward that is not deterministic.
+    Collective call. All of them then go on with the same numbers, bit for bit, even of a reward that is not
+    deterministic.
 
     Args:
-        own: reward name -> result of every batch, None for those that are dealt to another rank.
+        own: reward name -> result of this rank's rows of every batch (`Ranks.dealt_rows`), empty where it has none.
         ranks: who takes part.
     """
-    texts = ["{}"]
-    if ranks.sharing is not None:
-        measured = {number: results for number, results in enumerate(own) if results is not None}
-        texts = ranks.sharing.gather_text(json.dumps(measured, default=_as_json))
-    found = {int(number): results for text in texts for number, results in json.loads(text).items()}
-    return [results or _from_json(found[number]) for number, results in enumerate(own)]
+    if ranks.sharing is None:
+        return list(own)
+    of_ranks = [json.loads(text) for text in ranks.sharing.gather_text(json.dumps(own, default=_as_json))]
+    return [merge_results([_from_json(part) for part in parts if part]) for parts in zip(*of_ranks, strict=True)]
+
+
+def merge_results(parts: Sequence[dict[str, RewardResult]]) -> dict[str, RewardResult]:
+    """Return reward name -> result of all rows, of the same rewards' results of consecutive rows."""
+    return {name: _concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _concatenate(results: Sequence[RewardResult]) -> RewardResult:
+    return RewardResult(
+        values=torch.cat([result.values for result in results]),
+        valid=torch.cat([result.valid for result in results]),
+        causes=tuple(cause for result in results for cause in result.causes),
+        info={name: torch.cat([result.info[name] for result in results]) for name in results[0].info},
+        faulty=torch.cat([result.faults for result in results]),
+    )
 
 
 def _as_json(value: Any) -> Any:

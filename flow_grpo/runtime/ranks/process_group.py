@@ -102,9 +102,20 @@ class Ranks:
         """Whether this is the run's rank 0, which prints, logs and publishes."""
         return self.everyone.rank == 0
 
-    def is_dealt(self, number: int) -> bool:
-        """Return whether piece `number` of the work that needs only one of the ranks with a sample is this rank's."""
-        return self.sharing is None or number % self.sharing.world_size == self.sharing.rank
+    def dealt_rows(self, number: int, count: int) -> slice:
+        """Return which of a batch's rows are this rank's where one of the ranks with a sample is enough.
+
+        Batches of equal size are dealt row by row, one after the other: numbers of rows differ by at most one between
+        ranks. The rows that a rank gets of a batch are consecutive, and in the order of the ranks.
+
+        Args:
+            number: of the batch.
+            count: of its rows.
+        """
+        own = self.sharing or Ranks()
+        owners = sorted((number * count + row) % own.world_size for row in range(count))
+        first = sum(owner < own.rank for owner in owners)
+        return slice(first, first + owners.count(own.rank))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the (W*n, ...) rows of all ranks in rank order, bit for bit, from each rank's (n, ...) CPU tensor.
