@@ -76,7 +76,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_the_first_ratio_is_1(kno
     assert_equal_state(newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run"))
     rows = [row for row in metrics_of(tmp_path / "whole" / "run") if "train/grad_norm" in row]
     assert len(rows) == 2 and all(row["train/grad_norm"] > 0 for row in rows)
-    assert all(row.get("policy/ratio_first_max_abs_log", 0.0) == 0.0 for row in rows)
+    assert all(row["policy/ratio_first_max_abs_log"] == 0.0 for row in rows)
 
 
 def test_every_layout_trains_on_2_ranks_to_the_weights_of_one(knobs, tmp_path):
@@ -124,7 +124,7 @@ def test_2_ranks_that_share_every_sample_train_as_one_and_a_run_goes_on_without_
         assert first["fsdp2"][name] == pytest.approx(first["one"][name], rel=1e-3), name
     work = "system/forward_equivalents"  # of the samples, however many ranks share one
     assert first["ddp"][work] == first["one"][work]
-    assert first["ddp"].get("policy/ratio_first_max_abs_log", 0.0) == 0.0
+    assert first["ddp"]["policy/ratio_first_max_abs_log"] == 0.0
     for sharding in ("ddp", "fsdp2"):
         plan = make_plan(configuration_of(tmp_path / sharding / "run"), 2, 1.0)
         kinds = ("gradients", "tokens", "weights")
