@@ -20,6 +20,7 @@ from torch import Tensor
 from flow_grpo.algorithm.changes import ConditionRow, earlier_values, rows_by_camera
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.algorithm.rollout.scoring import decode
+from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.models.policy import Policy
@@ -254,6 +255,8 @@ class Evaluator:
         with self.ranks.sync_errors("evaluation"):
             indices = [self.indices[position] for position in positions]
             conditions = [self.dataset.condition(index, gid=index) for index in indices]
+        share_encodings(self.policy, conditions, self.ranks.everyone, lambda: self.ranks.sync_errors("evaluation"))
+        with self.ranks.sync_errors("evaluation"):
             conditioning = self.policy.encode(conditions, self.settings.guidance)
         with self.ranks.sync_errors("evaluation"):
             deterministic = RolloutSettings(self.settings.sigmas, SdeSettings("ode", 0.0), seed=key("eval", "noise"))

@@ -18,6 +18,7 @@ from flow_grpo.algorithm.evaluate import ConditionSource
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
+from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.maths.keys import key
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import RewardResult
@@ -120,6 +121,8 @@ def sample_group(
         slots = range(first, min(first + sample.train_batch_size, sample.k))
         with ranks.sync_errors("measuring the signal"):
             conditions = [dataset.condition(gid % len(dataset), gid, slot) for slot in slots]
+        share_encodings(policy, conditions, ranks.everyone, lambda: ranks.sync_errors("measuring the signal"))
+        with ranks.sync_errors("measuring the signal"):
             conditioning = policy.encode(conditions)
         with ranks.sync_errors("measuring the signal"):
             samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from unittest.mock import Mock
 
 import torch
 
+from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings
+from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
+from flow_grpo.algorithm.signal import sample_group
 from flow_grpo.models.wan_policy import WanPolicy
+from flow_grpo.records import Condition
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.tensor_store import TensorStore
 from tests.models.test_wan_policy import condition
 from tests.tiny_models import CPU, tiny_networks
+from tests.toy import SDE, SIGMAS, BrightnessReward, sample_config
 from tests.workers import run_ranks
 
 LARGE = (9, 16, 24)
@@ -74,3 +83,34 @@ def _failing(ranks: Ranks) -> str:
 
 def test_a_video_that_one_rank_cannot_encode_is_an_error_on_every_rank():
     assert all("no memory" in text for text in run_ranks(_failing, 2))
+
+
+class Held:
+    """Three conditions of as many videos."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
+        return dataclasses.replace(condition(index, slot=slot), gid=gid)
+
+    def size_of(self, index: int) -> tuple[int, int, int]:
+        return self.condition(index).size
+
+
+def _measured(ranks: Ranks) -> tuple[int, int]:
+    """Return how many videos this rank of two with the same samples encoded, of a group and in the evaluation."""
+    ranks, _ = share_samples(ranks, 2, CPU)
+    made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
+    made.codec.encode = Mock(wraps=made.codec.encode)
+    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+    sampling = SampleSettings(sample_config(), RolloutSettings(SIGMAS, SDE, seed=3), debug=False)
+    sample_group(made, Held(), rewards, sampling, ranks, gid=2)
+    of_group = made.codec.encode.call_count
+    Evaluator(made, Held(), rewards, None, EvalSettings(SIGMAS, 3, 2, videos=0), ranks).run()
+    return of_group, made.codec.encode.call_count
+
+
+def test_ranks_that_share_samples_encode_a_video_once_in_evaluation_and_in_measuring_the_signal():
+    found = run_ranks(_measured, 2)
+    assert (sum(of_group for of_group, _ in found), sum(in_all for _, in_all in found)) == (1, 3)
