@@ -7,8 +7,9 @@ A rollout step, an update micro-batch with LoRA, decoding and attention, at 81x4
 share of the measured matmul rate, peak memory measured and planned, three kinds of activation checkpointing, blocks
 compiled or not, the first ratio, and a profile. Every part runs in its own process, the most important first, so that
 one that fails, hangs or runs out of memory does not cost the others' figures. Needs torch, diffusers, peft,
-ml_collections, safetensors and einops, no weights and no data. The JSON is rewritten after every part; the last output
-is a row for docs/devices.md. Exit code: 0 when every part has figures, 1 when one has not, 2 for an unusable request.
+safetensors, ml_collections, pydantic and einops with what these install along, no weights and no data. The JSON is
+rewritten after every part; the last output is a row for docs/devices.md. Exit code: 0 when every part has figures, 1
+when one has not, 2 for an unusable request.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import ftfy
 import torch
 from torch import Tensor
 from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -101,6 +100,8 @@ def clean_prompt(prompt: str) -> str:
     Broken encodings and HTML entities are repaired, full-width punctuation and curly quotes become ASCII, and every run
     of white space becomes one space. ASCII text without "&" only changes in white space.
     """
+    import ftfy  # here: what plans or measures a model encodes no prompts
+
     repaired = html.unescape(html.unescape(ftfy.fix_text(prompt)))  # twice: "&amp;lt;" occurs in scraped captions
     return " ".join(repaired.split())
 
