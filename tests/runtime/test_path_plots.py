@@ -27,7 +27,7 @@ def elsewhere(poses: Tensor) -> Tensor:
 def drawn(commanded: Tensor, estimated: Tensor, path: Path) -> list[Any]:
     """Return the axes in space, from above and from the side."""
     figure = Figure()
-    with mock.patch.object(path_plots, "Figure", return_value=figure):
+    with mock.patch.object(path_plots, "new_figure", return_value=figure):
         path_plots.draw_paths(commanded, estimated, path, "a title")
     return figure.axes
 

@@ -27,7 +27,7 @@ def rows(count: int) -> dict[int, dict[str, float]]:
 def drawn(path: Path, data: dict[int, dict[str, float]], **given: Any) -> tuple[Any, dict[str, Any]]:
     """Return the figure and its axes by their title, in order."""
     figure = Figure(layout="constrained")
-    with mock.patch.object(plots, "Figure", return_value=figure):
+    with mock.patch.object(plots, "new_figure", return_value=figure):
         plots.draw_curves(data, path, "run", **given)
     titled = {axes.get_title(loc="left"): axes for axes in figure.axes}
     return figure, {title: axes for title, axes in titled.items() if title}
@@ -163,7 +163,7 @@ def test_bars_of_every_camera_stand_side_by_side_with_the_interval_of_the_change
     after = {"eval_by_camera/arc/err_m": 0.25, "eval_by_camera/pan/err_m": 0.25, "eval_by_camera/pan/located": 1.0}
     assert camera_plots.shown_metrics(after, list) == ["eval/err_m"]
     figure = Figure(layout="constrained")
-    with mock.patch.object(camera_plots, "Figure", return_value=figure):
+    with mock.patch.object(camera_plots, "new_figure", return_value=figure):
         changes = {"arc": {"eval/err_m": [-0.25, -0.3, -0.1]}}
         camera_plots.draw_cameras((before, after), changes, ["eval/err_m"], tmp_path / "cameras.png", lambda _: -1)
     (axes,) = figure.axes

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ import train_grpo
 from flow_grpo.rewards.process_pool import CallPool
 from tests.limits import LIMIT_S
 
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import wave
 from concurrent.futures import ProcessPoolExecutor
@@ -53,6 +55,41 @@ def test_what_reads_data_and_scores_needs_no_model_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert not done.stdout.split()
+
+
+START = """
+import os, sys
+import train_grpo
+
+def report(trainer):
+    print("at the first rollout:", *{unwanted} & set(sys.modules), flush=True)
+    os._exit(0)
+
+train_grpo.train = report
+sys.exit(train_grpo.main())
+"""
+
+
+def test_what_plots_reports_or_serves_other_recipes_is_not_loaded_before_the_first_rollout(tmp_path):
+    reports = {"matplotlib", "tensorboard", "torch.utils.tensorboard", "wandb", "swanlab", "trackio"}
+    others = {"cv2", "pycolmap", "deepspeed", "ftfy"}
+    program = tmp_path / "start.py"
+    program.write_text(START.format(unwanted=reports | others))
+    knobs = {
+        "device": "cpu",
+        "doctor": "off",  # which plots the steps that it found sound
+        "trackers": "",
+        "data.root": tmp_path / "world",
+        "data.tiny_world": "unit_test",
+        "data.tune_scenes": 0,
+        "eval.num_conditions": 4,
+        "output_root": tmp_path,
+    }
+    command = [sys.executable, str(program), "--config", f"{ROOT}/config/grpo.py:tiny_recam"]
+    command += [f"--config.{name}={value}" for name, value in knobs.items()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines()[-1] == "at the first rollout:"
 
 
 def wait_until_gone(*processes: int) -> None:

@@ -20,7 +20,7 @@ def step(number: int, weight: float) -> dict[str, float]:
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 2.0)])
 def test_noise_stands_over_the_schedule_and_gains_beside_what_they_count(tmp_path: Path, weights) -> None:
     figure = Figure(layout="constrained")
-    with mock.patch.object(step_plot, "Figure", return_value=figure):
+    with mock.patch.object(step_plot, "new_figure", return_value=figure):
         step_plot.draw_steps(SIGMAS, [step(0, weights[0]), step(1, weights[1])], tmp_path / "steps.png")
     noise, credit = figure.axes
     (levels,) = noise.lines

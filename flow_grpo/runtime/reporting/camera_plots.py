@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.reporting.plots import BETTER, worth_a_panel
-from flow_grpo.runtime.reporting.style import BLUE, GREY, styled
+from flow_grpo.runtime.reporting.style import BLUE, GREY, new_figure, styled
 
 Changes = Mapping[str, Mapping[str, Sequence[float]]]
 """Kind of camera -> `eval/` name -> [mean, low, high] of the paired change, where there is an interval."""
@@ -45,7 +44,7 @@ def draw_cameras(
         direction: as in `plots.draw_curves`.
     """
     cameras = sorted({name.split("/")[1] for name in means[1] if name.startswith(_PREFIX)})
-    figure = Figure(figsize=(3.9 * len(names) + 1.2, 0.42 * len(cameras) + 1.5), dpi=110, layout="constrained")
+    figure = new_figure(figsize=(3.9 * len(names) + 1.2, 0.42 * len(cameras) + 1.5), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     places = np.arange(len(cameras))
     for axes, name in zip(panels, names, strict=True):

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M, baseline_m
 from flow_grpo.maths.poses import relative
 from flow_grpo.runtime.atomic_file import atomic_path
-from flow_grpo.runtime.reporting.style import BLUE, ORANGE, styled
+from flow_grpo.runtime.reporting.style import BLUE, ORANGE, new_figure, styled
 
 _COMMANDED, _ESTIMATED = BLUE, ORANGE
 _SHOWN_VIEWS = 7  # viewing directions per path; more would hide it
@@ -38,7 +37,7 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
     aligned = _aligned(commanded, estimated)
     column = 2 if turns_only else 3
     box = _box(torch.cat([commanded, aligned])[:, :3, column])
-    figure = Figure(figsize=(13, 4.8), dpi=100)  # constrained layout would cut labels beside an axes in 3D
+    figure = new_figure(figsize=(13, 4.8), dpi=100)  # constrained layout would cut labels beside an axes in 3D
     figure.subplots_adjust(left=0.02, right=0.98, bottom=0.13, top=0.84, wspace=0.22)
     figure.suptitle(title, fontsize=11)
     space = figure.add_subplot(1, 3, 1, projection="3d")

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.reporting.health_plots import HEALTH, draw_advantages
 from flow_grpo.runtime.reporting.series import SMOOTH_FROM, Rows, names_of, points, running_mean, values_at
-from flow_grpo.runtime.reporting.style import BLUE, GREY, ORANGE, styled
+from flow_grpo.runtime.reporting.style import BLUE, GREY, ORANGE, new_figure, round_ticks, styled
 
 _ACROSS = 4  # panels
 BETTER = {1: "higher is better", -1: "lower is better", 0: ""}
@@ -52,14 +50,14 @@ def draw_curves(
     ]
     lines = [line[first : first + _ACROSS] for line in lines for first in range(0, len(line), _ACROSS)]
     across = max(map(len, lines), default=1)
-    figure = Figure(figsize=(4.3 * across, 3.1 * max(1, len(lines)) + 0.5), dpi=100, layout="constrained")
+    figure = new_figure(figsize=(4.3 * across, 3.1 * max(1, len(lines)) + 0.5), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=12)
     figure.supxlabel(_label(rows), fontsize=9)
     for number, line in enumerate(lines):
         for place, draw in enumerate(line):
             axes = figure.add_subplot(len(lines), across, number * across + place + 1)
             draw(axes)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+            axes.xaxis.set_major_locator(round_ticks(integer=True, steps=[1, 2, 5, 10]))
             if number == 0:
                 _add_minutes(axes, rows)
     with atomic_path(path) as temporary:
@@ -113,7 +111,7 @@ def _add_minutes(axes: Any, rows: Rows) -> None:
         return
     low, high = axes.get_xlim()
     ticks = [
-        tick for tick in MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, minutes[-1]) if 0 <= tick <= minutes[-1]
+        tick for tick in round_ticks(5, steps=[1, 2, 5, 10]).tick_values(0, minutes[-1]) if 0 <= tick <= minutes[-1]
     ]
     places = np.interp(ticks, [0, *minutes], [steps[0] - 1, *steps])
     shown = [(place, tick) for place, tick in zip(places, ticks, strict=True) if low <= place <= high]

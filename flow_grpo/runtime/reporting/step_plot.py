@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 from flow_grpo.runtime.atomic_file import atomic_path
-from flow_grpo.runtime.reporting.style import BLUE, GREEN, GREY, ORANGE, styled
+from flow_grpo.runtime.reporting.style import BLUE, GREEN, GREY, ORANGE, new_figure, round_ticks, styled
 
 
 @styled()
@@ -25,7 +22,7 @@ def draw_steps(sigmas: Sequence[float], steps: Sequence[Mapping[str, float]], pa
     places, std, excess, gain, weight = (
         [step[name] for step in steps] for name in ("step", "std", "excess", "gain", "weight")
     )
-    figure = Figure(figsize=(9.0, 3.4), dpi=110, layout="constrained")
+    figure = new_figure(figsize=(9.0, 3.4), dpi=110, layout="constrained")
     noise, credit = figure.subplots(1, 2)
     total = len(sigmas) - 1
     noise.plot(range(total), sigmas[:total], color=GREY, marker="o", ms=3, lw=1.2, label="sigma before the step")
@@ -42,7 +39,7 @@ def draw_steps(sigmas: Sequence[float], steps: Sequence[Mapping[str, float]], pa
     for axes in (noise, credit):
         axes.set_xlabel(f"denoising step, 0 to {total - 1}")
         axes.set_xlim(-0.6, total - 0.4)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(round_ticks(integer=True))
         axes.legend(loc="upper right")
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png")

@@ -1,4 +1,7 @@
-"""How plots and videos look: colours that the colour-blind can tell apart, fonts, and matplotlib's settings."""
+"""How plots and videos look: colours that the colour-blind can tell apart, fonts, and matplotlib's settings.
+
+The only file of this folder that imports matplotlib, and only when something is drawn: training starts without it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from cycler import cycler
 from PIL import ImageFont
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's colours, darkened where they are too light on white.
 BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, GREY = (
@@ -32,7 +37,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.prop_cycle": cycler(color=CYCLE),
+    "axes.prop_cycle": f"cycler(color={CYCLE})",
     "grid.color": "#d1d5db",
     "grid.linewidth": 0.6,
     "xtick.labelsize": 8,
@@ -47,12 +52,30 @@ STYLE: dict[Any, Any] = {
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
     """Context manager and decorator in which matplotlib draws in this project's style."""
+    import matplotlib
+
     with matplotlib.rc_context(STYLE):
         yield
+
+
+def new_figure(**settings: Any) -> Figure:
+    """Return an empty figure; settings are those of matplotlib's `Figure`."""
+    from matplotlib.figure import Figure
+
+    return Figure(**settings)
+
+
+def round_ticks(most: int | None = None, **settings: Any) -> MaxNLocator:
+    """Return what places ticks at round numbers; settings are those of matplotlib's `MaxNLocator`."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(most, **settings)
 
 
 @functools.cache
 def font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
     """Return the plots' font for drawing with Pillow, `size` in pixels."""
+    import matplotlib
+
     name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
     return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", name)), size)
