@@ -51,7 +51,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flow_grpo.runtime.device import DTYPES
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
@@ -67,6 +66,7 @@ from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import on_every_call
 from flow_grpo.runtime.reporting.film import Panel, film, rate
 from flow_grpo.runtime.starts import LEAST_ROWS

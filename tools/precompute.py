@@ -22,7 +22,6 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
-from flow_grpo.runtime.device import DTYPES
 from flow_grpo.models.registry import video_model
 from flow_grpo.algorithm.build import eval_guidance, training_guidance
 from flow_grpo.data.splits import whole_splits
@@ -33,6 +32,7 @@ from flow_grpo.models.codec import Codec, codec_settings
 from flow_grpo.models.encodings import Encodings
 from flow_grpo.models.wan_policy import check_folder, open_images
 from flow_grpo.models.texts import TextEncoder
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.tensor_store import TensorStore
