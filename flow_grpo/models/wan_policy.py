@@ -54,7 +54,7 @@ def load_networks(
     device: torch.device,
     *,
     offload: bool = False,
-    **codec_settings: Any,
+    **codec_options: Any,
 ) -> Networks:
     """Load a folder in diffusers layout; the transformer is loaded to the CPU.
 
@@ -64,13 +64,13 @@ def load_networks(
         dtype: of the transformer and the text encoder.
         device: where codec and text encoder run.
         offload: keep codec and text encoder in CPU memory while they are not in use.
-        **codec_settings: `tiles`, `slicing` and `numbers` of `Codec`.
+        **codec_options: `tiles`, `slicing` and `numbers` of `Codec`.
 
     Raises:
         ValueError: a component is missing or damaged, or the transformer is another model.
     """
     folder = check_folder(model, path)
-    codec = Codec.from_folder(folder / "vae", device=device, offload=offload, **codec_settings)
+    codec = Codec.from_folder(folder / "vae", device=device, offload=offload, **codec_options)
     transformer = load_transformer(model.network, folder / "transformer", dtype)
     given, wanted = transformer.config["in_channels"], model.input_channels(codec.config["z_dim"])
     if given != wanted:  # an image-to-video model of the same class, for one

@@ -1,4 +1,4 @@
-"""The benchmark: an epoch against its bare transformer calls, and the two other cases."""
+"""The benchmark: an epoch against its bare transformer calls, and the other cases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.dev import bench
-from tools.dev.bench_cases import exchange, growth
+from tools.dev.bench_cases import exchange, growth, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,3 +62,14 @@ def test_only_the_first_word_names_a_case(capsys) -> None:
     with pytest.raises(SystemExit):
         bench.main(["--config.sample.k", "packing"])
     assert "--config" in capsys.readouterr().err
+
+
+def test_a_start_is_timed_up_to_the_first_rollout_and_divided_by_imports(one_batch) -> None:
+    knobs = {name: value for name, value in one_batch.items() if not name.startswith("eval")}
+    found = start.measure(repeats=1, overrides=[f"--config.{name}={value}" for name, value in knobs.items()])
+    assert 0 < found["help_over_torch"] < 1
+    assert found["packages_s"] < found["classes_s"] < found["doctor_rollout_s"] < found["first_rollout_s"]
+    ratio = found["first_rollout_s"] / found["classes_s"]
+    assert found["first_rollout_over_classes"] == pytest.approx(ratio)
+    with pytest.raises(RuntimeError, match=r"exits with 2: .*config\.sample\.k"):
+        start.first_rollout(["--config.sample.k=0"])

@@ -4,15 +4,17 @@
     python tools/dev/bench.py dynamic-sampling --json
     python tools/dev/bench.py packing --json
     python tools/dev/bench.py transformer
+    python tools/dev/bench.py start
     python tools/dev/bench.py growth --plot growth.png
     python tools/dev/bench.py --all --plot growth.png
 
 The first command times the phases of an epoch against the transformer calls alone; the second moves a group of 32 MiB
 samples between 4 ranks, against gathering all samples as objects (`time_ratio`, `memory_ratio`); the third computes how
 long ranks wait for each other with cost-limited batches, against packing on each rank (`idle_share`,
-`naive_idle_share`); the fourth times an update step by what checkpointing recomputes; the fifth measures how time,
-memory, work and traffic grow (exponents of tokens, frames, k, window, steps, samples of a rank, ranks). `--all` runs
-these and epochs of the tiny recipe, within ten minutes on two cores.
+`naive_idle_share`); the fourth times an update step by what checkpointing recomputes; the fifth the start of a run
+beside importing its libraries; the sixth measures how time, memory, work and traffic grow (exponents of tokens, frames,
+k, window, steps, samples of a rank, ranks). `--all` runs these and epochs of the tiny recipe, within ten minutes on two
+cores.
 
 `rollout_update_over_bare` divides the rollout and update phases by the very calls of the network that they made, with
 their backward passes; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate and their medians are
@@ -45,13 +47,14 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.processes import spawn_without_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.sharding import unwrap
-from tools.dev.bench_cases import exchange, growth, packing, transformer
+from tools.dev.bench_cases import exchange, growth, packing, start, transformer
 from tools.common import make_parser
 
 CASES: dict[str, Callable[[Namespace], dict[str, float]]] = {
     "dynamic-sampling": lambda _: exchange.measure(),
     "packing": lambda _: packing.measure(),
     "transformer": lambda _: transformer.measure(),
+    "start": lambda _: start.measure(),
     "growth": lambda given: growth.measure(given.plot),
 }
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any], bool]
