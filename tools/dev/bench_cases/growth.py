@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 import train_grpo
 from flow_grpo.algorithm.groups import compare, metrics, subset
@@ -257,6 +258,9 @@ def draw(axes: dict[str, Axis], path: Path) -> None:
         panel.set_title(what, fontsize=10)
         panel.set_xlabel(against)
         panel.set_xticks(list(axis.sizes), [f"{size:g}" for size in axis.sizes])
-        panel.minorticks_off()
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_major_formatter(EngFormatter())
+        panel.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # few panels span a decade
+        panel.yaxis.set_minor_formatter(EngFormatter())
         panel.legend(fontsize=8)
     figure.savefig(path)
