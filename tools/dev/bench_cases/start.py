@@ -23,6 +23,7 @@ CLASSES = (
 )
 RECIPE = ("train_grpo.py", "--config", "config/grpo.py:tiny_recam")
 SHORT = {  # what follows the first rollout, and the evaluation before it, which does not count
+    "device": "cpu",
     "num_epochs": 1,
     "sample.num_batches_per_epoch": 1,
     "eval.num_conditions": 2,
@@ -37,8 +38,8 @@ def measure(repeats: int = REPEATS, overrides: Sequence[str] = ()) -> dict[str, 
     """Return medians of seconds, and of ratios within a turn: the speed of a shared machine drifts.
 
     `help_over_torch` divides `train_grpo.py --help` by `python -c "import torch"`. `first_rollout` is the time from a
-    run's begin to its first epoch's rollout, without the evaluation before it; `doctor_rollout` the same with
-    `doctor=off`: the time of the first rollout of all, the doctor's. They are divided by the time of importing torch,
+    run's begin to its first epoch, without the evaluation before it; `doctor_rollout` the same with `doctor=off`, near
+    the moment when the fast doctor otherwise rolls its batch out. They are divided by the time of importing torch,
     diffusers and transformers: the `packages`, which hold hardly a class then, or the `classes` that the recipe's model
     is made of.
 
