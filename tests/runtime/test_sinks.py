@@ -179,6 +179,18 @@ def test_a_tracker_keeps_curves_and_media_in_the_run_s_folder_and_needs_no_netwo
         assert len(found.ids) == 1
 
 
+def test_trackio_never_meets_matplotlib_while_another_thread_is_importing_it_to_draw(tmp_path: Path) -> None:
+    """It would drop the metrics of a log then, which happened on loaded machines."""
+    code = (
+        "import sys, pathlib; from flow_grpo.runtime.reporting.sinks import trackio; "
+        "trackio._load(pathlib.Path(sys.argv[1])); print(sys.modules['matplotlib.figure'].Figure.__name__)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code, str(tmp_path / "trackio")]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert done.stdout == "Figure\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("environment", "mode"),
     [({}, "offline"), ({"SWANLAB_API_KEY": "x"}, "online"), ({"SWANLAB_MODE": "local", "SWANLAB_API_KEY": "x"}, None)],

@@ -1,6 +1,6 @@
 """How plots and videos look: colours that the colour-blind can tell apart, fonts, and matplotlib's settings.
 
-The only file of this folder that imports matplotlib, and only when something is drawn: training starts without it.
+The only file of this folder that uses matplotlib, which it imports when something is drawn: training starts without it.
 """
 
 from __future__ import annotations

@@ -57,6 +57,9 @@ def _load(folder: Path) -> Any:
     Raises:
         RuntimeError: it was imported for another run of this process.
     """
+    # It asks sys.modules for this module's Figure at every log, and would drop the metrics with a warning while another
+    # thread, the one that draws, is in the middle of importing it.
+    importlib.import_module("matplotlib.figure")
     own_place = any(name in os.environ for name in _OWN_PLACE)
     if not own_place:
         os.environ["TRACKIO_DIR"] = str(folder)
