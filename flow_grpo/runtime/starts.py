@@ -147,7 +147,7 @@ def record(
         "commit": commit(),
         "python": sys.version.split()[0],
         "served": dict(served),
-        "versions": {found.name: found.version for found in distributions()},
+        "versions": {facts["Name"]: facts["Version"] for facts in (found.metadata for found in distributions())},
         "config": to_dict(config),
     }
     before: dict[str, str] = {}
