@@ -21,7 +21,7 @@ from typing import NoReturn, cast
 
 if __name__ == "__main__":
     begun = time.perf_counter()  # before the imports, which take seconds
-    gc.disable()  # they make millions of objects that stay: walking those took a fifth of the seconds
+    gc.disable()  # until `launch`: walking what they make again and again took a fifth of them
 
 import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
 from flow_grpo.settings.reference import command_line
@@ -64,7 +64,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime import starts
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.processes import spawn_without_program
+from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import Context, share_samples
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
@@ -482,7 +482,7 @@ def launch(begun: float | None = None) -> NoReturn:
 
     After an error it skips the interpreter's shutdown, which can abort or hang while a process group is up.
     """
-    spawn_without_program()
+    start_program()
     try:
         code = main(begun=begun)
     except (Exception, KeyboardInterrupt):  # noqa: BLE001 - printed; the exit code tells the launcher
@@ -495,6 +495,4 @@ def launch(begun: float | None = None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # no collection walks what was imported
-    gc.enable()
     launch(begun)

@@ -36,7 +36,7 @@ from flow_grpo.settings.loading import ConfigError
 from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.schema import Config
 from flow_grpo.models.adapters import AdapterError
-from flow_grpo.runtime.processes import spawn_without_program
+from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
 
@@ -138,5 +138,5 @@ def show(findings: Sequence[Finding], seconds: float, *, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    spawn_without_program()
+    start_program()
     sys.exit(main())

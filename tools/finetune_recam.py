@@ -63,7 +63,7 @@ from flow_grpo.records import Condition
 from flow_grpo.runtime.checkpoints import checkpoint, resume, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.processes import spawn_without_program
+from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
@@ -394,5 +394,5 @@ def write_model(policy: WanPolicy, start: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    spawn_without_program()
+    start_program()
     sys.exit(main())

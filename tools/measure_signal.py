@@ -36,7 +36,7 @@ from flow_grpo.maths.schedule import tail_levels
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.full import log_ratio_of_one_update
 from flow_grpo.preflight.doctor.schedule import trained_steps
-from flow_grpo.runtime.processes import spawn_without_program
+from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from tools.common import make_parser, markdown_table
 
@@ -161,5 +161,5 @@ def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    spawn_without_program()
+    start_program()
     sys.exit(main())

@@ -1,7 +1,8 @@
-"""Worker processes that this one spawns to read data and to score: what they import, and how long they live."""
+"""How a program starts, and the worker processes that it spawns to read data and to score."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -9,13 +10,17 @@ import threading
 from importlib.machinery import ModuleSpec
 
 
-def spawn_without_program() -> None:
-    """Call in a program before it trains: its spawned processes import what their work needs, not the program.
+def start_program() -> None:
+    """Call in a program once its imports are done, and before it spawns processes.
 
-    A spawned process first runs its parent's main file again, with every import of training: 5 s and 340 MiB for each
-    process of each rank. multiprocessing leaves that out for a main module of this name, as for `python -m package`.
-    What such a process is sent must not be defined in the main file.
+    What was imported stays: garbage collection does not walk these millions of objects again, not even at the exit,
+    where that takes a second. Spawned processes import what their work needs, not the program: they would first run
+    their parent's main file again, with every import of training, 5 s and 340 MiB for each process of each rank.
+    multiprocessing leaves that out for a main module of this name, as for `python -m package`. What such a process is
+    sent must not be defined in the main file.
     """
+    gc.freeze()
+    gc.enable()  # after a program that imports without it
     sys.modules["__main__"].__spec__ = ModuleSpec("__main__", None)
 
 

@@ -20,11 +20,11 @@ PROGRAM = """
 import wave
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from flow_grpo.runtime.processes import spawn_without_program
+from flow_grpo.runtime.processes import start_program
 if __name__ == "__main__":
     for lean in (False, True):
         if lean:
-            spawn_without_program()
+            start_program()
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             print(pool.submit(eval, "'wave' in __import__('sys').modules").result())
 """
@@ -45,6 +45,21 @@ def test_training_spawns_without_its_program(monkeypatch):
     with pytest.raises(SystemExit):
         train_grpo.launch()
     assert program.__spec__.name == "__main__"
+
+
+ENDING = """
+import atexit, gc, runpy, sys
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 500_000, gc.get_stats()[2]["collections"]))
+sys.argv = ["train_grpo.py", "--config", "config/grpo.py:missing"]
+runpy.run_path("train_grpo.py", run_name="__main__")
+"""
+
+
+def test_garbage_collection_walks_no_imports():
+    command = [sys.executable, "-c", ENDING]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.split() == ["True", "True", "0"]
 
 
 def test_what_reads_data_and_scores_needs_no_model_library():

@@ -44,7 +44,7 @@ import train_grpo
 from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.trainer import Trainer
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.processes import spawn_without_program
+from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.sharding import unwrap
 from tools.dev.bench_cases import exchange, growth, packing, start, transformer
@@ -179,5 +179,5 @@ def table(result: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    spawn_without_program()
+    start_program()
     sys.exit(main())
