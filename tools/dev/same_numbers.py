@@ -1,4 +1,4 @@
-"""Do the working tree's runs give the numbers of another commit's? Four small runs, compared bit for bit.
+"""Do the working tree's runs give the numbers of another commit's? Small runs, compared bit for bit.
 
     make same-numbers REF=HEAD
     python tools/dev/same_numbers.py --ref 0ac0199 --only tiny_recam,lora
@@ -42,12 +42,36 @@ LONGEST_S = 1200
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One run to compare: a recipe of `config/grpo.py`, its number of ranks, and its overrides."""
+    """One run to compare.
+
+    Attributes:
+        name: of its folder.
+        recipe: of `config/grpo.py`.
+        ranks: processes.
+        overrides: `section.knob=value`.
+        model: kind of a random model that the run loads, "" for the recipe's own.
+        resumed: changes with which the run is resumed once it has ended.
+    """
 
     name: str
     recipe: str
     ranks: int
     overrides: tuple[str, ...]
+    model: str = ""
+    resumed: tuple[str, ...] = ()
+
+
+RANDOM_MODEL = "--heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 --dtype fp32 --codec small".split()
+SMALL = (  # a tiny model's whole life in seconds
+    "sample.k=4",
+    "sample.train_batch_size=4",
+    "sample.num_batches_per_epoch=2",
+    "train.batch_size=4",
+    "train.copies=0",
+    "eval.num_conditions=4",
+    "eval.batch_size=4",
+    "eval.videos=0",
+)
 
 
 CASES = (
@@ -70,6 +94,37 @@ CASES = (
             "sample.num_batches_per_epoch=2",
             "eval.num_conditions=16",
         ),
+    ),
+    Case("forward", "tiny_recam", 1, ("num_epochs=2", "train.objective=forward", "sample.sde=ode", *SMALL)),
+    Case("wan_t2v", "tiny_wan_t2v", 1, ("num_epochs=2", *SMALL), model="wan_t2v"),
+    Case(
+        "redirector",
+        "tiny_recam",
+        1,
+        (
+            "num_epochs=2",
+            "data.height=32",
+            "data.width=32",
+            "data.reference=source",
+            "model.kind=redirector",
+            "model.max_prompt_tokens=24",
+            "eval.signal_groups=0",
+            *SMALL,
+        ),
+        model="redirector",
+    ),
+    Case(
+        "context_parallel",
+        "my_recam_8npu_tiny",
+        2,
+        ("num_epochs=2", "train.context_parallel=2", "debug=True", *SMALL),
+    ),
+    Case(
+        "resume",
+        "tiny_recam",
+        2,
+        ("num_epochs=1", "train.sharding=fsdp2", "sample.share_prefix=False", *SMALL),
+        resumed=("num_epochs=3", "resume=auto"),
     ),
 )
 
@@ -117,15 +172,28 @@ def run(case: Case, tree: Path, results: Path, *, keep: bool) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     words = [f"config/grpo.py:{case.recipe}", f"--config.output_root={folder}", "--config.run_name=run"]
-    words += [f"--config.data.root={results / 'data'}", "--config.max_minutes=0.0", "--config.trackers=()"]
+    size = tuple(word for word in case.overrides if word.startswith(("data.height", "data.width")))
+    words += [f"--config.data.root={results / '_'.join(('data', *size))}"]
+    words += ["--config.max_minutes=0.0", "--config.trackers=()"]
     words += [f"--config.{override}" for override in case.overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    if case.model:
+        made = ["tools/random_model.py", "--kind", case.model, "--out", str(folder / "model"), *RANDOM_MODEL]
+        _call(case, tree, [sys.executable, *made])
+        words.append(f"--config.model.path={folder / 'model'}")
     command = [*launcher(case.ranks), "train_grpo.py", "--config", *words]
+    output = _call(case, tree, command)
+    if case.resumed:
+        output += _call(case, tree, [*command, *(f"--config.{change}" for change in case.resumed)])
+    (folder / "output.txt").write_text(output, encoding="utf-8")
+    return folder
+
+
+def _call(case: Case, tree: Path, command: Sequence[str]) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST_S)
     if done.returncode:
         raise SystemExit(f"{case.name} failed in {tree}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    (folder / "output.txt").write_text(done.stdout, encoding="utf-8")
-    return folder
+    return done.stdout
 
 
 def differences(there: Path, here: Path) -> list[str]:
