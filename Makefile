@@ -53,7 +53,7 @@ bench: setup
 docs: setup
 	$(BIN)/python tools/dev/docs_map.py
 	$(BIN)/python -m flow_grpo.settings.reference > docs/config.md
-	$(BIN)/python -m flow_grpo.runtime.reporting.metric_names > docs/metrics.md
+	$(BIN)/python -m flow_grpo.reporting.metric_names > docs/metrics.md
 	$(BIN)/python tools/dev/docs_commands.py
 	$(BIN)/python tools/dev/docs_records.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

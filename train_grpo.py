@@ -32,45 +32,45 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 
 import torch
 
-from flow_grpo.algorithm import build as parts
-from flow_grpo.algorithm.clock import Ledger
-from flow_grpo.algorithm.evaluate import ConditionSource, Evaluator
-from flow_grpo.algorithm.forward_count import ForwardCount
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import RewardFaultError
 from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.groups.selection import ShortageError
-from flow_grpo.algorithm.run_state import RunState, common_identity
-from flow_grpo.algorithm.signal import NoSignalError
-from flow_grpo.algorithm.stop_rules import BrokenPolicyError
-from flow_grpo.algorithm.trainer import Trainer
-from flow_grpo.algorithm.verdict import deciding, direction
+from flow_grpo.cost.forward_count import ForwardCount
+from flow_grpo.cost.plan import flops_of_rows, largest_size, recomputed_share
+from flow_grpo.cost.recomputation import settled
+from flow_grpo.cost.savings import report
 from flow_grpo.data.dataset import ConditionDataset, Split
 from flow_grpo.data.splits import held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.judging.evaluate import ConditionSource, Evaluator
+from flow_grpo.judging.reward_signal import NoSignalError
+from flow_grpo.judging.stop_rules import BrokenPolicyError
+from flow_grpo.judging.verdict import deciding, direction
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy, is_video_model
 from flow_grpo.preflight import dry_run
-from flow_grpo.preflight.checkpointing import settled
 from flow_grpo.preflight.doctor import fast as doctor
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.schedule import trained_steps
-from flow_grpo.preflight.plan import flops_of_rows, largest_size, recomputed_share
-from flow_grpo.preflight.savings import report
 from flow_grpo.records import TrainingBatch
+from flow_grpo.reporting.console import Progress
+from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.rewards.base import check_name, try_rewards
+from flow_grpo.run import parts as parts
+from flow_grpo.run import starts
+from flow_grpo.run.run_state import RunState, common_identity
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime import starts
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.clock import Ledger
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import Context, share_samples
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition, sent_weights, unwrap
-from flow_grpo.runtime.reporting.console import Progress
-from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.settings.checks import check_world, largest_weights
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import ConfigError, to_dict

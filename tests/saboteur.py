@@ -20,13 +20,13 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
-from flow_grpo.algorithm import evaluate
+from flow_grpo.judging import evaluate
 from flow_grpo.algorithm.update import objective, updater
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.checkpoints import state_files
-from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.reporting.metric_files import MetricFiles
 
 EPOCH = {"begun": -1}
 HERE = os.environ.get("RANK") == os.environ.get("FAULTY_RANK")

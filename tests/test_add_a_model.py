@@ -11,8 +11,8 @@ import pytest
 
 import train_grpo
 from flow_grpo.models.adapter_files import WEIGHTS_FILE
+from flow_grpo.reporting import plots
 from flow_grpo.runtime.ranks.process_group import RankError, Ranks
-from flow_grpo.runtime.reporting import plots
 from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest, places  # noqa: F401 - a fixture
 from tests.workers import run_ranks
 from tools import random_model

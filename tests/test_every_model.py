@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 import train_grpo
+from flow_grpo.cost.plan import largest_size, make_plan
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.registry import VIDEO_MODELS
 from flow_grpo.preflight.dry_run import epoch_tensors
-from flow_grpo.preflight.plan import largest_size, make_plan
-from flow_grpo.runtime.reporting import plots
-from flow_grpo.runtime.starts import configuration_of
+from flow_grpo.reporting import plots
+from flow_grpo.run.starts import configuration_of
 from flow_grpo.settings.loading import load_config
 from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest
 from tests.workers import run_ranks

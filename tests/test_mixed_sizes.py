@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
+from flow_grpo.judging.evaluate import EvalSettings, Evaluator
 from flow_grpo.records import Condition, Conditioning, Guidance, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, collector, condition, reward_config, update, updater
 from tests.workers import run_ranks

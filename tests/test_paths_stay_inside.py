@@ -14,10 +14,10 @@ import torch
 
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.multicam import CAMERAS_JSON
+from flow_grpo.reporting.clips import make_clip
+from flow_grpo.reporting.gallery import Gallery
+from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting.clips import make_clip
-from flow_grpo.runtime.reporting.gallery import Gallery
-from flow_grpo.runtime.reporting.tracker import Tracker
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.loading import ConfigError, load_config
 from tests.data.test_multicam import FRAMES, extrinsics, open_split, write_scene

@@ -51,10 +51,10 @@ if "RANK" in os.environ and any(word.endswith("train_grpo.py") for word in sys.o
 def bear_witness() -> None:
     """Note the shapes that pass through the verbs of the loop, and write them down when the run is finished."""
     from flow_grpo.algorithm import debug_print
-    from flow_grpo.algorithm.trainer import Trainer
     from flow_grpo.models.wan_policy import WanPolicy
     from flow_grpo.preflight.doctor import fast
     from flow_grpo.rewards.base import RewardSet
+    from flow_grpo.run.trainer import Trainer
 
     seen: dict[str, Any] = {"calls": Counter(), "videos": [], "repeated": []}
     phase = ["evaluation"]  # what is no other verb's

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 import train_grpo
+from flow_grpo.reporting import plots
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.remote.http_client import TOKEN, Client
-from flow_grpo.runtime.reporting import plots
 from flow_grpo.settings.errors import ConfigError
 from tests.bad_input_cases import Setup
 from tests.scripted_server import HEALTH, ScriptedServer, answer, serving

@@ -9,7 +9,7 @@ import torch
 
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.runtime.reporting import plots
+from flow_grpo.reporting import plots
 from tests.runtime.test_zero2 import needs_deepspeed
 from tests.test_train_grpo import _train, learned, metrics_of, words
 from tests.tiny_models import make_tiny_folder

@@ -18,20 +18,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import train_grpo
-from flow_grpo.algorithm.evaluate import Evaluator
+from flow_grpo.cost.plan import make_plan
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video
+from flow_grpo.judging.evaluate import Evaluator
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.transformers import load_transformer
-from flow_grpo.preflight.plan import make_plan
+from flow_grpo.reporting import plots
+from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.rewards import target_view
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
-from flow_grpo.runtime.reporting import plots
-from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED

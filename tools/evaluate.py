@@ -65,7 +65,7 @@ from flow_grpo.rewards.camera.pose import LEAST_LOCATED
 from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
 from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
-from flow_grpo.runtime.reporting.path_plots import draw_paths
+from flow_grpo.reporting.path_plots import draw_paths
 from flow_grpo.runtime.atomic_file import write_atomically
 from tools.common import fail, make_parser
 from tools.evaluation.inputs import Task, find_generated, find_tasks
@@ -199,7 +199,7 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 def generated_tasks(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[Task], list[Task]]:
     """Generate the held-out conditions of --config, or of --run, also before training; ValueError if they cannot be."""
     # Imported here: the estimating processes load this file too and need no model.
-    from flow_grpo.runtime.starts import LEAST_ROWS, configuration_of
+    from flow_grpo.run.starts import LEAST_ROWS, configuration_of
     from flow_grpo.settings.loading import load_config
     from tools.evaluation.videos import make_videos
     from tools.export_adapter import export

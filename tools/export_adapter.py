@@ -21,7 +21,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 
-from flow_grpo.algorithm.run_state import load_weights
+from flow_grpo.run.run_state import load_weights
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from flow_grpo.models.adapter_files import save_adapter

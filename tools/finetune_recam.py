@@ -41,8 +41,8 @@ from einops import rearrange
 from torch import Tensor
 
 import train_grpo
-from flow_grpo.algorithm.build import build_optimizer
-from flow_grpo.algorithm.run_state import common_identity
+from flow_grpo.run.parts import build_optimizer
+from flow_grpo.run.run_state import common_identity
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import set_learning_rates
 from flow_grpo.data.dataset import make_loader, next_batch
@@ -68,7 +68,7 @@ from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
-from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config

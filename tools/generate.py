@@ -68,8 +68,8 @@ from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import on_every_call
-from flow_grpo.runtime.reporting.film import Panel, film, rate
-from flow_grpo.runtime.starts import LEAST_ROWS
+from flow_grpo.reporting.film import Panel, film, rate
+from flow_grpo.run.starts import LEAST_ROWS
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.runtime.video_file import levels, write_video
 from tools.common import fail

@@ -30,7 +30,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flow_grpo.runtime.atomic_file import write_atomically
-from flow_grpo.runtime.starts import commit
+from flow_grpo.run.starts import commit
 from tools.common import fail, launcher, make_parser, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]

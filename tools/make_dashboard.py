@@ -22,10 +22,10 @@ from typing import Any
 if __package__ in (None, ""):  # started as a program
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from flow_grpo.reporting.metric_files import read_rows
+from flow_grpo.reporting.metric_names import SECTIONS, healthy_text, metric_of
+from flow_grpo.reporting.sinks.wandb import axis_of, key_is_set
 from flow_grpo.runtime.atomic_file import write_atomically
-from flow_grpo.runtime.reporting.metric_files import read_rows
-from flow_grpo.runtime.reporting.metric_names import SECTIONS, healthy_text, metric_of
-from flow_grpo.runtime.reporting.sinks.wandb import axis_of, key_is_set
 from tools.common import fail, make_parser
 
 NAME = "flow_grpo"  # of the workspace

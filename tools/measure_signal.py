@@ -31,7 +31,7 @@ import torch
 import train_grpo
 from torch import Tensor
 
-from flow_grpo.algorithm.signal import measure_spread, sample_group
+from flow_grpo.judging.reward_signal import measure_spread, sample_group
 from flow_grpo.maths.schedule import tail_levels
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.full import log_ratio_of_one_update

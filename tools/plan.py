@@ -5,7 +5,7 @@
 
 The second puts the plan of a run beside its metrics, at the rate that its devices sustained in the median epoch.
 --tflops is the device's sustained rate on this model, not the data sheet's; tools/device_report.py measures it.
-Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. flow_grpo/preflight/plan.py says what each line
+Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. flow_grpo/cost/plan.py says what each line
 counts; each knob that saves memory is listed with its GiB and seconds, and what does not fit ends with the fewest
 knobs with which it does.
 """
@@ -24,11 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from flow_grpo.preflight.checkpointing import settled
-from flow_grpo.preflight.plan import make_plan
-from flow_grpo.preflight.savings import report
-from flow_grpo.runtime import starts
-from flow_grpo.runtime.reporting.metric_files import read_rows
+from flow_grpo.cost.plan import make_plan
+from flow_grpo.cost.recomputation import settled
+from flow_grpo.cost.savings import report
+from flow_grpo.reporting.metric_files import read_rows
+from flow_grpo.run import starts
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, load_config
 

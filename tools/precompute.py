@@ -23,7 +23,7 @@ import torch
 
 import train_grpo
 from flow_grpo.models.registry import video_model
-from flow_grpo.algorithm.build import eval_guidance, training_guidance
+from flow_grpo.run.parts import eval_guidance, training_guidance
 from flow_grpo.data.splits import whole_splits
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config

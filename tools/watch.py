@@ -34,7 +34,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flow_grpo.runtime.reporting.metric_names import HEALTH, OUTSIDE_EPOCHS, healthy_text, metric_of, phase_of
+from flow_grpo.reporting.metric_names import HEALTH, OUTSIDE_EPOCHS, healthy_text, metric_of, phase_of
 from tools.common import fail, make_parser
 from tools.watching.snapshot import Snapshot, find_run, take
 

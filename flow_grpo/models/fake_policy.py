@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
-from flow_grpo.models.checkpointing import set_checkpointing
 from flow_grpo.models.codec import Codec, codec_settings, network_dtype, read_config
 from flow_grpo.models.encodings import Encodings
+from flow_grpo.models.recomputation import set_checkpointing
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.video_model import VideoModel

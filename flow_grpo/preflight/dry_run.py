@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flow_grpo.algorithm import build, debug_print
+from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch
+from flow_grpo.run import parts
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import Config
 
@@ -58,7 +59,7 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
     samples = Samples.concatenate([batch.samples] * batches)
     samples = dataclasses.replace(samples, places=torch.arange(len(samples)))
     epoch = dataclasses.replace(batch, conditions=batch.conditions * batches, samples=samples)
-    views = debug_print.batch_view(epoch, build.rollout_settings(config).sigmas, config.reward.weights)
+    views = debug_print.batch_view(epoch, parts.rollout_settings(config).sigmas, config.reward.weights)
     _note(found, "epoch", {name: value for name, value in views.items() if isinstance(value, Tensor)})
     rewards = torch.empty(world_size * config.sample.expanded_batch_size)
     repeated = debug_print.repeat_over_steps(rewards, samples.trajectory.steps.shape[1])
@@ -73,7 +74,7 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     with policy.fake_mode:
         conditions = tuple(_condition(policy.model.needs, size, row, config.data.prompt) for row in range(rows))
     conditioning = policy.encode(conditions)
-    sampling = build.sample_settings(config)
+    sampling = parts.sample_settings(config)
     samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
     videos = policy.decode(samples.final_latents)
     if conditions[0].source_video is not None:
@@ -103,10 +104,10 @@ def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[Te
     batch = TrainingBatch((dataclasses.replace(samples, advantages=ones, weights=ones),), len(samples))
     if config.train.kl_coef > 0:
         policy.keep_reference()
-    optimizer = build.build_optimizer(config, policy)
+    optimizer = parts.build_optimizer(config, policy)
     optimizer.register_step_pre_hook(lambda *_: _check_gradients(policy))
     settings = UpdateSettings(config.sample.train_batch_size, config.seed, config.train)
-    updater = Updater(policy, build.build_objective(config, policy), optimizer, settings, Ranks())
+    updater = Updater(policy, parts.build_objective(config, policy), optimizer, settings, Ranks())
     plan = updater.plan(batch, epoch=0)
     micro_batch = batch.take(plan.steps[0][0], policy.device)
     _note(found, "micro-batch", micro_batch.trajectory.tensors())

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout.collector import ConditionStream, merge_sizes
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
 from flow_grpo.records import Condition, Samples
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, scored
 

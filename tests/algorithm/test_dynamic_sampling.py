@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.dynamic_sampling import TOO_OFTEN, WINDOW
 from flow_grpo.records import Condition, RewardResult, ScoredBatch
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.rounds import REWARD, Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
 from tests.toy import ToyPolicy, collector, reward_config, update, updater, weights_of

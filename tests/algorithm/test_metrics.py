@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.metrics import MOST_CAMERAS, camera_metrics, pooled, reward_metrics, server_metrics
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.algorithm.test_compare import of_two
 from tests.toy import BrightnessReward, ToyPolicy, collector

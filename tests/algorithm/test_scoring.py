@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue, decode, share_results
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import Ranks
 from tests.toy import FRAMES, SHAPE, BrightnessReward, ToyPolicy, group

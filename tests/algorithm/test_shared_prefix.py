@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.records import Samples
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharing import owners
 from tests.toy import SIGMAS, ToyPolicy, collector

@@ -10,10 +10,10 @@ from torch._utils import ExceptionWrapper
 
 import train_grpo
 from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.reporting import plots
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import LOCK
 from flow_grpo.runtime.ranks.process_group import InputError
-from flow_grpo.runtime.reporting import plots
 from tests.bad_input_cases import CASES, Setup
 
 

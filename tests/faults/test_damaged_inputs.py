@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 
-from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.exclude import read_verdicts, write_verdicts
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
@@ -36,11 +35,12 @@ from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.transformers import load_transformer
 from flow_grpo.records import Condition
+from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.http_client import Client, ServiceError
+from flow_grpo.run.run_state import RunState, fingerprint
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting.metric_files import MetricFiles
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from tests.damage import damaged_bytes, damaged_json, damaged_text, ends

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 
 import torch
 
-from flow_grpo.algorithm.evaluate import EvalSettings, Evaluator
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
-from flow_grpo.algorithm.signal import sample_group
+from flow_grpo.judging.evaluate import EvalSettings, Evaluator
+from flow_grpo.judging.reward_signal import sample_group
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet

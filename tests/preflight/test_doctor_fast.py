@@ -12,9 +12,9 @@ import torch
 import train_grpo
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import fast
+from flow_grpo.reporting import plots
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.reporting import plots
 from tests import doctor_cases
 from tests.doctor_cases import build_context, statuses, words
 from tests.test_train_grpo import learned, newest

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flow_grpo.algorithm.run_state import RunState, fingerprint
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
+from flow_grpo.run.run_state import RunState, fingerprint
 from flow_grpo.runtime.checkpoints import checkpoint, resume
+from flow_grpo.runtime.checkpoints.resume import SUMMARY
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 from flow_grpo.runtime.ranks.rendezvous import join_attempt
-from flow_grpo.runtime.reporting.tracker import SUMMARY
 from tests.runtime.test_checkpoint import ALONE, flip_a_bit, names, save
 from tests.workers import run_ranks
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
+from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors

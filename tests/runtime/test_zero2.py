@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 
-from flow_grpo.algorithm.run_state import RunState
 from flow_grpo.records import TrainingBatch
+from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.ranks import zero2
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, unwrap

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flow_grpo.runtime import starts
-from flow_grpo.runtime.reporting.metric_files import MetricFiles
+from flow_grpo.reporting.metric_files import MetricFiles
+from flow_grpo.run import starts
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import load_config
 

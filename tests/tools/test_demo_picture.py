@@ -6,7 +6,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from flow_grpo.runtime.reporting import video_index
+from flow_grpo.reporting import video_index
 from flow_grpo.runtime.video_file import write_video
 from tools.dev.demo_picture import clips, draw
 

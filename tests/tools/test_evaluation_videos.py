@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flow_grpo.algorithm.evaluate import held_out_indices
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.video_io import read_video, video_size
+from flow_grpo.judging.evaluate import held_out_indices
 from flow_grpo.maths.keys import key
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.transformers import load_transformer
-from flow_grpo.runtime import starts
+from flow_grpo.run import starts
 from flow_grpo.settings.loading import load_config
 from tools import evaluate
 from tools.evaluation import videos

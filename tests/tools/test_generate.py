@@ -20,7 +20,7 @@ from flow_grpo.maths.poses import preset_path
 from flow_grpo.models import adapter_files, adapters
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.transformers import load_transformer
-from flow_grpo.runtime import starts
+from flow_grpo.run import starts
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import load_config
 from tests.models.test_adapters import LORA, move

@@ -11,7 +11,7 @@ from html import unescape
 
 import pytest
 
-from flow_grpo.runtime.reporting.metric_names import Metric
+from flow_grpo.reporting.metric_names import Metric
 from tests.tools.run_files import EPOCHS, MEASURED_ON, RECIPE, ROOT, change, make_run
 from tools import report
 from tools.run_report.charts import by_camera, path_views, plot, ticks

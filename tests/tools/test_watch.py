@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.runtime.checkpoints.checkpoint import published
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, RunLock
-from flow_grpo.runtime.reporting.metric_files import MetricFiles
 from tools import watch
 from tools.watching import snapshot
 

@@ -41,8 +41,8 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
-from flow_grpo.algorithm.clock import Clock
-from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.runtime.clock import Clock
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group

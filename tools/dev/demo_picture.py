@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flow_grpo.data.video_io import read_video
-from flow_grpo.runtime.reporting import video_index
-from flow_grpo.runtime.reporting.clips import BASE, NOW, SOURCE, TRUE
-from flow_grpo.runtime.reporting.style import styled
+from flow_grpo.reporting import video_index
+from flow_grpo.reporting.clips import BASE, NOW, SOURCE, TRUE
+from flow_grpo.reporting.style import styled
 from tools.common import make_parser
 
 Line = Mapping[str, Any]

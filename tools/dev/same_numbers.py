@@ -61,7 +61,7 @@ class Case:
     resumed: tuple[str, ...] = ()
 
 
-RANDOM_MODEL = "--heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 --dtype fp32 --codec small".split()
+RANDOM_MODEL = "--heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 --dtype fp32 --codec small"
 SMALL = (  # a tiny model's whole life in seconds
     "sample.k=4",
     "sample.train_batch_size=4",
@@ -177,7 +177,7 @@ def run(case: Case, tree: Path, results: Path, *, keep: bool) -> Path:
     words += ["--config.max_minutes=0.0", "--config.trackers=()"]
     words += [f"--config.{override}" for override in case.overrides]
     if case.model:
-        made = ["tools/random_model.py", "--kind", case.model, "--out", str(folder / "model"), *RANDOM_MODEL]
+        made = ["tools/random_model.py", "--kind", case.model, "--out", str(folder / "model"), *RANDOM_MODEL.split()]
         _call(case, tree, [sys.executable, *made])
         words.append(f"--config.model.path={folder / 'model'}")
     command = [*launcher(case.ranks), "train_grpo.py", "--config", *words]

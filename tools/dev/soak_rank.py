@@ -26,7 +26,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 import train_grpo
-from flow_grpo.algorithm.trainer import Trainer
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.algorithm.update import updater
 from flow_grpo.rewards.base import RewardSet
 

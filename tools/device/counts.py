@@ -11,10 +11,10 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from flow_grpo.cost.footprint import footprint
+from flow_grpo.cost.plan import Plan, make_plan
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.video_model import WAN_1_3B
-from flow_grpo.preflight.footprint import footprint
-from flow_grpo.preflight.plan import Plan, make_plan
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config

@@ -27,8 +27,8 @@ from flow_grpo.data.camera_files import camera_names, read_cameras
 from flow_grpo.data.trajectories import VIDEO_ENDINGS
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rotation_angle_deg
+from flow_grpo.run.starts import LEAST_ROWS
 from flow_grpo.runtime.json_files import read_json_object
-from flow_grpo.runtime.starts import LEAST_ROWS
 from tools.generation.records import AFTER, BEFORE, BESIDE, record_of, records_below
 
 FRAME_KEY = re.compile(r"frame\d+")

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from flow_grpo.algorithm import build as parts
-from flow_grpo.algorithm.evaluate import held_out_indices
 from flow_grpo.data.splits import held_out_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.judging.evaluate import held_out_indices
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.codec import codec_settings
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
+from flow_grpo.run import parts as parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.device import DTYPES

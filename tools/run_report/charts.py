@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from flow_grpo.algorithm.verdict import word_of
+from flow_grpo.judging.verdict import word_of
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M
-from flow_grpo.runtime.reporting.plots import BETTER
-from flow_grpo.runtime.reporting.series import SMOOTH_FROM, running_mean
+from flow_grpo.reporting.plots import BETTER
+from flow_grpo.reporting.series import SMOOTH_FROM, running_mean
 from tools.run_report.run_folder import Paths, Run
 from tools.run_report.words import mark, number, pair, span
 

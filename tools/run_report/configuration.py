@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.runtime.starts import OF_EACH_START
+from flow_grpo.run.starts import OF_EACH_START
 from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.loading import knob_values, to_dict, unchecked
 from flow_grpo.settings.schema import KNOBS, Config

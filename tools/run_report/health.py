@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from statistics import fmean
 
-from flow_grpo.runtime.reporting.metric_names import Metric, healthy_text, metric_of
+from flow_grpo.reporting.metric_names import Metric, healthy_text, metric_of
 from tools.run_report.run_folder import Run
 from tools.run_report.words import number, percent, tidy
 

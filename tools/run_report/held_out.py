@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from flow_grpo.algorithm.verdict import LIKENESS, abridged, word_of
-from flow_grpo.runtime.reporting.metric_names import metric_of
-from flow_grpo.runtime.reporting.plots import worth_a_panel
+from flow_grpo.judging.verdict import LIKENESS, abridged, word_of
+from flow_grpo.reporting.metric_names import metric_of
+from flow_grpo.reporting.plots import worth_a_panel
 from tools.run_report.run_folder import Run
 from tools.run_report.words import changed, pair, signed, span, tidy
 

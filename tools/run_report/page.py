@@ -14,8 +14,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from flow_grpo.runtime.reporting.metric_names import HEALTH, healthy_text, metric_of
-from flow_grpo.runtime.reporting.plots import BETTER
+from flow_grpo.reporting.metric_names import HEALTH, healthy_text, metric_of
+from flow_grpo.reporting.plots import BETTER
 from tools.run_report import words
 from tools.run_report.charts import CameraPlot, Plot, by_camera, constant, plot
 from tools.run_report.clips import MOST_BYTES, Clip, choose

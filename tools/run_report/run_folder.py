@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flow_grpo.algorithm.verdict import LIKENESS, deciding, direction
+from flow_grpo.judging.verdict import LIKENESS, deciding, direction
+from flow_grpo.reporting import video_index
+from flow_grpo.reporting.metric_files import read_rows
+from flow_grpo.run.starts import CONFIG, STARTS, start_files
+from flow_grpo.runtime.checkpoints.resume import SUMMARY
 from flow_grpo.runtime.json_files import read_json_object
-from flow_grpo.runtime.reporting import video_index
-from flow_grpo.runtime.reporting.metric_files import read_rows
-from flow_grpo.runtime.reporting.tracker import SUMMARY
-from flow_grpo.runtime.starts import CONFIG, STARTS, start_files
 from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.loading import from_dict, load_config
 from flow_grpo.settings.schema import Config
@@ -27,7 +27,7 @@ METRICS, VIDEOS = "metrics.jsonl", "videos"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The record of one start, as `flow_grpo.runtime.starts.record` writes it."""
+    """The record of one start, as `flow_grpo.run.starts.record` writes it."""
 
     time: str
     command: str

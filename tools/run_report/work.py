@@ -6,7 +6,7 @@ import dataclasses
 import math
 from statistics import median
 
-from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS, phase_of
+from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, phase_of
 from tools.run_report.run_folder import Run
 from tools.run_report.words import NOTHING, duration, number, percent
 

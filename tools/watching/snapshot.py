@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flow_grpo.reporting import video_index
+from flow_grpo.reporting.metric_files import Row, read_rows
+from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, is_held
-from flow_grpo.runtime.reporting import video_index
-from flow_grpo.runtime.reporting.metric_files import Row, read_rows
-from flow_grpo.runtime.reporting.metric_names import OUTSIDE_EPOCHS
 
 LINES = "metrics.jsonl"
 PUBLISHED = re.compile(r"checkpoint_(\d{6,})")  # as in checkpoint.py, which loads torch

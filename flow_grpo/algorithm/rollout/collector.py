@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm import debug_print
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_structure
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
@@ -23,6 +22,7 @@ from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import Ranks
 
 

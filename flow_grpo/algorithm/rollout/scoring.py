@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.clock import Clock
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
 
 logger = logging.getLogger(__name__)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from flow_grpo.algorithm.evaluate import ConditionSource
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
-from flow_grpo.algorithm.run_state import Average
 from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.judging.evaluate import ConditionSource
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.run.run_state import Average
 from flow_grpo.runtime.ranks.process_group import Ranks
 from flow_grpo.settings.schema import Config
 

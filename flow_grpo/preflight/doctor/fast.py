@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.build import eval_guidance, training_guidance
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.models.adapters import adapted_modules, trained_parameters
 from flow_grpo.preflight.doctor import checks
@@ -42,6 +41,7 @@ from flow_grpo.preflight.doctor.probe import (
 )
 from flow_grpo.preflight.doctor.schedule import examine_schedule
 from flow_grpo.records import Samples
+from flow_grpo.run.parts import eval_guidance, training_guidance
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.sharding import is_sharded, local
 

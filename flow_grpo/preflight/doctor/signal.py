@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flow_grpo.algorithm.signal import Spread, is_silent, measure_spread
+from flow_grpo.judging.reward_signal import Spread, is_silent, measure_spread
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.settings.checks import largest_weights

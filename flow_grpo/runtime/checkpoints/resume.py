@@ -19,9 +19,9 @@ from flow_grpo.runtime.checkpoints.checkpoint import (
     step_of,
 )
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks
-from flow_grpo.runtime.reporting.tracker import SUMMARY
 
 GIVEN_UP = "given_up_"  # prefix of checkpoints later than the one a run went back to
+SUMMARY = "summary.json"  # its existence marks a run as complete
 _log = logging.getLogger(__name__)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flow_grpo.runtime.reporting.metric_files import read_rows
+from flow_grpo.reporting.metric_files import read_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 REPEATS = 3

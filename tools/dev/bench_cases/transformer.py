@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flow_grpo.models.checkpointing import set_checkpointing
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.recomputation import set_checkpointing
 from flow_grpo.models.transformers import load_transformer
 
 # Latent frames, rows and columns of one video: 120, 640 and 2,560 tokens with its source.

@@ -1,0 +1,1 @@
+"""What a recipe costs, before anything is built."""

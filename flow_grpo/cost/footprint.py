@@ -1,0 +1,264 @@
+"""Parameters, operations and activation memory of a transformer call, counted without allocating anything.
+
+The real network code runs on fake tensors, so the counts include gradient checkpointing and autocast. Attention is
+counted by the shapes it is given, because torch's operation counter does not know every kernel. All blocks but the last
+are identical: networks of one and two blocks are counted and extrapolated to any number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.models.fake_policy import fake_transformer
+from flow_grpo.models.recomputation import set_checkpointing
+from flow_grpo.models.video_model import VideoModel
+from flow_grpo.runtime import device as device_api
+from flow_grpo.settings.schema import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Costs of one call on B rows.
+
+    Attributes:
+        tokens: of one row, target and source together.
+        parameters: of the whole transformer.
+        trained: trainable parameters.
+        forward_flops: of a forward on B rows; a multiply-add counts as two.
+        attention_flops: of them, those of attention proper: scores and weighted sums.
+        kept_bytes: activations that are kept for the backward in a training forward on B rows.
+        block_bytes: transient bytes of the backward of one block: activations that it recomputes, and gradients of
+            activations.
+        forward_bytes: peak of a forward on B rows without gradients.
+    """
+
+    tokens: int
+    parameters: int
+    trained: int
+    forward_flops: int
+    attention_flops: int
+    kept_bytes: int
+    block_bytes: int
+    forward_bytes: int
+
+
+def footprint(
+    video_model: VideoModel,
+    config: Mapping[str, Any],
+    latent_shape: tuple[int, int, int, int],
+    model: ModelConfig,
+    *,
+    rows: int,
+    dtype: torch.dtype,
+) -> Footprint:
+    """Return the costs of a transformer.
+
+    LoRA is counted as training the base weights, which saves the same inputs for the backward, plus the adapters' own
+    activations and parameters.
+
+    Args:
+        video_model: which transformer, and how it is called.
+        config: its configuration, such as `WAN_1_3B`.
+        latent_shape: (C, F, H, W) of the target.
+        model: training mode, checkpointing (of which "auto" counts as "blocks") and prompt length.
+        rows: B.
+        dtype: of frozen weights and autocast.
+
+    Raises:
+        ValueError: an unknown training mode.
+    """
+    one, two = (
+        count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2)
+    )
+    total = {name: first + (config["num_layers"] - 1) * (two[name] - first) for name, first in one.items()}
+    # Transient tensors do not outlive their block: one stands for all, the first of two, as the last may do less.
+    return Footprint(**(total | {name: two[name] for name in ("block_bytes", "forward_bytes")}))
+
+
+def count_network(
+    video_model: VideoModel,
+    config: Mapping[str, Any],
+    latent_shape: tuple[int, int, int, int],
+    model: ModelConfig,
+    rows: int,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    """Return the fields of `Footprint` by name, counted on the whole network."""
+    layers = config["num_layers"]
+    tokens = video_model.tokens(latent_shape, config["patch_size"])
+    with FakeTensorMode():
+        network, adapted, call = _fake_call(video_model, config, latent_shape, model, rows, dtype)
+
+        def forward() -> None:
+            with torch.no_grad():
+                call()
+
+        def forward_and_backward() -> None:
+            call().sum().backward()
+
+        forward_bytes = peak_bytes(forward, network)
+        flops, attention = _operations(forward)
+        recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
+        set_checkpointing(network, "blocks" if recomputes else "none")
+        kept = saved_bytes(network, call)
+        update_bytes = peak_bytes(forward_and_backward, network)
+    learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    narrow = len(adapted) * rows * tokens * model.lora_rank * dtype.itemsize
+    for linear in adapted:
+        learned += model.lora_rank * (linear.in_features + linear.out_features) - linear.weight.numel()
+    return {
+        "tokens": tokens,
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "trained": learned,
+        "forward_flops": flops,
+        "attention_flops": attention.flops,
+        "kept_bytes": kept + (0 if recomputes else narrow) + (attention.bytes if keeps_attention else 0),
+        "block_bytes": max(0, update_bytes - kept) + (narrow // layers if recomputes else 0),
+        "forward_bytes": forward_bytes,
+    }
+
+
+def forward_flops(
+    video_model: VideoModel, config: Mapping[str, Any], latent_shape: tuple[int, int, int, int], prompt_tokens: int
+) -> float:
+    """Return the operations of a forward on one row, adapters left out; arguments as in `footprint`."""
+    model = ModelConfig(trained="full", max_prompt_tokens=prompt_tokens)
+    counts = []
+    for blocks in (1, 2):
+        with FakeTensorMode(), torch.no_grad():
+            small = {**config, "num_layers": blocks}
+            counts.append(_operations(_fake_call(video_model, small, latent_shape, model, 1, torch.float32)[2])[0])
+    total: float = counts[0] + (config["num_layers"] - 1) * (counts[1] - counts[0])
+    return total
+
+
+def _fake_call(
+    video_model: VideoModel,
+    config: Mapping[str, Any],
+    latent_shape: tuple[int, int, int, int],
+    model: ModelConfig,
+    rows: int,
+    dtype: torch.dtype,
+) -> tuple[Any, list[nn.Linear], Callable[[], Tensor]]:
+    """Return a transformer, its layers that are adapted, and its call; for use inside a `FakeTensorMode`."""
+    network, adapted = fake_transformer(video_model, config, dtype, model)
+    latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
+    prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
+    shapes = video_model.input_shapes(rows, latent_shape, config)
+    inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
+
+    def call() -> Tensor:
+        with _autocast(dtype):
+            return video_model.call(network, latents, timesteps, prompts, inputs)
+
+    return network, adapted, call
+
+
+def _operations(call: Callable[[], object]) -> tuple[int, AttentionCount]:
+    """Return the operations of a call, and what of it is attention."""
+    with FlopCounterMode(display=False) as counter, AttentionCount() as attention:
+        call()
+    return counter.get_total_flops() - _counted_attention(counter) + attention.flops, attention
+
+
+def peak_bytes(call: Callable[[], object], network: nn.Module | None = None) -> int:
+    """Return the most bytes that tensors created during a call hold at once; call it inside a `FakeTensorMode`.
+
+    Views of the network's weights, where one is given, kernel workspaces and allocator fragmentation are not counted.
+    """
+    alive = _LiveStorages(network)
+    with alive:
+        call()
+    return alive.peak
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Counts the bytes of every storage created inside, from its creation to its release, a network's weights aside."""
+
+    def __init__(self, network: nn.Module | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak, self._now = 0, 0
+        self._sizes: dict[int, int] = {}
+        self._weights = set() if network is None else _storages(network)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes and key not in self._weights:
+            self._sizes[key] = storage.nbytes()
+            self._now += self._sizes[key]
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)
+
+
+class AttentionCount(TorchDispatchMode):
+    """Counts what attention operators do inside.
+
+    Attributes:
+        flops: for scores and weighted sums; a multiply-add counts as two.
+        bytes: of what they return.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops, self.bytes, self._operators = 0, 0, device_api.attention_operators()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._operators:
+            query, key = args[:2]  # (B, heads, tokens, head width)
+            self.flops += 4 * query.numel() * key.shape[-2]
+            self.bytes += sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+
+def saved_bytes(network: nn.Module, call: Callable[[], Tensor]) -> int:
+    """Return the bytes of all tensors, the network's parameters aside, that autograd saves in a call."""
+    weights = _storages(network)
+    sizes: dict[int, int] = {}
+    alive: list[Tensor] = []  # a freed storage's address could be reused
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        output = call()
+    del output
+    return sum(sizes.values())
+
+
+def _storages(network: nn.Module) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *network.buffers())}
+
+
+def _autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+
+
+def _counted_attention(counter: FlopCounterMode) -> int:
+    found = counter.get_flop_counts().get("Global", {})
+    return sum(count for operation, count in found.items() if "attention" in str(operation))

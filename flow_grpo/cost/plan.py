@@ -1,0 +1,369 @@
+"""Cost of a recipe on given devices: operations, calls, memory, communication, seconds, and whether it fits.
+
+Nothing is allocated: the transformer and the codec run on fake tensors, the rest is arithmetic. Allocator
+fragmentation, kernel workspaces and other processes are not counted: leave a tenth of a device free, a fifth where
+decoding has the highest peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from flow_grpo.cost import traffic
+from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer
+from flow_grpo.cost.footprint import Footprint, footprint, forward_flops
+from flow_grpo.maths.schedule import windows
+from flow_grpo.models.fake_policy import transformer_config
+from flow_grpo.models.registry import is_video_model, video_model
+from flow_grpo.runtime.device import DTYPES
+from flow_grpo.runtime.ranks.traffic import gradient_bytes
+from flow_grpo.settings.schema import Config, ModelConfig
+from flow_grpo.settings.values import parse_bucket
+
+# Wan 2.1: the UMT5-XXL encoder, the codec, and the codec's decoder.
+TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603
+IMAGE_ENCODER_PARAMETERS = 630_766_080  # CLIP ViT-H/14's vision tower, of models that have one
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Costs of one rank and one epoch without resampling; GiB are of one device.
+
+    Attributes:
+        tokens: target and source together, of one sample.
+        samples_per_epoch: over all ranks.
+        rollout_calls: of the transformer, at most one batch each.
+        update_calls: of the transformer with a backward, one micro-batch each.
+        forward_equivalents_per_sample: transformer work in forwards of one sample: 2 more for a backward, 1 more for
+            recomputing all activations, twice as many with guidance; evaluation is left out.
+        forward_tflop: 1e12 operations of a forward on one sample.
+        encode_tflop: of encoding one source video.
+        decode_tflop: of decoding one sample.
+        trained_parameters: how many.
+        encode_s: seconds of source videos, each for the first time, at the codec's share of the stated rate
+            (`rate_beside_transformer`); 0 where `model.encodings` has them.
+        rollout_s: seconds at the stated rate.
+        decode_s: seconds at the codec's share of the stated rate.
+        update_s: seconds at the stated rate.
+        epoch_s: the sum of these.
+        weights_gib: all networks.
+        optimizer_gib: gradients, moments, EMA, communication buffers, reference weights.
+        activations_gib: saved for the backward of a micro-batch.
+        trajectories_gib: stored latents and conditioning.
+        update_gib: peak of the update.
+        rollout_gib: peak of denoising in the rollout.
+        decode_gib: peak of decoding a batch, without tiling.
+        sent_gradients_gib: by a rank in an epoch, like the three that follow.
+        sent_weights_gib: of sharded weights.
+        sent_tokens_gib: between ranks that share samples.
+        sent_prefixes_gib: shared ones.
+        host_gib: CPU memory: offloaded trajectories and frozen networks, and videos.
+    """
+
+    tokens: int
+    samples_per_epoch: int
+    rollout_calls: int
+    update_calls: float
+    forward_equivalents_per_sample: float
+    forward_tflop: float
+    encode_tflop: float
+    decode_tflop: float
+    trained_parameters: int
+    encode_s: float
+    rollout_s: float
+    decode_s: float
+    update_s: float
+    epoch_s: float
+    weights_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    trajectories_gib: float
+    update_gib: float
+    rollout_gib: float
+    decode_gib: float
+    sent_gradients_gib: float
+    sent_weights_gib: float
+    sent_tokens_gib: float
+    sent_prefixes_gib: float
+    host_gib: float
+
+    @property
+    def most_gib(self) -> float:
+        """Return the highest peak."""
+        return max(self.update_gib, self.rollout_gib, self.decode_gib)
+
+
+def largest_size(config: Config) -> tuple[int, int, int]:
+    """Return (frames, rows, columns) of the recipe's largest videos."""
+    data = config.data
+    sizes = [parse_bucket(text) for text in data.buckets] or [(data.num_frames, data.height, data.width)]
+    return max(sizes, key=lambda size: size[0] * size[1] * size[2])
+
+
+def make_plan(config: Config, devices: int, rate: float) -> Plan:
+    """Return the cost of a recipe.
+
+    Args:
+        config: the recipe; with several buckets every video has the largest size.
+        devices: number of ranks.
+        rate: operations per second that a device sustains on this model.
+    """
+    sample, train, model = config.sample, config.train, config.model
+    codec = codec_cost(model, largest_size(config))
+    latents, codec_rate = codec.latents, rate * rate_beside_transformer(model)
+    most = math.ceil(sample.train_batch_size / train.context_parallel)  # samples that a rank decodes at once
+    decode_bytes = decoding_peak(model, latents, most)
+    copies = 1 if sample.guidance_scale == 1.0 else 2
+    rows = {sample.train_batch_size, train.batch_size}
+    counted = {n: _counted(_network_of(model), latents, DTYPES[model.dtype], n * copies) for n in rows}
+    rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
+    calls = sample.num_batches_per_epoch * longest_rollout(config)
+    replays, extra = _replays(config), _forwards_per_replay(config)
+    passes = 3 + recomputed_share(config) + extra  # a backward costs two forwards, recomputation at most one more
+    forward_flops = rollout.forward_flops / sample.train_batch_size
+    sharing = train.context_parallel
+    decoded = math.ceil(sample.num_batches_per_epoch * sample.train_batch_size / sharing)  # samples are dealt
+    samples = sample.expanded_batch_size * devices // sharing
+    # A source is encoded once among the ranks with its copies, unless it was before the run.
+    encoded = 0 if model.encodings or video_model(model.kind).videos == 1 else math.ceil(samples / sample.k / devices)
+    seconds = {
+        "encode_s": encoded * codec.encode_flops / codec_rate,
+        "rollout_s": sample.expanded_batch_size * rollout_steps(config) * forward_flops / rate / sharing,
+        "decode_s": decoded * codec.decode_flops / codec_rate,
+        "update_s": replays * passes * update.forward_flops / rate / sharing,
+    }
+    memory = _memory(config, devices, update, rollout, latents, decode_bytes)
+    return Plan(
+        tokens=update.tokens,
+        samples_per_epoch=samples,
+        rollout_calls=calls,
+        update_calls=replays,
+        forward_equivalents_per_sample=copies
+        * (rollout_steps(config) + replays * train.batch_size / sample.expanded_batch_size * passes),
+        forward_tflop=forward_flops / 1e12,
+        encode_tflop=codec.encode_flops / 1e12,
+        decode_tflop=codec.decode_flops / 1e12,
+        trained_parameters=update.trained,
+        epoch_s=sum(seconds.values()),
+        **seconds,
+        **{name: value / GIB for name, value in (memory | _sent(config, devices, update, latents, calls)).items()},
+    )
+
+
+def recomputed_share(config: Config) -> float:
+    """Return the operations that a backward pass computes once more, as a share of a forward's.
+
+    Of a policy that is no `VideoModel` it is not known which part attention has: all counts as recomputed.
+    """
+    model = config.model
+    if model.checkpointing != "keep_attention":
+        return float(model.checkpointing != "none")
+    if not is_video_model(model.kind):
+        return 1.0
+    latents = codec_cost(model, largest_size(config)).latents
+    counted = _counted(_network_of(model), latents, DTYPES[model.dtype], 1)
+    return 1 - counted.attention_flops / counted.forward_flops
+
+
+def flops_of_rows(config: Config) -> Callable[[tuple[int, ...]], float] | None:
+    """Return the operations of a forward by the shape of a row of latents, source included; each is counted once.
+
+    None for a policy of one's own.
+    """
+    model = config.model
+    if not is_video_model(model.kind):
+        return None
+    own = video_model(model.kind)
+
+    @functools.cache
+    def flops(shape: tuple[int, ...]) -> float:
+        channels, frames, height, width = shape
+        latents = channels, frames // own.videos, height, width
+        return forward_flops(own, _transformer(model), latents, model.max_prompt_tokens)
+
+    return flops
+
+
+# Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
+@functools.cache
+def _counted(model: ModelConfig, latents: tuple[int, int, int, int], dtype: torch.dtype, rows: int) -> Footprint:
+    return footprint(video_model(model.kind), _transformer(model), latents, model, rows=rows, dtype=dtype)
+
+
+def _transformer(model: ModelConfig) -> dict[str, Any]:
+    """Return the configuration of the transformer that a recipe names."""
+    return transformer_config(video_model(model.kind), model.path)
+
+
+def _network_of(model: ModelConfig) -> ModelConfig:
+    """Return the settings that decide what a call of the transformer costs; all others have their defaults."""
+    lora = ("lora_rank", "lora_targets", "lora_full_modules")
+    names = ("kind", "path", "trained", *lora, "checkpointing", "max_prompt_tokens")
+    return ModelConfig(**{name: getattr(model, name) for name in names})
+
+
+def _steps(config: Config) -> int:
+    """Return the passes of an update over a sample."""
+    return config.train.forward_levels if config.train.objective == "forward" else _window(config)
+
+
+def _replays(config: Config) -> float:
+    """Return the calls with a backward of an epoch, where every group carries a signal."""
+    sample, train = config.sample, config.train
+    trained = (train.copies or sample.k) / sample.k
+    return _steps(config) * trained * sample.expanded_batch_size / train.batch_size
+
+
+def _forwards_per_replay(config: Config) -> int:
+    """Return the calls without gradients of every such call: reference, recomputed log-probabilities, average."""
+    return (config.train.kl_coef > 0) + _recomputes_old_log_probs(config) + _follows_average(config)
+
+
+def _window(config: Config) -> int:
+    """Return the stochastic steps of a sample."""
+    sample = config.sample
+    return 0 if sample.sde == "ode" else sample.sde_window or len(sample.sde_steps)
+
+
+def _follows_average(config: Config) -> bool:
+    """Return whether a pass of the update calls the network with averaged weights as well."""
+    return config.train.objective == "forward" and config.train.trust_coef > 0
+
+
+def rollout_steps(config: Config) -> float:
+    """Return the denoising steps of a sample, a shared prefix divided by the copies, on average over the windows."""
+    sample = config.sample
+    if sample.sde == "ode":
+        return float(sample.num_steps)
+    blocks = windows(sample.sde_steps, sample.sde_window)
+    prefix = sum(block[0] for block in blocks) / len(blocks)
+    tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
+    return prefix / (sample.k if sample.share_prefix else 1) + _window(config) + tail
+
+
+def longest_rollout(config: Config) -> int:
+    """Return the calls of a batch that holds groups with the first and with the last window."""
+    sample = config.sample
+    if sample.sde == "ode":
+        return sample.num_steps
+    blocks = windows(sample.sde_steps, sample.sde_window)
+    return blocks[-1][0] + _window(config) + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1])
+
+
+def _states(config: Config) -> int:
+    """Return how many latents a sample keeps of its stochastic steps."""
+    return _window(config) + 1 if config.train.objective == "grpo" else 0
+
+
+def _recomputes_old_log_probs(config: Config) -> bool:
+    """Return whether the update recomputes old log-probabilities, one more call per replay, with one video size."""
+    train, sample = config.train, config.sample
+    if train.objective == "forward":
+        return train.old_log_prob == "recompute" or train.updates_per_epoch > 1
+    other_batches = train.batch_size != sample.train_batch_size or train.copies > 0
+    if train.old_log_prob == "auto" and other_batches:
+        return train.updates_per_epoch > 1
+    return train.old_log_prob == "recompute" or (train.guard and train.old_log_prob != "detach")
+
+
+def _sent(
+    config: Config, devices: int, counted: Footprint, latents: tuple[int, int, int, int], calls: int
+) -> dict[str, float]:
+    """Return the fields of `Plan` that count what is sent, in bytes."""
+    sample, train, model = config.sample, config.train, config.model
+    replays, extra = _replays(config), _forwards_per_replay(config)
+    copies = 1 if sample.guidance_scale == 1.0 else 2
+    replayed = replays * train.batch_size * copies
+    rows = sample.expanded_batch_size * copies * rollout_steps(config) + replayed * (2 + extra)
+    again = replayed if model.checkpointing != "none" else 0.0
+    transformer, videos = _transformer(model), video_model(model.kind).videos
+    frozen = counted.parameters - counted.trained
+    return {
+        "sent_gradients_gib": gradient_bytes(
+            train.sharding, counted.trained, devices, passes=replays, steps=train.updates_per_epoch
+        ),
+        "sent_weights_gib": traffic.weights(config, devices, frozen, counted.trained, calls + replays * (2 + extra)),
+        "sent_tokens_gib": traffic.tokens(config, transformer, counted.tokens, videos, rows, again),
+        "sent_prefixes_gib": traffic.prefixes(config, devices // train.context_parallel, latents),
+    }
+
+
+def _memory(
+    config: Config,
+    devices: int,
+    update: Footprint,
+    rollout: Footprint,
+    latents: tuple[int, int, int, int],
+    decoding: float,
+) -> dict[str, float]:
+    """Return the fields of `Plan` that count memory, in bytes."""
+    sample, model, train = config.sample, config.model, config.train
+    shards = devices if train.sharding == "fsdp2" else 1
+    parts = devices if train.sharding in ("fsdp2", "zero2") else 1
+    width = DTYPES[model.dtype].itemsize
+    transformer = update.parameters * width + update.trained * (4 - width if model.trained != "lora" else 4)
+    reference = 4 * update.trained if train.kl_coef > 0 and model.trained != "lora" else 0
+    # Gradient, two moments, DDP's communication buffer; EMA and reference weights.
+    states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / parts
+    states += (4 * update.trained * (train.ema_decay > 0) + (0 if model.offload else reference)) / shards
+    # FSDP holds two gathered blocks: the current one and the next, which is prefetched.
+    gathered = 0 if shards == 1 else 2 * transformer / _transformer(model)["num_layers"]
+    encoders, decoder = _frozen(config)
+    frozen = 0 if model.offload else encoders + decoder
+    prompts = 1 if sample.guidance_scale == 1.0 else 2
+    prompt = prompts * model.max_prompt_tokens * _transformer(model)["text_dim"]
+    inputs = video_model(model.kind).input_shapes(1, latents, _transformer(model)).values()
+    # The states, the final latents and the conditioning.
+    one = 4 * (math.prod(latents) * (_states(config) + 1) + sum(map(math.prod, inputs)) + prompt)
+    offloaded = sample.offload or config.dynamic_sampling.enabled
+    trajectories = one * sample.expanded_batch_size
+    on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)
+    fixed = transformer / shards + gathered + states + frozen + on_device
+    sharing = train.context_parallel
+    activations = (update.kept_bytes + update.block_bytes) / sharing
+    frames, rows, columns = largest_size(config)
+    films = video_model(model.kind).videos  # the generated one, and its source
+    videos = 4 * 3 * frames * rows * columns * films * sample.expanded_batch_size
+    return {
+        "weights_gib": transformer / shards + gathered + frozen,
+        "optimizer_gib": states,
+        "activations_gib": activations,
+        "trajectories_gib": on_device,
+        "update_gib": fixed + activations,
+        # Offloaded parts are on the device one at a time, between calls of the transformer.
+        "rollout_gib": fixed + max(rollout.forward_bytes / sharing, max(encoders, decoder) if model.offload else 0),
+        "decode_gib": fixed + decoding + (decoder if model.offload else 0),
+        "host_gib": videos
+        + (trajectories if offloaded else 0)
+        + (encoders + decoder + reference / shards if model.offload else 0),
+    }
+
+
+def _frozen(config: Config) -> tuple[float, float]:
+    """Return the bytes of the encoders (0 with precomputed encodings) and of the decoder."""
+    codec = 4.0 * (_stored_elements(config, "vae") or CODEC_PARAMETERS)
+    decoder = codec * DECODER_PARAMETERS / CODEC_PARAMETERS
+    if config.model.encodings:
+        return 0.0, decoder
+    text = _stored_elements(config, "text_encoder") or TEXT_ENCODER_PARAMETERS
+    if "image_encoder" in video_model(config.model.kind).components:
+        text += _stored_elements(config, "image_encoder") or IMAGE_ENCODER_PARAMETERS
+    return text * DTYPES[config.model.dtype].itemsize + codec - decoder, decoder
+
+
+def _stored_elements(config: Config, part: str) -> int:
+    """Return the number of elements in the weight files of a model component; 0 without files."""
+    count = 0
+    for file in Path(config.model.path, part).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return count

@@ -1,0 +1,1 @@
+"""Did it learn: held-out evaluation, changes and their intervals, verdict, stop rules."""

@@ -1,0 +1,72 @@
+"""Rules that end a run whose policy is broken: `train.stop_if`, such as "eval_change/target_view_psnr_db<-6"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from flow_grpo.reporting.metric_names import metric_of
+from flow_grpo.runtime.ranks.process_group import InputError
+from flow_grpo.settings.schema import TrainConfig
+from flow_grpo.settings.values import parse_rule
+
+_NOT_OF_AN_EPOCH = ("eval_floor", "eval_by_camera")  # sections that rules are not compared with
+
+
+class BrokenPolicyError(ValueError):
+    """Training has broken the policy; raised on every rank.
+
+    Args:
+        rule: which one holds, as `broken` says it.
+        epoch: after which it holds.
+        run_folder: of the run.
+    """
+
+    def __init__(self, rule: str, epoch: int, run_folder: Path) -> None:
+        super().__init__(
+            f"config.train.stop_if: {rule} after epoch {epoch}: training has broken the policy, all is saved; go back "
+            f"with --config.resume={run_folder}/checkpoints/checkpoint_... and a lower train.learning_rate or other "
+            "rewards, or pass --config.train.stop_if= to go on"
+        )
+
+
+def check_measured(rules: Sequence[str], held_out: Collection[str]) -> None:
+    """Refuse a rule that can never hold, such as one with a misspelt metric.
+
+    The default rules pass: they hold where there is something to measure. Names of single rewards are not looked at,
+    but for those of held-out metrics.
+
+    Args:
+        rules: each METRIC<BOUND or METRIC>BOUND.
+        held_out: names of the run's held-out metrics, `eval/...`.
+
+    Raises:
+        InputError: no epoch has such a metric.
+    """
+    for rule in rules:
+        name = parse_rule(rule)[0]
+        section, _, own = name.partition("/")
+        if section in ("eval", "eval_change"):  # a share `_valid` is recorded only where something has no value
+            found = not {f"eval/{own}", f"eval/{own.removesuffix('_valid')}"}.isdisjoint(held_out)
+            where = f"the held-out metrics of this run are {', '.join(held_out)}"
+        else:
+            found = section not in _NOT_OF_AN_EPOCH and metric_of(name) is not None
+            where = "docs/metrics.md lists all metrics"
+        if not found and rule not in TrainConfig().stop_if:
+            raise InputError(f"config.train.stop_if: got {rule!r}, but no epoch has a metric {name}; {where}")
+
+
+def broken(rules: Sequence[str], metrics: Mapping[str, float]) -> str:
+    """Return the first rule that holds and the value that it holds for, in words, or "".
+
+    Args:
+        rules: each METRIC<BOUND or METRIC>BOUND.
+        metrics: of one epoch; a metric that is missing or NaN breaks no rule.
+    """
+    for rule in rules:
+        name, below, bound = parse_rule(rule)
+        value = metrics.get(name, math.nan)
+        if value < bound if below else value > bound:
+            return f"{name} is {value:.4g}, {'below' if below else 'above'} {bound:g}"
+    return ""

@@ -1,0 +1,182 @@
+"""What a run has achieved, in one word a metric and one for the run: better, worse or unclear, by paired intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flow_grpo.judging.changes import LEAST_SCENES, ConditionRow, earlier_values
+from flow_grpo.maths.bootstrap import Interval
+
+LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
+LIKENESS = "target_view"  # to the true view: measured in every evaluation that has one
+MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: likeness, shares
+TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
+SMALL = 0.02  # of an error, or of a squared one in decibels: a change below, however clear, is hardly seen in a video
+SHOWN_WORSE = 3  # of what got worse for a kind of camera, where people read it
+DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The verdict on a run.
+
+    Attributes:
+        overall: "better" or "worse" where the metrics that count agree, "mixed" where they do not, else "unclear".
+            Those that no reward of the training measures count; where there is a gold estimator, of these only its
+            own and the likeness to the true view; where there are none, all.
+        metrics: `eval/` name -> "better", "worse" or "unclear".
+        measurable: whether there are intervals at all: too few scenes give none.
+        small: every change of a measurement that decides is small, see `is_small`, and there is one.
+    """
+
+    overall: str
+    metrics: dict[str, str]
+    measurable: bool = True
+    small: bool = False
+
+    def named(self, word: str) -> list[str]:
+        """Return the metrics with a verdict."""
+        return [name.removeprefix("eval/") for name, found in self.metrics.items() if found == word]
+
+    def __str__(self) -> str:
+        """Return the verdict in one line."""
+        said = "; ".join(f"{word}: {', '.join(names)}" for word in ("better", "worse") if (names := self.named(word)))
+        if not said:
+            said = "no interval excludes 0" if self.measurable else TOO_FEW
+        size = f", but by less than {SMALL:.0%}" if self.small else ""
+        text = f"{self.overall}{size} ({said})"
+        return f"{text}; {DO_NOT_USE}" if self.overall == "worse" else text
+
+
+def direction(name: str, rewards: Sequence[str]) -> int:
+    """Return 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where that is not known."""
+    short = name.removeprefix("eval/")
+    if short in rewards or short.endswith(MORE_IS_BETTER):
+        return 1
+    return -1 if short.endswith(LESS_IS_BETTER) else 0
+
+
+def judge(
+    changes: Mapping[str, Interval],
+    rewards: Sequence[str],
+    weights: Mapping[str, float],
+    *,
+    before: Mapping[str, float],
+    gold: bool = False,
+) -> Verdict:
+    """Return the verdict on paired changes.
+
+    Args:
+        changes: `eval/` name -> change; one without an interval is unclear.
+        rewards: names of all that was measured, the gold estimator's included.
+        weights: reward -> its largest weight in training.
+        before: `eval/` name -> value before training.
+        gold: whether an estimator that no reward uses is among what was measured. A reward of weight 0 then does not
+            count: it may be the trained one under another name.
+    """
+    found = {}
+    for name, change in changes.items():
+        sign = direction(name, rewards)
+        if sign:
+            found[name] = word_of(sign, change.low, change.high)
+    clear = [name for name in deciding(found, rewards, weights, gold=gold) if found[name] != "unclear"]
+    words = {found[name] for name in clear}
+    overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
+    sizes = [is_small(name, changes[name].mean, before.get(name), rewards) for name in clear]
+    small = False not in sizes and True in sizes
+    return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()), small)
+
+
+def is_small(name: str, change: float, before: float | None, rewards: Sequence[str]) -> bool | None:
+    """Return whether a change of a measurement is small beside the value before training; None where that says nothing.
+
+    A part of a reward says nothing, as its zero may lie anywhere.
+    """
+    if before is None or name.removeprefix("eval/") in rewards:
+        return None
+    bound = 10 * math.log10(1 + SMALL) if name.endswith("_db") else SMALL * abs(before)
+    return abs(change) < bound
+
+
+def word_of(sign: int, low: float, high: float) -> str:
+    """Return "better", "worse" or "unclear" for a change in the interval [low, high]; sign as of `direction`."""
+    low, high = sorted((sign * low, sign * high))
+    return "better" if low > 0 else "worse" if high < 0 else "unclear"
+
+
+def deciding(names: Iterable[str], rewards: Sequence[str], weights: Mapping[str, float], *, gold: bool) -> list[str]:
+    """Return those of the held-out metrics `eval/...` that decide the verdict; the rest as in `judge`."""
+    names = [name for name in names if direction(name, rewards)]
+    known = [f"eval/{name}" for name, weight in weights.items() if weight or (gold and name != LIKENESS)]
+    return [name for name in names if not any(f"{name}_".startswith(f"{own}_") for own in known)] or names
+
+
+def worse_by_camera(
+    by_camera: Mapping[str, Mapping[str, Sequence[float]]],
+    names: Sequence[str],
+    rewards: Sequence[str],
+    before: Mapping[str, float],
+) -> list[str]:
+    """Return what got worse for a kind of camera, in words, such as "zoom_in rot_err_deg +0.69 [+0.29, +1.08]".
+
+    A run that is better in the mean may be worse for one of them. The clearest stand first: those whose change is the
+    largest beside its interval. Small changes are left out.
+
+    Args:
+        by_camera: kind of camera -> `eval/` name -> mean, lower and upper end of the change.
+        names: the metrics to look at, such as those of `deciding`.
+        rewards: as in `direction`.
+        before: `eval_by_camera/<kind>/<metric>` -> value before training.
+    """
+    found = []
+    for kind, changes in by_camera.items():
+        for name in (name for name in names if name in changes):
+            (mean, low, high), short = changes[name], name.removeprefix("eval/")
+            small = is_small(name, mean, before.get(f"eval_by_camera/{kind}/{short}"), rewards)
+            if not small and word_of(direction(name, rewards), low, high) == "worse":
+                text = f"{kind} {short} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
+                found.append((abs(mean) / (high - low) if high > low else math.inf, text))
+    return [text for _, text in sorted(found, key=lambda one: -one[0])]
+
+
+def abridged(worse: Sequence[str]) -> list[str]:
+    """Return the first of what `worse_by_camera` has found, and how many more there are, for people to read."""
+    more = len(worse) - SHOWN_WORSE
+    return [*worse[:SHOWN_WORSE], *([f"{more} more, see change_by_camera in summary.json"] if more > 0 else [])]
+
+
+def best_and_worst(
+    before: Sequence[ConditionRow], after: Sequence[ConditionRow], name: str, sign: int, count: int
+) -> tuple[list[int], list[int]]:
+    """Return the places in `after` of the conditions that a metric improved most on, and least.
+
+    Args:
+        before: rows of the evaluation before training.
+        after: rows of the present one.
+        name: column of `ConditionRow.values`.
+        sign: 1 where more is better, -1 where less is.
+        count: of each, fewer where there are not twice as many conditions whose value has changed.
+    """
+    pairs = zip(earlier_values(before, after), after, strict=True)
+    gains = [sign * (row["values"].get(name, math.nan) - (old or {}).get(name, math.nan)) for old, row in pairs]
+    moved = [place for place, gain in enumerate(gains) if math.isfinite(gain) and gain]
+    order = sorted(moved, key=lambda place: -gains[place])
+    count = min(count, len(order) // 2)
+    return order[:count], order[len(order) - count :][::-1]
+
+
+def in_summary(
+    verdict: Verdict, best: Sequence[str], worst: Sequence[str], worse_cameras: Sequence[str]
+) -> dict[str, Any]:
+    """Return the verdict as `summary.json` holds it, with the files of the best and the worst videos."""
+    return {
+        "overall": verdict.overall,
+        "in_words": str(verdict),
+        "metrics": verdict.metrics,
+        "worse_by_camera": list(worse_cameras),
+        "best": list(best),
+        "worst": list(worst),
+    }

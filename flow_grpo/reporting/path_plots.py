@@ -1,0 +1,109 @@
+"""Plot a commanded and an estimated camera path in one figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flow_grpo.maths.path_errors import LEAST_BASELINE_M, baseline_m
+from flow_grpo.maths.poses import relative
+from flow_grpo.reporting.style import BLUE, ORANGE, new_figure, styled
+from flow_grpo.runtime.atomic_file import atomic_path
+
+_COMMANDED, _ESTIMATED = BLUE, ORANGE
+_SHOWN_VIEWS = 7  # viewing directions per path; more would hide it
+_MARGIN = 1.15  # size of the axes relative to the paths' bounding box
+
+
+@styled()
+def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = "") -> None:
+    """Write a PNG of two paths in 3D, from above and from the side, all at the same scale.
+
+    The estimate is aligned to the command at its first estimated frame, with the best-fitting scale. For a moving
+    camera, camera centres are drawn, in 3D with viewing directions; for one that only rotates, the viewing directions'
+    unit vectors.
+
+    Args:
+        commanded: (F, 4, 4) camera-to-world in metres.
+        estimated: (F, 4, 4) camera-to-world in any world frame and unit, NaN for frames without an estimate.
+        path: the PNG file, replaced atomically; missing folders are created.
+        title: heading.
+    """
+    commanded = relative(commanded[0], commanded)
+    turns_only = baseline_m(commanded) < LEAST_BASELINE_M
+    aligned = _aligned(commanded, estimated)
+    column = 2 if turns_only else 3
+    box = _box(torch.cat([commanded, aligned])[:, :3, column])
+    figure = new_figure(figsize=(13, 4.8), dpi=100)  # constrained layout would cut labels beside an axes in 3D
+    figure.subplots_adjust(left=0.02, right=0.98, bottom=0.13, top=0.84, wspace=0.22)
+    figure.suptitle(title, fontsize=11)
+    space = figure.add_subplot(1, 3, 1, projection="3d")
+    above, side = figure.add_subplot(1, 3, 2), figure.add_subplot(1, 3, 3)
+    label = f"estimated, {len(aligned)} of {len(commanded)} frames"
+    # The command is drawn first and wide, so that both are visible where they coincide.
+    curves = [(commanded, "commanded", _COMMANDED, 5.0), (aligned, label, _ESTIMATED, 1.3)]
+    for poses, name, colour, width in curves:
+        x, y, z = poses[:, :3, column].unbind(-1)
+        style: dict[str, Any] = {"color": colour, "lw": width, "label": name, "marker": "o", "ms": width + 1.5}
+        style["alpha"] = 0.35 if poses is commanded else 0.9
+        space.plot(x, z, -y, **style)
+        above.plot(x, z, **style)
+        side.plot(z, -y, **style)
+        if len(poses) and not turns_only:
+            _draw_views(space, poses, float(box[0, 1] - box[0, 0]) / 6, colour)
+    _finish(space, above, side, box, "viewing direction" if turns_only else "camera centre, m")
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def _aligned(commanded: Tensor, estimated: Tensor) -> Tensor:
+    """Return the n estimated poses (n, 4, 4) with the first one placed on the command, at the least-squares scale.
+
+    No rotation is fitted: it would be arbitrary about a straight path, and would hide rotation errors.
+    """
+    found = estimated.isfinite().flatten(1).all(1)
+    if not found.any():
+        return commanded[:0]
+    target = commanded[found]
+    steps = relative(target[0], target)[:, :3, 3]
+    from_first = relative(estimated[found][0], estimated[found])
+    centres = from_first[:, :3, 3]
+    if float(centres.square().sum()) > 0:
+        from_first[:, :3, 3] *= ((steps * centres).sum() / centres.square().sum()).clamp(min=0.0)
+    aligned: Tensor = target[0] @ from_first
+    return aligned
+
+
+def _box(points: Tensor) -> Tensor:
+    """Return the lower and upper bounds (3, 2) of a cube around points (n, 3)."""
+    low, high = points.amin(0), points.amax(0)
+    half = _MARGIN * float((high - low).max()) / 2 or 1.0
+    return torch.stack([(low + high) / 2 - half, (low + high) / 2 + half], dim=1)
+
+
+def _draw_views(space: Any, poses: Tensor, length: float, colour: str) -> None:
+    """Draw the viewing directions of some poses."""
+    chosen = torch.linspace(0, len(poses) - 1, min(_SHOWN_VIEWS, len(poses))).round().long()
+    (x, y, z), (u, v, w) = (poses[chosen, :3, column].unbind(-1) for column in (3, 2))
+    space.quiver(x, z, -y, u, w, -v, length=length, color=colour, lw=0.8, arrow_length_ratio=0.25)
+
+
+def _finish(space: Any, above: Any, side: Any, box: Tensor, what: str) -> None:
+    """Label the axes (x right, z forward, y up) and give all of them the same scale."""
+    right, forward, up = box[0].tolist(), box[2].tolist(), (-box[1].flip(0)).tolist()
+    space.set(xlim=right, ylim=forward, zlim=up, xlabel="right", ylabel="forward", zlabel="up")
+    above.set(xlim=right, ylim=forward, xlabel="right", ylabel="forward", title=f"from above: {what}")
+    side.set(xlim=forward, ylim=up, xlabel="forward", ylabel="up", title=f"from the side: {what}")
+    space.legend(loc="upper left")
+    for axes in (above, side):
+        axes.set_aspect("equal")
+    for axes in (space, above, side):
+        axes.locator_params(nbins=5)
+        axes.tick_params(labelsize=7)
+        axes.xaxis.label.set_fontsize(8)
+        axes.yaxis.label.set_fontsize(8)
+        axes.title.set_fontsize(9)
+    space.zaxis.label.set_fontsize(8)

@@ -1,0 +1,249 @@
+"""From a recipe to the parts of a run: data, sampler, collector, updater, rewards, evaluator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flow_grpo.algorithm.debug_print import show
+from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
+from flow_grpo.algorithm.rollout.sampling import SampleSettings
+from flow_grpo.algorithm.update.matching import MatchingObjective
+from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
+from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.data.dataset import Split, make_loader
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.judging.evaluate import EvalSettings, Evaluator
+from flow_grpo.maths.schedule import flow_sigmas, step_weights, tail_levels, windows
+from flow_grpo.models.policy import Policy
+from flow_grpo.records import Guidance
+from flow_grpo.reporting.console import Progress
+from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
+from flow_grpo.run.run_state import Average, RunState
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.own_code import is_own
+from flow_grpo.settings.schema import Config, TrainConfig
+
+
+def build_sampler(config: Config, train: Split, ranks: Ranks) -> DistributedKRepeatSampler:
+    """Return this rank's sampler over the training conditions."""
+    sample = config.sample
+    return DistributedKRepeatSampler(
+        train,
+        sample.train_batch_size,
+        sample.k,
+        ranks.world_size,
+        ranks.rank,
+        config.seed,
+        num_batches_per_epoch=sample.num_batches_per_epoch,
+        layout=sample.layout,
+        structures=[train.size_of(index) for index in range(len(train))],
+    )
+
+
+def build_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
+    """Return AdamW over the trained weights; those that read the camera are a group if they have a rate of their own.
+
+    Raises:
+        ValueError: `train.camera_learning_rate` is set, but no trained weight reads the camera.
+    """
+    train = config.train
+    return torch.optim.AdamW(
+        _parameter_groups(train, policy),
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+        foreach=True,
+    )
+
+
+def _parameter_groups(train: TrainConfig, policy: Policy) -> list[dict[str, Any]]:
+    parameters = policy.trained_parameters()
+    if not train.camera_learning_rate:
+        return [{"params": parameters}]
+    camera = policy.camera_parameters()
+    if not camera:
+        raise refusal(
+            "train.camera_learning_rate",
+            train.camera_learning_rate,
+            "must be 0 where no trained weight reads the camera; or train some, see model.trained and "
+            "model.lora_full_modules",
+        )
+    own = set(map(id, camera))
+    others = [parameter for parameter in parameters if id(parameter) not in own]
+    groups: list[dict[str, Any]] = [{"params": others}] if others else []
+    return [*groups, {"params": camera, "lr": train.camera_learning_rate, "metric": "camera_learning_rate"}]
+
+
+def rollout_settings(config: Config) -> RolloutSettings:
+    """Return noise levels, SDE and seed of the training rollouts."""
+    sample = config.sample
+    tails = tail_levels(sample.num_steps, sample.shift, sample.tail_steps) if sample.tail_steps else None
+    calls = None
+    if config.train.sharding == "fsdp2" and sample.sde != "ode":
+        blocks = windows(sample.sde_steps, sample.sde_window)
+        calls = max(block[0] for block in blocks), sample.num_steps - 1 - min(block[-1] for block in blocks)
+    return RolloutSettings(
+        sigmas=flow_sigmas(sample.num_steps, sample.shift),
+        sde=SdeSettings(sample.sde, sample.noise_level, sample.max_step_std),
+        seed=config.seed,
+        same_initial_noise=sample.same_initial_noise,
+        tails=tails,
+        record=config.train.objective == "grpo",
+        calls=calls,
+    )
+
+
+def build_collector(
+    config: Config,
+    policy: Policy,
+    train: Split,
+    sampler: DistributedKRepeatSampler,
+    rewards: RewardSet,
+    progress: Progress,
+    ranks: Ranks,
+) -> Collector:
+    """Return the collector of training rollouts."""
+    loader = make_loader(train, sampler, config.data.num_workers)
+    stream = ConditionStream(loader, sampler)
+    return Collector(policy, stream, rewards, sample_settings(config), ranks, on_batch=progress.rollout)
+
+
+def sample_settings(config: Config) -> SampleSettings:
+    """Return how an epoch is sampled."""
+    return SampleSettings(
+        sample=config.sample,
+        rollout=rollout_settings(config),
+        debug=config.debug,
+        offload=config.sample.offload or config.dynamic_sampling.enabled or config.train.copies > 0,
+        overlap=config.reward.overlap,
+    )
+
+
+def build_dynamic_sampling(
+    config: Config, rewards: RewardSet, progress: Progress, ranks: Ranks
+) -> DynamicSampling | None:
+    """Return dynamic sampling, or None when it is disabled."""
+    if not config.dynamic_sampling.enabled:
+        return None
+    return DynamicSampling(
+        config=config.dynamic_sampling,
+        floors=rewards.floors,
+        k=config.sample.k,
+        local=config.sample.expanded_batch_size,
+        seed=config.seed,
+        ranks=ranks,
+        say=progress.say if ranks.is_main else lambda line: show([line]),
+    )
+
+
+def build_objective(config: Config, policy: Policy, ema: Average | None = None) -> Objective:
+    """Return the recipe's objective; `ema` is the moving average that `train.trust_coef` pulls to."""
+    train, rollout = config.train, rollout_settings(config)
+    if train.objective == "forward":
+        average = contextlib.nullcontext if ema is None else ema.applied
+        return MatchingObjective(policy, config.sample.shift, config.seed, train, average)
+    weights = step_weights(
+        "inverse_delta" if train.guard else train.step_weight,
+        rollout.sigmas,
+        config.sample.sde_steps,
+        kind=rollout.sde.kind,
+        noise_level=rollout.sde.noise_level,
+        max_step_std=rollout.sde.max_step_std,
+    )
+    return GrpoObjective(policy, rollout.sigmas, rollout.sde, step_weight=weights, train=train)
+
+
+def build_updater(config: Config, policy: Policy, state: RunState, progress: Progress, ranks: Ranks) -> Updater:
+    """Return the updater."""
+    return Updater(
+        policy,
+        build_objective(config, policy, state.ema),
+        state.optimizer,
+        UpdateSettings(config.sample.train_batch_size, config.seed, config.train),
+        ranks,
+        after_step=(lambda: None) if state.ema is None else state.ema.update,
+        on_pass=progress.update,
+    )
+
+
+def build_rewards(config: Config, weights: Mapping[str, float], ranks: Ranks) -> RewardSet:
+    """Return the rewards that `weights` names, measured in this process or by the recipe's servers."""
+    servers, timeout_s = config.reward.remote, config.reward.remote_timeout
+    rewards = build_reward_set(weights, data_root=config.data.root, servers=servers, timeout_s=timeout_s)
+    rewards.on_measured = ranks.report_progress
+    return rewards
+
+
+def training_guidance(config: Config) -> Guidance:
+    """Return the guidance of the training rollouts."""
+    return Guidance(config.sample.guidance_scale, config.sample.negative_prompt)
+
+
+def eval_guidance(config: Config) -> Guidance:
+    """Return the guidance of the held-out evaluation: its own where the recipe gives one, else that of training."""
+    training, scale, negative_prompt = (
+        training_guidance(config),
+        config.eval.guidance_scale,
+        config.eval.negative_prompt,
+    )
+    return Guidance(
+        training.scale if scale is None else scale,
+        training.negative_prompt if negative_prompt is None else negative_prompt,
+    )
+
+
+def measured_on(config: Config, held_out: Split) -> dict[str, str | float]:
+    """Return knob -> value of what the held-out metrics depend on besides the weights."""
+    evaluation, guidance = config.eval, eval_guidance(config)
+    return {
+        "eval.split": evaluation.split,
+        "eval.num_conditions": evaluation.num_conditions,
+        "eval.num_steps": evaluation.num_steps,
+        "sample.shift": config.sample.shift,
+        "eval.guidance_scale": guidance.scale,
+        "eval.negative_prompt": guidance.negative_prompt if guidance.scale > 1 else "",
+        "eval.gold": evaluation.gold,
+        "data.num_frames, height, width": f"{config.data.num_frames}x{config.data.height}x{config.data.width}",
+        "data.buckets": ",".join(config.data.buckets),
+        "data.reference": config.data.reference,
+        "data.eval_split": f"scenes {held_out.fingerprint()}",  # or prompts
+    }
+
+
+def build_evaluator(config: Config, policy: Policy, held_out: Split, ranks: Ranks) -> Evaluator:
+    """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
+
+    Raises:
+        ValueError: the data lacks the files that the gold metric needs.
+    """
+    evaluation = config.eval
+    needed = SCENE_FILES.get(evaluation.gold)
+    if needed and not held_out.has_scene_file(needed):
+        raise ValueError(
+            f"eval.gold is {evaluation.gold!r}, which needs the tiny world: no held-out scene in {config.data.root} "
+            f"has a {needed}; pass --config.eval.gold= and judge "
+            "checkpoints with tools/evaluate.py --checkpoint"
+        )
+    # A policy of one's own has a copy of its start only if it was asked to keep one.
+    adapters = config.model.trained == "lora" and not is_own(config.model.kind)
+    settings = EvalSettings(
+        sigmas=flow_sigmas(evaluation.num_steps, config.sample.shift),
+        num_conditions=evaluation.num_conditions,
+        batch_size=evaluation.batch_size,
+        videos=evaluation.videos,
+        guidance=eval_guidance(config),
+        has_reference=config.train.kl_coef > 0 or adapters,
+        measured_on=measured_on(config, held_out),
+    )
+    likeness = {} if config.data.prompts else {"target_view": 0.0}  # prompts have no true view
+    measured = build_rewards(config, likeness | config.reward.weights, ranks)
+    gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
+    return Evaluator(policy, held_out, measured, gold, settings, ranks)

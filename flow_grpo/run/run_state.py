@@ -1,0 +1,277 @@
+"""The state of a run: what a checkpoint holds, which model and data it belongs to, how it is restored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flow_grpo.algorithm.update.history import UpdateHistory
+from flow_grpo.data.dataset import Split
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.judging.changes import ConditionRow
+from flow_grpo.models.adapters import load_trained_state, trained_parameters
+from flow_grpo.run.saved_state import Learned, OfRank, Shared, check_saved
+from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.checkpoints import checkpoint, saving
+from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
+from flow_grpo.runtime.checkpoints.saving import Saving
+from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
+from flow_grpo.runtime.checkpoints.state_files import map_tensors
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.sharding import is_partitioned, is_sharded, part_like
+from flow_grpo.runtime.tensor_store import weights_key
+from flow_grpo.settings.errors import refusal
+
+
+class Average(Protocol):
+    """A moving average of the trained weights."""
+
+    def update(self) -> None:
+        """Update the averages with the current weights."""
+        ...
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights have their averaged values."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore the averages."""
+        ...
+
+
+@dataclasses.dataclass
+class RunState:
+    """The mutable state of a run, which checkpoints save.
+
+    Attributes:
+        module: the network, of which the trained weights are saved.
+        optimizer: its moments are saved; its settings always come from the configuration.
+        sampler: its position is saved.
+        ema: the moving average, or None.
+        device: whose random state is saved.
+        identity: fingerprints of the model and data that a checkpoint belongs to.
+        finished: number of finished epochs.
+        train_seconds: seconds of training for `max_minutes`: epochs and the evaluations between them, of all starts.
+        forward_equivalents: work of the finished epochs over all ranks, see `ForwardCount`.
+        before: held-out metrics before training, None until measured.
+        before_rows: the same condition by condition; None until measured, or from an earlier version's checkpoint.
+        floor: `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
+        measured_on: what the held-out metrics depend on besides the weights, see `EvalSettings`; {} until measured.
+        broken: which rule of `train.stop_if` the last epoch has broken, in words, or "".
+        shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
+        history: of the optimizer steps.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    sampler: DistributedKRepeatSampler
+    ema: Average | None
+    device: torch.device
+    identity: dict[str, str]
+    finished: int = 0
+    train_seconds: float = 0.0
+    forward_equivalents: float = 0.0
+    before: dict[str, float] | None = None
+    before_rows: list[ConditionRow] | None = None
+    floor: dict[str, float] = dataclasses.field(default_factory=dict)
+    measured_on: dict[str, str | float] = dataclasses.field(default_factory=dict)
+    broken: str = ""
+    shortages: list[int] = dataclasses.field(default_factory=list)
+    history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
+
+    def save(self, folder: Path, *, keep: int, ranks: Ranks, score: float | None = None) -> Saving:
+        """Begin to write a checkpoint of the finished epochs (collective call). `score` as for `saving.begin`.
+
+        Raises:
+            RuntimeError: on every rank, if it cannot begin on any.
+        """
+        state: dict[str, Any] = {
+            "sampler": self.sampler.state_dict(),  # the same on every rank
+            "finished": self.finished,
+            "train_seconds": self.train_seconds,
+            "forward_equivalents": self.forward_equivalents,
+            "before": self.before,
+            "before_rows": self.before_rows,
+            "floor": self.floor,
+            "measured_on": self.measured_on,
+            "broken": self.broken,
+            "shortages": self.shortages,
+            "bad_steps": self.history.bad_steps,
+            "grad_norms": self.history.norms,
+            "steps_taken": self.history.taken,
+        }
+        per_rank: dict[str, Any] = {"random": device_api.rng_state(self.device)}
+        learned = {
+            "trained": dict(trained_parameters(self.module)),
+            "moments": moments_by_place(self.optimizer, self._stepped()),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+        }
+        if is_partitioned(self.module):
+            per_rank["moments"] = learned.pop("moments")
+        if is_sharded(self.module):
+            per_rank["learned"] = local_shards(learned)
+        else:
+            state["learned"] = learned
+        return saving.begin(
+            folder,
+            self.finished,
+            state=state,
+            per_rank=per_rank,
+            identity=self.identity,
+            ranks=ranks,
+            keep=keep,
+            score=score,
+        )
+
+    def restore(self, path: Path, *, ranks: Ranks) -> None:
+        """Restore a checkpoint (collective call).
+
+        Raises:
+            ValueError: damaged, of another model or data, or saved with other sampler numbers.
+        """
+        found = checkpoint.load(path, identity=self.identity, ranks=ranks)
+        state = found.state
+        check_saved(path, Shared, state)
+        if state["finished"] != found.step:
+            raise ValueError(
+                f"{path} is a checkpoint of step {found.step} with the state of {state['finished']} epochs: its files "
+                "are of different checkpoints; resume from another"
+            )
+        if found.per_rank is not None:
+            check_saved(path, OfRank, found.per_rank)
+        if "learned" in state:
+            learned = map_tensors(state["learned"], self._own)
+        else:
+            stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
+            learned = join_shards(stems, "learned", self._own)
+        check_saved(path, Learned, learned)
+        if (learned["ema"] is None) != (self.ema is None):
+            raise ValueError(
+                f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
+                "train.ema_decay as it was, or start afresh under another run_name"
+            )
+        moments = self._own_moments(learned.get("moments"), found, ranks)
+        self.sampler.load_state_dict(state["sampler"])
+        load_trained_state(self.module, learned["trained"])
+        load_moments(self.optimizer, self._stepped(), moments)
+        if self.ema is not None:
+            self.ema.load_state_dict(learned["ema"])
+        if found.per_rank is not None:
+            device_api.set_rng_state(self.device, found.per_rank["random"])
+        self.shortages = list(state["shortages"])
+        # Not, or not all, in checkpoints of earlier versions:
+        self.measured_on, self.before_rows = state.get("measured_on", {}), state.get("before_rows")
+        self.broken = state.get("broken", "")
+        self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
+        self.history = UpdateHistory(
+            taken=state.get("steps_taken", 0),
+            norms=list(state.get("grad_norms", ())),
+            bad_steps=list(state.get("bad_steps", ())),
+        )
+        self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
+
+    def match_evaluation(self, now: Mapping[str, str | float], *, own: bool) -> None:
+        """Keep the held-out metrics "before" only where those "after" will be measured alike.
+
+        Args:
+            now: like `measured_on`, of the evaluations to come.
+            own: the state is of this run; a new run that begins from another's is measured again.
+
+        Raises:
+            ValueError: own, and they differ; knobs that only one of them names do not count.
+        """
+        for knob in sorted(self.measured_on.keys() & now.keys()):
+            if self.measured_on[knob] == now[knob]:
+                continue
+            if own:
+                raise refusal(
+                    knob,
+                    now[knob],
+                    f"must be {self.measured_on[knob]!r}, as when this run's held-out metrics before training were "
+                    "measured, or they could not be compared with those after; go on with that, and measure otherwise "
+                    "with tools/evaluate.py --checkpoint",
+                )
+            self.before, self.before_rows, self.floor, self.measured_on = None, None, {}, {}
+            return
+
+    def _stepped(self) -> list[Tensor]:
+        """Return what the optimizer steps, in the network's order: trained weights, or ZeRO-2's flat shards of them."""
+        if is_partitioned(self.module):
+            return [shard for group in self.optimizer.param_groups for shard in group["params"]]
+        return list(trained_parameters(self.module).values())
+
+    def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:
+        """Return this rank's optimizer moments: under ZeRO-2 its own part, which cannot be read with another layout."""
+        here = ranks.everyone.world_size if is_partitioned(self.module) else 1
+        saved = found.world_size if shared is None else 1
+        if saved != here:
+            raise ValueError(
+                f"{found.path} holds the optimizer's state in {saved} part(s), this run needs {here}: ZeRO-2 "
+                "goes on with as many ranks and train.sharding='zero2'; resume as it was saved, or start afresh"
+            )
+        moments = shared if found.per_rank is None else found.per_rank.get("moments", shared)
+        if moments is None:
+            raise ValueError(f"{found.path} holds no state of the optimizer; resume from another checkpoint")
+        return moments
+
+    def _own(self, path: str, values: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor that was saved under "trained", "moments" or "ema"."""
+        parameters = trained_parameters(self.module)
+        kind, _, name = path.partition("/")
+        if kind == "trained":
+            template = parameters.get(name)
+        else:
+            place = int(name.split("/")[0])
+            template = list(parameters.values())[place] if place < len(parameters) else None
+        # A tensor without a matching parameter is refused by name when it is loaded.
+        return values if template is None or template.shape != values.shape else part_like(values, template)
+
+
+@torch.no_grad()
+def load_weights(path: Path, module: nn.Module, trained: str) -> None:
+    """Load a checkpoint's weights into a network: the moving average where there is one, as evaluations do.
+
+    Args:
+        path: the checkpoint; the data it was trained on is not checked.
+        module: unsharded, as it was built.
+        trained: the mode `model.trained`.
+
+    Raises:
+        ValueError: damaged, or of another model or training mode.
+    """
+    identity = checkpoint.identity_of(path) | {"model": fingerprint(module), "trained": trained}
+    found = checkpoint.load(path, identity=identity, ranks=Ranks())
+    stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
+    learned = found.state.get("learned") or join_shards(stems, "learned", lambda _, values: values)
+    check_saved(path, Learned, learned)
+    load_trained_state(module, learned["trained"])
+    if learned["ema"] is not None:
+        for place, parameter in enumerate(trained_parameters(module).values()):
+            parameter.copy_(learned["ema"][str(place)])
+
+
+def common_identity(module: nn.Module, trained: str, data: Split, ranks: Ranks) -> dict[str, str]:
+    """Return the fingerprints of model and data that go into checkpoints (collective call).
+
+    Raises:
+        ValueError: on every rank, when ranks hold different models or data.
+    """
+    identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
+    identity[checkpoint.FILES] = data.contents()
+    ranks.everyone.check_equal(str(identity), "model and data")
+    return identity
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash of a network's parameter names, shapes and 16 values of each: cheap, and differs between models."""
+    return weights_key(module.named_parameters())

@@ -1,0 +1,498 @@
+"""The verbs of the training loop: sample, gather, choose, compare, update, log, evaluate, save.
+
+`train_grpo.py` says in which order they are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.groups.compare import Chosen, Gathered
+from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
+from flow_grpo.algorithm.groups.metrics import (
+    camera_metrics,
+    group_metrics,
+    reward_metrics,
+    rule_metrics,
+    server_metrics,
+)
+from flow_grpo.algorithm.groups.subset import narrow
+from flow_grpo.algorithm.rollout.collector import Collector
+from flow_grpo.algorithm.update.statistics import check_averaged
+from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.cost.forward_count import ForwardCount
+from flow_grpo.judging.changes import as_metrics, changes_by_camera, paired_changes, with_intervals
+from flow_grpo.judging.evaluate import Evaluation, Evaluator, means_by_camera
+from flow_grpo.judging.extremes import extreme_clips, measure_of, places
+from flow_grpo.judging.reward_signal import NoSignalError, is_silent, measure_spread, spread_metrics, without_value
+from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
+from flow_grpo.judging.verdict import abridged, deciding, in_summary, judge, worse_by_camera
+from flow_grpo.maths.bootstrap import Interval
+from flow_grpo.maths.percentiles import percentiles
+from flow_grpo.models.adapter_files import save_adapter
+from flow_grpo.records import ScoredBatch, TrainingBatch
+from flow_grpo.reporting.clips import log_rows
+from flow_grpo.reporting.console import Progress, print_before_after
+from flow_grpo.reporting.gallery import Gallery
+from flow_grpo.reporting.tracker import Tracker
+from flow_grpo.run.run_state import RunState
+from flow_grpo.run.starts import begin, going_on, next_commands
+from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.checkpoints.saving import Saving
+from flow_grpo.runtime.clock import Clock, Ledger
+from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.runtime.ranks.traffic import sent_metrics
+from flow_grpo.runtime.signals import EndRequest
+from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.schema import Config, RewardConfig
+
+LINGER_S = 20.0  # after an error, for a checkpoint that is being written; torchrun kills peers after 30
+
+
+@dataclasses.dataclass
+class Trainer:
+    """One run on one rank; every method is a collective call.
+
+    Attributes:
+        config: the run's configuration.
+        collector: samples a round.
+        updater: takes the gradient steps.
+        evaluator: measures held-out conditions.
+        state: what a checkpoint holds.
+        tracker: metrics, videos, summary.
+        progress: the console.
+        ranks: who takes part, as the data sees them.
+        device: this rank's device.
+        run_folder: where the run's files are.
+        lock: the run lock of that folder.
+        forwards: counts the network's calls.
+        dynamic_sampling: samples further rounds when groups are flat, or None.
+        cameras: the kind of camera of every training condition, for statistics; () keeps none.
+        from_own: the run resumes from its own checkpoint, so its state is already saved.
+        films: tools/generate.py can make videos with the policy's model.
+        ledger: seconds outside of epochs; by default since the trainer is built.
+    """
+
+    config: Config
+    collector: Collector
+    updater: Updater
+    evaluator: Evaluator
+    state: RunState
+    tracker: Tracker
+    progress: Progress
+    ranks: Ranks
+    device: torch.device
+    run_folder: Path
+    lock: RunLock
+    forwards: ForwardCount
+    dynamic_sampling: DynamicSampling | None = None
+    cameras: tuple[str, ...] = ()
+    from_own: bool = False
+    films: bool = True
+    ledger: Ledger = dataclasses.field(default_factory=Ledger)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.device)
+        self.gallery = Gallery(self.tracker, self.run_folder)
+        self.metrics: dict[str, float] = {}
+        self.end, self.ended_by = EndRequest(), ""
+        self._timed_until = time.perf_counter()
+        self._saved = self._position() if self.from_own else None
+        self._saving: Saving | None = None
+        self._evaluated: tuple[int, Evaluation] | None = None
+        self._silent, self._without_value = False, list[str]()
+        self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
+
+    @property
+    def reward(self) -> RewardConfig:
+        """The reward settings of the epoch in progress."""
+        return compare.in_epoch(self.config.reward, self.state.finished)
+
+    def epochs(self) -> Iterator[int]:
+        """Yield the remaining epochs until the configured time is used up or a signal asks to end."""
+        self._timed_until = time.perf_counter()
+        if self.state.finished >= self.config.num_epochs > 0:
+            self.progress.say(
+                f"nothing left to train after epoch {self.state.finished}, a larger --config.num_epochs goes on: "
+                f"{len(self.evaluator.indices)} conditions are measured again"
+            )
+        first = self.state.finished
+        for epoch in range(first, self.config.num_epochs):
+            if self._out_of_time() or self._asked_to_end():
+                break
+            if epoch == first and self.ranks.is_main:
+                begin(self.run_folder)
+            self.tracker.begin()
+            self.ledger.book("time/log_s")
+            self.clock, self.metrics = Clock(self.device), {}
+            self.forwards.mark()
+            self.ranks.sent.clear()
+            device_api.reset_peak_memory(self.device)
+            yield epoch
+            self._count_time()
+
+    def sample(self) -> tuple[ScoredBatch, ...]:
+        """Roll out and score this rank's samples of the next epoch."""
+        self.progress.start_epoch(rollouts=self.config.sample.expanded_batch_size)
+        return self._collect("sampling")
+
+    def gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
+        """Exchange ids and rewards of all samples and check that they are whole groups."""
+        gathered = self._gather(batches)
+        with self.ranks.sync_errors("measuring"):
+            self.metrics |= reward_metrics(gathered, self.reward.weights)
+            self.metrics |= rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
+        return gathered
+
+    def choose(self, batches: Sequence[ScoredBatch], gathered: Gathered) -> Chosen:
+        """Choose the samples to train on: the whole round, or with dynamic sampling the groups that carry a signal."""
+        if self.dynamic_sampling is None:
+            return compare.everything(batches, gathered, self.ranks)
+
+        def sample_round(number: int) -> tuple[Sequence[ScoredBatch], Gathered]:
+            self.progress.more_rollouts(self.config.sample.expanded_batch_size)
+            fresh = self._collect(f"resample #{number}")
+            return fresh, self._gather(fresh)
+
+        chosen, metrics = self.dynamic_sampling.choose(
+            batches, gathered, sample_round, reward=self.reward, shortages=self.state.shortages
+        )
+        self.metrics |= metrics
+        return chosen
+
+    def compare(self, chosen: Chosen) -> TrainingBatch:
+        """Turn rewards into advantages within groups and take this rank's own rows, all or those of `train.copies`."""
+        with self.ranks.sync_errors("comparing"):
+            compared = compare.advantages(
+                chosen.gathered,
+                self.reward,
+                k=self.config.sample.k,
+                floors=self.collector.rewards.floors,
+                adv_clip=self.config.train.adv_clip,
+            )
+            self.metrics["train/zero_std_ratio"] = float(compared.flat.float().mean())
+            self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
+            self.metrics |= percentiles("reward/advantage_p", compared.advantages)
+            if self.dynamic_sampling is None:  # else logged for the first round by dynamic sampling
+                self.metrics |= group_metrics(compared)
+            if self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
+                compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
+        if self.config.train.copies:
+            chosen, compared = narrow(chosen, compared, self.config.train.copies, self.ranks)
+        with self.ranks.sync_errors("comparing"):
+            return compare.own_rows(chosen, compared, self.ranks)
+
+    def update(self, batch: TrainingBatch, epoch: int) -> None:
+        """Take the epoch's gradient steps."""
+        self.ranks.begin_phase("update")
+        plan = self.updater.plan(batch, epoch)
+        self.progress.start_update(plan.passes)
+        probe = self.config.debug or self._evaluation_is_due(epoch + 1)
+        with self.clock.phase("update"):
+            self.metrics |= self.updater.run(batch, plan, self.state.history, probe=probe)
+        check_averaged(self.state.history.norms, self.ranks)
+
+    def finish_epoch(self, epoch: int) -> None:
+        """Mark an epoch as finished: checkpoints saved from here on contain its update."""
+        self.state.finished = epoch + 1
+        self._sampler_at_update = self.state.sampler.state_dict()
+
+    def log(self, batches: Sequence[ScoredBatch]) -> None:
+        """Record the finished epoch's metrics and, when due, videos of its samples."""
+        step, every = self.state.finished, self.config.log_videos_every
+        self.metrics |= self.clock.metrics() | self.ledger.take()
+        self.ledger.since()  # the epoch's own
+        seconds = self.metrics["time/epoch_s"]
+        rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
+        own = torch.tensor([self.forwards.since_mark()], dtype=torch.float64)
+        forwards, operations = self.ranks.all_gather(own).sum(dim=0).tolist()
+        self.state.forward_equivalents += forwards
+        self.metrics |= server_metrics(self.collector.rewards.stats(), self.ranks)
+        self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}
+        self.metrics |= {
+            "system/forward_equivalents": self.state.forward_equivalents,
+            "system/forward_equivalents_per_sample": forwards
+            / (self.config.sample.expanded_batch_size * self.ranks.world_size),
+            "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,
+        }
+        if operations:
+            rate = operations / self.ranks.everyone.world_size / seconds
+            self.metrics |= {"system/tflops_per_device": rate / 1e12, "system/mfu": rate / self.forwards.rate}
+        self.metrics |= self.updater.learning_rates() | sent_metrics(self.ranks)
+        with self.ranks.sync_errors("logging"):
+            self.tracker.log(self.metrics, step)
+            if every and step % every == 0 and self.ranks.is_main:
+                count, k = self.config.eval.videos, self.config.sample.k
+                weights = compare.in_epoch(self.config.reward, step - 1).weights  # `self.reward` is the next epoch's
+                self.gallery.training(batches[0], step, count=count, weights=weights, k=k)
+
+    def evaluate_if_due(self) -> None:
+        """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console.
+
+        Raises:
+            BrokenPolicyError: on every rank, if a rule of `train.stop_if` holds.
+        """
+        due = self._evaluation_is_due(self.state.finished)
+        evaluation = self.evaluate() if due else None
+        held_out = {} if evaluation is None else evaluation.metrics
+        self.progress.finish_epoch(self.metrics | held_out)
+        changes = {} if evaluation is None else self._changes(evaluation)
+        means = {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
+        holding = broken(self.config.train.stop_if, self.metrics | held_out | means)
+        # Times and memory differ between ranks, which must end together.
+        self.state.broken = next(filter(None, self.ranks.everyone.gather_text(holding)), "")
+        self._stop_if_broken()
+
+    def save_if_due(self) -> None:
+        """Begin to save every `checkpoint.every` epochs; what the epoch before has begun is published by now."""
+        self.ledger.book("time/log_s")
+        self._settle()
+        if self.state.finished % self.config.checkpoint.every == 0:
+            self._begin_saving()
+        self.ledger.book("time/save_s")
+
+    def evaluate(self) -> Evaluation:
+        """Measure the held-out conditions with the current weights, once per epoch, and record the result."""
+        step = self.state.finished
+        if self._evaluated is None or self._evaluated[0] != step:
+            self.ledger.book("time/log_s")
+            evaluation = self.evaluator.run(self._weights())
+            signal = self._signal()
+            seconds = {"time/evaluation_s": self.ledger.since()}
+            with self.ranks.sync_errors("logging"):
+                changes = as_metrics(self._changes(evaluation), list(evaluation.metrics))
+                self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
+                log_rows(self.tracker, "eval/presets", evaluation.presets, step)
+                self.gallery.evaluation(evaluation.clips, step, before=self.state.before is None)
+            self._evaluated = step, evaluation
+            self.ledger.book("time/log_s")
+        return self._evaluated[1]
+
+    def evaluate_before(self) -> None:
+        """Evaluate the starting policy; a resumed run has the result in its checkpoint.
+
+        Raises:
+            InputError: `checkpoint.best` or `train.stop_if` names a metric that is not measured.
+            NoSignalError: the rewards cannot tell the copies of a group apart.
+            BrokenPolicyError: a run that ended by `train.stop_if` is resumed as it was.
+        """
+        self._stop_if_broken()
+        with self.ranks.sync_errors("logging"):
+            self.tracker.log({"time/start_s": self.ledger.since()}, self.state.finished)
+        if self.state.before is None:
+            first = self.evaluate()
+            self.state.before, self.state.before_rows = first.metrics, first.rows
+            self.state.floor = self.evaluator.floor()
+            self.state.measured_on = dict(self.evaluator.settings.measured_on)
+            if self.state.floor:
+                with self.ranks.sync_errors("logging"):
+                    seconds = {"time/floor_s": self.ledger.since()}
+                    self.tracker.log(self.state.floor | seconds, self.state.finished)
+            self.progress.say(f"before training: {_in_words(self.state.before)}")
+            if self._silent and self.config.doctor != "off" and self.config.num_epochs:
+                raise NoSignalError(self._without_value)
+        elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
+            self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
+            self._saved = None  # the checkpoint has no score yet
+            self.save()
+        check_measured(self.config.train.stop_if, self.state.before)
+        best = self.config.checkpoint.best
+        if best and best.removeprefix("-") not in self.state.before:
+            raise InputError(
+                f"config.checkpoint.best: got {best!r}, must be a held-out metric of this run, or '-' and one where "
+                f"less is better: {', '.join(self.state.before)}"
+            )
+
+    def finish(self) -> None:
+        """Save, evaluate once more, write the adapter and the summary, and print table and verdict."""
+        assert self.state.before is not None, "evaluate_before() comes first"
+        self._begin_saving()
+        after = self.evaluate()
+        with self._weights():
+            save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
+        before, floor, changes = self.state.before, self.state.floor, self._changes(after)
+        names, gold = self.evaluator.names, self.evaluator.gold is not None
+        weights = largest_weights(self.config)
+        verdict = judge(changes, names, weights, before=before, gold=gold)
+        rows, measure, step = self.state.before_rows or [], measure_of(self.config, self.evaluator), self.state.finished
+        most = self.config.eval.videos
+        clips = extreme_clips(self.evaluator, rows, after.rows, measure, most=most, weights=self._weights())
+        with self.ranks.sync_errors("summary"):
+            files = {kind: self.gallery.extremes(kind, own, step) for kind, own in clips.items()}
+            by_camera, cameras_before = changes_by_camera(rows, after.rows), means_by_camera(rows)
+            decisive = deciding(changes, names, weights, gold=gold)
+            worse = worse_by_camera(by_camera, decisive, names, cameras_before)
+            self.gallery.paths(after.clips)
+            self.gallery.cameras(cameras_before, after.by_camera, by_camera, step)
+            self.tracker.write_summary(
+                {
+                    "verdict": in_summary(verdict, files["best"], files["worst"], worse),
+                    "before": before,
+                    "after": with_intervals(after.metrics, changes),
+                    **({"change_by_camera": by_camera} if by_camera else {}),
+                    **({"floor": floor} if floor else {}),
+                    "measured_on": self.state.measured_on,
+                    "train_seconds": self.state.train_seconds,
+                }
+            )
+            self.close()
+        self._settle()
+        print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
+        commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
+        cameras = [f"  worse for a kind of camera: {text}" for text in abridged(worse)]
+        self.progress.say("\n".join([f"verdict: {verdict}", *cameras, *places(files, measure), *commands]))
+
+    def leave(self) -> None:
+        """Save and close the trackers, after a signal asked to end before the last epoch."""
+        self.save()
+        with self.ranks.sync_errors("summary"):
+            self.close()
+        self.progress.say(
+            f"ended by {self.ended_by} after epoch {self.state.finished}, saved; go on with {going_on(self.run_folder)}"
+        )
+
+    def close(self) -> None:
+        """Log the seconds that are in no record yet, and close the trackers."""
+        self.ledger.book("time/finish_s")
+        self.tracker.log({"time/finish_s": sum(self.ledger.take().values())}, self.state.finished)
+        self.tracker.close()
+
+    def rewind(self) -> None:
+        """Reset the sampler to the end of the last update, so that a resumed run samples the broken epoch again."""
+        self.state.sampler.load_state_dict(self._sampler_at_update)
+
+    def save(self) -> None:
+        """Publish a checkpoint of the finished epochs and the sampler's position, unless it is saved already."""
+        self._begin_saving()
+        self._settle()
+        self.ledger.book("time/save_s")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, signals ask for an end; at the end the last seconds are recorded and the run's folder is unlocked.
+
+        After an error the checkpoint that is being written behind training gets the time to be published, also where
+        the launcher asks to end meanwhile. That is no collective call: other ranks may have failed. The folder then
+        stays locked as long as the process lives: a thread may still write into it.
+        """
+        with self.end:
+            try:
+                yield
+            except Exception:
+                if self._saving is not None:
+                    self._saving.linger(LINGER_S)
+                raise
+        with contextlib.suppress(OSError):  # all else is done
+            self.tracker.log({"time/close_s": self.ledger.since()}, self.state.finished)
+        self.lock.release()
+
+    def _begin_saving(self) -> None:
+        if self._saved != self._position():
+            self._settle()
+            self._count_time()
+            folder, keep = self.run_folder / "checkpoints", self.config.checkpoint.keep
+            self._saving = self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
+            self._saved = self._position()
+            self._timed_until = time.perf_counter()  # copying does not count as training
+
+    def _settle(self) -> None:
+        """Wait until the checkpoint that is being written is published (collective call).
+
+        Raises:
+            RankError: on every rank, if any failed to write.
+        """
+        if self._saving is not None:
+            begun, self._saving = self._saving, None
+            begun.wait()
+
+    def _collect(self, phase: str) -> tuple[ScoredBatch, ...]:
+        return self.collector.collect(self.clock, lambda: self.ranks.sync_errors(phase))
+
+    def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
+        sample = self.config.sample
+        for line in compare.failures(batches, self.collector.rewards.weights):
+            self.progress.say(line)
+        with self.clock.phase("gather"):
+            gathered = compare.gather(batches, self.ranks)
+        if self.config.debug:
+            compare.show_gathered(batches, gathered, sample, self.ranks, self.reward.weights)
+        try:
+            compare.check(gathered, sample, self.ranks)
+        except (AssertionError, RuntimeError) as error:
+            raise RankError(f"gathered samples: {error}") from error  # every rank has the same
+        compare.check_faults(batches, gathered, self.reward, self.ranks)
+        return gathered
+
+    def _changes(self, evaluation: Evaluation) -> dict[str, Interval]:
+        """Return the changes since the evaluation before training; none where its rows are not known."""
+        return paired_changes(self.state.before_rows or (), evaluation.rows)
+
+    def _stop_if_broken(self) -> None:
+        if self.state.broken and self.config.train.stop_if:
+            raise BrokenPolicyError(self.state.broken, self.state.finished, self.run_folder)
+
+    def _count_time(self) -> None:
+        now = time.perf_counter()
+        self.state.train_seconds += now - self._timed_until
+        self._timed_until = now
+
+    def _position(self) -> tuple[int, int]:
+        return self.state.finished, self.state.sampler.next_step
+
+    def _score(self) -> float | None:
+        """Return the value of `checkpoint.best` for the current weights, larger is better, if they were evaluated."""
+        best = self.config.checkpoint.best
+        if not best or self._evaluated is None or self._evaluated[0] != self.state.finished:
+            return None
+        value = self._evaluated[1].metrics.get(best.removeprefix("-"))  # no condition may have had a value
+        return -value if value is not None and best.startswith("-") else value
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        return self.config.eval.every > 0 and step % self.config.eval.every == 0
+
+    def _signal(self) -> dict[str, float]:
+        """Return how much of the rewards' spread the update can credit, measured on held-out conditions."""
+        groups, shared = self.config.eval.signal_groups, self.config.sample.same_initial_noise
+        if not groups or self.config.train.objective != "grpo":
+            return {}
+        policy, dataset, sampling = self.updater.policy, self.evaluator.dataset, self.collector.settings
+        rewards, weights = self.collector.rewards, self.reward.weights
+        spreads = measure_spread(policy, dataset, rewards, sampling, self.ranks, groups=groups, own=not shared)
+        rewards.stats()  # of these requests, which are not training's
+        self._silent = is_silent(spreads, weights, shared=shared)
+        self._without_value = without_value(spreads, weights, shared=shared)
+        return spread_metrics(spreads, weights, shared=shared)
+
+    def _has_evaluated(self) -> bool:
+        """Return whether held-out metrics of the current state are on record."""
+        names = self.tracker.recorded(self.state.finished)
+        return self.ranks.broadcast_text(str(any(name.startswith("eval/") for name in names))) == "True"
+
+    def _out_of_time(self) -> bool:
+        """Return whether the configured minutes are used up, by rank 0's clock."""
+        limit = 60 * self.config.max_minutes
+        return limit > 0 and self.ranks.broadcast_text(str(self.state.train_seconds >= limit)) == "True"
+
+    def _asked_to_end(self) -> bool:
+        """Return whether any rank received a signal to end; all ranks then know which."""
+        signals = [name for name in self.ranks.everyone.gather_text(self.end.signal) if name]
+        self.ended_by = signals[0] if signals else ""
+        return bool(signals)
+
+    def _weights(self) -> AbstractContextManager[Any]:
+        """Return a context that swaps in the weights to evaluate: their moving average if there is one."""
+        return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
+
+
+def _in_words(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not name.endswith("_valid"))

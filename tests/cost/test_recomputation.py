@@ -1,0 +1,63 @@
+"""What `model.checkpointing=auto` becomes, by the memory of the device and the length of the video."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flow_grpo.cost.plan import make_plan, recomputed_share
+from flow_grpo.cost.recomputation import settled
+from flow_grpo.settings.errors import ConfigError
+from flow_grpo.settings.loading import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(*knobs: str, recipe: str = "my_recam_8npu"):
+    words = [f"--config.{knob}" for knob in ("model.path=nowhere", "model.encodings=encodings", *knobs)]
+    return load_config(f"{ROOT}/config/grpo.py:{recipe}", words)
+
+
+@pytest.mark.parametrize(
+    ("gib", "size", "knob", "mode", "why"),
+    [
+        (64, "81x480x832", "", "keep_attention", "not none, whose update needs "),
+        (32, "81x480x832", "", "blocks", "not keep_attention, whose update needs "),
+        (64, "81x480x832", "model.compile=true", "blocks", "not keep_attention, which model.compile does not allow"),
+        (40, "33x240x416", "", "none", "none, planned "),
+        (20, "33x240x416", "", "blocks", "not keep_attention, which 7,020 tokens are too few for"),
+    ],
+)
+def test_the_fastest_that_fits_is_taken_and_why_is_said(gib, size, knob, mode, why):
+    sides = zip(("num_frames", "height", "width"), size.split("x"), strict=True)
+    knobs = [f"data.{name}={value}" for name, value in sides] + ([knob, "train.old_log_prob=detach"] if knob else [])
+    found, said = settled(config("model.checkpointing=auto", "train.batch_size=1", *knobs), 8, gib)
+    assert found.model.checkpointing == mode
+    assert said.startswith("model.checkpointing=auto: ") and why in said and f"{mode}, planned " in said
+
+
+def test_what_was_decided_stays_and_a_policy_of_one_s_own_recomputes_blocks():
+    decided = config("model.checkpointing=none")
+    assert settled(decided, 8, 1.0) == (decided, "")
+    own = config(f"model.kind={ROOT}/tests/cost/test_recomputation.py:config", "model.checkpointing=auto")
+    assert settled(own, 8, 64.0)[0].model.checkpointing == "blocks"
+    assert recomputed_share(own) == 1.0
+
+
+def test_keeping_attention_saves_its_share_of_the_recomputation():
+    modes = ("none", "keep_attention", "blocks")
+    plans = {mode: make_plan(config(f"model.checkpointing={mode}"), 8, 2e14) for mode in modes}
+    shares = [recomputed_share(config(f"model.checkpointing={mode}")) for mode in modes]
+    assert shares[0] == 0 and shares[2] == 1 and shares[1] == pytest.approx(0.18, abs=0.01)
+    assert plans["none"].update_gib > plans["keep_attention"].update_gib > plans["blocks"].update_gib
+    one = plans["blocks"].update_s / 4
+    for mode, share in zip(modes, shares, strict=True):
+        assert plans[mode].update_s == pytest.approx((3 + share) * one)
+
+
+def test_a_compiled_block_hides_its_attention():
+    with pytest.raises(
+        ConfigError, match=r"model\.checkpointing.*must be 'blocks', 'none' or 'auto' while model\.comp"
+    ):
+        config("model.compile=true", "train.old_log_prob=detach", "model.checkpointing=keep_attention")

@@ -1,0 +1,123 @@
+"""The report of a plan: knobs that save memory one by one, the fewest with which a recipe fits, what was assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+
+from flow_grpo.cost import savings
+from flow_grpo.cost.plan import Plan
+from flow_grpo.settings.loading import load_config
+
+RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
+NOTHING = {field.name: 1 for field in dataclasses.fields(Plan)}
+
+
+@pytest.fixture(autouse=True)
+def planned(monkeypatch):
+    """Plan by a formula: 40 GiB and 100 s, less by known amounts for every knob."""
+
+    def plan(config, devices, rate):
+        gib = 40 - 10 * bool(config.model.encodings) - 11 * config.model.offload + 8 * (config.model.dtype == "fp32")
+        gib -= 4 * (config.train.batch_size == 1) + 6 * (config.train.sharding == "fsdp2")
+        seconds = 100 + 30 * (config.train.batch_size == 1) + 7 * config.model.offload
+        return Plan(**(NOTHING | {"update_gib": gib, "epoch_s": seconds}))
+
+    monkeypatch.setattr(savings, "make_plan", plan)
+
+
+def config(*knobs: str):
+    return load_config(RECIPE, [f"--config.{knob}" for knob in knobs])
+
+
+def said(limit: float, *knobs: str, devices: int = 8) -> tuple[list[str], bool]:
+    text, fits = savings.report(config(*knobs), devices, 3e14, limit)
+    return text.splitlines(), fits
+
+
+def test_every_knob_that_saves_memory_is_listed_with_its_gib_and_seconds():
+    lines, fits = said(64)
+    table = lines[lines.index("what saves memory, each alone (now 40.0 GiB at the peak, 100 s an epoch):") + 1 : -1]
+    assert [line.split() for line in table] == [
+        ["-4.00", "GiB", "+30.0", "s", "--config.train.batch_size=1"],
+        ["-10.00", "GiB", "+0.0", "s", "--config.model.encodings=FOLDER", "(tools/precompute.py)"],
+        ["-11.00", "GiB", "+7.0", "s", "--config.model.offload=true"],
+        ["-6.00", "GiB", "+0.0", "s", "--config.train.sharding=fsdp2", "--config.sample.share_prefix=false"],
+    ]
+    assert fits and lines[-1] == "fits: 40.0 of 64 GiB at the peak"
+
+
+@pytest.mark.parametrize(
+    ("limit", "ending"),
+    [
+        (30, "it does (30.0 GiB, 100 s an epoch): --config.model.encodings=FOLDER (tools/precompute.py)"),
+        (29, "it does (29.0 GiB, 107 s an epoch): --config.model.offload=true"),
+        (8, "no knob helps enough: take fewer frames or a smaller size"),
+    ],
+)
+def test_what_does_not_fit_ends_with_the_fewest_and_of_those_the_fastest_knobs(limit, ending):
+    lines, fits = said(limit)
+    assert not fits
+    assert lines[-1].startswith(f"does not fit: 40.0 of {limit} GiB at the peak; ") and lines[-1].endswith(ending)
+
+
+def test_two_knobs_are_taken_where_one_is_not_enough():
+    assert said(20)[0][-1].endswith("--config.model.encodings=FOLDER (tools/precompute.py) --config.model.offload=true")
+
+
+def test_a_knob_that_changes_what_is_trained_comes_last():
+    lines, _ = said(40, "model.dtype=fp32")
+    assert lines[-1].endswith("--config.model.encodings=FOLDER (tools/precompute.py)")
+    assert any(line.endswith("--config.model.dtype=bf16  changes what is trained") for line in lines)
+    assert said(10, "model.dtype=fp32")[0][-1].count("--config.model.dtype=bf16") == 1  # 17 without it
+
+
+def test_the_assumptions_are_said():
+    text = "\n".join(said(64, "model.path=nowhere")[0])
+    assert "8 device(s) of 64 GiB that sustain 300 TFLOP/s" in text
+    assert "Wan2.1-T2V-1.3B's, as there is no folder nowhere" in text and "every video 81x480x832" in text
+
+
+def words(given, devices: int) -> list[str]:
+    return [savings.in_words(knob.values(given)) for knob in savings.knobs(given, devices)]
+
+
+def test_a_smaller_batch_keeps_whole_groups_and_the_samples_of_an_epoch():
+    found = words(config("sample.train_batch_size=4"), 8)
+    assert "--config.sample.train_batch_size=1 --config.sample.num_batches_per_epoch=8" in found
+    single = words(config("sample.train_batch_size=8"), 1)  # on one device all copies lie in one batch
+    assert any("--config.sample.train_batch_size=4 --config.sample.num_batches" in knob for knob in single)
+
+
+@pytest.mark.parametrize(
+    ("given", "devices"),
+    [
+        ((), 8),
+        (("sample.train_batch_size=8", "train.context_parallel=2"), 8),
+        (("sample.train_batch_size=4", "train.context_parallel=3"), 12),
+    ],
+)
+def test_no_set_of_exact_knobs_changes_the_samples_of_an_epoch(given, devices):
+    recipe = config(*given)
+    exact = [knob for knob in savings.knobs(recipe, devices) if knob.exact]
+    for count in (1, 2, 3):
+        for chosen in itertools.combinations(exact, count):
+            other, values = savings.turned(recipe, chosen)
+            samples = [one.sample.expanded_batch_size / one.train.context_parallel for one in (recipe, other)]
+            assert samples[0] == samples[1], savings.in_words(values)
+
+
+def test_knobs_that_change_the_same_value_name_it_once_with_its_last_value(monkeypatch):
+    def plan(config, devices, rate):
+        gib = 40 - 10 * (config.sample.train_batch_size == 1) - 10 * (config.train.context_parallel == 2)
+        samples = config.sample.expanded_batch_size // config.train.context_parallel  # fewer are faster
+        return Plan(**(NOTHING | {"update_gib": gib, "epoch_s": samples}))
+
+    monkeypatch.setattr(savings, "make_plan", plan)
+    assert said(20)[0][-1].endswith(
+        "(20.0 GiB, 4 s an epoch): --config.train.context_parallel=2 --config.sample.num_batches_per_epoch=8 "
+        "--config.sample.train_batch_size=1"
+    )

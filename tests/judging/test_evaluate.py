@@ -1,0 +1,276 @@
+"""Held-out evaluation: fixed inputs, the same numbers on any number of ranks, honest means."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+from flow_grpo.judging.evaluate import EvalSettings, Evaluator
+from flow_grpo.records import Condition, Guidance, RewardResult
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.ranks.context import share_samples
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition
+from tests.workers import run_ranks
+
+PRESETS = ("pan_right", "zoom_in", None)
+
+
+class ToyData:
+    """12 held-out conditions, presets in turn."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
+        return dataclasses.replace(condition(index, gid, slot), preset=PRESETS[index % 3])
+
+    def size_of(self, index: int) -> tuple[int, int, int]:
+        return (5, 2, 2)
+
+
+class Gold:
+    """The sample's index, unknown for the condition with index 4."""
+
+    name = "gold"
+    floor = 0.0
+    measures = ("trans_err_m",)
+
+    def __call__(self, videos, conditions):
+        index = torch.tensor([float(c.index) for c in conditions])
+        return RewardResult(-index, index != 4, ("",) * len(index), {"trans_err_m": index})
+
+
+def evaluator(
+    ranks: Ranks | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3, **settings
+) -> Evaluator:
+    rewards = RewardSet([BrightnessReward(broken=[(5, 0)])], {"brightness": 1.0})
+    made = EvalSettings(SIGMAS, number, batch_size, videos=2, **{"has_reference": True, **settings})
+    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), made, ranks or Ranks())
+
+
+def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
+    policy = ToyPolicy()
+    found = evaluator(policy=policy).run()
+    assert [rows for rows, *_ in policy.calls] == [3] * 6 + [3] * 6 + [1] * 6
+    assert found.metrics == evaluator().run().metrics
+
+
+def test_conditions_are_encoded_with_the_evaluation_s_guidance():
+    policy, seen = ToyPolicy(), []
+    encode = policy.encode
+    policy.encode = lambda conditions, guidance: (seen.append(guidance), encode(conditions))[1]
+    evaluator(policy=policy, guidance=Guidance(5.0, "blurry")).run()
+    assert set(seen) == {Guidance(5.0, "blurry")}
+
+
+def test_conditions_and_noise_depend_on_nothing_but_the_data():
+    first, second = evaluator(), evaluator(number=3)
+    assert second.indices == first.indices[:3]
+    assert sorted(set(first.indices)) == sorted(first.indices)
+
+
+def test_every_condition_has_noise_of_its_own_and_always_the_same():
+    firsts = []
+    for number in (7, 3):
+        policy = ToyPolicy()
+        velocity, seen = policy.velocity, []
+        policy.velocity = lambda latents, *rest, v=velocity, s=seen: (s.append(latents), v(latents, *rest))[1]
+        evaluator(policy=policy, number=number, batch_size=7).run()
+        firsts.append(seen[0])
+    assert len(firsts[0].flatten(1).unique(dim=0)) == 7
+    assert torch.equal(firsts[0][:3], firsts[1])
+
+
+def test_means_leave_out_what_has_no_value_and_count_it():
+    found = evaluator(number=12).run()
+    assert found.metrics["eval/trans_err_m"] == pytest.approx((sum(range(12)) - 4) / 11)
+    assert found.metrics["eval/trans_err_m_valid"] == pytest.approx(11 / 12)
+    assert found.metrics["eval/brightness_valid"] == pytest.approx(11 / 12)
+    assert "eval/brightness_valid" not in evaluator(number=1).run().metrics
+    assert found.metrics["eval/brightness_percent"] == pytest.approx(100 * found.metrics["eval/brightness"])
+
+
+def test_presets_have_their_own_rows():
+    found = evaluator(number=12).run()
+    assert [(row["preset"], row["count"]) for row in found.presets] == [("pan_right", 4), ("zoom_in", 4)]
+    assert found.presets[0]["trans_err_m"] == pytest.approx((0 + 3 + 6 + 9) / 4)
+    assert found.presets[1]["trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
+
+
+def test_kinds_of_camera_have_their_own_means_and_shares():
+    found = evaluator(number=12).run().by_camera
+    assert {name.split("/")[1] for name in found} == {"pan_right", "zoom_in", "cam02"}
+    assert found["eval_by_camera/pan_right/trans_err_m"] == pytest.approx((0 + 3 + 6 + 9) / 4)
+    assert found["eval_by_camera/zoom_in/trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
+    assert found["eval_by_camera/zoom_in/trans_err_m_valid"] == pytest.approx(3 / 4)
+    assert found["eval_by_camera/cam02/trans_err_m"] == pytest.approx((2 + 5 + 8 + 11) / 4)
+    assert found["eval_by_camera/cam02/brightness_valid"] == pytest.approx(3 / 4)
+    assert "eval_by_camera/pan_right/brightness_valid" not in found
+
+
+def test_every_condition_has_a_row_with_all_that_was_measured_on_it():
+    found = evaluator(number=12).run()
+    scenes = {row["scene"]: row for row in found.rows}
+    assert len(scenes) == 12 and {row["camera"] for row in found.rows} == {"cam02"}
+    first, fifth = scenes["val/f17_aperture10/scene0"], scenes["val/f17_aperture10/scene5"]
+    assert (first["preset"], fifth["preset"]) == ("pan_right", "")
+    assert first["values"].keys() == {"brightness", "brightness_percent", "gold", "trans_err_m"}
+    assert fifth["values"]["trans_err_m"] == 5.0 and math.isnan(fifth["values"]["brightness"])
+    assert found.metrics["eval/gold"] == pytest.approx(-(sum(range(12)) - 4) / 11)
+
+
+class Seen(Gold):
+    """As `Gold`, with the videos it is shown."""
+
+    def __init__(self) -> None:
+        self.videos: dict[int, torch.Tensor] = {}
+
+    def __call__(self, videos, conditions):
+        self.videos |= {c.index: video for c, video in zip(conditions, videos, strict=True)}
+        return super().__call__(videos, conditions)
+
+
+def test_the_floor_is_the_gold_estimator_on_what_the_codec_keeps_of_the_true_videos():
+    made = evaluator(number=12)
+    made.gold = Seen()
+    assert made.floor() == {
+        "eval_floor/gold": pytest.approx(-(sum(range(12)) - 4) / 11),
+        "eval_floor/gold_valid": pytest.approx(11 / 12),
+        "eval_floor/trans_err_m": pytest.approx((sum(range(12)) - 4) / 11),
+        "eval_floor/trans_err_m_valid": pytest.approx(11 / 12),
+    }
+    assert sorted(made.gold.videos) == list(range(12))
+    for index, video in made.gold.videos.items():
+        torch.testing.assert_close(video[:, 0], condition(index).target_video[:, 0].mean(0).expand(3, -1, -1))
+    assert made.policy.calls == []
+
+
+def test_there_is_no_floor_without_true_videos_or_without_a_gold_estimator():
+    made = evaluator(number=12)
+    whole = made.dataset.condition
+    made.dataset.condition = lambda index: dataclasses.replace(whole(index), target_video=None)
+    assert made.floor() == {}
+    made.dataset.condition, made.gold = whole, None
+    assert made.floor() == {}
+
+
+def test_conditions_without_a_true_video_are_left_out_of_the_floor():
+    made = evaluator(number=12)
+    whole = made.dataset.condition
+    made.dataset.condition = lambda i: whole(i) if i in (1, 7) else dataclasses.replace(whole(i), target_video=None)
+    assert made.floor()["eval_floor/trans_err_m"] == pytest.approx(4.0)
+
+
+def _evaluate(ranks: Ranks, share: int = 1) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
+    made = evaluator(share_samples(ranks, share, torch.device("cpu"))[0])
+    found = made.run()
+    return (found.metrics | made.floor(), found.by_camera), found.presets, len(found.clips)
+
+
+@pytest.mark.parametrize(("world_size", "share"), [(2, 1), (8, 1), (4, 2), (2, 2)])
+def test_any_number_of_ranks_gives_the_same_numbers_whether_they_share_samples_or_not(world_size, share):
+    (metrics, by_camera), presets, _ = _evaluate(Ranks())
+    results = run_ranks(_evaluate, world_size, share)
+    assert all(result[:2] == results[0][:2] for result in results)
+    assert results[0][0][0] == pytest.approx(metrics, rel=1e-6)
+    assert results[0][0][1] == pytest.approx(by_camera, rel=1e-6)
+    assert [row["count"] for row in results[0][1]] == [row["count"] for row in presets]
+    assert [clips for *_, clips in results[1:]] == [0] * (world_size - 1)
+
+
+def _fail_on_one(ranks: Ranks) -> str:
+    broken = evaluator(ranks)
+    if ranks.rank == 1:
+        broken.dataset.condition = lambda index, gid: 1 / 0
+    with pytest.raises(RuntimeError) as caught:
+        broken.run()
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all():
+    texts = run_ranks(_fail_on_one, 2)
+    assert texts == ["rank 1 failed in evaluation: ZeroDivisionError: division by zero"] * 2
+
+
+def test_the_given_weights_are_in_place_while_sampling_only():
+    policy = ToyPolicy()
+
+    @contextlib.contextmanager
+    def brighter():
+        policy.net.outer.bias.data -= 5
+        yield
+        policy.net.outer.bias.data += 5
+
+    plain = evaluator(policy=policy).run()
+    averaged = evaluator(policy=policy).run(brighter())
+    assert averaged.metrics["eval/brightness"] > plain.metrics["eval/brightness"] + 0.2
+    assert evaluator(policy=policy).run().metrics == pytest.approx(plain.metrics, abs=1e-5)
+
+
+def test_more_conditions_than_data_are_refused():
+    with pytest.raises(ValueError, match=r"eval.num_conditions=13 must be within 1..12"):
+        evaluator(number=13)
+
+
+def test_a_shown_video_says_what_the_rewards_and_the_judge_measured():
+    clips = evaluator(number=12).run().clips
+    assert len(clips) == 2
+    for clip in clips:
+        assert list(clip.panels) == ["source", "now", "true view"] and clip.estimated is None
+        assert clip.scores["trans_err_m"] == clip.of["condition"]
+        assert 0 < clip.scores["brightness"] < 1
+
+
+def test_a_judge_that_can_say_where_it_saw_the_cameras_is_asked_for_the_shown_videos_only():
+    made = evaluator(number=12)
+
+    class Locating(Gold):
+        asked = 0
+
+        def locate(self, videos, conditions):
+            self.asked += len(videos)
+            return torch.stack([c.target_poses + 1 for c in conditions])
+
+    made.gold = Locating()
+    for clip in made.run().clips:
+        torch.testing.assert_close(clip.estimated, clip.commanded + 1)
+    assert made.gold.asked == 2
+
+
+def test_conditions_shown_once_more_have_what_the_starting_policy_makes_of_them_beside():
+    policy = ToyPolicy()
+    before = evaluator(policy=policy).run()
+    policy.net.outer.bias.data -= 5
+    after = evaluator(policy=policy).run()
+    (first,) = [place for place, row in enumerate(before.rows) if before.clips[0].of["scene"] == row["scene"]]
+    (clip,) = evaluator(policy=policy).clips([first], after.rows, before.rows)
+    assert list(clip.panels) == ["source", "base", "now", "true view"]
+    now = (before.clips[0].panels["now"], after.clips[0].panels["now"])
+    for name, wanted in zip(("base", "now"), now, strict=True):
+        torch.testing.assert_close(clip.panels[name], wanted, atol=1, rtol=0)
+    assert clip.before["brightness"] == pytest.approx(before.clips[0].scores["brightness"])
+
+
+def test_a_policy_without_a_copy_of_its_start_is_shown_without():
+    policy = ToyPolicy()
+    policy.reference = mock.Mock(side_effect=AttributeError("a copy that was never made"))
+    made = evaluator(policy=policy, has_reference=False)
+    rows = made.run().rows
+    (clip,) = made.clips([0], rows, rows)
+    assert "base" not in clip.panels
+
+
+def _clips(ranks: Ranks) -> list[list[str]]:
+    made = evaluator(ranks)
+    rows = made.run().rows
+    return [list(clip.panels) for clip in made.clips([0, 2], rows, rows)]
+
+
+def test_all_ranks_sample_what_the_first_one_shows():
+    assert run_ranks(_clips, 2) == [[["source", "base", "now", "true view"]] * 2, []]

@@ -1,0 +1,86 @@
+"""The credit share: what recorded noise causes of a reward's spread inside groups."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
+from flow_grpo.algorithm.rollout.sampling import SampleSettings
+from flow_grpo.judging.reward_signal import Spread, measure_spread, spread_metrics
+from flow_grpo.preflight.doctor.signal import check_signal
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.ranks.context import share_samples
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition, sample_config
+from tests.workers import run_ranks
+
+
+class Data:
+    def __len__(self) -> int:
+        return 24
+
+    def condition(self, index: int, gid: int = 0, slot: int = 0):
+        return condition(index, gid, slot)
+
+
+def spread(noise_level: float, ranks: Ranks | None = None, groups: int = 8, *, broken=(), own=True) -> Spread:
+    rollout = RolloutSettings(SIGMAS, SdeSettings("constant", noise_level), seed=3)
+    sampling = SampleSettings(sample_config(train_batch_size=2), rollout, debug=False)
+    rewards = RewardSet([BrightnessReward(broken)], {"brightness": 1.0})
+    found = measure_spread(ToyPolicy(), Data(), rewards, sampling, ranks or Ranks(), groups=groups, own=own)
+    return found["brightness"]
+
+
+def test_more_noise_in_the_recorded_steps_is_credited_with_more_of_the_spread():
+    weak, strong = spread(0.05), spread(1.0)
+    assert 0 < weak.credit_share < strong.credit_share / 5
+    assert weak.shared < strong.shared and weak.own == pytest.approx(strong.own, rel=0.5)
+
+
+def test_only_shared_noise_is_sampled_where_that_is_all_there_is():
+    found = spread(0.5, own=False)
+    assert math.isnan(found.own) and math.isnan(found.credit_share)
+    assert found.shared == spread(0.5).shared
+
+
+def test_copies_without_a_value_are_left_out():
+    missing = [(gid, slot) for gid in range(8) for slot in (1, 2, 3)]
+    assert math.isnan(spread(0.5, broken=missing).own)
+    assert spread(0.5, broken=missing[:3]).own > 0
+
+
+def _measured(ranks: Ranks, share: int) -> tuple[float, float]:
+    found = spread(0.5, share_samples(ranks, share, torch.device("cpu"))[0], groups=4 * share)
+    return found.own, found.shared
+
+
+@pytest.mark.parametrize("share", [1, 2])
+def test_two_ranks_measure_the_groups_of_one(share):
+    one = spread(0.5, groups=8)
+    assert run_ranks(_measured, 2, share) == [pytest.approx((one.own, one.shared))] * 2
+
+
+def test_metrics_are_those_of_the_weighted_reward_with_the_least_signal():
+    spreads = {"a": Spread(2.0, 1.0, 0.5), "b": Spread(4.0, 3.0, 1.0), "unused": Spread(1.0, 0.0, 1.0)}
+    weights = {"a": 1.0, "b": 0.5, "unused": 0.0}
+    assert spread_metrics(spreads, weights, shared=False) == {
+        "policy/credit_share": 0.25,
+        "policy/spread_over_floor": 4.0,
+    }
+    assert spread_metrics(spreads, weights, shared=True) == {
+        "policy/credit_share": 1.0,
+        "policy/spread_over_floor": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "trained", "shared", "status"),
+    [(1.0, 0.6, False, "ok"), (1.0, 0.3, False, "warn"), (0.1, 0.09, False, "fail"), (1.0, 0.3, True, "ok")],
+)
+def test_the_doctor_warns_below_a_fifth_and_fails_at_the_floor(own, trained, shared, status):
+    found = check_signal({"a": Spread(own, trained, 0.2)}, shared=shared)
+    assert found.status == status
+    assert ("same_initial_noise=true" in found.way_out) == (status == "warn")

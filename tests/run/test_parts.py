@@ -1,0 +1,190 @@
+"""The parts of a run are made as the recipe says."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.data.splits import held_out_data, multicam_data, training_data
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.records import Guidance
+from flow_grpo.run import parts as build
+from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.settings.loading import load_config
+
+TINY = "config/grpo.py:tiny_recam"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> str:
+    root = tmp_path_factory.mktemp("world") / "data"
+    ensure_tiny_world(str(root), "unit_test")
+    return str(root)
+
+
+def settings(world: str, *changes: str):
+    return load_config(TINY, [f"--config.data.root={world}", "--config.data.tune_scenes=0", *changes])
+
+
+def test_the_data_has_the_recipe_s_sizes_and_origin(world):
+    plain = multicam_data(settings(world).data, "val")
+    assert plain.size_of(0) == (5, 24, 32) and plain.reference == "source"
+    changed = multicam_data(
+        settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target").data, "val"
+    )
+    assert changed.size_of(0) == (5, 16, 16) and changed.reference == "target"
+
+
+def names(data) -> set[tuple[str, str]]:
+    return {data.name_of(index) for index in range(len(data))}
+
+
+def test_scenes_set_aside_for_tuning_are_never_trained_on_and_measured_only_when_asked_for(world):
+    whole = names(training_data(settings(world).data))
+    report, tune = (
+        settings(world, "--config.data.tune_scenes=1", f"--config.eval.split={s}") for s in ("report", "tune")
+    )
+    assert names(training_data(report.data)) == names(training_data(tune.data)) < whole
+    assert names(held_out_data(tune.data, tune.eval)) == whole - names(training_data(tune.data))
+    assert names(held_out_data(report.data, report.eval)) == names(multicam_data(report.data, "val"))
+    with pytest.raises(ValueError, match=r"data\.tune_scenes is 2, must be below the 2 training scenes"):
+        training_data(settings(world, "--config.data.tune_scenes=2").data)
+
+
+def test_a_checkpoint_of_a_run_with_other_scenes_set_aside_is_of_other_data(world):
+    trained = [training_data(settings(world, f"--config.data.tune_scenes={n}").data).fingerprint() for n in (0, 1)]
+    assert trained[0] == multicam_data(settings(world).data, "train").fingerprint() != trained[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], Guidance(2.0, "dark")),
+        (["--config.eval.guidance_scale=5"], Guidance(5.0, "dark")),
+        (["--config.eval.negative_prompt="], Guidance(2.0, "")),
+        (["--config.eval.guidance_scale=none", "--config.eval.negative_prompt=none"], Guidance(2.0, "dark")),
+    ],
+)
+def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, changes, expected):
+    training = ["--config.sample.guidance_scale=2", "--config.sample.negative_prompt=dark"]
+    config = settings(world, "--config.eval.num_conditions=8", *training, *changes)
+    assert build.training_guidance(config) == Guidance(2.0, "dark")
+    assert build.eval_guidance(config) == expected
+    assert build.build_evaluator(config, None, multicam_data(config.data, "val"), Ranks()).settings.guidance == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "eval.num_conditions=4",
+        "eval.num_steps=3",
+        "sample.shift=2",
+        "eval.guidance_scale=5",
+        "eval.gold=",
+        "data.reference=target",
+        "data.num_frames=9",
+    ],
+)
+def test_what_an_evaluation_depends_on_tells_different_ones_apart(world, change):
+    first, other = (
+        build.measured_on(config, held_out_data(config.data, config.eval))
+        for config in (settings(world), settings(world, f"--config.{change}"))
+    )
+    assert first != other
+    assert first == build.measured_on(settings(world), held_out_data(settings(world).data, settings(world).eval))
+
+
+def test_servers_and_their_timeouts_reach_the_rewards(world):
+    address = "--config.reward.remote.judge=http://127.0.0.1:9"
+    changes = "--config.reward.weights.remote:judge=1", "--config.reward.remote_timeout=7"
+    config = settings(world, address, *changes)
+    rewards = {reward.name: reward for reward in build.build_rewards(config, config.reward.weights, Ranks()).rewards}
+    assert rewards["remote:judge"].policy.timeout_s == 7
+
+
+def test_the_sampler_knows_ranks_and_recipe(world):
+    config = settings(world, "--config.sample.k=4", "--config.seed=3")
+    sampler = build.build_sampler(config, multicam_data(config.data, "train"), Ranks(rank=1, world_size=2))
+    state = sampler.state_dict()
+    assert (state["k"], state["seed"]) == (4, 3)
+    assert len(next(iter(sampler))) == config.sample.train_batch_size
+
+
+def test_the_optimizer_has_the_recipe_s_numbers():
+    config = load_config(TINY, ["--config.train.learning_rate=0.25", "--config.train.weight_decay=0.5"])
+    parameter = torch.nn.Parameter(torch.ones(2))
+    policy = types.SimpleNamespace(trained_parameters=lambda: [parameter])
+    (group,) = build.build_optimizer(config, policy).param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.25, 0.5, (0.9, 0.999))
+
+
+def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in (1, 2, 3)]
+    policy = types.SimpleNamespace(trained_parameters=lambda: weights, camera_parameters=lambda: weights[1:2])
+    config = load_config(TINY, ["--config.train.learning_rate=0.25", "--config.train.camera_learning_rate=0.5"])
+    optimizer = build.build_optimizer(config, policy)
+    assert [(group["lr"], [len(p) for p in group["params"]]) for group in optimizer.param_groups] == [
+        (0.25, [1, 3]),
+        (0.5, [2]),
+    ]
+    updater = Updater(policy, None, optimizer, build.UpdateSettings(1, 0, config.train), Ranks())
+    assert updater.learning_rates() == {"train/learning_rate": 0.25, "train/camera_learning_rate": 0.5}
+    policy.camera_parameters = list
+    with pytest.raises(ValueError, match=r"train.camera_learning_rate: got 0.5, must be 0 where no trained weight"):
+        build.build_optimizer(config, policy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "offload"),
+    [
+        (("--config.train.copies=0",), False),
+        (("--config.train.copies=0", "--config.sample.offload"), True),
+        (("--config.train.copies=0", "--config.dynamic_sampling.enabled"), True),
+        (("--config.train.copies=4",), True),
+    ],
+)
+def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, offload):
+    config = settings(world, *changes)
+    data = multicam_data(config.data, "train")
+    sampler = build.build_sampler(config, data, Ranks())
+    collector = build.build_collector(config, None, data, sampler, None, types.SimpleNamespace(rollout=None), Ranks())
+    assert collector.settings.offload == offload
+
+
+def test_step_weights_follow_guard_and_choice():
+    state = types.SimpleNamespace(optimizer=None, ema=None)
+    made = {
+        name: build.build_updater(load_config(TINY, change), None, state, types.SimpleNamespace(update=None), Ranks())
+        for name, change in {
+            "none": ["--config.train.step_weight=none"],
+            "gain": ["--config.train.step_weight=inverse_gain"],
+            "guard": ["--config.train.step_weight=none", "--config.train.guard=true"],
+        }.items()
+    }
+    weights = {name: updater.objective.step_weight for name, updater in made.items()}
+    assert weights["none"].unique().tolist() == [0.0, 1.0]
+    assert not torch.equal(weights["gain"], weights["guard"])
+
+
+def test_dynamic_sampling_is_there_when_asked_for(world):
+    rewards = types.SimpleNamespace(floors={})
+    progress = types.SimpleNamespace(say=print)
+    assert build.build_dynamic_sampling(settings(world), rewards, progress, Ranks()) is None
+    config = settings(world, "--config.dynamic_sampling.enabled")
+    assert build.build_dynamic_sampling(config, rewards, progress, Ranks()) is not None
+
+
+def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world, monkeypatch):
+    config = settings(world, "--config.eval.num_conditions=8")
+    held_out = multicam_data(config.data, "val")
+    assert build.build_evaluator(config, None, held_out, Ranks()).gold.name == "room_pose"
+    monkeypatch.setattr(build, "SCENE_FILES", {"room_pose": "nothing.json"})
+    with pytest.raises(
+        ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no held-out scene in"
+    ):
+        build.build_evaluator(config, None, held_out, Ranks())
+    without = settings(world, "--config.eval.num_conditions=8", "--config.eval.gold=")
+    assert build.build_evaluator(without, None, held_out, Ranks()).gold is None

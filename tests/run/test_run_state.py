@@ -1,0 +1,228 @@
+"""What a checkpoint holds and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+import pytest
+import torch
+
+from flow_grpo.algorithm.update.history import UpdateHistory
+from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.models.adapters import Ema, trained_parameters
+from flow_grpo.run.run_state import RunState, fingerprint
+from flow_grpo.runtime.checkpoints import saving, state_files
+from flow_grpo.runtime.ranks.process_group import Ranks
+from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
+
+LATER = {"bad_steps", "grad_norms", "steps_taken"}  # not in checkpoints of the first version
+
+
+def a_run(tmp_path, *, seed=0, ema=True, lr=1e-2, k=4, camera_lr=0.0) -> tuple[RunState, ToyPolicy]:
+    policy = ToyPolicy(seed)
+    first, *others = policy.trained_parameters()
+    camera = {"params": [first], "lr": camera_lr}
+    return RunState(
+        module=policy.net,
+        optimizer=torch.optim.AdamW([{"params": others}, camera] if camera_lr else [first, *others], lr=lr),
+        sampler=DistributedKRepeatSampler(24, 4, k, 1, 0, seed=1),
+        ema=Ema(policy.trained_parameters(), 0.5) if ema else None,
+        device=torch.device("cpu"),
+        identity={"model": fingerprint(policy.net)},
+    ), policy
+
+
+def step(state: RunState, policy: ToyPolicy, epoch: int) -> None:
+    # Four optimizer steps on one sample each: the sixth and later are clipped to half the median norm, and the learning
+    # rate rises until the tenth.
+    updating = updater(policy, updates_per_epoch=4, max_grad_ratio=0.5, warmup_steps=10)
+    updating.optimizer, updating.after_step = state.optimizer, state.ema.update if state.ema else lambda: None
+    update(updating, training_batch(policy, [group(epoch, 4)]), epoch, history=state.history)
+    state.sampler.set_epoch(epoch + 1)
+    state.finished = epoch + 1
+
+
+@pytest.mark.parametrize("camera_lr", [0.0, 3e-3])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path, camera_lr):
+    whole, policy = a_run(tmp_path, camera_lr=camera_lr)
+    for epoch in (1, 2, 3):
+        step(whole, policy, epoch)
+        if epoch == 2:
+            whole.before, whole.train_seconds = {"eval/x": 1.5}, 7.0
+            whole.history.bad_steps[:] = ["a gradient is not finite"]
+            path = whole.save(tmp_path, keep=2, ranks=Ranks()).wait()
+            assert len(whole.history.norms) == 8
+    resumed, other = a_run(tmp_path, camera_lr=camera_lr)
+    resumed.restore(path, ranks=Ranks())
+    assert (resumed.finished, resumed.before, resumed.train_seconds) == (3, {"eval/x": 1.5}, 7.0)
+    assert resumed.sampler.state_dict()["next_step"] == 3
+    assert resumed.history.bad_steps == ["a gradient is not finite"]  # the next one is the second in a row
+    step(resumed, other, 3)
+    assert torch.equal(weights_of(other), weights_of(policy))
+    with resumed.ema.applied(), whole.ema.applied():
+        assert torch.equal(weights_of(other), weights_of(policy))
+
+
+def test_the_random_state_comes_back(tmp_path):
+    state, _ = a_run(tmp_path)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    wanted = torch.rand(3)
+    torch.rand(5)
+    state.restore(path, ranks=Ranks())
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_checkpoint_of_an_earlier_version_without_a_history_is_restored(tmp_path, monkeypatch):
+    state, policy = a_run(tmp_path)
+    step(state, policy, 1)
+    begin = saving.begin
+
+    def saved_before(*args, state, **given):
+        return begin(*args, state={name: value for name, value in state.items() if name not in LATER}, **given)
+
+    monkeypatch.setattr(saving, "begin", saved_before)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    other, restored = a_run(tmp_path)
+    other.history.bad_steps = ["of another run"]
+    other.restore(path, ranks=Ranks())
+    assert other.history == UpdateHistory() and other.finished == 2
+    assert torch.equal(weights_of(restored), weights_of(policy))
+
+
+def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path):
+    state, policy = a_run(tmp_path)
+    step(state, policy, 1)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    other, _ = a_run(tmp_path, lr=3e-4)
+    other.restore(path, ranks=Ranks())
+    assert other.optimizer.param_groups[0]["lr"] == 3e-4
+    assert len(other.optimizer.state) == 4
+
+
+def test_a_run_goes_on_when_a_group_of_weights_gets_its_own_learning_rate(tmp_path):
+    state, policy = a_run(tmp_path)
+    step(state, policy, 1)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    other, restored = a_run(tmp_path, camera_lr=1e-2)  # in another order, at the same rate
+    other.restore(path, ranks=Ranks())
+    for run, own in ((state, policy), (other, restored)):
+        step(run, own, 2)
+    torch.testing.assert_close(weights_of(restored), weights_of(policy), rtol=0, atol=1e-7)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
+    state, _ = a_run(tmp_path)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    other, policy = a_run(tmp_path, seed=1)
+    with pytest.raises(ValueError, match="belongs to another run: model is"):
+        other.restore(path, ranks=Ranks())
+    assert torch.equal(weights_of(policy), weights_of(ToyPolicy(1)))
+
+
+def test_a_checkpoint_with_other_sampler_numbers_is_refused(tmp_path):
+    state, _ = a_run(tmp_path)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    other, _ = a_run(tmp_path, k=2)
+    with pytest.raises(ValueError, match="k was 4, is 2"):
+        other.restore(path, ranks=Ranks())
+
+
+@pytest.mark.parametrize(("saved", "loaded", "word"), [(True, False, "with"), (False, True, "without")])
+def test_a_weight_average_cannot_be_added_or_dropped_on_resume(tmp_path, saved, loaded, word):
+    state, _ = a_run(tmp_path, ema=saved)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    other, _ = a_run(tmp_path, ema=loaded)
+    with pytest.raises(ValueError, match=f"was saved {word} a weight average"):
+        other.restore(path, ranks=Ranks())
+
+
+def test_the_fingerprint_tells_models_apart_by_name_shape_and_value():
+    base = ToyPolicy(0).net
+    assert fingerprint(base) == fingerprint(ToyPolicy(0).net)
+    assert fingerprint(base) != fingerprint(ToyPolicy(1).net)
+    assert fingerprint(torch.nn.Linear(2, 3)) != fingerprint(torch.nn.Linear(3, 2))
+
+
+def test_metrics_before_and_after_are_measured_alike_or_not_compared(tmp_path):
+    state, _ = a_run(tmp_path)
+    state.measured_on, state.before = {"eval.num_conditions": 16, "eval.gold": "room_pose"}, {"eval/x": 1.5}
+    state.restore(state.save(tmp_path, keep=1, ranks=Ranks()).wait(), ranks=Ranks())
+    state.match_evaluation({"eval.num_conditions": 16, "eval.of_a_later_version": 1}, own=True)
+    other = {"eval.num_conditions": 64, "eval.gold": "room_pose"}
+    with pytest.raises(ValueError, match=r"^config.eval.num_conditions: got 64, must be 16, as when .*evaluate.py"):
+        state.match_evaluation(other, own=True)
+    assert state.before == {"eval/x": 1.5}
+    state.match_evaluation(other, own=False)
+    assert state.before is None and state.measured_on == {}
+
+
+def change(path, name: str, where: str, value: object) -> None:
+    """Set an entry of a saved state and make the manifest fit, as if it had been saved so."""
+    tree = state_files.read(path / name)
+    *parents, last = where.split("/")
+    place = tree
+    for parent in parents:
+        place = place[int(parent) if parent.isdigit() else parent]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    state_files.write(path / name, tree)
+    make_fit(path)
+
+
+def make_fit(path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    for file, entry in manifest["files"].items():
+        content = (path / file).read_bytes()
+        entry |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "value", "said"),
+    [
+        ("state", "finished", -5, "finished: Input should be greater than or equal to 0, got -5"),
+        ("state", "finished", 7, "checkpoint of step 1 with the state of 7 epochs"),
+        ("state", "finished", None, "finished: Field required"),
+        ("state", "learned", "x", "holds no 'learned' state"),
+        ("state", "before", [1], "before: Input should be a valid dictionary"),
+        ("state", "sampler/next_step", "soon", "next_step"),
+        ("state", "learned/trained/weight", torch.ones(3, dtype=torch.int32), "must be a tensor of floats"),
+        ("state", "learned/moments/0/exp_avg", torch.ones(3, dtype=torch.int8), "must be a tensor of floats"),
+        ("state", "learned/ema", None, "ema: Field required"),
+        ("state", "learned/moments", None, "holds no state of the optimizer"),
+        ("rank_0", "random/cpu", torch.zeros(3, dtype=torch.uint8), "must be a state of torch's generator"),
+        ("rank_0", "random", None, "random: Field required"),
+    ],
+)
+def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tmp_path, name, where, value, said):
+    state, policy = a_run(tmp_path)
+    step(state, policy, 0)
+    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    if where.startswith("learned/trained"):
+        where = f"learned/trained/{next(iter(dict(trained_parameters(policy.module))))}"
+    if value == "x":
+        where, value = "learned", None
+    change(path, name, where, value)
+    other, fresh = a_run(tmp_path)
+    before = [weight.clone() for weight in fresh.trained_parameters()]
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        other.restore(path, ranks=Ranks())
+    assert "\n" not in str(caught.value) and path.name in str(caught.value)
+    assert all(map(torch.equal, before, fresh.trained_parameters()))
+
+
+def test_files_of_a_checkpoint_that_changed_places_are_refused(tmp_path):
+    path = a_run(tmp_path)[0].save(tmp_path, keep=1, ranks=Ranks()).wait()
+    for ending in (".json", ".safetensors"):
+        first, second = path / f"state{ending}", path / f"rank_0{ending}"
+        first.rename(path / "aside")
+        second.rename(first)
+        (path / "aside").rename(second)
+        make_fit(path)
+        with pytest.raises(ValueError, match=r"resume from another checkpoint") as caught:
+            a_run(tmp_path)[0].restore(path, ranks=Ranks())
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)

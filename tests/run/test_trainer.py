@@ -1,0 +1,712 @@
+"""The training loop on the toy policy: when it evaluates, saves and stops, and which metrics it records."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import train_grpo
+from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
+from flow_grpo.cost.forward_count import ForwardCount
+from flow_grpo.judging import changes
+from flow_grpo.judging.evaluate import EvalSettings, Evaluation, Evaluator
+from flow_grpo.judging.reward_signal import NoSignalError
+from flow_grpo.judging.stop_rules import BrokenPolicyError
+from flow_grpo.records import RewardResult
+from flow_grpo.reporting import plots
+from flow_grpo.reporting.console import Progress
+from flow_grpo.reporting.metric_files import read_rows
+from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
+from flow_grpo.reporting.tracker import Tracker
+from flow_grpo.rewards.base import RewardSet
+from flow_grpo.run import trainer as trainer_module
+from flow_grpo.run.run_state import RunState
+from flow_grpo.run.trainer import Trainer
+from flow_grpo.runtime.checkpoints import checkpoint
+from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.checkpoints.saving import Saving
+from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
+from tests.judging.test_evaluate import ToyData
+from tests.toy import (
+    SIGMAS,
+    BrightnessReward,
+    ToyPolicy,
+    collector,
+    reward_config,
+    sample_config,
+    train_config,
+    updater,
+    weights_of,
+)
+from tests.workers import run_ranks
+from train_grpo import train, train_epoch
+
+DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
+
+
+def a_config(**changes) -> Config:
+    values = {field.name: None for field in dataclasses.fields(Config)}
+    values |= {
+        "num_epochs": 3,
+        "max_minutes": 0.0,
+        "debug": False,
+        "log_videos_every": 0,
+        "sample": sample_config(train_batch_size=4),
+        "reward": reward_config(),
+        "train": train_config(),
+        "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1, signal_groups=0),
+        "checkpoint": CheckpointConfig(every=2, keep=5, best=""),
+        "dynamic_sampling": dataclasses.replace(DYNAMIC, enabled=False),
+    }
+    return Config(**(values | changes))
+
+
+def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
+    """Return a trainer of the toy whose run folder is `folder`."""
+    config, policy = a_config(**changes), ToyPolicy()
+    sampling = collector(ranks, policy, debug=config.debug, train_batch_size=4)
+    moving = updater(policy, ranks=ranks)
+    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+    progress = Progress(config.num_epochs, ranks)
+    return Trainer(
+        config=config,
+        collector=sampling,
+        updater=moving,
+        evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1, has_reference=True), ranks),
+        state=RunState(policy.net, moving.optimizer, sampling.stream.sampler, None, torch.device("cpu"), {}),
+        tracker=Tracker(folder, {}, (), ranks),
+        progress=progress,
+        ranks=ranks,
+        device=torch.device("cpu"),
+        run_folder=folder,
+        lock=RunLock(folder),
+        forwards=ForwardCount(policy.net, recomputed=0.0),
+        dynamic_sampling=DynamicSampling(
+            config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, ranks=ranks, say=progress.say
+        )
+        if config.dynamic_sampling.enabled
+        else None,
+    )
+
+
+@pytest.fixture
+def a_trainer(tmp_path, monkeypatch):
+    """Return how to make a trainer of one rank that draws no curves and saves an empty adapter."""
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: folder.mkdir())
+    return functools.partial(make_trainer, tmp_path, Ranks())
+
+
+def run(trainer: Trainer) -> list[int]:
+    seen = []
+    trainer.evaluate_before()
+    for epoch in trainer.epochs():
+        train_epoch(trainer, epoch)
+        seen.append(epoch)
+    trainer.finish()
+    return seen
+
+
+def metrics_of(folder) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "reward/mean" in row]
+
+
+def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "LEAST_SCENES", 2)
+    assert run(a_trainer()) == [0, 1, 2]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/brightness" in row] == [0, 2, 3]
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
+    assert [row["step"] for row in rows if "policy/ratio_after_max_abs_log" in row] == [2]
+    assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == [
+        "checkpoint_000002",
+        "checkpoint_000003",
+    ]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) == {"verdict", "before", "after", "change_by_camera", "measured_on", "train_seconds"}
+    assert summary["verdict"]["overall"] in ("better", "worse", "unclear")
+    shown = [Path(file) for kind in ("best", "worst") for file in summary["verdict"][kind]]
+    assert [file.name.partition("_val")[0] for file in shown] == ["best_000003_1", "worst_000003_1"]
+    assert all(file.stat().st_size for file in shown)
+    change = summary["after"]["eval/brightness"] - summary["before"]["eval/brightness"]
+    low, high = summary["after"]["eval/brightness_ci95"]
+    assert low < change < high
+    last = [row for row in rows if "eval_change/brightness" in row]
+    assert [row["step"] for row in last] == [2, 3]
+    ends = [last[-1][f"eval_change/brightness{end}"] for end in ("", "_low", "_high")]
+    assert ends == [pytest.approx(change), low, high]
+
+
+def test_changes_are_judged_beside_the_values_before_training(a_trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "LEAST_SCENES", 2)
+    with (
+        mock.patch.object(trainer_module, "judge", wraps=trainer_module.judge) as judged,
+        mock.patch.object(trainer_module, "worse_by_camera", wraps=trainer_module.worse_by_camera) as listed,
+    ):
+        run(a_trainer())
+    before = json.loads((tmp_path / "summary.json").read_text())["before"]
+    assert judged.call_args.kwargs["before"]["eval/brightness"] == before["eval/brightness"]
+    by_camera = listed.call_args.args[-1]
+    assert by_camera and all(name.startswith("eval_by_camera/") for name in by_camera)
+
+
+def test_a_reward_that_a_schedule_trains_is_judged_as_a_trained_one(a_trainer):
+    rising = reward_config(weights={"brightness": 0.0}, schedules={"brightness": ((0, 0.25), (2, 0.5))})
+    with (
+        mock.patch.object(trainer_module, "judge", wraps=trainer_module.judge) as judged,
+        mock.patch.object(trainer_module, "deciding", wraps=trainer_module.deciding) as decided,
+    ):
+        run(a_trainer(reward=rising))
+    assert judged.call_args.args[2] == decided.call_args.args[2] == {"brightness": 0.5}
+
+
+def test_a_signal_does_not_cut_short_the_wait_for_a_checkpoint_after_an_error(a_trainer):
+    """A launcher that has lost a rank asks the others to end."""
+    killed: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
+    trainer, lingered = a_trainer(), mock.Mock()
+    lingered.linger = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+    trainer._saving = lingered
+    try:
+        with pytest.raises(RuntimeError, match="a crash"), trainer.running():
+            raise RuntimeError("a crash")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert trainer.end.signal == "SIGTERM" and not killed
+
+
+def test_a_resumed_run_gives_the_same_intervals_and_an_older_checkpoint_none(a_trainer, tmp_path, monkeypatch):
+    run(a_trainer())
+    whole = json.loads((tmp_path / "summary.json").read_text())
+    for older in (False, True):
+        other = a_trainer(num_epochs=3)
+        path = checkpoint.published(tmp_path / "checkpoints")[-1]
+        if older:
+            found = checkpoint.load(path, identity={}, ranks=Ranks())
+            for name in ("before_rows", "floor", "measured_on"):  # not in checkpoints of earlier versions
+                found.state.pop(name)
+            monkeypatch.setattr(checkpoint, "load", lambda *_, f=found, **__: f)
+        other.state.restore(path, ranks=Ranks())
+        shutil.rmtree(tmp_path / "adapter")
+        run(other)
+        again = json.loads((tmp_path / "summary.json").read_text())
+        names = [name for name in whole["after"] if not (older and name.endswith("_ci95"))]
+        assert again["after"] == {name: pytest.approx(whole["after"][name], abs=1e-12) for name in names}
+
+
+class Judge:
+    """The distance of the first frame's brightness from the true one's; counts its calls."""
+
+    name, floor, measures, calls = "judge", 0.0, ("off",), 0
+
+    def __call__(self, videos, conditions):
+        self.calls += 1
+        off = torch.stack(
+            [(v[:, 0].mean() - c.target_video[:, 0].mean()).abs() for v, c in zip(videos, conditions, strict=True)]
+        )
+        return RewardResult(-off, torch.ones(len(off), dtype=torch.bool), ("",) * len(off), {"off": off})
+
+
+def test_the_judge_s_floor_is_measured_once_and_reported(a_trainer, tmp_path, capsys):
+    trainer = a_trainer(num_epochs=1)
+    trainer.evaluator.gold = judge = Judge()
+    run(trainer)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval_floor/off" in row] == [0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary["floor"]) == {"eval_floor/judge", "eval_floor/off"}
+    assert summary["floor"]["eval_floor/off"] < 0.5 * summary["before"]["eval/off"]
+    assert "floor" in capsys.readouterr().out
+    assert judge.calls == 3  # before, after, and the floor
+    other = a_trainer(num_epochs=1)
+    other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], ranks=Ranks())
+    assert other.state.floor == summary["floor"]
+
+
+@pytest.mark.parametrize("end", ["finish", "signal", "refusal"])
+def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch, end):
+    """
+    Parts are slowed down, those between the phases, before the first and after the last record as well, so that what
+    nobody measures would be missed.
+
+    Time goes by in these parts only: a machine's other work would otherwise count as seconds in no metric.
+    """
+    seconds = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
+    config = a_config(num_epochs=3, doctor="fast", checkpoint=CheckpointConfig(every=2, keep=1))
+
+    def built(*_):
+        trainer = a_trainer(**vars(config))
+        trainer.evaluator.gold = Judge()
+        return trainer
+
+    def epoch_of(trainer, epoch):
+        if end == "refusal" and epoch == 2:
+            trainer.sample()
+            raise InputError("a broken video")
+        train_epoch(trainer, epoch)
+        trainer.end.signal = "SIGTERM" if end == "signal" else ""
+
+    monkeypatch.setattr(train_grpo, "train_epoch", epoch_of)
+    for name, replaced in (
+        ("read_command_line", lambda _: (config, "")),
+        ("say_rewards", lambda *_: None),
+        ("set_up_rank", lambda *_, **__: (torch.device("cpu"), Ranks())),
+        ("build", built),
+        ("examine", lambda _: None),
+    ):
+        monkeypatch.setattr(train_grpo, name, slowed(replaced, seconds))
+    for owner, names in (
+        (ToyPolicy, "decode"),
+        (Tracker, "begin log write_summary close"),
+        (RunState, "save"),
+        (Saving, "wait"),
+        (Evaluator, "run floor clips"),
+        (Progress, "finish_epoch say"),
+        (trainer_module, "broken paired_changes save_adapter print_before_after next_commands going_on"),
+        (trainer_module.compare, "advantages"),
+        (process_group, "shut_down"),
+    ):
+        for name in names.split():
+            monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
+    imports_s = 5.0
+    assert train_grpo.main(begun=-imports_s) == (2 if end == "refusal" else 0)
+    finished = {"finish": 3, "signal": 1, "refusal": 2}[end]
+    assert checkpoint.published(tmp_path / "checkpoints")[-1].name == f"checkpoint_00000{finished}"
+    rows = read_rows(tmp_path / "metrics.jsonl").values()
+    found = {name: sum(row.get(f"time/{name}_s", 0.0) for row in rows) for name in ("epoch", *OUTSIDE_EPOCHS)}
+    assert found["start"] > imports_s and found["finish"] and found["close"]
+    assert end != "finish" or all(found.values())
+    last_report = 0.1  # which cannot hold its own seconds
+    assert sum(found.values()) == pytest.approx(imports_s + sum(seconds) - last_report)
+
+
+def slowed(function, seconds: list[float]):
+    def slow(*given, **named):
+        seconds.append(0.1)
+        return function(*given, **named)
+
+    return slow
+
+
+def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1))
+    (row,) = metrics_of(tmp_path)
+    phases = ("fetch", "encode", "rollout", "score", "gather", "update", "other")
+    assert {f"time/{phase}_s" for phase in phases} <= set(row)
+    assert row["time/epoch_s"] == pytest.approx(sum(row[f"time/{phase}_s"] for phase in phases))
+    assert row["system/samples_per_s"] == pytest.approx(8 / row["time/epoch_s"])
+    assert {"train/learning_rate", "train/zero_std_ratio", "dyn/flat_groups", "reward/brightness_valid"} <= set(row)
+    assert any(name.startswith("system/memory_") for name in row)
+
+
+def test_forwards_are_counted_per_sample_and_summed_over_epochs_resumed_runs_included(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=2))
+    each = 6 + 2 * 3  # denoising steps, and a forward and backward for each of the window's
+    counted = [row["system/forward_equivalents_per_sample"] for row in metrics_of(tmp_path)]
+    assert counted == [each, each + 4 / 8]  # a probe of 4 samples, because the evaluation is due
+    longer = a_trainer(num_epochs=3)
+    longer.state.restore(tmp_path / "checkpoints" / "checkpoint_000002", ranks=Ranks())
+    for epoch in longer.epochs():
+        train_epoch(longer, epoch)
+    assert metrics_of(tmp_path)[-1]["system/forward_equivalents"] == 8 * (3 * each + 4 / 8)
+
+
+def test_advantages_stay_within_the_recipe_s_bound(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, train=train_config(adv_clip=0.25)))
+    (row,) = metrics_of(tmp_path)
+    assert 0 < row["reward/advantage_abs"] <= 0.25
+    low, middle, high = (row[f"reward/advantage_p{percent}"] for percent in (10, 50, 90))
+    assert -0.25 <= low < middle < high <= 0.25
+
+
+def test_the_same_state_is_evaluated_once(a_trainer):
+    trainer = a_trainer(num_epochs=2)
+    run(trainer)
+    per_epoch = 2 * len(SIGMAS[:-1])
+    replayed = 2 * 2 * 2 + 1  # epochs, micro-batches, window; the probe
+    evaluations = 2
+    shown = 2 * 2  # the best and the worst, now and as the starting policy makes them
+    assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + (evaluations + shown) * 6
+
+
+def test_training_videos_are_written_when_asked_for(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, log_videos_every=1))
+    assert len(list((tmp_path / "videos").glob("train_000001_*.mp4"))) == 1
+
+
+def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
+    trainer = a_trainer(num_epochs=0)
+    trainer.state.before = {"eval/brightness": 0.5}
+    trainer.evaluate_before()
+    assert trainer.collector.policy.calls == []
+
+
+def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resumed(a_trainer, tmp_path):
+    rules = ("policy/clip_fraction<0", "eval/brightness<0.9")
+    trainer = a_trainer(num_epochs=4, train=train_config(stop_if=rules))
+    trainer.evaluate_before()
+    epochs = trainer.epochs()
+    train_epoch(trainer, next(epochs))
+    with pytest.raises(BrokenPolicyError, match=r"eval/brightness is 0\.\d+, below 0\.9 after epoch 2: .* is saved"):
+        train_epoch(trainer, next(epochs))
+    trainer.save()
+    (path,) = checkpoint.published(tmp_path / "checkpoints")
+    for given, ends in (
+        (rules, pytest.raises(BrokenPolicyError, match="after epoch 2")),
+        ((), contextlib.nullcontext()),
+    ):
+        other = a_trainer(num_epochs=4, train=train_config(stop_if=given))
+        other.state.restore(path, ranks=Ranks())
+        with ends:
+            other.evaluate_before()
+
+
+def test_ranks_whose_own_metrics_differ_break_a_rule_together(a_trainer, monkeypatch):
+    trainer = a_trainer(num_epochs=1, train=train_config(stop_if=("time/score_s>1000",)))
+    own = Ranks.gather_text
+    monkeypatch.setattr(trainer, "evaluate_if_due", lambda: None)
+    train_epoch(trainer, next(trainer.epochs()))
+    monkeypatch.undo()
+    other = "time/score_s is 2000, above 1000"
+    monkeypatch.setattr(Ranks, "gather_text", lambda ranks, text: [*own(ranks, text), other])
+    with pytest.raises(BrokenPolicyError, match="time/score_s is 2000, above 1000 after epoch 1"):
+        trainer.evaluate_if_due()
+
+
+def test_a_run_whose_copies_cannot_be_told_apart_does_not_begin(a_trainer):
+    settings = dataclasses.replace(a_config().eval, signal_groups=1)
+    for floor, doctor, ends in ((0.0, "fast", False), (10.0, "fast", True), (10.0, "off", False)):
+        trainer = a_trainer(eval=settings, doctor=doctor, num_epochs=1)
+        trainer.collector.rewards.rewards[0].floor = floor
+        with pytest.raises(NoSignalError, match="spread_over_floor") if ends else contextlib.nullcontext():
+            trainer.evaluate_before()
+
+
+def test_rewards_without_any_value_are_named_and_not_taken_for_copies_that_are_alike(a_trainer):
+    trainer = a_trainer(eval=dataclasses.replace(a_config().eval, signal_groups=1), doctor="fast", num_epochs=1)
+    trainer.collector.rewards.rewards[0].broken = {(index, slot) for index in range(24) for slot in range(4)}
+    with pytest.raises(NoSignalError, match=r"^brightness has no value for any copy .* the warnings above say why$"):
+        trainer.evaluate_before()
+
+
+def test_a_resumed_run_makes_up_once_for_an_evaluation_that_was_due_and_failed(a_trainer):
+    first, second = a_trainer(num_epochs=2), a_trainer(num_epochs=2)
+    second.tracker = first.tracker
+    for trainer in (first, second):
+        trainer.state.before, trainer.state.finished = {"eval/brightness": 0.5}, 2
+        trainer.evaluate_before()
+    assert first.tracker.recorded(2) >= {"eval/brightness"}
+    assert first.collector.policy.calls and not second.collector.policy.calls
+
+
+def test_the_checkpoint_of_an_evaluation_made_up_for_gets_its_score(a_trainer, tmp_path):
+    trainer = a_trainer(num_epochs=2, checkpoint=CheckpointConfig(every=1, keep=1, best="eval/brightness"))
+    trainer.state.before, trainer.state.finished = {"eval/brightness": 0.5}, 2
+    trainer.save()
+    manifest = tmp_path / "checkpoints" / "checkpoint_000002" / "manifest.json"
+    assert json.loads(manifest.read_text())["score"] is None
+    trainer.evaluate_before()
+    assert json.loads(manifest.read_text())["score"] == trainer.evaluate().metrics["eval/brightness"]
+
+
+def test_a_sampler_position_that_moved_since_the_last_save_is_saved(a_trainer, tmp_path):
+    """As when an epoch ends in a shortage: a resumed run should draw other conditions."""
+    trainer = a_trainer(num_epochs=2)
+    trainer.save()
+    assert (tmp_path / "checkpoints" / "checkpoint_000000").is_dir()  # before the first epoch as well
+    steps = []
+    begun = mock.Mock()
+    trainer.state.save = lambda *_, **__: steps.append(trainer.state.sampler.next_step) or begun
+    trainer.save()
+    trainer.sample()
+    trainer.save()
+    trainer.save()
+    assert len(steps) == 1 and steps[0] > 0 and begun.wait.call_count == 1
+
+
+def test_a_checkpoint_is_written_behind_the_next_epoch_and_its_failure_ends_the_run(a_trainer, monkeypatch):
+    trainer = a_trainer(num_epochs=3, checkpoint=CheckpointConfig(every=1, keep=1))
+    order = []
+    trainer.state.save = lambda *_, **__: (
+        order.append(f"begin {trainer.state.finished}") or mock.Mock(wait=lambda: order.append("wait"))
+    )
+    monkeypatch.setattr(trainer, "update", lambda *_: order.append("update"))
+    train(trainer)
+    epochs = [f"begin {n}" for n in (1, 2, 3)]
+    assert order == ["update", epochs[0], "update", "wait", epochs[1], "update", "wait", epochs[2]]
+    trainer.save()
+    assert order[-1] == "wait"
+
+    def fail() -> None:
+        raise RankError("rank 1 failed in saving a checkpoint (files): OSError: No space left on device")
+
+    trainer = a_trainer(num_epochs=3, checkpoint=CheckpointConfig(every=1, keep=1))
+    trainer.state.save = lambda *_, **__: mock.Mock(wait=fail)
+    with pytest.raises(RankError, match="No space left on device"):
+        train(trainer)
+    assert trainer.state.finished == 2
+
+
+@pytest.mark.parametrize(("found", "score"), [({"eval/brightness": 0.5}, None), ({"eval/rot_err_deg": 0.5}, -0.5)])
+def test_a_checkpoint_s_score_is_its_best_metric_if_that_has_a_value(a_trainer, tmp_path, found, score):
+    trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/rot_err_deg"))
+    trainer.evaluator.run = lambda weights: Evaluation(found, {}, [], [], [])
+    trainer.evaluate()
+    trainer.save()
+    manifest = tmp_path / "checkpoints" / "checkpoint_000000" / "manifest.json"
+    assert json.loads(manifest.read_text())["score"] == score
+
+
+def test_the_time_limit_counts_what_earlier_runs_used(a_trainer):
+    trainer = a_trainer(max_minutes=1.0)
+    trainer.state.train_seconds = 61.0
+    assert list(trainer.epochs()) == []
+
+
+def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
+    trainer = a_trainer(num_epochs=0)
+    inside = []
+
+    class Average:
+        @contextlib.contextmanager
+        def applied(self):
+            inside.append("in")
+            yield
+            inside.append("out")
+
+        def state_dict(self):
+            return {}
+
+    trainer.state.ema = Average()
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: inside.append("save"))
+    run(trainer)
+    assert inside == ["in", "out", "in", "save", "out"]
+
+
+def test_samples_without_a_reward_are_printed_and_counted(a_trainer, capsys, tmp_path):
+    trainer = a_trainer(num_epochs=1)
+    index = trainer.state.sampler.plan(0)[0][0][3]
+    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(index, 2)])], {"brightness": 1.0})
+    run(trainer)
+    assert "reward brightness: 1 samples of rank 0 have no value, first: broken on purpose" in capsys.readouterr().out
+    (row,) = metrics_of(tmp_path)
+    assert row["reward/brightness_valid"] == pytest.approx(7 / 8)
+    assert row["dyn/incomplete_groups"] == 1
+
+
+def test_a_failing_phase_is_named(a_trainer):
+    trainer = a_trainer()
+    trainer.collector.stream.take = lambda step: 1 / 0
+    with pytest.raises(RuntimeError, match="rank 0 failed in sampling: ZeroDivisionError"):
+        trainer.sample()
+
+
+def everything_flat(**changes) -> dict:
+    return {"reward": reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
+
+
+def test_a_run_continues_after_a_fallback_with_fresh_conditions_every_time(a_trainer, tmp_path):
+    trainer = a_trainer(**everything_flat())
+    assert run(trainer) == [0, 1, 2]
+    rows = metrics_of(tmp_path)
+    assert [row["dyn/fallback"] for row in rows] == [1.0] * 3
+    assert [row["dyn/resample_rounds"] for row in rows] == [1.0] * 3
+    assert all(row["train/updates"] == 1 and row["train/grad_norm"] == 0.0 for row in rows)
+    assert all(row["system/samples_per_s"] == pytest.approx(16 / row["time/epoch_s"]) for row in rows)
+    assert trainer.state.sampler.next_step == 3 * 2 * 2  # epochs, rounds, batches
+    assert trainer.state.shortages == [1, 1, 1]
+
+
+def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_path):
+    skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
+    run(a_trainer(**everything_flat(num_epochs=1, dynamic_sampling=skipping)))
+    (row,) = metrics_of(tmp_path)
+    assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
+
+
+def test_it_does_so_without_dynamic_sampling_too(a_trainer, tmp_path):
+    skipping = dataclasses.replace(DYNAMIC, enabled=False, skip_step_if_all_flat=True)
+    run(a_trainer(**everything_flat(num_epochs=1, dynamic_sampling=skipping)))
+    (row,) = metrics_of(tmp_path)
+    assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
+
+
+def test_an_epoch_with_some_signal_still_takes_its_step(a_trainer, tmp_path):
+    skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
+    trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping)
+    gathered = trainer.gather(trainer.sample())
+    groups = [gathered.rewards["brightness"][gathered.gids == gid] for gid in (0, 1)]
+    low, high = sorted(float(group.max() - group.min()) for group in groups)
+    between = reward_config(flat_eps=(low + high) / 2)
+    trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping, reward=between)
+    run(trainer)
+    (row,) = metrics_of(tmp_path)
+    assert row["train/updates"] == 1.0
+
+
+def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninterrupted_one(a_trainer, tmp_path):
+    fading = reward_config(weights={"brightness": 9.0}, schedules={"brightness": ((0, 1.0), (2, 0.5))})
+    run(a_trainer(reward=fading))
+    rows = metrics_of(tmp_path)
+    assert [row["reward/brightness_weight"] for row in rows] == [1.0, 0.75, 0.5]
+    assert [row["reward/mean"] / row["reward/brightness_mean"] for row in rows] == pytest.approx([1.0, 0.75, 0.5])
+    sizes = [row["reward/advantage_abs"] for row in rows]
+    resumed = a_trainer(reward=fading)
+    resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[0], ranks=Ranks())  # after epoch 1
+    resumed.evaluate_before()
+    for epoch in resumed.epochs():
+        train_epoch(resumed, epoch)
+    assert resumed.metrics["reward/brightness_weight"] == 0.5
+    assert resumed.metrics["reward/advantage_abs"] == sizes[2]
+
+
+def test_copies_of_a_group_are_shown_in_the_order_of_the_epoch_s_own_weights(a_trainer, monkeypatch):
+    fading = reward_config(schedules={"brightness": ((0, 1.0), (2, 0.5))})
+    trainer, shown = a_trainer(num_epochs=2, reward=fading, log_videos_every=1), []
+    monkeypatch.setattr(trainer.gallery, "training", lambda *_, weights, **__: shown.append(weights["brightness"]))
+    run(trainer)
+    assert shown == [row["reward/brightness_weight"] for row in metrics_of(trainer.run_folder)] == [1.0, 0.75]
+
+
+def test_dynamic_sampling_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path):
+    rising = reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
+    run(a_trainer(reward=rising, dynamic_sampling=DYNAMIC))
+    rows = metrics_of(tmp_path)
+    found = [row["dyn/reward_mean_before"] / row["reward/brightness_mean"] for row in rows]
+    assert found == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path):
+    class Asked(BrightnessReward):
+        calls = 0
+
+        def __call__(self, videos, conditions):
+            self.calls += 1
+            return super().__call__(videos, conditions)
+
+        def stats(self):
+            stats = {"calls": float(self.calls), "failures": 0.0, "p50_s": 0.25, "p95_s": 0.5}
+            self.calls = 0
+            return stats
+
+    trainer = a_trainer(num_epochs=2, eval=dataclasses.replace(a_config().eval, signal_groups=1))
+    trainer.collector.rewards = RewardSet([Asked()], {"brightness": 1.0})
+    trainer.cameras = tuple(("pan", "zoom")[index % 2] for index in range(24))
+    run(trainer)
+    rows = metrics_of(tmp_path)
+    assert [row["server/brightness_calls"] for row in rows] == [2.0, 2.0]
+    assert all(row["server/brightness_p95_s"] == 0.5 for row in rows)
+    for row in rows:
+        by_camera = [row[name] for name in (f"reward_by_camera/{k}/brightness" for k in ("pan", "zoom")) if name in row]
+        assert min(by_camera) <= row["reward/brightness_mean"] <= max(by_camera)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(
+        "eval_by_camera/cam02/brightness" in line or "eval_by_camera/zoom_in/brightness" in line for line in lines
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert not [name for name in summary["before"] if name.startswith("eval_by_camera")]
+
+
+def test_every_metric_of_dynamic_sampling_is_recorded(a_trainer, tmp_path):
+    run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
+    (row,) = metrics_of(tmp_path)
+    names = (
+        "valid_groups_ratio_initial flat_groups incomplete_groups resample_rounds pool_samples shortage fallback "
+        "fallback_rate discarded_valid padded_samples moved_samples moved_bytes time reward_mean_before "
+        "reward_mean_after"
+    )
+    assert {f"dyn/{name}" for name in names.split()} <= set(row)
+    assert not [name for name in row if name != "step" and metric_of(name) is None]
+    assert "train/zero_std_ratio" in row
+    assert row["dyn/reward_mean_before"] == pytest.approx(row["reward/mean"])
+
+
+def test_a_full_first_round_trains_as_without_dynamic_sampling(a_trainer, tmp_path):
+    plain, pooled = a_trainer(num_epochs=2), a_trainer(num_epochs=2, dynamic_sampling=DYNAMIC)
+    for trainer in (plain, pooled):
+        for epoch in trainer.epochs():
+            train_epoch(trainer, epoch)
+    assert torch.equal(weights_of(plain.updater.policy), weights_of(pooled.updater.policy))
+    assert not torch.equal(weights_of(plain.updater.policy), weights_of(ToyPolicy()))
+
+
+def test_a_failing_resample_is_named(a_trainer):
+    trainer = a_trainer(**everything_flat())
+    samples = trainer.sample()
+    gathered = trainer.gather(samples)
+    trainer.collector.stream.take = lambda step: 1 / 0
+    with pytest.raises(RuntimeError, match="rank 0 failed in resample #1: ZeroDivisionError"):
+        trainer.choose(samples, gathered)
+
+
+def test_rewards_that_fail_in_a_resample_are_printed_too(a_trainer, capsys):
+    trainer = a_trainer(**everything_flat(num_epochs=1))
+    later = [draw[3] for step in (2, 3) for draw in trainer.state.sampler.plan(step)[0]]
+    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(later[0], 2)])], {"brightness": 1.0})
+    run(trainer)
+    assert "reward brightness: 1 samples of rank 0 have no value" in capsys.readouterr().out
+
+
+def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tmp_path, capsys):
+    trainer = a_trainer()
+    trainer.evaluate_before()
+    with trainer.end:
+        for epoch in trainer.epochs():
+            os.kill(os.getpid(), signal.SIGTERM)
+            train_epoch(trainer, epoch)
+    assert trainer.ended_by == "SIGTERM" and trainer.state.finished == 1
+    trainer.leave()
+    assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == ["checkpoint_000001"]
+    assert not (tmp_path / "summary.json").exists()
+    place = f"--config.run_name={tmp_path.name} --config.output_root={tmp_path.parent}"
+    said = f"ended by SIGTERM after epoch 1, saved; go on with --config.resume=auto {place}\n"
+    assert said in capsys.readouterr().out
+
+
+def _signalled(ranks: Ranks, folder: Path) -> tuple[list[int], str]:
+    trainer = make_trainer(folder, ranks)
+    trainer.end.signal = "SIGTERM" if ranks.rank == 1 else ""
+    return list(trainer.epochs()), trainer.ended_by
+
+
+def test_a_signal_to_one_rank_ends_all(tmp_path):
+    assert run_ranks(_signalled, 2, tmp_path) == [([], "SIGTERM")] * 2
+
+
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(a_trainer, tmp_path, monkeypatch):
+    values = iter([0.0, 3.0, 5.0, 4.0])
+    trainer = a_trainer(
+        checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/brightness"),
+        eval=EvalConfig(every=1, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=0, signal_groups=0),
+    )
+    measure = trainer.evaluator.run
+
+    def measured(weights: object) -> Evaluation:
+        found = measure(weights)
+        return dataclasses.replace(found, metrics=found.metrics | {"eval/brightness": next(values)})
+
+    monkeypatch.setattr(trainer.evaluator, "run", measured)
+    run(trainer)
+    kept = [path.name[-1] for path in checkpoint.published(tmp_path / "checkpoints")]
+    assert kept == ["1", "3"]  # less is better; the first epoch's 3 is the least that was saved
+
+
+def test_a_best_that_is_not_measured_is_refused_with_what_there_is(a_trainer):
+    trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="eval/beauty"))
+    with pytest.raises(ValueError, match=r"checkpoint\.best: got 'eval/beauty', must be .*eval/brightness"):
+        trainer.evaluate_before()
