@@ -62,6 +62,13 @@ class Case:
 
 
 RANDOM_MODEL = "--heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 --dtype fp32 --codec small"
+FORWARD = (
+    "train.objective=forward",
+    "train.step_weight=none",
+    "sample.sde=ode",
+    "sample.same_initial_noise=False",
+    "sample.share_prefix=False",
+)
 SMALL = (  # a tiny model's whole life in seconds
     "sample.k=4",
     "sample.train_batch_size=4",
@@ -95,7 +102,7 @@ CASES = (
             "eval.num_conditions=16",
         ),
     ),
-    Case("forward", "tiny_recam", 1, ("num_epochs=2", "train.objective=forward", "sample.sde=ode", *SMALL)),
+    Case("forward", "tiny_recam", 1, ("num_epochs=2", *FORWARD, *SMALL)),
     Case("wan_t2v", "tiny_wan_t2v", 1, ("num_epochs=2", *SMALL), model="wan_t2v"),
     Case(
         "redirector",
