@@ -70,7 +70,7 @@ from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import Context, share_samples
 from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
-from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, partition, sent_weights, unwrap
+from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, sent_weights, unwrap
 from flow_grpo.settings.checks import check_world, largest_weights
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import ConfigError, to_dict
@@ -423,7 +423,6 @@ def distribute_model(config: Config, policy: Policy, train: Split, device: torch
     if config.train.kl_coef > 0:
         policy.keep_reference(offload=config.model.offload)
     optimizer = parts.build_optimizer(config, policy)
-    policy.module = partition(policy.module, optimizer, config.train, device, ranks)
 
     def on_call() -> None:
         ranks.report_progress()  # for the watchdog, however large a batch is

@@ -308,12 +308,11 @@ def _memory(
     """Return the fields of `Plan` that count memory, in bytes."""
     sample, model, train = config.sample, config.model, config.train
     shards = devices if train.sharding == "fsdp2" else 1
-    parts = devices if train.sharding in ("fsdp2", "zero2") else 1
     width = DTYPES[model.dtype].itemsize
     transformer = update.parameters * width + update.trained * (4 - width if model.trained != "lora" else 4)
     reference = 4 * update.trained if train.kl_coef > 0 and model.trained != "lora" else 0
     # Gradient, two moments, DDP's communication buffer; EMA and reference weights.
-    states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / parts
+    states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / shards
     states += (4 * update.trained * (train.ema_decay > 0) + (0 if model.offload else reference)) / shards
     # FSDP holds two gathered blocks: the current one and the next, which is prefetched.
     gathered = 0 if shards == 1 else 2 * transformer / _transformer(model)["num_layers"]

@@ -18,7 +18,7 @@ from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.schema import Config
 
 NOT_SEEN = 0.005  # GiB: a knob that saves less is left out
-NOTES = {"model.encodings=FOLDER": "(tools/precompute.py)", "train.sharding=zero2": "(needs DeepSpeed)"}
+NOTES = {"model.encodings=FOLDER": "(tools/precompute.py)"}
 Values: TypeAlias = dict[str, int | str]  # dotted path of a knob -> value
 
 
@@ -50,7 +50,6 @@ def knobs(config: Config, devices: int) -> list[Knob]:
         (not model.encodings, {"model.encodings": "FOLDER"}),
         (not sample.offload and not config.dynamic_sampling.enabled, {"sample.offload": True}),
         (not model.offload, {"model.offload": True}),
-        (can_shard, {"train.sharding": "zero2"}),
         (can_shard, shards),
     ]
     inexact: list[tuple[bool, Values]] = [

@@ -18,7 +18,7 @@ class Policy(Protocol):
     """Everything a training run and its preflight checks ask of a video model.
 
     Attributes:
-        module: the trainable network. The start-up replaces it with its DDP, ZeRO-2 or FSDP2 wrapper; `velocity` must
+        module: the trainable network. The start-up replaces it with its DDP or FSDP2 wrapper; `velocity` must
             call the wrapper whenever gradients are enabled.
     """
 

@@ -24,7 +24,7 @@ from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.ranks.sharding import is_partitioned, is_sharded, part_like
+from flow_grpo.runtime.ranks.sharding import is_sharded, part_like
 from flow_grpo.runtime.tensor_store import weights_key
 from flow_grpo.settings.errors import refusal
 
@@ -113,11 +113,9 @@ class RunState:
         per_rank: dict[str, Any] = {"random": device_api.rng_state(self.device)}
         learned = {
             "trained": dict(trained_parameters(self.module)),
-            "moments": moments_by_place(self.optimizer, self._stepped()),
+            "moments": moments_by_place(self.optimizer, list(trained_parameters(self.module).values())),
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
-        if is_partitioned(self.module):
-            per_rank["moments"] = learned.pop("moments")
         if is_sharded(self.module):
             per_rank["learned"] = local_shards(learned)
         else:
@@ -160,10 +158,9 @@ class RunState:
                 f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
                 "train.ema_decay as it was, or start afresh under another run_name"
             )
-        moments = self._own_moments(learned.get("moments"), found, ranks)
         self.sampler.load_state_dict(state["sampler"])
         load_trained_state(self.module, learned["trained"])
-        load_moments(self.optimizer, self._stepped(), moments)
+        load_moments(self.optimizer, list(trained_parameters(self.module).values()), learned["moments"])
         if self.ema is not None:
             self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
@@ -203,26 +200,6 @@ class RunState:
                 )
             self.before, self.before_rows, self.floor, self.measured_on = None, None, {}, {}
             return
-
-    def _stepped(self) -> list[Tensor]:
-        """Return what the optimizer steps, in the network's order: trained weights, or ZeRO-2's flat shards of them."""
-        if is_partitioned(self.module):
-            return [shard for group in self.optimizer.param_groups for shard in group["params"]]
-        return list(trained_parameters(self.module).values())
-
-    def _own_moments(self, shared: Any, found: checkpoint.Checkpoint, ranks: Ranks) -> Any:
-        """Return this rank's optimizer moments: under ZeRO-2 its own part, which cannot be read with another layout."""
-        here = ranks.everyone.world_size if is_partitioned(self.module) else 1
-        saved = found.world_size if shared is None else 1
-        if saved != here:
-            raise ValueError(
-                f"{found.path} holds the optimizer's state in {saved} part(s), this run needs {here}: ZeRO-2 "
-                "goes on with as many ranks and train.sharding='zero2'; resume as it was saved, or start afresh"
-            )
-        moments = shared if found.per_rank is None else found.per_rank.get("moments", shared)
-        if moments is None:
-            raise ValueError(f"{found.path} holds no state of the optimizer; resume from another checkpoint")
-        return moments
 
     def _own(self, path: str, values: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor that was saved under "trained", "moments" or "ema"."""

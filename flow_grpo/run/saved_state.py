@@ -46,7 +46,7 @@ class Learned(TypedDict):
 
     trained: Weights
     ema: Weights | None
-    moments: NotRequired[Moments]
+    moments: Moments
 
 
 class Random(TypedDict):
@@ -85,7 +85,6 @@ class OfRank(TypedDict):
     """What every rank has of its own."""
 
     random: Random
-    moments: NotRequired[Moments]  # its part of them under ZeRO-2
 
 
 def check_saved(path: Path, kind: type[Any], state: Mapping[str, Any]) -> None:

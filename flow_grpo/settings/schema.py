@@ -277,9 +277,7 @@ class TrainConfig(Section):
     batch_size: Int = knob(
         2, "samples per rank and micro-batch of the update; gradients are accumulated", ge=1, le=MOST
     )
-    sharding: Literal["ddp", "zero2", "fsdp2"] = knob(
-        "ddp", "replicated | DeepSpeed ZeRO-2: gradients and moments sharded | FSDP2: weights as well"
-    )
+    sharding: Literal["ddp", "fsdp2"] = knob("ddp", "replicated | FSDP2: weights, gradients and moments sharded")
     context_parallel: Int = knob(
         1,
         "consecutive ranks that compute one sample together, each on a part of its tokens (sequence parallelism)",
@@ -303,9 +301,7 @@ class TrainConfig(Section):
     max_grad_ratio: Float = knob(
         5.0, "and to this multiple of the median norm of the latest 20 optimizer steps, from the sixth on; 0 off", ge=0
     )
-    max_bad_steps: Int = knob(
-        2, "consecutive optimizer steps skipped for a NaN or infinity before the run stops; zero2 stops at once", ge=0
-    )
+    max_bad_steps: Int = knob(2, "consecutive optimizer steps skipped for a NaN or infinity before the run stops", ge=0)
     stop_if: tuple[Rule, ...] = knob(
         ("eval_change/target_view_psnr_db<-6", "eval/trans_err_m_valid<0.5", "policy/ratio_first_max_abs_log>1"),
         "rules METRIC<BOUND or METRIC>BOUND: an epoch in which one holds has broken the policy, and the run saves and "

@@ -193,7 +193,7 @@ def make_fit(path) -> None:
         ("state", "learned/trained/weight", torch.ones(3, dtype=torch.int32), "must be a tensor of floats"),
         ("state", "learned/moments/0/exp_avg", torch.ones(3, dtype=torch.int8), "must be a tensor of floats"),
         ("state", "learned/ema", None, "ema: Field required"),
-        ("state", "learned/moments", None, "holds no state of the optimizer"),
+        ("state", "learned/moments", None, "moments: Field required"),
         ("rank_0", "random/cpu", torch.zeros(3, dtype=torch.uint8), "must be a state of torch's generator"),
         ("rank_0", "random", None, "random: Field required"),
     ],

@@ -16,11 +16,10 @@ from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, partition, take_step, whole
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, take_step, whole
 from tests.models.test_wan_policy import condition, noisy
 from tests.runtime.test_sharding import made
 from tests.tiny_models import CPU
-from tests.toy import train_config
 from tests.workers import run_ranks
 
 MODES = ["lora", "full"]
@@ -30,7 +29,6 @@ def a_run(ranks: Ranks, mode: str, kind: str) -> tuple[RunState, object]:
     policy = made(mode)
     policy.module = parallelize(policy.module, kind, CPU, ranks)
     optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
-    policy.module = partition(policy.module, optimizer, train_config(sharding=kind), CPU, ranks)
     state = RunState(
         module=policy.module,
         optimizer=optimizer,
@@ -47,7 +45,7 @@ def step(state: RunState, policy, ranks: Ranks) -> None:
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
     with averaging_gradients(policy.module, now=True) as backward:
         backward(policy.velocity(*arguments, encoded).square().mean())
-    take_step(policy.module, state.optimizer, 1.0)
+    take_step(state.optimizer, 1.0)
     state.ema.update()
     state.finished += 1
 

@@ -23,7 +23,6 @@ from flow_grpo.runtime.ranks.sharding import (
     on_every_call,
     parallelize,
     part_like,
-    partition,
     take_step,
     unwrap,
     whole,
@@ -31,7 +30,6 @@ from flow_grpo.runtime.ranks.sharding import (
 from tests.models.test_adapters import LORA
 from tests.models.test_wan_policy import condition, noisy, policy
 from tests.tiny_models import CPU, tiny_networks
-from tests.toy import train_config
 from tests.workers import run_ranks
 
 ROWS = 4
@@ -50,7 +48,6 @@ def made(mode: str, dtype: torch.dtype = torch.float32) -> WanPolicy:
 def train(policy: WanPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:
     """Take AdamW steps over one sample at a time; return gradient norms, then trained and averaged weights."""
     optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
-    policy.module = partition(policy.module, optimizer, train_config(sharding=kind), CPU, ranks)
     ema = Ema(policy.trained_parameters(), 0.5)
     share, norms = ROWS // ranks.world_size, []
     rows = range(share * ranks.rank, share * (ranks.rank + 1))
@@ -64,7 +61,7 @@ def train(policy: WanPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) ->
         if ranks.world_size == 1:
             for parameter in policy.trained_parameters():
                 parameter.grad /= 2  # two ranks average their sums
-        norms.append(take_step(policy.module, optimizer, 1.0).item())
+        norms.append(take_step(optimizer, 1.0).item())
         ema.update()
         with torch.no_grad():  # a rollout between updates
             policy.velocity(latents[rows[0] : rows[0] + 1], sigma[:1], encoded.rows(slice(0, 1)))
@@ -176,12 +173,8 @@ def test_every_call_of_the_network_is_counted_in_rollouts_and_updates(kind):
 
 def test_a_single_process_keeps_its_module():
     module = policy(mode="camera").module
-    optimizer = torch.optim.SGD(module.parameters())
-    for kind in ("ddp", "zero2", "fsdp2"):
+    for kind in ("ddp", "fsdp2"):
         assert parallelize(module, kind, CPU, Ranks()) is module and not is_sharded(module)
-        assert partition(module, optimizer, train_config(sharding=kind), CPU, Ranks()) is module
-    with pytest.raises(ValueError, match="must be one of ddp, zero2, fsdp2"):
-        parallelize(module, "zero", CPU, Ranks())
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_changes_no_weight():
@@ -189,7 +182,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_no_weight():
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     before = module.weight.detach().clone()
     (module(torch.ones(1, 1)) * torch.inf).sum().backward()
-    assert not take_step(module, optimizer, 1.0).isfinite() and torch.equal(module.weight, before)
+    assert not take_step(optimizer, 1.0).isfinite() and torch.equal(module.weight, before)
 
 
 def gradients_between_passes(ranks: Ranks) -> list[bool]:

@@ -209,15 +209,18 @@ def test_a_fault_inside_a_rank_happens_in_its_epoch_and_on_its_rank_only(monkeyp
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(soak_rank.time, "sleep", naps.append)
     monkeypatch.setattr(train_grpo, "train_epoch", lambda trainer, epoch: None)
-    monkeypatch.setattr(updater, "take_step", lambda module: bool(module.weight.grad.isnan().any()))
+    monkeypatch.setattr(
+        updater, "take_step", lambda optimizer: bool(optimizer.param_groups[0]["params"][0].grad.isnan().any())
+    )
     monkeypatch.setattr(RewardSet, "__call__", lambda rewards: isinstance(rewards.rewards[0], soak_rank.Broken))
-    module, rewards = torch.nn.Linear(1, 1), RewardSet([Sharpness()], {"sharpness": 1.0})
+    module, rewards = torch.nn.Linear(1, 1, bias=False), RewardSet([Sharpness()], {"sharpness": 1.0})
+    optimizer = torch.optim.SGD(module.parameters())
     soak_rank.Saboteur(fault, epoch=1, rank=1).arm()
     seen = []
     for epoch in range(3):
         module.weight.grad = torch.zeros(1, 1)
         train_grpo.train_epoch(None, epoch)
-        seen.append({"nan": updater.take_step(module), "reward": rewards(), "slow": bool(naps)})
+        seen.append({"nan": updater.take_step(optimizer), "reward": rewards(), "slow": bool(naps)})
         naps.clear()
     due = [rank == "1" and epoch == 1 for epoch in range(3)]
     assert seen == [{name: at and name == fault for name in ("nan", "reward", "slow")} for at in due]

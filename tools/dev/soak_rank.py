@@ -54,12 +54,12 @@ class Saboteur:
             self.begun += 1
             train_epoch(trainer, epoch)
 
-        def stepped(module: torch.nn.Module, *given: Any) -> torch.Tensor:
+        def stepped(optimizer: torch.optim.Optimizer, *given: Any) -> torch.Tensor:
             if self.due("nan"):
-                for parameter in module.parameters():
+                for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                     if parameter.grad is not None:
                         parameter.grad.fill_(torch.nan)
-            return take_step(module, *given)
+            return take_step(optimizer, *given)
 
         def scored(rewards: RewardSet, *given: Any) -> Any:
             if self.due("slow"):

@@ -20,7 +20,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import RankError, Ranks
-from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, take_step
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, take_step
 from flow_grpo.runtime.ranks.traffic import gradient_bytes
 from flow_grpo.settings.schema import TrainConfig
 
@@ -232,7 +232,7 @@ class Updater:
             train = self.settings.train
             bound = history.bound(train.max_grad_norm, train.max_grad_ratio)
             set_learning_rates(self.optimizer, history.warm_up(train.warmup_steps))
-            norm = take_step(self.policy.module, self.optimizer, bound)
+            norm = take_step(self.optimizer, bound)
             if torch.isfinite(norm):
                 stats.stepped(norm, bound)
                 history.stepped(norm.item())
@@ -250,8 +250,7 @@ class Updater:
 
     def _skip(self, bad_steps: Sequence[str]) -> None:
         """Drop the gradients of a step that is not finite; raise after more than `train.max_bad_steps` in a row."""
-        # DeepSpeed's gradient partitions cannot be cleared: its next step would include this one.
-        most = 0 if is_partitioned(self.policy.module) else self.settings.train.max_bad_steps
+        most = self.settings.train.max_bad_steps
         if len(bad_steps) > most:
             raise RankError(
                 f"{len(bad_steps)} optimizer step(s) in a row are not finite, train.max_bad_steps is {most}: "

@@ -28,7 +28,7 @@ from flow_grpo.preflight.doctor.probe import Replay, replay, roll_out_probe
 from flow_grpo.preflight.doctor.rewards import examine_rewards
 from flow_grpo.preflight.doctor.signal import examine_signal
 from flow_grpo.records import Samples, TrainingBatch
-from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_partitioned, is_sharded, local
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, is_sharded, local
 
 BATCH_SIZES = (1, 2)  # rows of a replay, in addition to those of the rollout and the update
 UPDATES = 2  # one factor of a LoRA adapter has no gradient until the other has moved
@@ -54,8 +54,7 @@ def examine_fully(
 ) -> list[Finding]:
     """Return the findings of the full doctor, identical on every rank; collective call: every rank must call it.
 
-    Weights, optimizer state and EMA are restored at the end, except for the optimizer state of ZeRO-2, which its engine
-    owns. The sampler has advanced by an epoch.
+    Weights, optimizer state and EMA are restored at the end. The sampler has advanced by an epoch.
 
     Args:
         context: of a run with one update per epoch.
@@ -221,20 +220,17 @@ def examine_gradients(context: DoctorContext, gradients: GradientLog) -> list[Fi
     """Check gradients and weights after the updates; collective call: every rank must call it."""
     module, ranks = context.policy.module, context.ranks
     findings = [equal_weights(context, "weights_after_update", "trained weights after two updates")]
-    if not is_sharded(module) and not is_partitioned(module):
+    if not is_sharded(module):
         digests = " ".join(gradients.digests)
         findings.append(equal_on_ranks("gradient_sync", digests, "averaged gradients", ranks, NOT_AVERAGED))
-    if not is_partitioned(module):
-        # The largest norm of any rank: of a small weight in shards some ranks hold nothing.
-        peers = [json.loads(text) for text in ranks.gather_text(json.dumps(gradients.norms))]
-        norms = [
-            {name: max(rank[number][name] for rank in peers) for name in own}
-            for number, own in enumerate(gradients.norms)
-        ]
-        findings.append(checks.check_gradient_coverage(context.config.model.trained, norms))
-        present, below = ranks.all_gather(torch.tensor([gradients.counts[-1]])).sum(dim=0).tolist()
-        findings.append(checks.check_gradient_size(below, present, context.config.train.adam_eps))
-    return findings
+    # The largest norm of any rank: of a small weight in shards some ranks hold nothing.
+    peers = [json.loads(text) for text in ranks.gather_text(json.dumps(gradients.norms))]
+    norms = [
+        {name: max(rank[number][name] for rank in peers) for name in own} for number, own in enumerate(gradients.norms)
+    ]
+    findings.append(checks.check_gradient_coverage(context.config.model.trained, norms))
+    present, below = ranks.all_gather(torch.tensor([gradients.counts[-1]])).sum(dim=0).tolist()
+    return [*findings, checks.check_gradient_size(below, present, context.config.train.adam_eps)]
 
 
 def examine_kl(context: DoctorContext, objective: GrpoObjective, probe: Samples, before: float) -> Finding:
@@ -249,8 +245,7 @@ def examine_kl(context: DoctorContext, objective: GrpoObjective, probe: Samples,
 def kl_and_gradient(context: DoctorContext, objective: GrpoObjective, probe: Samples) -> tuple[float, float]:
     """Return the KL of the first stochastic step to the reference, and the norm of its gradient on this rank.
 
-    Computed on one micro-batch, since the device may not have memory for more. The norm is infinite under ZeRO-2, whose
-    engine owns the gradients; both are 0 without a reference.
+    Computed on one micro-batch, since the device may not have memory for more. Both are 0 without a reference.
     """
     policy = context.policy
     if context.config.train.kl_coef == 0:
@@ -260,17 +255,16 @@ def kl_and_gradient(context: DoctorContext, objective: GrpoObjective, probe: Sam
     with averaging_gradients(policy.module, now=False):
         current = objective.replay(part, 0)
         value = gaussian_kl(current.mean, reference, current.std).mean()
-        if not is_partitioned(policy.module):
-            value.backward()
+        value.backward()
     norms = [local(p.grad).norm() for p in policy.trained_parameters() if p.grad is not None]
     context.updater.optimizer.zero_grad(set_to_none=True)
-    return float(value.detach()), float(torch.stack(norms).norm()) if norms else float("inf")
+    return float(value.detach()), float(torch.stack(norms).norm())
 
 
 @contextlib.contextmanager
 def restored_afterwards(context: DoctorContext) -> Iterator[None]:
     """Inside, weights may move; on exit weights, optimizer state and EMA are restored."""
-    module, optimizer, ema = context.policy.module, context.updater.optimizer, context.ema
+    optimizer, ema = context.updater.optimizer, context.ema
     parameters = context.policy.trained_parameters()
     weights = [local(parameter).clone() for parameter in parameters]
     moments = copy.deepcopy(optimizer.state_dict())
@@ -282,7 +276,6 @@ def restored_afterwards(context: DoctorContext) -> Iterator[None]:
             for parameter, values in zip(parameters, weights, strict=True):
                 local(parameter).copy_(values)
         optimizer.zero_grad(set_to_none=True)
-        if not is_partitioned(module):
-            optimizer.load_state_dict(moments)
+        optimizer.load_state_dict(moments)
         if ema is not None and average is not None:
             ema.load_state_dict(average)

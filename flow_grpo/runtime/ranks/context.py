@@ -6,7 +6,7 @@ heads (DeepSpeed-Ulysses, arXiv 2309.14509). Where the heads do not divide by th
 exchanged for heads inside a team, and keys and values gathered from the other teams.
 
 Outside of the network all ranks of a group hold the whole sample and compute the same. A rank's gradient is only a part
-of the sample's: the sum over its group is the whole, and the mean over all ranks, which DDP, ZeRO-2 and FSDP2 take, is
+of the sample's: the sum over its group is the whole, and the mean over all ranks, which DDP and FSDP2 take, is
 too small by the size of the group. `Share.join`, through which every gradient passes, makes up for it: its backward
 pass adds up what all ranks of the group, which compute the same loss, ask of a slice.
 

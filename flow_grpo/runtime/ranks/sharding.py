@@ -1,4 +1,4 @@
-"""DDP, ZeRO-2 and FSDP2 wrappers behind one set of functions; callers need not know which is used.
+"""DDP and FSDP2 wrappers behind one set of functions; callers need not know which is used.
 
 DDP comes from accelerate. FSDP2 is torch's `fully_shard`, because accelerate skips FSDP on CPU ranks: every device runs
 the code that the tests run.
@@ -24,25 +24,22 @@ from torch.utils.hooks import RemovableHandle
 
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import Ranks
-from flow_grpo.runtime.ranks.zero2 import Zero2
-from flow_grpo.settings.schema import TrainConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-KINDS = ("ddp", "zero2", "fsdp2")
 
 
 def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks) -> nn.Module:
     """Return the module, which is on `device`, wrapped for training on all ranks; in a single process, itself.
 
-    FSDP2 shards each block whose class is named in `module._no_split_modules`. "zero2" needs the optimizer and is
-    wrapped later, by `partition`. Raises ValueError for an unknown kind.
+    FSDP2 shards each block whose class is named in `module._no_split_modules`.
+
+    Args:
+        module: equal on all ranks.
+        kind: `train.sharding`.
+        device: this rank's.
+        ranks: of the run.
     """
-    if kind not in KINDS:
-        raise ValueError(f"train.sharding is {kind!r}, must be one of {', '.join(KINDS)}")
-    if kind == "zero2":
-        return module
     if kind == "ddp" or ranks.everyone.world_size == 1:
         prepared: nn.Module = accelerator(device, ranks.everyone).prepare_model(module)
         return prepared
@@ -82,29 +79,9 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
     if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
         raise ValueError(
             f"accelerate is configured for {made.distributed_type.value}, but sharding is not left to it here: start "
-            "with torchrun, and pass --config.train.sharding=fsdp2 to shard, or =zero2 for DeepSpeed's ZeRO-2"
+            "with torchrun, and pass --config.train.sharding=fsdp2 to shard"
         )
     return made
-
-
-def partition(
-    module: nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig, device: torch.device, ranks: Ranks
-) -> nn.Module:
-    """Return the module from `parallelize`, wrapped with ZeRO-2 if `train.sharding` is "zero2".
-
-    The optimizer, over the trained weights, then holds this rank's shard of them.
-
-    Raises:
-        ValueError: "zero2" without DeepSpeed, or accelerate's configuration contradicts the run's.
-    """
-    if train.sharding != "zero2" or ranks.everyone.world_size == 1:
-        return module
-    return Zero2(module, optimizer, train.max_grad_norm, device)
-
-
-def is_partitioned(module: nn.Module) -> bool:
-    """Return whether optimizer state is sharded over the ranks while weights are replicated (ZeRO-2)."""
-    return isinstance(module, Zero2)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -113,9 +90,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the network inside a DDP or ZeRO-2 wrapper, or the module itself."""
-    if isinstance(module, Zero2):
-        return module.network
+    """Return the network inside a DDP wrapper, or the module itself."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
 
@@ -138,9 +113,6 @@ def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[T
 
     Gradients are averaged over ranks if `now`, in the last pass before a step; before, they may accumulate locally.
     """
-    if isinstance(module, Zero2):
-        yield module.backward_pass(last=now)
-        return
     # FSDP2 modules have no `no_sync` and average every pass: locally accumulated gradients would be unsharded.
     local_only = getattr(module, "no_sync", contextlib.nullcontext)
     with contextlib.nullcontext() if now else local_only():
@@ -157,13 +129,11 @@ def _others() -> float:
     return 1 - 1 / dist.get_world_size() if dist.is_initialized() else 0.0
 
 
-def take_step(module: nn.Module, optimizer: torch.optim.Optimizer, bound: float) -> Tensor:
+def take_step(optimizer: torch.optim.Optimizer, bound: float) -> Tensor:
     """Clip the gradient's norm to `bound`, update the weights and zero the gradient; return the norm before clipping.
 
     The norm is a scalar identical on every rank. If it is not finite, the weights are unchanged.
     """
-    if isinstance(module, Zero2):
-        return module.step(bound)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = whole(nn.utils.clip_grad_norm_(parameters, bound))
     if torch.isfinite(norm):

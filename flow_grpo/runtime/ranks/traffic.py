@@ -10,7 +10,7 @@ KINDS = ("gradients", "weights", "tokens", "rows", "control")
 
 
 def gradient_bytes(sharding: str, trained: int, world_size: int, *, passes: float, steps: float) -> float:
-    """Return the bytes that a rank sends for gradients, and for what makes up for sharding them; rings are assumed.
+    """Return the bytes that a rank sends for gradients, along a ring.
 
     Args:
         sharding: `train.sharding`.
@@ -22,7 +22,7 @@ def gradient_bytes(sharding: str, trained: int, world_size: int, *, passes: floa
     once = 4.0 * trained * (world_size - 1) / world_size
     if sharding == "ddp":
         return 2 * once * steps  # ring all-reduce: reduce-scatter and all-gather
-    return once * (passes + steps) if sharding == "zero2" else once * passes
+    return once * passes
 
 
 def sent_metrics(ranks: Ranks) -> dict[str, float]:
