@@ -69,7 +69,7 @@ from flow_grpo.runtime.clock import Ledger
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import Context, share_samples
-from flow_grpo.runtime.ranks.process_group import InputError, Ranks, Timeouts
+from flow_grpo.runtime.ranks.process_group import InputError, Timeouts, World
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, sent_weights, unwrap
 from flow_grpo.settings.checks import check_world, largest_weights
 from flow_grpo.settings.errors import refusal
@@ -86,28 +86,28 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
         argv: words of the command line, by default the process's.
         begun: when the process began, by `time.perf_counter`; by default now.
     """
-    ranks, ledger = None, Ledger(begun)
+    world, ledger = None, Ledger(begun)
     try:
         config, spec = read_command_line(argv)
         say_rewards(spec, config)
         if config.dry_run:
             show_plan(config, int(os.environ.get("WORLD_SIZE", "1")))
             return 0
-        device, ranks = set_up_rank(config, watched=True)
+        device, world = set_up_rank(config, watched=True)
     except ValueError as error:
-        refuse(error, ranks)
+        refuse(error, world)
         return 2
-    with ranks.broadcast_failure():
+    with world.broadcast_failure():
         try:
-            trainer = build(config, spec, device, ranks)
+            trainer = build(config, spec, device, world)
             trainer.ledger = ledger
             if config.doctor == "fast" and trainer.state.finished < config.num_epochs:
                 examine(trainer)
-            if ranks.is_main and not (trainer.run_folder / starts.CONFIG).exists():
+            if world.is_main and not (trainer.run_folder / starts.CONFIG).exists():
                 starts.begin(trainer.run_folder)
             trainer.progress.say(f"run folder: {trainer.run_folder}")
         except ValueError as error:
-            refuse(error, ranks)
+            refuse(error, world)
             return 2
         with trainer.running():
             try:
@@ -122,9 +122,9 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
                 if not isinstance(error, NoSignalError):
                     trainer.save()
                 trainer.close()
-                refuse(error, ranks)
+                refuse(error, world)
                 return 2
-            process_group.shut_down(ranks)
+            process_group.shut_down(world)
     return 0
 
 
@@ -176,12 +176,12 @@ def doctor_context(trainer: Trainer) -> DoctorContext:
     def sample_epoch() -> tuple[TrainingBatch, float]:
         batches = trainer.sample()
         gathered = trainer.gather(batches)
-        batch = trainer.compare(compare.everything(batches, gathered, trainer.ranks))
+        batch = trainer.compare(compare.everything(batches, gathered, trainer.world))
         return batch, trainer.metrics["train/zero_std_ratio"]
 
     return DoctorContext(
         config=trainer.config,
-        ranks=trainer.ranks,
+        world=trainer.world,
         device=trainer.device,
         run_folder=trainer.run_folder,
         policy=updater.policy,
@@ -234,7 +234,7 @@ def read_command_line(argv: Sequence[str] | None) -> tuple[Config, str]:
     return config, known.config
 
 
-def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, Ranks]:
+def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, World]:
     """Prepare this process's device and join the process group.
 
     Args:
@@ -249,23 +249,23 @@ def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -
     timeouts = Timeouts(
         control_s=wait_s or waits.control_s, device_s=waits.device_s, dead_s=dead_s, silent_s=waits.silent_s
     )
-    ranks = process_group.init_ranks(device, timeouts)
-    if ranks.is_main:
-        print(device_api.describe(device, config.device), f"x {ranks.world_size}", flush=True)
-    return device, ranks
+    world = process_group.init_ranks(device, timeouts)
+    if world.is_main:
+        print(device_api.describe(device, config.device), f"x {world.data.size}", flush=True)
+    return device, world
 
 
-def refuse(error: ValueError, ranks: Ranks | None) -> None:
+def refuse(error: ValueError, world: World | None) -> None:
     """Print a refusal in one line: on rank 0 when every rank raised it, else on the rank that did."""
     rank = int(os.environ.get("RANK", "0"))
-    if rank == 0 or (ranks is None and not isinstance(error, ConfigError)):
+    if rank == 0 or (world is None and not isinstance(error, ConfigError)):
         print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
-    if ranks is not None:
-        process_group.shut_down(ranks)
+    if world is not None:
+        process_group.shut_down(world)
 
 
 @contextlib.contextmanager
-def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
+def raise_on_all_ranks(world: World) -> Iterator[None]:
     """Run start-up work without collective calls, and raise any rank's ValueError or OSError on all ranks.
 
     Raises:
@@ -278,72 +278,72 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
         problem = error
     except OSError as error:  # which names its file
         problem = ValueError(f"{error}; see that the file or folder can be used")
-    found = [text for text in ranks.everyone.gather_text("" if problem is None else str(problem)) if text]
+    found = [text for text in world.all.gather_text("" if problem is None else str(problem)) if text]
     if found:
         raise ValueError("; ".join(dict.fromkeys(found))) from problem
 
 
-def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trainer:
+def build(config: Config, spec: str, device: torch.device, world: World) -> Trainer:
     """Load data, model and rewards, build the trainer, and restore the checkpoint to resume from.
 
     Raises:
         ValueError: on every rank, for an input that is missing or unusable on any.
     """
-    with raise_on_all_ranks(ranks):
-        if ranks.is_main and config.data.tiny_world:
+    with raise_on_all_ranks(world):
+        if world.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
-    ranks, context = share_samples(ranks, config.train.context_parallel, device)
+    world, context = share_samples(world, config.train.context_parallel, device)
     # A run draws from keyed generators only; this seed is for libraries that draw from torch's own.
     torch.manual_seed(config.seed)
-    run_folder = Path(config.output_root) / run_name(config, spec, ranks)
+    run_folder = Path(config.output_root) / run_name(config, spec, world)
     lock, checkpoints = RunLock(run_folder), run_folder / "checkpoints"
-    with raise_on_all_ranks(ranks):
+    with raise_on_all_ranks(world):
         starts.check_places(config, run_folder)
-        if ranks.is_main and run_folder.exists():  # a new folder is made only once everything else is built
+        if world.is_main and run_folder.exists():  # a new folder is made only once everything else is built
             lock.take()
-    path = resume.find(config.resume, checkpoints, ranks=ranks)
-    given, config = config, settle_checkpointing(config, device, ranks)
-    with raise_on_all_ranks(ranks):
-        train, held_out = splits(config, ranks)
+    path = resume.find(config.resume, checkpoints, world=world)
+    given, config = config, settle_checkpointing(config, device, world)
+    with raise_on_all_ranks(world):
+        train, held_out = splits(config, world)
         policy = build_policy(config, device)
         check_sizes(policy, train, held_out)
-        rewards = parts.build_rewards(config, config.reward.weights, ranks)
+        rewards = parts.build_rewards(config, config.reward.weights, world)
         try_rewards(rewards, train.condition(0))
-        evaluator = parts.build_evaluator(config, policy, held_out, ranks)
+        evaluator = parts.build_evaluator(config, policy, held_out, world)
     share_tokens(policy, context)
-    state = distribute_model(config, policy, train, device, ranks)
+    state = distribute_model(config, policy, train, device, world)
     if path is not None:
-        state.restore(path, ranks=ranks)
+        state.restore(path, world=world)
         state.match_evaluation(evaluator.settings.measured_on, own=resume.is_own(path, checkpoints))
-    from_own = resume.commit(config.resume, path, checkpoints, ranks=ranks)
-    with raise_on_all_ranks(ranks):
-        if ranks.is_main:
+    from_own = resume.commit(config.resume, path, checkpoints, world=world)
+    with raise_on_all_ranks(world):
+        if world.is_main:
             lock.take()
-            place, world = device_api.describe(device, config.device), ranks.everyone.world_size
+            place, count = device_api.describe(device, config.device), world.all.size
             by, done = rewards.served(), state.finished
-            said = starts.record(run_folder, given, spec, path, epoch=done, ranks=world, device=place, served=by)
+            said = starts.record(run_folder, given, spec, path, epoch=done, ranks=count, device=place, served=by)
             print("\n".join(said), end="\n" if said else "", flush=True)
         step = None if path is None else state.finished
-        tracker = open_tracker(config, run_folder, evaluator, ranks, resumed_step=step)
+        tracker = open_tracker(config, run_folder, evaluator, world, resumed_step=step)
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
-    progress = Progress(config.num_epochs, ranks, finished=state.finished, seconds=seconds)
+    progress = Progress(config.num_epochs, world, finished=state.finished, seconds=seconds)
     if path is not None:
         progress.say(resumed_from(path, state, config, own=from_own))
-    collector = parts.build_collector(config, policy, train, state.sampler, rewards, progress, ranks)
+    collector = parts.build_collector(config, policy, train, state.sampler, rewards, progress, world)
     return Trainer(
         config=config,
         collector=collector,
-        updater=parts.build_updater(config, policy, state, progress, ranks),
+        updater=parts.build_updater(config, policy, state, progress, world),
         evaluator=evaluator,
         state=state,
         tracker=tracker,
         progress=progress,
-        ranks=ranks,
+        world=world,
         device=device,
         run_folder=run_folder,
         lock=lock,
         forwards=count_forwards(config, policy, device),
-        dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, ranks),
+        dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, world),
         cameras=pooled(train.cameras()),
         from_own=from_own,
         films=is_video_model(config.model.kind),
@@ -351,7 +351,7 @@ def build(config: Config, spec: str, device: torch.device, ranks: Ranks) -> Trai
 
 
 def open_tracker(
-    config: Config, run_folder: Path, evaluator: Evaluator, ranks: Ranks, *, resumed_step: int | None
+    config: Config, run_folder: Path, evaluator: Evaluator, world: World, *, resumed_step: int | None
 ) -> Tracker:
     """Return the run's tracker, which knows the held-out metrics that decide and which way they should go."""
     gold = evaluator.gold is not None
@@ -359,7 +359,7 @@ def open_tracker(
         run_folder,
         to_dict(config),
         config.trackers,
-        ranks,
+        world,
         resumed_step=resumed_step,
         direction=functools.partial(direction, rewards=evaluator.names),
         deciding=functools.partial(deciding, rewards=evaluator.names, weights=largest_weights(config), gold=gold),
@@ -380,13 +380,11 @@ def share_tokens(policy: Policy, context: Context) -> None:
     policy.share_tokens(context)
 
 
-def settle_checkpointing(config: Config, device: torch.device, ranks: Ranks) -> Config:
+def settle_checkpointing(config: Config, device: torch.device, world: World) -> Config:
     """Return the configuration with `model.checkpointing=auto` decided for this device, and say what and why."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    config, said = settled(
-        config, ranks.everyone.world_size, device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here
-    )
-    if said and ranks.is_main:
+    config, said = settled(config, world.all.size, device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here)
+    if said and world.is_main:
         print(said, flush=True)
     return config
 
@@ -412,26 +410,26 @@ def resumed_from(path: Path, state: RunState, config: Config, *, own: bool) -> s
     return f"{said}, and the held-out metrics before training"
 
 
-def distribute_model(config: Config, policy: Policy, train: Split, device: torch.device, ranks: Ranks) -> RunState:
+def distribute_model(config: Config, policy: Policy, train: Split, device: torch.device, world: World) -> RunState:
     """Distribute the policy's network and its optimizer over the ranks, and return the run's state.
 
     Raises:
         ValueError: on every rank, when ranks hold different models or data, or the network cannot be sharded so.
     """
-    identity = common_identity(policy.module, config.model.trained, train, ranks)
-    policy.module = parallelize(policy.module, config.train.sharding, device, ranks)
+    identity = common_identity(policy.module, config.model.trained, train, world)
+    policy.module = parallelize(policy.module, config.train.sharding, device, world)
     if config.train.kl_coef > 0:
         policy.keep_reference(offload=config.model.offload)
     optimizer = parts.build_optimizer(config, policy)
 
     def on_call() -> None:
-        ranks.report_progress()  # for the watchdog, however large a batch is
+        world.report_progress()  # for the watchdog, however large a batch is
         # FSDP gathers once more for the backward pass.
-        ranks.sent["weights"] += int(gathered * (2 if torch.is_grad_enabled() else 1))
+        world.sent["weights"] += int(gathered * (2 if torch.is_grad_enabled() else 1))
 
     gathered = sent_weights(policy.module)
     on_every_call(policy.module, on_call)
-    sampler = parts.build_sampler(config, train, ranks)
+    sampler = parts.build_sampler(config, train, world)
     return RunState(
         module=policy.module,
         optimizer=optimizer,
@@ -442,7 +440,7 @@ def distribute_model(config: Config, policy: Policy, train: Split, device: torch
     )
 
 
-def run_name(config: Config, spec: str, ranks: Ranks) -> str:
+def run_name(config: Config, spec: str, world: World) -> str:
     """Return the configured name, or one made of the recipe's and the time, identical on every rank.
 
     Raises:
@@ -452,17 +450,17 @@ def run_name(config: Config, spec: str, ranks: Ranks) -> str:
         raise ValueError("resume='auto' needs the name of the run to go on with: pass --config.run_name=NAME")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not config.run_name:
         raise ValueError("torchrun --max-restarts needs the name of the run to go on with: pass --config.run_name=NAME")
-    return config.run_name or ranks.broadcast_text(f"{spec.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return config.run_name or world.broadcast_text(f"{spec.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def splits(config: Config, ranks: Ranks) -> tuple[Split, Split]:
+def splits(config: Config, world: World) -> tuple[Split, Split]:
     """Return the training and the held-out data, disjoint in videos, after reading one condition of each.
 
     Raises:
         ValueError: a split that cannot be used.
     """
     train, held_out = training_data(config.data), held_out_data(config.data, config.eval)
-    if ranks.is_main:
+    if world.is_main:
         train.check_apart(held_out)
     for data in (train, held_out):
         data.condition(len(data) - 1)

@@ -110,7 +110,7 @@ def make_valid(folder: Path) -> Path:
     make_tiny_folder(folder / "model")
     config, recipe = train_grpo.read_command_line(Setup(folder).words)
     trainer = train_grpo.build(config, recipe, *train_grpo.set_up_rank(config))
-    trainer.state.save(folder / "saved", keep=1, ranks=trainer.ranks).wait()
+    trainer.state.save(folder / "saved", keep=1, world=trainer.world).wait()
     shutil.rmtree(folder / "runs")
     return folder
 

@@ -23,7 +23,7 @@ from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import probe
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
@@ -63,10 +63,10 @@ def words(places: dict[str, str], **changes: object) -> list[str]:
     return ["--config", f"{ROOT}/config/grpo.py:tiny_recam", *(f"--config.{n}={v}" for n, v in knobs.items())]
 
 
-def build_context(given: list[str], ranks: Ranks | None = None) -> DoctorContext:
+def build_context(given: list[str], world: World | None = None) -> DoctorContext:
     """Return what the doctor examines of a run with this command line, on the CPU."""
     config, recipe = train_grpo.read_command_line(given)
-    return train_grpo.doctor_context(train_grpo.build(config, recipe, torch.device("cpu"), ranks or Ranks()))
+    return train_grpo.doctor_context(train_grpo.build(config, recipe, torch.device("cpu"), world or World()))
 
 
 def statuses(findings: Iterable[Finding]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.records import Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import DynamicSamplingConfig
 from tests.toy import condition, reward_config
 
@@ -81,7 +81,7 @@ class Rounds:
     """Draws scripted rounds on one rank, as a trainer would.
 
     Args:
-        ranks: who takes part.
+        world: who takes part.
         kinds: see `Kinds`.
         local: samples of a rank and round.
         k: group size.
@@ -91,7 +91,7 @@ class Rounds:
 
     def __init__(
         self,
-        ranks: Ranks,
+        world: World,
         kinds: Kinds,
         *,
         local: int,
@@ -99,22 +99,24 @@ class Rounds:
         layout: str = "spread",
         frames: Callable[[int], int] | None = None,
     ) -> None:
-        self.ranks, self.kinds, self.frames = ranks, kinds, frames
-        self.groups = local * ranks.world_size // k
-        self.sampler = DistributedKRepeatSampler(CONDITIONS, local, k, ranks.world_size, ranks.rank, 1, layout=layout)
+        self.world, self.kinds, self.frames = world, kinds, frames
+        self.groups = local * world.data.size // k
+        self.sampler = DistributedKRepeatSampler(
+            CONDITIONS, local, k, world.data.size, world.data.rank, 1, layout=layout
+        )
         self.drawn: list[list[ScoredBatch]] = []
 
     def draw(self, number: int) -> tuple[list[ScoredBatch], Gathered]:
         assert number == len(self.drawn)
-        draws = self.sampler.plan(self.sampler.next_step)[self.ranks.rank]
+        draws = self.sampler.plan(self.sampler.next_step)[self.world.data.rank]
         self.sampler.seek(self.sampler.next_step + 1)
         batch = scripted_batch(draws, self.kinds, self.groups)
         batches = [batch] if self.frames is None else split_by_size(batch, self.frames, self.kinds, self.groups)
         self.drawn.append(batches)
-        return batches, compare.gather(batches, self.ranks)
+        return batches, compare.gather(batches, self.world)
 
 
-def dynamic(ranks: Ranks, *, local: int, k: int = 4, say=None, **changes: object) -> DynamicSampling:
+def dynamic(world: World, *, local: int, k: int = 4, say=None, **changes: object) -> DynamicSampling:
     """Return dynamic sampling over the scripted reward."""
     knobs = {
         "enabled": True,
@@ -129,7 +131,7 @@ def dynamic(ranks: Ranks, *, local: int, k: int = 4, say=None, **changes: object
         k=k,
         local=local,
         seed=5,
-        ranks=ranks,
+        world=world,
         say=say or (lambda line: None),
     )
 

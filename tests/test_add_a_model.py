@@ -12,7 +12,7 @@ import pytest
 import train_grpo
 from flow_grpo.models.adapter_files import WEIGHTS_FILE
 from flow_grpo.reporting import plots
-from flow_grpo.runtime.ranks.process_group import RankError, Ranks
+from flow_grpo.runtime.ranks.process_group import RankError, World
 from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest, places  # noqa: F401 - a fixture
 from tests.workers import run_ranks
 from tools import random_model
@@ -90,10 +90,10 @@ def test_what_is_wrong_in_a_policy_is_said_in_one_line(places, line, broken, tol
     assert told in said.out + said.err and "Traceback" not in said.err
 
 
-def _trained_past_the_wrapper(ranks: Ranks, given: list[str], folder: str) -> str:
+def _trained_past_the_wrapper(world: World, given: list[str], folder: str) -> str:
     os.chdir(folder)
     with pytest.raises(RankError) as caught:
-        _train(ranks, given)
+        _train(world, given)
     return str(caught.value)
 
 

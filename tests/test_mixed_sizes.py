@@ -18,7 +18,7 @@ from flow_grpo.judging.evaluate import EvalSettings, Evaluator
 from flow_grpo.records import Condition, Conditioning, Guidance, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, collector, condition, reward_config, update, updater
 from tests.workers import run_ranks
 
@@ -66,20 +66,20 @@ class ConvPolicy(ToyPolicy):
         return torch.cat([light[:, :, :1], light[:, :, 1:].repeat_interleave(4, dim=2)], dim=2)
 
 
-def sample(ranks: Ranks, policy: ConvPolicy, **changes) -> tuple[ScoredBatch, ...]:
+def sample(world: World, policy: ConvPolicy, **changes) -> tuple[ScoredBatch, ...]:
     options = {"train_batch_size": 4, "num_batches_per_epoch": 6, "k": 4} | changes
-    return collector(ranks, policy, debug=False, make=sized, **options).collect(Clock(torch.device("cpu")))
+    return collector(world, policy, debug=False, make=sized, **options).collect(Clock(torch.device("cpu")))
 
 
-def training_batch(ranks: Ranks, batches: Sequence[ScoredBatch], k: int = 4) -> TrainingBatch:
-    gathered = compare.gather(batches, ranks)
+def training_batch(world: World, batches: Sequence[ScoredBatch], k: int = 4) -> TrainingBatch:
+    gathered = compare.gather(batches, world)
     compared = compare.advantages(gathered, REWARD, k=k, floors={})
-    return compare.own_rows(compare.everything(batches, gathered, ranks), compared, ranks)
+    return compare.own_rows(compare.everything(batches, gathered, world), compared, world)
 
 
 def test_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
     policy = ConvPolicy()
-    batches = sample(Ranks(), policy)
+    batches = sample(World(), policy)
     counts = Counter(c.size for batch in batches for c in batch.conditions)
     assert sum(counts.values()) == sum(map(len, batches)) == 24
     assert len(counts) == 3
@@ -90,9 +90,9 @@ def test_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
 
 def test_every_sample_equals_the_one_rolled_out_alone_and_has_its_place():
     policy = ConvPolicy()
-    batches = sample(Ranks(), policy)
+    batches = sample(World(), policy)
     assert sorted(place for batch in batches for place in batch.samples.places.tolist()) == list(range(24))
-    draws = collector(Ranks(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream.sampler
+    draws = collector(World(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream.sampler
     wanted = [(gid, slot) for step in range(6) for _, gid, slot, _ in draws.plan(step)[0]]
     for batch in batches:
         for row, (position, made) in enumerate(zip(batch.samples.places.tolist(), batch.conditions, strict=True)):
@@ -106,9 +106,9 @@ def test_every_sample_equals_the_one_rolled_out_alone_and_has_its_place():
             assert reward.item() == pytest.approx(policy.decode(alone.final_latents).mean().item(), abs=1e-5)
 
 
-def _with_and_without_shared_prefixes(ranks: Ranks) -> bool:
+def _with_and_without_shared_prefixes(world: World) -> bool:
     shared, plain = (
-        sample(ranks, ConvPolicy(), same_initial_noise=True, share_prefix=share) for share in (True, False)
+        sample(world, ConvPolicy(), same_initial_noise=True, share_prefix=share) for share in (True, False)
     )
     assert len(shared) == len(plain) > 1
     return all(
@@ -123,7 +123,7 @@ def test_shared_prefixes_of_several_sizes_reach_the_ranks_that_hold_their_copies
 
 def test_whole_groups_on_a_rank_have_their_rows_in_order():
     policy = ConvPolicy()
-    batches = sample(Ranks(), policy, layout="contiguous")
+    batches = sample(World(), policy, layout="contiguous")
     for batch in batches:
         distinct = [c for c in batch.conditions if c.slot == 0]
         assert [c.gid for c in batch.conditions] == [c.gid for c in distinct for _ in range(4)]
@@ -134,8 +134,8 @@ def test_whole_groups_on_a_rank_have_their_rows_in_order():
 
 def test_gathered_samples_are_in_sampling_order_whatever_was_rolled_out_first():
     policy = ConvPolicy()
-    batches = sample(Ranks(), policy)
-    gathered = compare.gather(batches, Ranks())
+    batches = sample(World(), policy)
+    gathered = compare.gather(batches, World())
     by_position = {
         position: (made.gid, made.slot, made.size, float(batch.rewards["brightness"].values[row]))
         for batch in batches
@@ -152,7 +152,7 @@ def test_the_update_never_mixes_sizes_and_does_not_depend_on_its_micro_batches(m
     moved = []
     for size in (4, micro):
         policy = ConvPolicy()
-        batch = training_batch(Ranks(), sample(Ranks(), policy))
+        batch = training_batch(World(), sample(World(), policy))
         policy.calls.clear()
         updating = updater(policy, batch_size=size, updates_per_epoch=updates)
         metrics = update(updating, batch)
@@ -166,7 +166,7 @@ def test_the_update_never_mixes_sizes_and_does_not_depend_on_its_micro_batches(m
 
 def test_the_first_ratio_is_exactly_one_where_micro_batches_are_the_rollout_s():
     policy = ConvPolicy()
-    batch = training_batch(Ranks(), sample(Ranks(), policy))
+    batch = training_batch(World(), sample(World(), policy))
     updating = updater(policy, batch_size=4)
     assert updating.plan(batch, 0).as_rolled_out
     assert update(updating, batch)["policy/ratio_first_max_abs_log"] == 0.0
@@ -174,19 +174,19 @@ def test_the_first_ratio_is_exactly_one_where_micro_batches_are_the_rollout_s():
     assert not updating.plan(mixed_up, 0).as_rolled_out
 
 
-def _two_ranks(ranks: Ranks) -> tuple[Tensor, list[tuple[int, ...]]]:
+def _two_ranks(world: World) -> tuple[Tensor, list[tuple[int, ...]]]:
     policy = ConvPolicy()
-    batches = sample(ranks, policy, train_batch_size=4 // ranks.world_size)
-    batch = training_batch(ranks, batches)
-    if ranks.world_size > 1:
+    batches = sample(world, policy, train_batch_size=4 // world.data.size)
+    batch = training_batch(world, batches)
+    if world.data.size > 1:
         policy.module = DistributedDataParallel(policy.net)
     policy.calls.clear()
-    update(updater(policy, ranks=ranks, batch_size=2), batch)
+    update(updater(policy, world=world, batch_size=2), batch)
     return torch.cat([p.detach().flatten() for p in policy.net.parameters()]), policy.calls
 
 
 def test_two_ranks_make_the_update_of_one_with_mixed_sizes():
-    alone, _ = _two_ranks(Ranks())
+    alone, _ = _two_ranks(World())
     results = run_ranks(_two_ranks, 2)
     for weights, _ in results:
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
@@ -208,11 +208,11 @@ class SizedData:
         return self.sizes[index // 2 % len(self.sizes)]
 
 
-def _evaluate(ranks: Ranks, number: int = 20, sizes: int = 3) -> tuple[dict[str, float], list[tuple[int, ...]]]:
+def _evaluate(world: World, number: int = 20, sizes: int = 3) -> tuple[dict[str, float], list[tuple[int, ...]]]:
     policy = ConvPolicy()
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     settings = EvalSettings(SIGMAS, number, batch_size=4, videos=0)
-    metrics = Evaluator(policy, SizedData(SIZES[:sizes]), rewards, None, settings, ranks).run().metrics
+    metrics = Evaluator(policy, SizedData(SIZES[:sizes]), rewards, None, settings, world).run().metrics
     return metrics, policy.calls
 
 
@@ -222,7 +222,7 @@ def test_a_small_evaluation_is_spread_over_the_ranks_rather_than_batched():
 
 
 def test_an_evaluation_batches_more_of_the_smaller_videos():
-    metrics, calls = _evaluate(Ranks())
+    metrics, calls = _evaluate(World())
     rows = {shape[1:]: max(s[0] for s in calls if s[1:] == shape[1:]) for shape in calls}
     assert rows[(2, 3, 2, 4)] == 4  # 72 pixels a video
     assert rows[(2, 2, 2, 2)] == 8  # 20 pixels: all eight of them where 14 would fit

@@ -17,7 +17,7 @@ from flow_grpo.data.multicam import CAMERAS_JSON
 from flow_grpo.reporting.clips import make_clip
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.tracker import Tracker
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.loading import ConfigError, load_config
 from tests.data.test_multicam import FRAMES, extrinsics, open_split, write_scene
@@ -59,7 +59,7 @@ def test_a_clip_lies_in_its_folder_whatever_its_condition_is_called(tmp_path, na
     generated = torch.zeros_like(named.source_video)
     estimated = torch.eye(4).double().repeat(len(named.target_poses), 1, 1)
     clip = make_clip(named, generated, {f"remote:{name}": 1.0}, estimated=estimated)
-    tracker = Tracker(tmp_path / "run", {}, (), Ranks())
+    tracker = Tracker(tmp_path / "run", {}, (), World())
     gallery = Gallery(tracker, tmp_path / "run")
     gallery.evaluation([clip], 1, before=True)
     gallery.paths([clip])

@@ -95,7 +95,7 @@ def bear_witness() -> None:
         seen["trained"] = [float(p.sum()) for p in trained] + [float(p.abs().sum()) for p in trained]
 
     def on_finish(_, trainer):
-        file = Path(os.environ[WITNESS], f"rank{trainer.ranks.rank}.json")
+        file = Path(os.environ[WITNESS], f"rank{trainer.world.data.rank}.json")
         file.write_text(json.dumps(seen | {"metrics": trainer.metrics}))
 
     spy(WanPolicy, "velocity", on_velocity)

@@ -31,7 +31,7 @@ from flow_grpo.rewards import target_view
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import InputError, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, World
 from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
@@ -270,10 +270,10 @@ def test_a_run_without_epochs_measures_and_leaves_its_configuration(places, tmp_
     assert json.loads((tmp_path / "run" / "config.json").read_text())["num_epochs"] == 0
 
 
-def _train(ranks: Ranks, given: list[str]) -> int:
+def _train(world: World, given: list[str]) -> int:
     """Run main() on ranks whose process group already exists and is kept."""
     with (
-        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), ranks)),
+        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), world)),
         mock.patch.object(process_group, "shut_down"),
         mock.patch.object(plots, "draw_curves"),
     ):
@@ -455,7 +455,7 @@ def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_p
     drawn = []
     monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction, deciding: drawn.append(direction))
     config, recipe = train_grpo.read_command_line(words(places, tmp_path))
-    trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
+    trainer = train_grpo.build(config, recipe, torch.device("cpu"), World())
     trainer.tracker.log({"eval/trans_err_m": 0.5}, 0)
     trainer.tracker.close()
     assert [drawn[0](f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, 0]
@@ -467,14 +467,14 @@ def test_a_reward_that_a_schedule_trains_decides_nothing_in_the_curves(places, t
     scheduled = {"reward__weights": "target_view=0,motion_mag=1", "reward__schedules": "target_view=0:0,1:1"}
     config, _ = train_grpo.read_command_line(words(places, tmp_path, **scheduled))
     evaluator = mock.Mock(gold=None, names=["target_view", "motion_mag"])
-    tracker = train_grpo.open_tracker(config, tmp_path / "run", evaluator, Ranks(), resumed_step=None)
+    tracker = train_grpo.open_tracker(config, tmp_path / "run", evaluator, World(), resumed_step=None)
     tracker.log({"eval/trans_err_m": 0.5}, 0)
     tracker.close()
     assert drawn[0](["eval/target_view", "eval/motion_mag", "eval/trans_err_m"]) == ["eval/trans_err_m"]
 
 
 def test_a_file_that_may_not_be_read_is_a_refusal_with_its_name():
-    with pytest.raises(ValueError, match="see that") as caught, train_grpo.raise_on_all_ranks(Ranks()):
+    with pytest.raises(ValueError, match="see that") as caught, train_grpo.raise_on_all_ranks(World()):
         raise PermissionError(13, "Permission denied", "a.mp4")
     said = "[Errno 13] Permission denied: 'a.mp4'; see that the file or folder can be used"
     assert str(caught.value) == said
@@ -484,7 +484,7 @@ def test_the_time_left_counts_the_minutes_that_earlier_starts_of_a_run_have_used
     assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
     again = words(places, tmp_path, resume="auto", max_minutes=2)
     config, recipe = train_grpo.read_command_line(again)
-    trainer = train_grpo.build(config, recipe, torch.device("cpu"), Ranks())
+    trainer = train_grpo.build(config, recipe, torch.device("cpu"), World())
     used = trainer.state.train_seconds
     assert used > 0 and trainer.progress._seconds == 120 - used
 
@@ -498,15 +498,15 @@ def test_a_sharded_run_resumes_bit_by_bit(places, tmp_path):
     assert_equal_state(*(learned(tmp_path / part / "run") for part in ("whole", "parts")))
 
 
-def _train_into_a_broken_video(ranks: Ranks, given: list[str], data: str) -> tuple[int, str]:
+def _train_into_a_broken_video(world: World, given: list[str], data: str) -> tuple[int, str]:
     broken = Path(data)
-    if ranks.is_main:
+    if world.is_main:
         videos = sorted((broken / "train").rglob("cam0*.mp4"))
         videos[0].write_bytes(videos[0].read_bytes()[:100])
-    ranks.broadcast_text("")
+    world.broadcast_text("")
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        code = _train(ranks, given)
+        code = _train(world, given)
     return code, said.getvalue()
 
 

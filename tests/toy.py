@@ -23,7 +23,7 @@ from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, Guidance, RewardResult, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import RewardConfig, SampleConfig, TrainConfig
 
 SHAPE = (2, 2, 2, 2)  # C, F, H, W
@@ -177,12 +177,12 @@ def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **
     starts = [sum(map(len, batches[:number])) for number in range(len(batches))]
     parts = [scored(policy, part, first=first, **options) for part, first in zip(batches, starts, strict=True)]
     (whole,) = merge_sizes([p.conditions for p in parts], [p.samples for p in parts], [p.rewards for p in parts])
-    gathered = gather([whole], Ranks())
+    gathered = gather([whole], World())
     k = int((gathered.gids == gathered.gids[0]).sum())
     compared = combine_rewards(
         gathered.rewards, gathered.valid, {"brightness": 1.0}, gathered.gids, k=k, floors={}, flat_eps=0.0
     )
-    return own_rows(everything([whole], gathered, Ranks()), compared, Ranks())
+    return own_rows(everything([whole], gathered, World()), compared, World())
 
 
 def train_config(**changes: Any) -> TrainConfig:
@@ -230,13 +230,13 @@ def reward_config(**changes: Any) -> RewardConfig:
     return RewardConfig(**(values | changes))
 
 
-def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, ranks: Ranks | None = None, **changes: Any) -> Updater:
+def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, world: World | None = None, **changes: Any) -> Updater:
     """Return an Updater over plain SGD, so that an update is proportional to its gradient."""
     train = train_config(**changes)
     settings = UpdateSettings(rollout_batch_size, seed=5, train=train)
     optimizer = torch.optim.SGD(policy.trained_parameters(), lr=train.learning_rate)
     objective = GrpoObjective(policy, SIGMAS, SDE, step_weight=None, train=train)
-    return Updater(policy, objective, optimizer, settings, ranks or Ranks())
+    return Updater(policy, objective, optimizer, settings, world or World())
 
 
 def update(
@@ -292,7 +292,7 @@ class ToyLoader:
 
 
 def collector(
-    ranks: Ranks,
+    world: World,
     policy: Policy,
     *,
     debug: bool = True,
@@ -305,8 +305,8 @@ def collector(
         24,
         sample.train_batch_size,
         sample.k,
-        ranks.world_size,
-        ranks.rank,
+        world.data.size,
+        world.data.rank,
         seed=1,
         num_batches_per_epoch=sample.num_batches_per_epoch,
         layout=sample.layout,
@@ -314,4 +314,4 @@ def collector(
     rollout = RolloutSettings(SIGMAS, SDE, seed=1, same_initial_noise=sample.same_initial_noise)
     settings = SampleSettings(sample, rollout, debug=debug)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    return Collector(policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, settings, ranks)
+    return Collector(policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, settings, world)

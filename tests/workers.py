@@ -1,7 +1,7 @@
 """Run a function on several ranks: CPU processes joined by gloo on the loopback interface.
 
-    def sum_of_ranks(ranks: Ranks, offset: int) -> int:      # at the top level of a test module
-        return int(ranks.all_gather(torch.tensor([ranks.rank + offset])).sum())
+    def sum_of_ranks(world: World, offset: int) -> int:      # at the top level of a test module
+        return int(world.data.all_gather(torch.tensor([world.data.rank + offset])).sum())
 
     assert run_ranks(sum_of_ranks, 4, 10) == [46, 46, 46, 46]
 
@@ -61,7 +61,7 @@ def run_ranks(
     """Call `function(ranks, *args)` on `world_size` ranks and return their results in rank order.
 
     Args:
-        function: importable by name (top level of a module); `ranks` is a `process_group.Ranks`.
+        function: importable by name (top level of a module); `world` is a `process_group.World`.
         world_size: number of processes.
         *args: sent to every rank by pickle.
         timeout: wall-clock limit of the call in seconds, start-up excluded.
@@ -190,13 +190,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> Non
     code = 1
     try:
         torch.set_num_threads(1)
-        ranks = process_group.init_ranks(torch.device("cpu"), Timeouts(LIMIT_S), init_method=rendezvous)
+        world = process_group.init_ranks(torch.device("cpu"), Timeouts(LIMIT_S), init_method=rendezvous)
         pipe.send_bytes(pickle.dumps((True, None)))
         while (call := pickle.loads(pipe.recv_bytes())) is not None:
             os.chdir(ROOT)  # the call before may have left it
             function, args = call
-            pipe.send_bytes(pickle.dumps((True, function(ranks, *args))))
-        process_group.shut_down(ranks)
+            pipe.send_bytes(pickle.dumps((True, function(world, *args))))
+        process_group.shut_down(world)
         code = 0
     except EOFError:
         pass  # the session is gone

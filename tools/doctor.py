@@ -38,7 +38,7 @@ from flow_grpo.settings.schema import Config
 from flow_grpo.models.adapters import AdapterError
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -49,24 +49,24 @@ def main(words: Sequence[str] | None = None) -> int:
         "--json", action="store_true", help="print one JSON object instead of a table, everything else on stderr"
     )
     known, overrides = parser.parse_known_args(words)
-    begun, ranks = time.perf_counter(), None
+    begun, world = time.perf_counter(), None
     try:
         with stdout_to_stderr() if known.json else contextlib.nullcontext():
             fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
             config, spec = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
-            device, ranks = train_grpo.set_up_rank(config, watched=True)
-            with ranks.broadcast_failure():
+            device, world = train_grpo.set_up_rank(config, watched=True)
+            with world.broadcast_failure():
                 try:
-                    findings = examine(config, spec, device, ranks)
+                    findings = examine(config, spec, device, world)
                 except ValueError as error:
-                    train_grpo.refuse(error, ranks)
+                    train_grpo.refuse(error, world)
                     return 2
     except ValueError as error:
-        train_grpo.refuse(error, ranks)
+        train_grpo.refuse(error, world)
         return 2
-    if ranks.is_main:
+    if world.is_main:
         show(findings, time.perf_counter() - begun, as_json=known.json)
-    process_group.shut_down(ranks)
+    process_group.shut_down(world)
     return 1 if failed(findings) else 0
 
 
@@ -84,16 +84,16 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def examine(config: Config, spec: str, device: torch.device, ranks: Ranks) -> list[Finding]:
+def examine(config: Config, spec: str, device: torch.device, world: World) -> list[Finding]:
     """Build a run and return its findings, identical on every rank; collective call: every rank must call it.
 
     Raises:
         ValueError: on every rank, for a setting or file with which nothing can be built.
     """
-    short = shortened(config, ranks.world_size)
+    short = shortened(config, world.data.size)
     with tempfile.TemporaryDirectory(prefix="flow_grpo_doctor_") as folder:
         try:
-            trainer = train_grpo.build(dataclasses.replace(short, output_root=folder), spec, device, ranks)
+            trainer = train_grpo.build(dataclasses.replace(short, output_root=folder), spec, device, world)
         except ValueError as error:
             if not isinstance(error.__cause__, AdapterError):
                 raise
@@ -105,7 +105,7 @@ def examine(config: Config, spec: str, device: torch.device, ranks: Ranks) -> li
         try:
             findings = examine_fully(context, config.train.updates_per_epoch, so_far)
         except RuntimeError:
-            if ranks.is_main:
+            if world.is_main:
                 print(as_table(so_far), file=sys.stderr, flush=True)
             raise
         trainer.tracker.close()

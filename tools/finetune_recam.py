@@ -66,7 +66,7 @@ from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import share_samples
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
 from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.settings.errors import refusal
@@ -84,19 +84,19 @@ class ItemError(ValueError):
 
 def main(words: Sequence[str] | None = None) -> int:
     """Fine-tune and return the exit code."""
-    ranks = run = None
+    world = run = None
     try:
         args, config = read_command_line(words)
-        device, ranks = train_grpo.set_up_rank(config)
-        run = build(args, config, device, ranks)
+        device, world = train_grpo.set_up_rank(config)
+        run = build(args, config, device, world)
         run.train()
         run.finish()
     except ValueError as error:
         if run is not None and not isinstance(error, ItemError):
             raise  # on this rank alone: the others would hang in `refuse`, which stops the process group
-        train_grpo.refuse(error, ranks)
+        train_grpo.refuse(error, world)
         return 2
-    process_group.shut_down(ranks)
+    process_group.shut_down(world)
     return 0
 
 
@@ -148,17 +148,17 @@ class Batches:
     args: argparse.Namespace
     dataset: MultiCamDataset
     policy: WanPolicy
-    ranks: Ranks
+    world: World
     held_out: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        args, dataset, ranks, training = self.args, self.dataset, self.ranks, self.held_out is None
+        args, dataset, world, training = self.args, self.dataset, self.world, self.held_out is None
         tokens = self.policy.tokens if args.use_dynamic_batch else lambda _: 1
         weighted = None
         if training and args.weights is not None:
             weights, draws = item_weights(args.weights, dataset), args.num_samples or len(dataset)
             weighted = DistributedWeightedSampler(
-                dataset, weights, draws, num_replicas=ranks.world_size, rank=ranks.rank, seed=args.seed
+                dataset, weights, draws, num_replicas=world.data.size, rank=world.data.rank, seed=args.seed
             )
         self.plan = DynamicBatchSampler(
             dataset,
@@ -166,8 +166,8 @@ class Batches:
             shuffle=training,
             drop_last=args.drop_last and training,
             sampler=weighted if training else self.held_out,
-            num_replicas=ranks.world_size,
-            rank=ranks.rank,
+            num_replicas=world.data.size,
+            rank=world.data.rank,
             seed=args.seed,
             cost=lambda index: tokens(dataset.size_of(index)),
         )
@@ -189,22 +189,22 @@ class Batches:
         """Yield the epoch's remaining batches. Collective call; an error on one rank is raised on all."""
         batches = iter(self._loader)
         for _ in range(len(self.plan)):
-            with self.ranks.sync_errors("loading a batch"):
+            with self.world.sync_errors("loading a batch"):
                 batch = next_batch(batches)
-            problems = self.ranks.everyone.gather_text("; ".join(item for item in batch if isinstance(item, str)))
+            problems = self.world.all.gather_text("; ".join(item for item in batch if isinstance(item, str)))
             if any(problems):
                 raise ItemError("; ".join(dict.fromkeys(filter(None, problems))))
             yield batch
 
 
-def build(args: argparse.Namespace, config: Config, device: torch.device, ranks: Ranks) -> FineTuning:
+def build(args: argparse.Namespace, config: Config, device: torch.device, world: World) -> FineTuning:
     """Load all parts; raises ValueError on every rank for anything missing or unusable on any."""
-    with train_grpo.raise_on_all_ranks(ranks):
-        if ranks.is_main and config.data.tiny_world:
+    with train_grpo.raise_on_all_ranks(world):
+        if world.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
-    ranks, context = share_samples(ranks, config.train.context_parallel, device)
-    folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], ranks)
-    with train_grpo.raise_on_all_ranks(ranks):
+    world, context = share_samples(world, config.train.context_parallel, device)
+    folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], world)
+    with train_grpo.raise_on_all_ranks(world):
         if config.data.prompts:
             raise refusal(
                 "data.prompts", config.data.prompts, "must be empty: there is no true video of a prompt alone"
@@ -212,17 +212,17 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, ranks:
         policy = WanPolicy.from_config(
             video_model(config.model.kind), config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device
         )
-        data, measured = train_grpo.splits(config, ranks)
+        data, measured = train_grpo.splits(config, world)
         train_grpo.check_sizes(policy, data, measured)
-        batches = Batches(args, data, policy, ranks)
+        batches = Batches(args, data, policy, world)
         spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # evenly over the scenes
-        held_out = Batches(args, measured, policy, ranks, sorted(set(spread))) if spread else None
-    identity = common_identity(policy.module, config.model.trained, data, ranks)
-    ranks.check_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
+        held_out = Batches(args, measured, policy, world, sorted(set(spread))) if spread else None
+    identity = common_identity(policy.module, config.model.trained, data, world)
+    world.data.check_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
     train_grpo.share_tokens(policy, context)
-    policy.module = parallelize(policy.module, "ddp", device, ranks)
+    policy.module = parallelize(policy.module, "ddp", device, world)
     optimizer = build_optimizer(config, policy)
-    return FineTuning(args, config, policy, optimizer, batches, held_out, identity, ranks, folder)
+    return FineTuning(args, config, policy, optimizer, batches, held_out, identity, world, folder)
 
 
 def numbered(conditions: Sequence[Condition], before: Mapping[int, int]) -> list[Condition]:
@@ -266,7 +266,7 @@ class FineTuning:
     batches: Batches
     held_out: Batches | None
     identity: dict[str, str]  # hashes of model and data, stored in checkpoints
-    ranks: Ranks
+    world: World
     folder: Path
     step: int = 0  # optimizer steps taken
     consumed: int = 0  # rows of the epoch's batch plan already trained
@@ -274,21 +274,21 @@ class FineTuning:
     def __post_init__(self) -> None:
         folder, plan = self.folder / "checkpoints", self.batches.plan
         self.lock = RunLock(self.folder)
-        with train_grpo.raise_on_all_ranks(self.ranks):
-            if self.ranks.is_main:
+        with train_grpo.raise_on_all_ranks(self.world):
+            if self.world.is_main:
                 self.lock.take()
-        path = resume.find(self.config.resume, folder, ranks=self.ranks)
+        path = resume.find(self.config.resume, folder, world=self.world)
         if path is not None:
-            found = checkpoint.load(path, identity=self.identity, ranks=self.ranks)
+            found = checkpoint.load(path, identity=self.identity, world=self.world)
             plan.load_state_dict(found.state["plan"])
             self.step, self.consumed = found.step, found.state["plan"]["consumed"]
             adapters.load_trained_state(self.policy.module, found.state["trained"])
             load_moments(self.optimizer, self.policy.trained_parameters(), found.state["moments"])
-        resume.commit(self.config.resume, path, folder, ranks=self.ranks)
+        resume.commit(self.config.resume, path, folder, world=self.world)
         # Since the last report.
         self._sums, self._dropped, self._norm, self._begun = torch.zeros(2, dtype=torch.float64), 0, 0.0, 0.0
         self._files: MetricFiles | None = None
-        if self.ranks.is_main:
+        if self.world.is_main:
             self._files = MetricFiles(self.folder, None if path is None else self.step)
 
     def train(self) -> None:
@@ -311,10 +311,10 @@ class FineTuning:
         losses = flow_losses(self.policy, conditions, self.config.sample.shift, self.args.seed, plan.epoch)
         bad = [item.index for item, fine in zip(conditions, losses.isfinite().tolist(), strict=True) if not fine]
         error = RuntimeError(f"loss of items {bad} is not finite") if bad else None
-        self.ranks.raise_if_any_failed(error, f"step {self.step + 1}")
+        self.world.raise_if_any_failed(error, f"step {self.step + 1}")
         weight = plan.batch_weight(self.consumed)  # 0 for filler, which only keeps the collectives in step
-        items = int(self.ranks.all_gather(torch.tensor([weight * len(conditions)])).sum())  # less what was dropped
-        (weight * losses.sum() * self.ranks.world_size / items).backward()
+        items = int(self.world.data.all_gather(torch.tensor([weight * len(conditions)])).sum())  # less what was dropped
+        (weight * losses.sum() * self.world.data.size / items).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trained_parameters(), self.config.train.max_grad_norm)
         if not norm.isfinite():  # the same on every rank: gradients are averaged already
             raise RuntimeError(f"gradient norm is {norm:g} in step {self.step + 1}: weights were left as they are")
@@ -331,7 +331,7 @@ class FineTuning:
 
     def log(self) -> None:
         """Log loss, gradient norm and speed since the last call."""
-        total, items = self.ranks.all_gather(self._sums[None]).sum(dim=0).tolist()
+        total, items = self.world.data.all_gather(self._sums[None]).sum(dim=0).tolist()
         if items:
             speed = items / (time.perf_counter() - self._begun)
             found = {"train/loss": total / items, "train/grad_norm": self._norm, "train/items_per_s": speed}
@@ -343,9 +343,9 @@ class FineTuning:
         moments = moments_by_place(self.optimizer, self.policy.trained_parameters())
         state = {"trained": adapters.trained_state(self.policy.module), "moments": moments}
         state["plan"] = self.batches.plan.state_dict(self.consumed)
-        folder, keep, ranks = self.folder / "checkpoints", self.config.checkpoint.keep, self.ranks
+        folder, keep, world = self.folder / "checkpoints", self.config.checkpoint.keep, self.world
         begun = saving.begin(
-            folder, self.step, state=state, per_rank={}, identity=self.identity, ranks=ranks, keep=keep
+            folder, self.step, state=state, per_rank={}, identity=self.identity, world=world, keep=keep
         )
         begun.wait()
 
@@ -358,7 +358,7 @@ class FineTuning:
         for number, conditions in enumerate(self.held_out):
             losses = flow_losses(self.policy, conditions, self.config.sample.shift, "held out")
             sums += self.held_out.plan.batch_weight(number) * torch.tensor([float(losses.sum()), len(losses)])
-        total, items = self.ranks.all_gather(sums[None]).sum(dim=0).tolist()
+        total, items = self.world.data.all_gather(sums[None]).sum(dim=0).tolist()
         self._report({"eval/loss": total / items})
 
     def finish(self) -> None:
@@ -367,8 +367,8 @@ class FineTuning:
         if self.step % self.args.checkpoint_every:
             self.save()
         self.evaluate()
-        with self.ranks.sync_errors("writing the model"):
-            if self.ranks.is_main:
+        with self.world.sync_errors("writing the model"):
+            if self.world.is_main:
                 write_model(self.policy, Path(self.config.model.path), self.folder)
                 knob = shlex.quote(f"--config.model.path={self.folder / 'model'}")
                 print(f"start GRPO from it: train_grpo.py ... {knob}", flush=True)

@@ -48,33 +48,33 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tails", type=int, nargs="+", default=[], metavar="STEPS", help="tails to compare")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     asked, overrides = parser.parse_known_args(words)
-    ranks = None
+    world = None
     try:
         fixed = ["--config.run_name=signal", "--config.trackers=()", "--config.resume="]
         config, spec = train_grpo.read_command_line(["--config", asked.config, *overrides, *fixed])
-        device, ranks = train_grpo.set_up_rank(config, watched=True)
-        with ranks.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
+        device, world = train_grpo.set_up_rank(config, watched=True)
+        with world.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
             try:
-                trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), spec, device, ranks)
+                trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), spec, device, world)
                 context = train_grpo.doctor_context(trainer)
                 found = measure(context, asked.groups) | {"tails": compare_tails(context, asked.groups, asked.tails)}
                 trainer.tracker.close()
             except ValueError as error:  # every rank raised it: the peers need not be told
-                train_grpo.refuse(error, ranks)
+                train_grpo.refuse(error, world)
                 return 2
     except ValueError as error:
-        train_grpo.refuse(error, ranks)
+        train_grpo.refuse(error, world)
         return 2
-    if ranks.is_main:
+    if world.is_main:
         show(found, asked)
-    process_group.shut_down(ranks)
+    process_group.shut_down(world)
     return 0
 
 
 def measure(context: DoctorContext, groups: int) -> dict[str, Any]:
     """Return rewards, steps and the log-ratio of one update; collective call: every rank must call it."""
     spreads = measure_spread(
-        context.policy, context.data, context.rewards, context.sampling, context.ranks, groups=groups
+        context.policy, context.data, context.rewards, context.sampling, context.world, groups=groups
     )
     rewards = {
         name: dataclasses.asdict(spread) | {"credit_share": spread.credit_share} for name, spread in spreads.items()
@@ -92,17 +92,19 @@ def compare_tails(context: DoctorContext, groups: int, tails: Sequence[int]) -> 
     One entry per reward and tail: its mean over `groups` groups a rank, that with all steps of the schedule, and the
     correlation of the two inside groups, NaN where a group's rewards are all equal.
     """
-    sample, ranks = context.sampling.sample, context.ranks
+    sample, world = context.sampling.sample, context.world
     found: dict[int, dict[str, Tensor]] = {}
     for tail in dict.fromkeys((0, *tails)) if tails else ():
         levels = tail_levels(sample.num_steps, sample.shift, tail) if tail else None
         rollout = dataclasses.replace(context.sampling.rollout, tails=levels, record=False)
         sampling = dataclasses.replace(context.sampling, rollout=rollout)
         parts = [
-            sample_group(context.policy, context.data, context.rewards, sampling, ranks, ranks.rank * groups + number)
+            sample_group(
+                context.policy, context.data, context.rewards, sampling, world, world.data.rank * groups + number
+            )
             for number in range(groups)
         ]
-        found[tail] = {name: ranks.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
+        found[tail] = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
     return [
         {
             "reward": name,

@@ -34,7 +34,7 @@ from flow_grpo.models.wan_policy import check_folder, open_images
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.tensor_store import TensorStore
 from tools.common import fail, make_parser
 
@@ -63,26 +63,26 @@ class Tally:
 def main(words: Sequence[str] | None = None) -> int:
     """Encode what is missing and return the exit code."""
     known, overrides = make_parser(__doc__, recipe=True).parse_known_args(words)
-    ranks = None
+    world = None
     try:
         config = load_config(known.config, overrides)
         if not config.model.encodings:
             raise ConfigError(
                 "config.model.encodings: got '', must name a folder; pass --config.model.encodings=FOLDER"
             )
-        device, ranks = train_grpo.set_up_rank(config, WAIT_S)
-        with train_grpo.raise_on_all_ranks(ranks):
+        device, world = train_grpo.set_up_rank(config, WAIT_S)
+        with train_grpo.raise_on_all_ranks(world):
             splits = whole_splits(config.data)
             encodings = open_encodings(config, device)
             films = [data for data in splits if isinstance(data, FilmDataset)]
             tasks = [*video_tasks(films, encodings), *prompt_tasks(config, splits, encodings)]
     except ValueError as error:
-        train_grpo.refuse(error, ranks)
+        train_grpo.refuse(error, world)
         return 2
-    with ranks.sync_errors("encoding"):
-        tally = work(tasks, ranks)
-    problems = report(tally, config, ranks)
-    process_group.shut_down(ranks)
+    with world.sync_errors("encoding"):
+        tally = work(tasks, world)
+    problems = report(tally, config, world)
+    process_group.shut_down(world)
     return 1 if problems else 0
 
 
@@ -129,9 +129,9 @@ def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: 
         )
 
 
-def work(tasks: Sequence[Task], ranks: Ranks) -> Tally:
+def work(tasks: Sequence[Task], world: World) -> Tally:
     """Run this rank's share of the tasks; return how many were encoded or already cached, and the unreadable files."""
-    tasks = tasks[ranks.rank :: ranks.world_size]
+    tasks = tasks[world.data.rank :: world.data.size]
     tally, begun, reported = Tally(), time.perf_counter(), time.perf_counter()
     for number, task in enumerate(tasks, 1):
         try:
@@ -143,17 +143,17 @@ def work(tasks: Sequence[Task], ranks: Ranks) -> Tally:
         except ValueError as error:
             tally.problems.append(f"{task.name}: {error}")
         now = time.perf_counter()
-        if ranks.is_main and now - reported > REPORT_S:
+        if world.is_main and now - reported > REPORT_S:
             reported, left = now, (now - begun) / number * (len(tasks) - number)
             print(f"{number} of {len(tasks)} on rank 0, about {left / 60:.0f} min left", flush=True)
     return tally
 
 
-def report(tally: Tally, config: Config, ranks: Ranks) -> list[str]:
+def report(tally: Tally, config: Config, world: World) -> list[str]:
     """Print the totals and failures of all ranks, and return the failures. Collective call."""
-    made, kept = ranks.all_gather(torch.tensor([[tally.made, tally.kept]])).sum(dim=0).tolist()
-    problems = [line for text in ranks.gather_text("\n".join(tally.problems)) for line in text.splitlines()]
-    if ranks.is_main:
+    made, kept = world.data.all_gather(torch.tensor([[tally.made, tally.kept]])).sum(dim=0).tolist()
+    problems = [line for text in world.data.gather_text("\n".join(tally.problems)) for line in text.splitlines()]
+    if world.is_main:
         print(f"{made} encoded, {kept} were there, {len(problems)} failed: {config.model.encodings}", flush=True)
         for problem in problems:
             fail(problem)

@@ -43,8 +43,8 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
     """Batches whose costs add up to at most `max_points`, equally many on every rank, covering each item once.
 
     Use it as `DataLoader(dataset, batch_sampler=sampler)`, never inside `accelerator.prepare`, which would shard again.
-    Call `set_epoch` before `iter(loader)`. Call `ranks.check_equal(sampler.fingerprint(), "batch plan")` once before
-    the first step: ranks with different plans then raise instead of hanging later.
+    Call `set_epoch` before `iter(loader)`. Call `world.data.check_equal(sampler.fingerprint(), "batch plan")` once
+    before the first step: ranks with different plans then raise instead of hanging later.
 
     Items of one structure are packed in the order drawn, the batches are sorted by cost, and every W successive batches
     make a row, one batch per rank, so over an epoch a rank waits for the others for about the cost of one batch. The

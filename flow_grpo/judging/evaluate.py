@@ -27,7 +27,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.reporting.clips import Clip, make_clip, with_base
 from flow_grpo.rewards.base import Reward, RewardSet
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 POSE_ERRORS = ("rot_err_deg", "trans_err_m")  # of a gold estimator: said below its videos
 
@@ -110,7 +110,7 @@ class Evaluator:
         rewards: measured on every sample.
         gold: an estimator that no reward uses, or None; its metrics have no prefix.
         settings: see `EvalSettings`.
-        ranks: who shares the work.
+        world: who shares the work.
 
     Raises:
         ValueError: more conditions than the dataset holds.
@@ -123,7 +123,7 @@ class Evaluator:
         rewards: RewardSet,
         gold: Reward | None,
         settings: EvalSettings,
-        ranks: Ranks,
+        world: World,
     ) -> None:
         self.indices = held_out_indices(len(dataset), settings.num_conditions)
         self.policy = policy
@@ -131,7 +131,7 @@ class Evaluator:
         self.rewards = rewards
         self.gold = gold
         self.settings = settings
-        self.ranks = ranks
+        self.world = world
 
     @property
     def names(self) -> list[str]:
@@ -167,8 +167,8 @@ class Evaluator:
             return {}
         rows: dict[int, ConditionRow] = {}
         for number, positions in enumerate(self._own_batches()):
-            own = positions[self.ranks.dealt_rows(number, len(positions))]
-            with self.ranks.sync_errors("measuring the floor"):
+            own = positions[self.world.dealt_rows(number, len(positions))]
+            with self.world.sync_errors("measuring the floor"):
                 found = {position: self.dataset.condition(self.indices[position]) for position in own}
                 found = {position: one for position, one in found.items() if one.target_video is not None}
                 conditions = list(found.values())
@@ -183,14 +183,14 @@ class Evaluator:
         """Return this rank's batches of positions in `indices`, one video size each, equally many on every rank."""
         sizes = [self.dataset.size_of(index) for index in self.indices]
         costs = [math.prod(size) for size in sizes]
-        rows = min(self.settings.batch_size, math.ceil(len(costs) / self.ranks.world_size))
+        rows = min(self.settings.batch_size, math.ceil(len(costs) / self.world.data.size))
         return list(
             DynamicBatchSampler(
                 self.indices,
                 rows * max(costs),
                 shuffle=False,
-                num_replicas=self.ranks.world_size,
-                rank=self.ranks.rank,
+                num_replicas=self.world.data.size,
+                rank=self.world.data.rank,
                 cost=costs.__getitem__,
                 structure=sizes.__getitem__,
             )
@@ -223,9 +223,9 @@ class Evaluator:
             made = [self._sample([position]) for position in positions]
         started = [self._as_it_started(position) for position in positions]
         found: list[Clip] = []
-        with self.ranks.sync_errors("evaluation"):
+        with self.world.sync_errors("evaluation"):
             for position, (conditions, latents), base in zip(positions, made, started, strict=True):
-                if self.ranks.is_main:
+                if self.world.is_main:
                     video = decode(self.policy, conditions, latents)
                     clip = self._clip(
                         conditions[0], video[0], rows[position]["values"], self._located(video, conditions)
@@ -245,20 +245,20 @@ class Evaluator:
     def _measure(self, number: int, positions: Sequence[int], rows: dict[int, ConditionRow], clips: list[Clip]) -> None:
         """Sample one batch and score it, without the rows that are left to another rank with the same samples."""
         conditions, latents = self._sample(positions)
-        with self.ranks.sync_errors("evaluation"):
-            own = self.ranks.dealt_rows(number, len(positions))
+        with self.world.sync_errors("evaluation"):
+            own = self.world.dealt_rows(number, len(positions))
             if conditions[own]:
                 self._score(positions[own], conditions[own], latents[own], rows, clips)
 
     def _sample(self, positions: Sequence[int]) -> tuple[list[Condition], Tensor]:
         """Return conditions and latents; errors are synchronised around the rollout, a collective call under FSDP2."""
-        with self.ranks.sync_errors("evaluation"):
+        with self.world.sync_errors("evaluation"):
             indices = [self.indices[position] for position in positions]
             conditions = [self.dataset.condition(index, gid=index) for index in indices]
-        share_encodings(self.policy, conditions, self.ranks.everyone, lambda: self.ranks.sync_errors("evaluation"))
-        with self.ranks.sync_errors("evaluation"):
+        share_encodings(self.policy, conditions, self.world.all, lambda: self.world.sync_errors("evaluation"))
+        with self.world.sync_errors("evaluation"):
             conditioning = self.policy.encode(conditions, self.settings.guidance)
-        with self.ranks.sync_errors("evaluation"):
+        with self.world.sync_errors("evaluation"):
             deterministic = RolloutSettings(self.settings.sigmas, SdeSettings("ode", 0.0), seed=key("eval", "noise"))
             samples = rollout(self.policy, conditions, conditioning, [()] * len(conditions), deterministic)
         return conditions, samples.final_latents
@@ -280,7 +280,7 @@ class Evaluator:
             columns |= _columns(self.gold.name, self.gold(videos, conditions), prefix="")
         made = _rows(positions, conditions, columns)
         rows |= made
-        if self.ranks.is_main:
+        if self.world.is_main:
             shown = positions[: self.settings.videos - len(clips)]
             located = self._located(videos[: len(shown)], conditions[: len(shown)])
             for row, position in enumerate(shown):
@@ -316,7 +316,7 @@ class Evaluator:
 
     def _gather(self, rows: dict[int, ConditionRow]) -> list[ConditionRow]:
         """Return the rows of all ranks, by position in `indices`."""
-        texts = self.ranks.everyone.gather_text(json.dumps(list(rows.items())))
+        texts = self.world.all.gather_text(json.dumps(list(rows.items())))
         by_position: dict[int, ConditionRow] = dict(item for text in texts for item in json.loads(text))
         return [by_position[position] for position in sorted(by_position)]
 

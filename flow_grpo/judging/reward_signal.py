@@ -23,7 +23,7 @@ from flow_grpo.maths.keys import key
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 
 class NoSignalError(ValueError):
@@ -73,7 +73,7 @@ def measure_spread(
     dataset: ConditionSource,
     rewards: RewardSet,
     sampling: SampleSettings,
-    ranks: Ranks,
+    world: World,
     *,
     groups: int,
     own: bool = True,
@@ -85,7 +85,7 @@ def measure_spread(
         dataset: conditions to sample, the first ones of a fixed order.
         rewards: measured on every copy.
         sampling: of the run; the draws are others than the run's.
-        ranks: who shares the groups.
+        world: who shares the groups.
         groups: how many on every rank.
         own: sample with own initial noise, too; without, `Spread.own` is NaN.
 
@@ -98,17 +98,17 @@ def measure_spread(
         settings = dataclasses.replace(sampling.rollout, seed=seed, same_initial_noise=shared, record=False)
         columns: dict[str, list[Tensor]] = {name: [] for name in rewards.floors}
         for number in range(groups):
-            gid = ranks.rank * groups + number
+            gid = world.data.rank * groups + number
             one = dataclasses.replace(sampling, rollout=settings)
-            for name, values in sample_group(policy, dataset, rewards, one, ranks, gid).items():
+            for name, values in sample_group(policy, dataset, rewards, one, world, gid).items():
                 columns[name].append(_variance(values))
         for name, variances in columns.items():
-            found[name][shared] = math.sqrt(float(ranks.all_gather(torch.stack(variances)).nanmean()))
+            found[name][shared] = math.sqrt(float(world.data.all_gather(torch.stack(variances)).nanmean()))
     return {name: Spread(found[name][False], found[name][True], floor) for name, floor in rewards.floors.items()}
 
 
 def sample_group(
-    policy: Policy, dataset: ConditionSource, rewards: RewardSet, sampling: SampleSettings, ranks: Ranks, gid: int
+    policy: Policy, dataset: ConditionSource, rewards: RewardSet, sampling: SampleSettings, world: World, gid: int
 ) -> dict[str, Tensor]:
     """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call).
 
@@ -119,18 +119,18 @@ def sample_group(
     scored: list[dict[str, RewardResult]] = []
     for number, first in enumerate(range(0, sample.k, sample.train_batch_size)):
         slots = range(first, min(first + sample.train_batch_size, sample.k))
-        with ranks.sync_errors("measuring the signal"):
+        with world.sync_errors("measuring the signal"):
             conditions = [dataset.condition(gid % len(dataset), gid, slot) for slot in slots]
-        share_encodings(policy, conditions, ranks.everyone, lambda: ranks.sync_errors("measuring the signal"))
-        with ranks.sync_errors("measuring the signal"):
+        share_encodings(policy, conditions, world.all, lambda: world.sync_errors("measuring the signal"))
+        with world.sync_errors("measuring the signal"):
             conditioning = policy.encode(conditions)
-        with ranks.sync_errors("measuring the signal"):
+        with world.sync_errors("measuring the signal"):
             samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
-        with ranks.sync_errors("measuring the signal"):
-            rows = ranks.dealt_rows(number, len(slots))
+        with world.sync_errors("measuring the signal"):
+            rows = world.dealt_rows(number, len(slots))
             own, latents = conditions[rows], samples.final_latents[rows]
             scored.append(rewards(decode(policy, own, latents), own) if own else {})
-    results = share_results(scored, ranks)
+    results = share_results(scored, world)
     return {name: torch.cat([_values(one[name]) for one in results]) for name in rewards.floors}
 
 

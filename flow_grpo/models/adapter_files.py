@@ -28,7 +28,7 @@ from flow_grpo.models.transformers import (
     variant_of,
 )
 from flow_grpo.runtime.atomic_file import replace_folder, temporary_path
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # adapters on modules that base Wan has
@@ -96,7 +96,7 @@ def _class_of(network: Any) -> type:
     return next(kind for kind in type(network).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
-def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None) -> None:
+def save_adapter(policy: Policy, folder: str | Path, world: World | None = None) -> None:
     """Write the trained weights in diffusers format: the LoRA files, or without LoRA the whole transformer; and a card.
 
     Of a network that is not diffusers' the state dict is written.
@@ -109,53 +109,53 @@ def save_adapter(policy: Policy, folder: str | Path, ranks: Ranks | None = None)
     Args:
         policy: whose module is saved.
         folder: appears whole or not at all; one of that name is replaced with all it holds.
-        ranks: collective call, rank 0 writes; None writes from this process without a collective.
+        world: collective call, rank 0 writes; None writes from this process without a collective.
 
     Raises:
         RuntimeError: on every rank, if rank 0 cannot write.
     """
-    assert ranks is not None or not is_sharded(policy.module), "parameters are sharded: every rank must save"
-    ranks, network, partial = ranks or Ranks(), unwrap(policy.module), Path(folder)
+    assert world is not None or not is_sharded(policy.module), "parameters are sharded: every rank must save"
+    world, network, partial = world or World(), unwrap(policy.module), Path(folder)
     with contextlib.ExitStack() as stack:
-        with ranks.sync_errors("saving the adapter (folder)"):
-            if ranks.is_main:
+        with world.sync_errors("saving the adapter (folder)"):
+            if world.is_main:
                 partial = stack.enter_context(temporary_path(Path(folder)))
                 partial.mkdir()
-        _write(network, partial, ranks)
-        with ranks.sync_errors("saving the adapter (publishing)"):
-            if ranks.is_main:
+        _write(network, partial, world)
+        with world.sync_errors("saving the adapter (publishing)"):
+            if world.is_main:
                 replace_folder(partial, Path(folder))
 
 
-def _write(network: Any, folder: Path, ranks: Ranks) -> None:
+def _write(network: Any, folder: Path, world: World) -> None:
     """Write the trained weights into an empty folder. Collective call."""
     if has_lora(network):
-        trained = _gathered(trained_parameters(network), ranks)
-        with ranks.sync_errors("saving the adapter"):
-            if ranks.is_main:
+        trained = _gathered(trained_parameters(network), world)
+        with world.sync_errors("saving the adapter"):
+            if world.is_main:
                 _write_lora(network, trained, folder)
     elif not isinstance(network, ModelMixin):  # of a policy of the user's own
-        state = _gathered(network.state_dict(), ranks)
-        with ranks.sync_errors("saving the weights"):
-            if ranks.is_main:
+        state = _gathered(network.state_dict(), world)
+        with world.sync_errors("saving the weights"):
+            if world.is_main:
                 save_file(state, folder / WEIGHTS_FILE)
     elif is_sharded(network):
-        _write_in_files(network, folder, ranks)
+        _write_in_files(network, folder, world)
     else:
-        with ranks.sync_errors("saving the transformer"):
-            if ranks.is_main:
+        with world.sync_errors("saving the transformer"):
+            if world.is_main:
                 network.save_pretrained(str(folder), variant=variant_of(network))
-    with ranks.sync_errors("saving the adapter (card)"):
-        if ranks.is_main:
+    with world.sync_errors("saving the adapter (card)"):
+        if world.is_main:
             (folder / CARD).write_text(_card(network), encoding="utf-8")
 
 
-def _gathered(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+def _gathered(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """Gather sharded tensors and return them whole, on the CPU, on rank 0; {} on other ranks. Collective call."""
     gathered = {}
     for name, part in parts.items():
         tensor = whole(part)  # collective
-        if ranks.is_main:
+        if world.is_main:
             gathered[name] = tensor.cpu()
     return gathered
 
@@ -176,7 +176,7 @@ def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
         save_file({name: tensors[name].contiguous() for name in sorted(names)}, folder / file, header)
 
 
-def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
+def _write_in_files(network: Any, folder: Path, world: World) -> None:
     """Write a sharded transformer like diffusers' `save_pretrained`, gathering one file at a time."""
     state = network.state_dict()
     meta = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
@@ -186,12 +186,12 @@ def _write_in_files(network: Any, folder: Path, ranks: Ranks) -> None:
         meta, filename_pattern=f"{stem}{variant}{{suffix}}.safetensors", max_shard_size=FILE_SIZE
     )
     for file, names in plan.filename_to_tensors.items():
-        gathered = _gathered({name: state[name] for name in names}, ranks)
-        with ranks.sync_errors(f"saving {file}"):
-            if ranks.is_main:
+        gathered = _gathered({name: state[name] for name in names}, world)
+        with world.sync_errors(f"saving {file}"):
+            if world.is_main:
                 save_file(gathered, folder / file, {"format": "pt"})
-    with ranks.sync_errors("saving the transformer"):
-        if ranks.is_main:
+    with world.sync_errors("saving the transformer"):
+        if world.is_main:
             config = json.loads(network.to_json_string()) | {"_class_name": _class_of(network).__name__}
             (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
             if plan.is_sharded:

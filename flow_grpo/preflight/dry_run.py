@@ -18,7 +18,7 @@ from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch
 from flow_grpo.run import parts
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import Config
 
 
@@ -107,7 +107,7 @@ def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[Te
     optimizer = parts.build_optimizer(config, policy)
     optimizer.register_step_pre_hook(lambda *_: _check_gradients(policy))
     settings = UpdateSettings(config.sample.train_batch_size, config.seed, config.train)
-    updater = Updater(policy, parts.build_objective(config, policy), optimizer, settings, Ranks())
+    updater = Updater(policy, parts.build_objective(config, policy), optimizer, settings, World())
     plan = updater.plan(batch, epoch=0)
     micro_batch = batch.take(plan.steps[0][0], policy.device)
     _note(found, "micro-batch", micro_batch.trajectory.tensors())

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from flow_grpo.maths.bootstrap import Interval
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 HEADLINE = (
     "policy/approx_kl",
@@ -41,7 +41,7 @@ class Progress:
     def __init__(
         self,
         num_epochs: int,
-        ranks: Ranks,
+        world: World,
         *,
         finished: int = 0,
         seconds: float = math.inf,
@@ -52,8 +52,8 @@ class Progress:
         The run ends earlier when `seconds` of training are used up. Only rank 0 prints, by default to standard output;
         on every rank, progress is reported to the watchdog.
         """
-        self._ranks = ranks
-        self._console = (console or Console()) if ranks.is_main else Console(quiet=True)
+        self._world = world
+        self._console = (console or Console()) if world.is_main else Console(quiet=True)
         self._num_epochs, self._finished, self._finished_before = num_epochs, finished, finished
         self._seconds = seconds
         self._begin = self._epoch_begin = 0.0  # of the first and the present epoch
@@ -100,12 +100,12 @@ class Progress:
 
     def rollout(self, count: int) -> None:
         """Count finished samples."""
-        self._ranks.report_progress()
+        self._world.report_progress()
         self._bars.advance(self._rollouts, count)
 
     def update(self, count: int = 1) -> None:
         """Count finished micro-batches of the update."""
-        self._ranks.report_progress()
+        self._world.report_progress()
         self._bars.advance(self._updates, count)
 
     def finish_epoch(self, metrics: Mapping[str, float], headline: Sequence[str] = HEADLINE) -> None:
@@ -149,7 +149,7 @@ def print_before_after(
     after: Mapping[str, float],
     changes: Mapping[str, Interval],
     run_folder: Path,
-    ranks: Ranks,
+    world: World,
     *,
     floor: Mapping[str, float] | None = None,
     console: Console | None = None,
@@ -161,11 +161,11 @@ def print_before_after(
         after: likewise.
         changes: metric -> paired change, for those that have one.
         run_folder: printed below.
-        ranks: of the run.
+        world: of the run.
         floor: `eval_floor/` name -> what the judge finds on perfect videos, a row below the metric `eval/` name.
         console: where to print, by default standard output.
     """
-    if not ranks.is_main:
+    if not world.is_main:
         return
     console = console or Console()
     table = Table(title="held-out metrics", box=box.SIMPLE_HEAD, show_edge=False, padding=0)

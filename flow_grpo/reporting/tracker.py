@@ -23,7 +23,7 @@ from flow_grpo.reporting.metric_names import SECTIONS
 from flow_grpo.reporting.sinks.sink import Opening, Sink
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.checkpoints.resume import SUMMARY
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 SINKS = {  # name of the library -> its class below flow_grpo.reporting.sinks, imported when it is opened
     "wandb": "wandb:Wandb",
@@ -51,7 +51,7 @@ class Tracker:
         run_folder: Path,
         config: Mapping[str, Any],
         trackers: Iterable[str],
-        ranks: Ranks,
+        world: World,
         *,
         resumed_step: int | None = None,
         direction: Callable[[str], int] = lambda _: 0,
@@ -63,7 +63,7 @@ class Tracker:
             run_folder: outputs/<run_name>; its name is the run's name.
             config: the whole configuration, nested.
             trackers: any of `SINKS`.
-            ranks: of the run; rank 0 writes.
+            world: of the run; rank 0 writes.
             resumed_step: step of the checkpoint the run resumes from, or None.
             direction: of held-out metrics, as in `plots.draw_curves`.
             deciding: likewise.
@@ -77,7 +77,7 @@ class Tracker:
                 raise ValueError(f"trackers={name!r} is not known; use any of {', '.join(SINKS)}")
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
-        self._folder, self._is_main, self.direction, self.deciding = run_folder, ranks.is_main, direction, deciding
+        self._folder, self._is_main, self.direction, self.deciding = run_folder, world.is_main, direction, deciding
         self._sinks: dict[str, Sink] = {}  # that have been opened
         self._names: list[str] = []
         self._making, self._serving = Background(), Background()

@@ -25,21 +25,21 @@ from flow_grpo.records import Guidance
 from flow_grpo.reporting.console import Progress
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.run.run_state import Average, RunState
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.own_code import is_own
 from flow_grpo.settings.schema import Config, TrainConfig
 
 
-def build_sampler(config: Config, train: Split, ranks: Ranks) -> DistributedKRepeatSampler:
+def build_sampler(config: Config, train: Split, world: World) -> DistributedKRepeatSampler:
     """Return this rank's sampler over the training conditions."""
     sample = config.sample
     return DistributedKRepeatSampler(
         train,
         sample.train_batch_size,
         sample.k,
-        ranks.world_size,
-        ranks.rank,
+        world.data.size,
+        world.data.rank,
         config.seed,
         num_batches_per_epoch=sample.num_batches_per_epoch,
         layout=sample.layout,
@@ -108,12 +108,12 @@ def build_collector(
     sampler: DistributedKRepeatSampler,
     rewards: RewardSet,
     progress: Progress,
-    ranks: Ranks,
+    world: World,
 ) -> Collector:
     """Return the collector of training rollouts."""
     loader = make_loader(train, sampler, config.data.num_workers)
     stream = ConditionStream(loader, sampler)
-    return Collector(policy, stream, rewards, sample_settings(config), ranks, on_batch=progress.rollout)
+    return Collector(policy, stream, rewards, sample_settings(config), world, on_batch=progress.rollout)
 
 
 def sample_settings(config: Config) -> SampleSettings:
@@ -128,7 +128,7 @@ def sample_settings(config: Config) -> SampleSettings:
 
 
 def build_dynamic_sampling(
-    config: Config, rewards: RewardSet, progress: Progress, ranks: Ranks
+    config: Config, rewards: RewardSet, progress: Progress, world: World
 ) -> DynamicSampling | None:
     """Return dynamic sampling, or None when it is disabled."""
     if not config.dynamic_sampling.enabled:
@@ -139,8 +139,8 @@ def build_dynamic_sampling(
         k=config.sample.k,
         local=config.sample.expanded_batch_size,
         seed=config.seed,
-        ranks=ranks,
-        say=progress.say if ranks.is_main else lambda line: show([line]),
+        world=world,
+        say=progress.say if world.is_main else lambda line: show([line]),
     )
 
 
@@ -161,24 +161,24 @@ def build_objective(config: Config, policy: Policy, ema: Average | None = None) 
     return GrpoObjective(policy, rollout.sigmas, rollout.sde, step_weight=weights, train=train)
 
 
-def build_updater(config: Config, policy: Policy, state: RunState, progress: Progress, ranks: Ranks) -> Updater:
+def build_updater(config: Config, policy: Policy, state: RunState, progress: Progress, world: World) -> Updater:
     """Return the updater."""
     return Updater(
         policy,
         build_objective(config, policy, state.ema),
         state.optimizer,
         UpdateSettings(config.sample.train_batch_size, config.seed, config.train),
-        ranks,
+        world,
         after_step=(lambda: None) if state.ema is None else state.ema.update,
         on_pass=progress.update,
     )
 
 
-def build_rewards(config: Config, weights: Mapping[str, float], ranks: Ranks) -> RewardSet:
+def build_rewards(config: Config, weights: Mapping[str, float], world: World) -> RewardSet:
     """Return the rewards that `weights` names, measured in this process or by the recipe's servers."""
     servers, timeout_s = config.reward.remote, config.reward.remote_timeout
     rewards = build_reward_set(weights, data_root=config.data.root, servers=servers, timeout_s=timeout_s)
-    rewards.on_measured = ranks.report_progress
+    rewards.on_measured = world.report_progress
     return rewards
 
 
@@ -218,7 +218,7 @@ def measured_on(config: Config, held_out: Split) -> dict[str, str | float]:
     }
 
 
-def build_evaluator(config: Config, policy: Policy, held_out: Split, ranks: Ranks) -> Evaluator:
+def build_evaluator(config: Config, policy: Policy, held_out: Split, world: World) -> Evaluator:
     """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
 
     Raises:
@@ -244,6 +244,6 @@ def build_evaluator(config: Config, policy: Policy, held_out: Split, ranks: Rank
         measured_on=measured_on(config, held_out),
     )
     likeness = {} if config.data.prompts else {"target_view": 0.0}  # prompts have no true view
-    measured = build_rewards(config, likeness | config.reward.weights, ranks)
+    measured = build_rewards(config, likeness | config.reward.weights, world)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
-    return Evaluator(policy, held_out, measured, gold, settings, ranks)
+    return Evaluator(policy, held_out, measured, gold, settings, world)

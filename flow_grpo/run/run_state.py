@@ -23,7 +23,7 @@ from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import is_sharded, part_like
 from flow_grpo.runtime.tensor_store import weights_key
 from flow_grpo.settings.errors import refusal
@@ -89,7 +89,7 @@ class RunState:
     shortages: list[int] = dataclasses.field(default_factory=list)
     history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
 
-    def save(self, folder: Path, *, keep: int, ranks: Ranks, score: float | None = None) -> Saving:
+    def save(self, folder: Path, *, keep: int, world: World, score: float | None = None) -> Saving:
         """Begin to write a checkpoint of the finished epochs (collective call). `score` as for `saving.begin`.
 
         Raises:
@@ -126,18 +126,18 @@ class RunState:
             state=state,
             per_rank=per_rank,
             identity=self.identity,
-            ranks=ranks,
+            world=world,
             keep=keep,
             score=score,
         )
 
-    def restore(self, path: Path, *, ranks: Ranks) -> None:
+    def restore(self, path: Path, *, world: World) -> None:
         """Restore a checkpoint (collective call).
 
         Raises:
             ValueError: damaged, of another model or data, or saved with other sampler numbers.
         """
-        found = checkpoint.load(path, identity=self.identity, ranks=ranks)
+        found = checkpoint.load(path, identity=self.identity, world=world)
         state = found.state
         check_saved(path, Shared, state)
         if state["finished"] != found.step:
@@ -227,7 +227,7 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
         ValueError: damaged, or of another model or training mode.
     """
     identity = checkpoint.identity_of(path) | {"model": fingerprint(module), "trained": trained}
-    found = checkpoint.load(path, identity=identity, ranks=Ranks())
+    found = checkpoint.load(path, identity=identity, world=World())
     stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
     learned = found.state.get("learned") or join_shards(stems, "learned", lambda _, values: values)
     check_saved(path, Learned, learned)
@@ -237,7 +237,7 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
             parameter.copy_(learned["ema"][str(place)])
 
 
-def common_identity(module: nn.Module, trained: str, data: Split, ranks: Ranks) -> dict[str, str]:
+def common_identity(module: nn.Module, trained: str, data: Split, world: World) -> dict[str, str]:
     """Return the fingerprints of model and data that go into checkpoints (collective call).
 
     Raises:
@@ -245,7 +245,7 @@ def common_identity(module: nn.Module, trained: str, data: Split, ranks: Ranks) 
     """
     identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
     identity[checkpoint.FILES] = data.contents()
-    ranks.everyone.check_equal(str(identity), "model and data")
+    world.all.check_equal(str(identity), "model and data")
     return identity
 
 

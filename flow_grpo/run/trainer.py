@@ -50,7 +50,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.clock import Clock, Ledger
-from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, RankError, World
 from flow_grpo.runtime.ranks.traffic import sent_metrics
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.settings.checks import largest_weights
@@ -71,7 +71,7 @@ class Trainer:
         state: what a checkpoint holds.
         tracker: metrics, videos, summary.
         progress: the console.
-        ranks: who takes part, as the data sees them.
+        world: who takes part, as the data sees them.
         device: this rank's device.
         run_folder: where the run's files are.
         lock: the run lock of that folder.
@@ -90,7 +90,7 @@ class Trainer:
     state: RunState
     tracker: Tracker
     progress: Progress
-    ranks: Ranks
+    world: World
     device: torch.device
     run_folder: Path
     lock: RunLock
@@ -130,13 +130,13 @@ class Trainer:
         for epoch in range(first, self.config.num_epochs):
             if self._out_of_time() or self._asked_to_end():
                 break
-            if epoch == first and self.ranks.is_main:
+            if epoch == first and self.world.is_main:
                 begin(self.run_folder)
             self.tracker.begin()
             self.ledger.book("time/log_s")
             self.clock, self.metrics = Clock(self.device), {}
             self.forwards.mark()
-            self.ranks.sent.clear()
+            self.world.sent.clear()
             device_api.reset_peak_memory(self.device)
             yield epoch
             self._count_time()
@@ -149,7 +149,7 @@ class Trainer:
     def gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         """Exchange ids and rewards of all samples and check that they are whole groups."""
         gathered = self._gather(batches)
-        with self.ranks.sync_errors("measuring"):
+        with self.world.sync_errors("measuring"):
             self.metrics |= reward_metrics(gathered, self.reward.weights)
             self.metrics |= rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
         return gathered
@@ -157,7 +157,7 @@ class Trainer:
     def choose(self, batches: Sequence[ScoredBatch], gathered: Gathered) -> Chosen:
         """Choose the samples to train on: the whole round, or with dynamic sampling the groups that carry a signal."""
         if self.dynamic_sampling is None:
-            return compare.everything(batches, gathered, self.ranks)
+            return compare.everything(batches, gathered, self.world)
 
         def sample_round(number: int) -> tuple[Sequence[ScoredBatch], Gathered]:
             self.progress.more_rollouts(self.config.sample.expanded_batch_size)
@@ -172,7 +172,7 @@ class Trainer:
 
     def compare(self, chosen: Chosen) -> TrainingBatch:
         """Turn rewards into advantages within groups and take this rank's own rows, all or those of `train.copies`."""
-        with self.ranks.sync_errors("comparing"):
+        with self.world.sync_errors("comparing"):
             compared = compare.advantages(
                 chosen.gathered,
                 self.reward,
@@ -188,19 +188,19 @@ class Trainer:
             if self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
                 compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
         if self.config.train.copies:
-            chosen, compared = narrow(chosen, compared, self.config.train.copies, self.ranks)
-        with self.ranks.sync_errors("comparing"):
-            return compare.own_rows(chosen, compared, self.ranks)
+            chosen, compared = narrow(chosen, compared, self.config.train.copies, self.world)
+        with self.world.sync_errors("comparing"):
+            return compare.own_rows(chosen, compared, self.world)
 
     def update(self, batch: TrainingBatch, epoch: int) -> None:
         """Take the epoch's gradient steps."""
-        self.ranks.begin_phase("update")
+        self.world.begin_phase("update")
         plan = self.updater.plan(batch, epoch)
         self.progress.start_update(plan.passes)
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
         with self.clock.phase("update"):
             self.metrics |= self.updater.run(batch, plan, self.state.history, probe=probe)
-        check_averaged(self.state.history.norms, self.ranks)
+        check_averaged(self.state.history.norms, self.world)
 
     def finish_epoch(self, epoch: int) -> None:
         """Mark an epoch as finished: checkpoints saved from here on contain its update."""
@@ -215,23 +215,23 @@ class Trainer:
         seconds = self.metrics["time/epoch_s"]
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
         own = torch.tensor([self.forwards.since_mark()], dtype=torch.float64)
-        forwards, operations = self.ranks.all_gather(own).sum(dim=0).tolist()
+        forwards, operations = self.world.data.all_gather(own).sum(dim=0).tolist()
         self.state.forward_equivalents += forwards
-        self.metrics |= server_metrics(self.collector.rewards.stats(), self.ranks)
+        self.metrics |= server_metrics(self.collector.rewards.stats(), self.world)
         self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}
         self.metrics |= {
             "system/forward_equivalents": self.state.forward_equivalents,
             "system/forward_equivalents_per_sample": forwards
-            / (self.config.sample.expanded_batch_size * self.ranks.world_size),
-            "system/samples_per_s": sum(map(len, batches)) * self.ranks.world_size * rounds / seconds,
+            / (self.config.sample.expanded_batch_size * self.world.data.size),
+            "system/samples_per_s": sum(map(len, batches)) * self.world.data.size * rounds / seconds,
         }
         if operations:
-            rate = operations / self.ranks.everyone.world_size / seconds
+            rate = operations / self.world.all.size / seconds
             self.metrics |= {"system/tflops_per_device": rate / 1e12, "system/mfu": rate / self.forwards.rate}
-        self.metrics |= self.updater.learning_rates() | sent_metrics(self.ranks)
-        with self.ranks.sync_errors("logging"):
+        self.metrics |= self.updater.learning_rates() | sent_metrics(self.world)
+        with self.world.sync_errors("logging"):
             self.tracker.log(self.metrics, step)
-            if every and step % every == 0 and self.ranks.is_main:
+            if every and step % every == 0 and self.world.is_main:
                 count, k = self.config.eval.videos, self.config.sample.k
                 weights = compare.in_epoch(self.config.reward, step - 1).weights  # `self.reward` is the next epoch's
                 self.gallery.training(batches[0], step, count=count, weights=weights, k=k)
@@ -250,7 +250,7 @@ class Trainer:
         means = {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
         holding = broken(self.config.train.stop_if, self.metrics | held_out | means)
         # Times and memory differ between ranks, which must end together.
-        self.state.broken = next(filter(None, self.ranks.everyone.gather_text(holding)), "")
+        self.state.broken = next(filter(None, self.world.all.gather_text(holding)), "")
         self._stop_if_broken()
 
     def save_if_due(self) -> None:
@@ -269,7 +269,7 @@ class Trainer:
             evaluation = self.evaluator.run(self._weights())
             signal = self._signal()
             seconds = {"time/evaluation_s": self.ledger.since()}
-            with self.ranks.sync_errors("logging"):
+            with self.world.sync_errors("logging"):
                 changes = as_metrics(self._changes(evaluation), list(evaluation.metrics))
                 self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
                 log_rows(self.tracker, "eval/presets", evaluation.presets, step)
@@ -287,7 +287,7 @@ class Trainer:
             BrokenPolicyError: a run that ended by `train.stop_if` is resumed as it was.
         """
         self._stop_if_broken()
-        with self.ranks.sync_errors("logging"):
+        with self.world.sync_errors("logging"):
             self.tracker.log({"time/start_s": self.ledger.since()}, self.state.finished)
         if self.state.before is None:
             first = self.evaluate()
@@ -295,7 +295,7 @@ class Trainer:
             self.state.floor = self.evaluator.floor()
             self.state.measured_on = dict(self.evaluator.settings.measured_on)
             if self.state.floor:
-                with self.ranks.sync_errors("logging"):
+                with self.world.sync_errors("logging"):
                     seconds = {"time/floor_s": self.ledger.since()}
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
@@ -319,7 +319,7 @@ class Trainer:
         self._begin_saving()
         after = self.evaluate()
         with self._weights():
-            save_adapter(self.updater.policy, self.run_folder / "adapter", self.ranks)
+            save_adapter(self.updater.policy, self.run_folder / "adapter", self.world)
         before, floor, changes = self.state.before, self.state.floor, self._changes(after)
         names, gold = self.evaluator.names, self.evaluator.gold is not None
         weights = largest_weights(self.config)
@@ -327,7 +327,7 @@ class Trainer:
         rows, measure, step = self.state.before_rows or [], measure_of(self.config, self.evaluator), self.state.finished
         most = self.config.eval.videos
         clips = extreme_clips(self.evaluator, rows, after.rows, measure, most=most, weights=self._weights())
-        with self.ranks.sync_errors("summary"):
+        with self.world.sync_errors("summary"):
             files = {kind: self.gallery.extremes(kind, own, step) for kind, own in clips.items()}
             by_camera, cameras_before = changes_by_camera(rows, after.rows), means_by_camera(rows)
             decisive = deciding(changes, names, weights, gold=gold)
@@ -347,7 +347,7 @@ class Trainer:
             )
             self.close()
         self._settle()
-        print_before_after(before, after.metrics, changes, self.run_folder, self.ranks, floor=floor)
+        print_before_after(before, after.metrics, changes, self.run_folder, self.world, floor=floor)
         commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
         cameras = [f"  worse for a kind of camera: {text}" for text in abridged(worse)]
         self.progress.say("\n".join([f"verdict: {verdict}", *cameras, *places(files, measure), *commands]))
@@ -355,7 +355,7 @@ class Trainer:
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""
         self.save()
-        with self.ranks.sync_errors("summary"):
+        with self.world.sync_errors("summary"):
             self.close()
         self.progress.say(
             f"ended by {self.ended_by} after epoch {self.state.finished}, saved; go on with {going_on(self.run_folder)}"
@@ -401,7 +401,7 @@ class Trainer:
             self._settle()
             self._count_time()
             folder, keep = self.run_folder / "checkpoints", self.config.checkpoint.keep
-            self._saving = self.state.save(folder, keep=keep, ranks=self.ranks, score=self._score())
+            self._saving = self.state.save(folder, keep=keep, world=self.world, score=self._score())
             self._saved = self._position()
             self._timed_until = time.perf_counter()  # copying does not count as training
 
@@ -416,21 +416,21 @@ class Trainer:
             begun.wait()
 
     def _collect(self, phase: str) -> tuple[ScoredBatch, ...]:
-        return self.collector.collect(self.clock, lambda: self.ranks.sync_errors(phase))
+        return self.collector.collect(self.clock, lambda: self.world.sync_errors(phase))
 
     def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         sample = self.config.sample
         for line in compare.failures(batches, self.collector.rewards.weights):
             self.progress.say(line)
         with self.clock.phase("gather"):
-            gathered = compare.gather(batches, self.ranks)
+            gathered = compare.gather(batches, self.world)
         if self.config.debug:
-            compare.show_gathered(batches, gathered, sample, self.ranks, self.reward.weights)
+            compare.show_gathered(batches, gathered, sample, self.world, self.reward.weights)
         try:
-            compare.check(gathered, sample, self.ranks)
+            compare.check(gathered, sample, self.world)
         except (AssertionError, RuntimeError) as error:
             raise RankError(f"gathered samples: {error}") from error  # every rank has the same
-        compare.check_faults(batches, gathered, self.reward, self.ranks)
+        compare.check_faults(batches, gathered, self.reward, self.world)
         return gathered
 
     def _changes(self, evaluation: Evaluation) -> dict[str, Interval]:
@@ -467,7 +467,7 @@ class Trainer:
             return {}
         policy, dataset, sampling = self.updater.policy, self.evaluator.dataset, self.collector.settings
         rewards, weights = self.collector.rewards, self.reward.weights
-        spreads = measure_spread(policy, dataset, rewards, sampling, self.ranks, groups=groups, own=not shared)
+        spreads = measure_spread(policy, dataset, rewards, sampling, self.world, groups=groups, own=not shared)
         rewards.stats()  # of these requests, which are not training's
         self._silent = is_silent(spreads, weights, shared=shared)
         self._without_value = without_value(spreads, weights, shared=shared)
@@ -476,16 +476,16 @@ class Trainer:
     def _has_evaluated(self) -> bool:
         """Return whether held-out metrics of the current state are on record."""
         names = self.tracker.recorded(self.state.finished)
-        return self.ranks.broadcast_text(str(any(name.startswith("eval/") for name in names))) == "True"
+        return self.world.broadcast_text(str(any(name.startswith("eval/") for name in names))) == "True"
 
     def _out_of_time(self) -> bool:
         """Return whether the configured minutes are used up, by rank 0's clock."""
         limit = 60 * self.config.max_minutes
-        return limit > 0 and self.ranks.broadcast_text(str(self.state.train_seconds >= limit)) == "True"
+        return limit > 0 and self.world.broadcast_text(str(self.state.train_seconds >= limit)) == "True"
 
     def _asked_to_end(self) -> bool:
         """Return whether any rank received a signal to end; all ranks then know which."""
-        signals = [name for name in self.ranks.everyone.gather_text(self.end.signal) if name]
+        signals = [name for name in self.world.all.gather_text(self.end.signal) if name]
         self.ended_by = signals[0] if signals else ""
         return bool(signals)
 

@@ -11,7 +11,7 @@ from flow_grpo.algorithm.rollout.collector import ConditionStream, merge_sizes
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
 from flow_grpo.records import Condition, Samples
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, scored
 
 
@@ -44,14 +44,14 @@ def test_the_sampler_s_saved_position_is_that_of_the_consumer():
 
 def test_a_contiguous_group_spread_over_two_batches_has_one_window():
     policy = ToyPolicy()
-    sampling = collector(Ranks(0, 2), policy, debug=False, layout="contiguous")
+    sampling = collector(World.of(Group(0, 2)), policy, debug=False, layout="contiguous")
     (batch,) = sampling.collect(Clock(torch.device("cpu")))
     assert [c.slot for c in batch.conditions] == [0, 1, 2, 3]
     assert len({tuple(steps) for steps in batch.samples.trajectory.steps.tolist()}) == 1
 
 
 def test_every_epoch_takes_new_conditions_and_keeps_the_first_batch_s_videos():
-    sampling = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=4)
+    sampling = collector(World(), ToyPolicy(), debug=False, train_batch_size=4)
     first = sampling.collect(Clock(torch.device("cpu")))
     second = sampling.collect(Clock(torch.device("cpu")))
     gids = [{c.gid for c in found[0].conditions} for found in (first, second)]
@@ -65,7 +65,7 @@ def test_samples_are_offloaded_after_each_rollout_only_with_offload(monkeypatch)
     moved = []
     monkeypatch.setattr(Samples, "to", lambda self, device: (moved.append(device), self)[1])
     for offload in (False, True):
-        sampling = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=4)
+        sampling = collector(World(), ToyPolicy(), debug=False, train_batch_size=4)
         sampling.settings = dataclasses.replace(sampling.settings, offload=offload)
         sampling.collect(Clock(torch.device("cpu")))
         assert moved == (["cpu"] * 2 if offload else [])
@@ -88,7 +88,7 @@ def test_an_epoch_of_mixed_sizes_has_each_sample_at_its_place_in_the_sampler_s_o
 
     policy = TwoSizes()
     changes = {"train_batch_size": 4, "num_batches_per_epoch": 3, "k": 2}
-    sampling = collector(Ranks(), policy, debug=False, make=made, **changes)
+    sampling = collector(World(), policy, debug=False, make=made, **changes)
     drawn = [draw for step in range(3) for draw in sampling.stream.sampler.plan(step)[0]]
     batches = sampling.collect(Clock(torch.device("cpu")))
     sizes = {True: [d for d in drawn if d[3] % 2], False: [d for d in drawn if d[3] % 2 == 0]}
@@ -106,10 +106,10 @@ def test_an_epoch_of_mixed_sizes_has_each_sample_at_its_place_in_the_sampler_s_o
 
 
 def test_the_copies_of_a_group_share_their_window_on_every_rank_and_groups_take_turns():
-    drawn = [collector(Ranks(rank, 2), ToyPolicy(), train_batch_size=4).settings for rank in range(2)]
+    drawn = [collector(World.of(Group(rank, 2)), ToyPolicy(), train_batch_size=4).settings for rank in range(2)]
     assert [drawn[0].window_of(gid) for gid in range(20)] == [drawn[1].window_of(gid) for gid in range(20)]
     assert {drawn[0].window_of(gid) for gid in range(2)} == {(1, 2), (3, 4)}
-    batch, *_ = collector(Ranks(), ToyPolicy(), debug=False, train_batch_size=8).collect(Clock(torch.device("cpu")))
+    batch, *_ = collector(World(), ToyPolicy(), debug=False, train_batch_size=8).collect(Clock(torch.device("cpu")))
     steps = {gid: set() for gid in batch.samples.keys[:, 0].tolist()}
     for gid, row in zip(batch.samples.keys[:, 0].tolist(), batch.samples.trajectory.steps.tolist(), strict=True):
         steps[gid].add(tuple(row))
@@ -118,12 +118,12 @@ def test_the_copies_of_a_group_share_their_window_on_every_rank_and_groups_take_
 
 def test_the_group_structure_is_printed_by_rank_0_with_debug_only(capsys):
     for rank, debug in ((0, False), (1, True), (0, True)):
-        collector(Ranks(rank, 2), ToyPolicy(), debug=debug).collect(Clock(torch.device("cpu")))
+        collector(World.of(Group(rank, 2)), ToyPolicy(), debug=debug).collect(Clock(torch.device("cpu")))
         assert capsys.readouterr().out.count("[Batch 1] Prompts (前30字符): ") == (debug and rank == 0)
 
 
 def test_a_batch_s_prompts_are_printed_when_it_is_sampled(capsys):
-    sampling = collector(Ranks(), ToyPolicy(), train_batch_size=4)
+    sampling = collector(World(), ToyPolicy(), train_batch_size=4)
     sampling._on_batch = lambda count: print(f"sampled {count}")
     sampling.collect(Clock(torch.device("cpu")))
     lines = [line.partition("]")[0] for line in capsys.readouterr().out.splitlines()]

@@ -11,7 +11,7 @@ from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.metrics import group_metrics, reward_metrics, rule_metrics
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.records import RewardResult, ScoredBatch
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import BrightnessReward, ToyPolicy, condition, group, reward_config, sample_config, scored
 from tests.workers import run_ranks
 
@@ -40,13 +40,15 @@ def _rows_of_the_example(rank: int) -> list[tuple[int, int]]:
     return rows
 
 
-def _gather_the_example(ranks: Ranks) -> tuple[list[int], list[float], list[int]]:
-    conditions = [dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in _rows_of_the_example(ranks.rank)]
+def _gather_the_example(world: World) -> tuple[list[int], list[float], list[int]]:
+    conditions = [
+        dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in _rows_of_the_example(world.data.rank)
+    ]
     batch = scored(ToyPolicy(), conditions)
-    gathered = compare.gather([batch], ranks)
-    compare.check(gathered, sample_config(), ranks)
+    gathered = compare.gather([batch], world)
+    compare.check(gathered, sample_config(), world)
     compared = compare.advantages(gathered, REWARD, k=4, floors={})
-    (mine,) = compare.own_rows(compare.everything([batch], gathered, ranks), compared, ranks).parts
+    (mine,) = compare.own_rows(compare.everything([batch], gathered, world), compared, world).parts
     return gathered.gids.tolist(), compared.advantages.tolist(), mine.keys[:, 0].tolist()
 
 
@@ -161,10 +163,10 @@ def test_the_weights_of_an_epoch_decide_what_is_flat_and_what_is_missing():
     assert compare.in_epoch(middle, 9) == ended
 
 
-def _gated_advantages(ranks: Ranks) -> list[float]:
+def _gated_advantages(world: World) -> list[float]:
     """Gather 8 groups of 4 with two scripted rewards, and compare; returns them by gid and slot."""
     rows = [row for rank in range(8) for row in _rows_of_the_example(rank)]
-    mine = rows[ranks.rank * 32 // ranks.world_size : (ranks.rank + 1) * 32 // ranks.world_size]
+    mine = rows[world.data.rank * 32 // world.data.size : (world.data.rank + 1) * 32 // world.data.size]
     batch = scored(ToyPolicy(), [dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in mine])
     draws = [torch.Generator().manual_seed(gid + slot) for gid, slot in mine]
     columns = torch.stack([torch.rand(2, generator=draw) for draw in draws]).unbind(dim=1)
@@ -173,7 +175,7 @@ def _gated_advantages(ranks: Ranks) -> list[float]:
         "pose": RewardResult(columns[0], torch.ones(len(mine), dtype=torch.bool), ("",) * len(mine)),
         "source": RewardResult(columns[1], holder_valid, tuple("" if fine else "late" for fine in holder_valid)),
     }
-    gathered = compare.gather([dataclasses.replace(batch, rewards=rewards)], ranks)
+    gathered = compare.gather([dataclasses.replace(batch, rewards=rewards)], world)
     compared = compare.advantages(gathered, POSE, k=4, floors={"pose": 0.01})
     assert 0.2 < rule_metrics(gathered, POSE)["reward/pose_gated"] < 0.8
     order = sorted(range(32), key=lambda row: (int(gathered.gids[row]), int(gathered.slots[row])))
@@ -181,7 +183,7 @@ def _gated_advantages(ranks: Ranks) -> list[float]:
 
 
 def test_gates_give_the_same_advantages_on_any_number_of_ranks():
-    alone = _gated_advantages(Ranks())
+    alone = _gated_advantages(World())
     assert any(alone)
     for everyone in (run_ranks(_gated_advantages, 2), run_ranks(_gated_advantages, 8)):
         assert all(found == pytest.approx(alone, rel=1e-12, abs=1e-12) for found in everyone)
@@ -204,7 +206,7 @@ def test_statistics_leave_out_rewards_without_any_valid_sample():
 
 def test_a_broken_sample_keeps_its_nan_out_of_every_metric():
     batch = scored(ToyPolicy(), group(1, 4), reward=BrightnessReward(broken=[(1, 1)]))
-    gathered = compare.gather([batch], Ranks())
+    gathered = compare.gather([batch], World())
     assert gathered.info["brightness_percent"].isnan().tolist() == [False, True, False, False]
     metrics = reward_metrics(gathered, {"brightness": 1.0})
     assert all(torch.tensor(value).isfinite() for value in metrics.values())
@@ -214,29 +216,29 @@ def test_duplicated_noise_over_ranks_is_found_in_the_gathered_facts():
     gathered = gathered_of([1.0, 2.0], [7, 7], noise_ids=torch.tensor([[5, 6], [5, 8]]))
     sample = sample_config(k=2, num_batches_per_epoch=1)
     with pytest.raises(RuntimeError, match="samples 0 and 1 of group 7 were drawn from the same initial noise"):
-        compare.check(gathered, sample, Ranks())
-    compare.check(gathered, dataclasses.replace(sample, same_initial_noise=True), Ranks())
+        compare.check(gathered, sample, World())
+    compare.check(gathered, dataclasses.replace(sample, same_initial_noise=True), World())
 
 
 def test_rows_that_do_not_match_what_was_gathered_are_refused():
     batch = scored(ToyPolicy(), group(1, 4))
-    gathered = compare.gather([scored(ToyPolicy(), group(1, 4)[::-1])], Ranks())
+    gathered = compare.gather([scored(ToyPolicy(), group(1, 4)[::-1])], World())
     nothing = torch.zeros(4)
     compared = CombinedAdvantages(nothing, nothing, nothing, nothing, nothing)
     with pytest.raises(AssertionError, match="rank 0 holds"):
-        compare.own_rows(compare.everything([batch], gathered, Ranks()), compared, Ranks())
+        compare.own_rows(compare.everything([batch], gathered, World()), compared, World())
 
 
 def test_ids_above_2_to_the_53_survive_the_gather():
     large = 2**60 + 1
     batch = scored(ToyPolicy(), [dataclasses.replace(c, gid=large) for c in group(1, 4)])
-    assert compare.gather([batch], Ranks()).gids.tolist() == [large] * 4
+    assert compare.gather([batch], World()).gids.tolist() == [large] * 4
 
 
 def test_several_rewards_are_gathered_under_their_own_names():
     batch = scored(ToyPolicy(), group(1, 4))
     second = RewardResult(torch.arange(4.0), torch.tensor([True, True, False, True]), ("",) * 4)
-    gathered = compare.gather([dataclasses.replace(batch, rewards=batch.rewards | {"second": second})], Ranks())
+    gathered = compare.gather([dataclasses.replace(batch, rewards=batch.rewards | {"second": second})], World())
     assert gathered.rewards["second"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert gathered.valid["second"].tolist() == [True, True, False, True]
     assert set(gathered.info) == {"brightness_percent"}
@@ -252,10 +254,10 @@ def failing(count: int, of: int = 8) -> list[ScoredBatch]:
     return [dataclasses.replace(batch, rewards={"brightness": result})]
 
 
-def fault_error(batches: list[ScoredBatch], *, most: float = 0.25, ranks: Ranks = Ranks(), **knobs) -> str:  # noqa: B008
+def fault_error(batches: list[ScoredBatch], *, most: float = 0.25, world: World = World(), **knobs) -> str:  # noqa: B008
     try:
         config = reward_config(most_faults=most, **knobs)
-        compare.check_faults(batches, compare.gather(batches, ranks), config, ranks)
+        compare.check_faults(batches, compare.gather(batches, world), config, world)
     except compare.RewardFaultError as error:
         return str(error)
     return ""
@@ -269,8 +271,8 @@ def test_more_faults_than_allowed_stop_the_run_with_their_cause():
     assert "reward brightness failed to measure 3 of 8 samples" in said and "the server is dead" in said
 
 
-def _faults(ranks: Ranks, counts: list[int]) -> str:
-    return fault_error(failing(counts[ranks.rank]), ranks=ranks)
+def _faults(world: World, counts: list[int]) -> str:
+    return fault_error(failing(counts[world.data.rank]), world=world)
 
 
 def test_faults_of_one_rank_stop_all_with_the_same_error():

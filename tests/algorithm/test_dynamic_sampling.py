@@ -21,7 +21,7 @@ from flow_grpo.algorithm.groups.dynamic_sampling import TOO_OFTEN, WINDOW
 from flow_grpo.records import Condition, RewardResult, ScoredBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.rounds import REWARD, Rounds, choose, dynamic, kinds_of, recorded, rows_by_position
 from tests.toy import ToyPolicy, collector, reward_config, update, updater, weights_of
 from tests.workers import run_ranks
@@ -29,26 +29,26 @@ from tests.workers import run_ranks
 LOCAL = 16  # samples per rank: a target of 64 on 4 ranks
 
 
-def _scenario(ranks: Ranks, kinds, options: dict) -> dict:
+def _scenario(world: World, kinds, options: dict) -> dict:
     """Choose once and return this rank's outcome."""
     lines: list[str] = []
     layout = options.pop("layout", "spread")
     local = options.pop("local", LOCAL)
     mixed = options.pop("mixed", False)
     frames = (lambda index: (5, 3, 1)[index % 3]) if mixed else None
-    rounds = Rounds(ranks, kinds, local=local, k=4, layout=layout, frames=frames)
-    sampling = dynamic(ranks, local=local, k=4, say=lines.append, **options)
+    rounds = Rounds(world, kinds, local=local, k=4, layout=layout, frames=frames)
+    sampling = dynamic(world, local=local, k=4, say=lines.append, **options)
     (chosen, metrics), collectives = recorded(lambda: choose(sampling, rounds))
     gathered = chosen.gathered
     compared = compare.advantages(gathered, REWARD, k=4, floors=sampling.floors)
-    batch = compare.own_rows(chosen, compared, ranks)
+    batch = compare.own_rows(chosen, compared, world)
     original = {(c.gid, c.slot) for part in rounds.drawn[0] for c in part.conditions}
     return {
         "lines": lines,
         "metrics": metrics,
         "collectives": collectives,
         "rows": [row for _, row in sorted(rows_by_position(chosen).items())],
-        "placed": len(chosen.placement[ranks.rank]),
+        "placed": len(chosen.placement[world.data.rank]),
         "as_rolled_out": chosen.as_rolled_out,
         "original": original,
         "weights": torch.cat([part.weights[part.places >= 0] for part in batch.parts]).tolist(),
@@ -69,7 +69,7 @@ def _equals_first_round(chosen: compare.Chosen, rounds: Rounds) -> bool:
             return False
     reward = torch.cat([batch.rewards["scripted"].values for batch in rounds.drawn[0]])
     order = torch.cat([batch.samples.places for batch in rounds.drawn[0]]).argsort()
-    mine = torch.tensor(chosen.placement[rounds.ranks.rank])
+    mine = torch.tensor(chosen.placement[rounds.world.data.rank])
     return torch.equal(chosen.gathered.rewards["scripted"][mine].float().nan_to_num(), reward[order].nan_to_num())
 
 
@@ -205,12 +205,12 @@ def test_the_other_policies_train_on_every_valid_group(world, policy, mixed):
         assert sum(value == 0.0 for r in results for value in r["advantages"]) == target - 12
 
 
-def _fails_alone(ranks: Ranks) -> str:
-    rounds = Rounds(ranks, kinds_of([1, 1, 1, 1], 4 * ranks.world_size), local=LOCAL)
-    if ranks.rank == 1:
+def _fails_alone(world: World) -> str:
+    rounds = Rounds(world, kinds_of([1, 1, 1, 1], 4 * world.data.size), local=LOCAL)
+    if world.data.rank == 1:
         rounds.draw = failing(rounds.draw)
     with pytest.raises(RuntimeError) as caught:
-        choose(dynamic(ranks, local=LOCAL), rounds)
+        choose(dynamic(world, local=LOCAL), rounds)
     return str(caught.value)
 
 
@@ -233,7 +233,7 @@ def test_a_failure_of_one_rank_while_choosing_is_raised_on_all():
 
 
 def test_a_round_is_freed_before_the_next_is_drawn():
-    rounds = Rounds(Ranks(), kinds_of([1, 1, 1, 0], 4), local=16)
+    rounds = Rounds(World(), kinds_of([1, 1, 1, 0], 4), local=16)
     alive: list[weakref.ref] = []
     left: list[int] = []
 
@@ -245,11 +245,11 @@ def test_a_round_is_freed_before_the_next_is_drawn():
         rounds.drawn.append(None)
         return collected, gathered
 
-    dynamic(Ranks(), local=16).choose(*rounds.draw(0), draw, reward=REWARD, shortages=[])
+    dynamic(World(), local=16).choose(*rounds.draw(0), draw, reward=REWARD, shortages=[])
     assert left == [0, 0, 0]
 
 
-def _random_patterns(ranks: Ranks, count: int, local: int) -> list[tuple]:
+def _random_patterns(world: World, count: int, local: int) -> list[tuple]:
     draw = random.Random(7)  # the same patterns on every rank
     seen = []
     for _ in range(count):
@@ -257,7 +257,7 @@ def _random_patterns(ranks: Ranks, count: int, local: int) -> list[tuple]:
         kinds = [
             [
                 "valid" if draw.random() < chance else draw.choice(["flat", "incomplete"])
-                for _ in range(local * ranks.world_size // 4)
+                for _ in range(local * world.data.size // 4)
             ]
             for _ in range(4)
         ]
@@ -267,7 +267,7 @@ def _random_patterns(ranks: Ranks, count: int, local: int) -> list[tuple]:
             "mixed": draw.random() < 0.3,
             "local": local,
         }
-        found = _scenario(ranks, kinds, dict(options))
+        found = _scenario(world, kinds, dict(options))
         seen.append((options["policy"], found))
     return seen
 
@@ -303,16 +303,16 @@ def test_moved_bytes_are_those_of_the_moved_rows():
 
 
 def test_a_group_may_be_judged_by_one_named_reward():
-    ranks = Ranks()
-    rounds = Rounds(ranks, kinds_of([2], 4), local=16)
+    world = World()
+    rounds = Rounds(world, kinds_of([2], 4), local=16)
     collected, gathered = rounds.draw(0)
     hits = (gathered.gids >= 3).double() * gathered.slots
     judged = dataclasses.replace(
         gathered, rewards=gathered.rewards | {"hit": hits}, valid=gathered.valid | {"hit": hits >= 0}
     )
-    sampling = dynamic(ranks, local=16, metric="hit", max_resample_times=0)
+    sampling = dynamic(world, local=16, metric="hit", max_resample_times=0)
     assert [g.kind for g in sampling.groups(judged, 0, REWARD)] == ["flat", "flat", "flat", "valid"]
-    assert [g.kind for g in dynamic(ranks, local=16).groups(judged, 0, REWARD)] == ["valid", "valid", "flat", "flat"]
+    assert [g.kind for g in dynamic(world, local=16).groups(judged, 0, REWARD)] == ["valid", "valid", "flat", "flat"]
     _, metrics = sampling.choose(collected, judged, rounds.draw, reward=REWARD, shortages=[])
     assert metrics["dyn/flat_groups"] == 3.0
     assert metrics["dyn/valid_groups_ratio_initial"] == 0.25
@@ -320,8 +320,8 @@ def test_a_group_may_be_judged_by_one_named_reward():
 
 def test_groups_are_judged_behind_the_gates_and_by_the_weights_of_the_epoch():
     """A group in which no copy keeps the source is flat; one whose only difference is the gate is not."""
-    sampling = dynamic(Ranks(), local=16)
-    _, gathered = Rounds(Ranks(), kinds_of([2], 4), local=16).draw(0)
+    sampling = dynamic(World(), local=16)
+    _, gathered = Rounds(World(), kinds_of([2], 4), local=16).draw(0)
     holder = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)[gathered.gids] * (gathered.slots != 2)
     judged = dataclasses.replace(
         gathered,
@@ -338,11 +338,11 @@ def test_groups_are_judged_behind_the_gates_and_by_the_weights_of_the_epoch():
 
 
 def test_frequent_fallbacks_are_warned_about_once_through_logging(caplog):
-    ranks, history, lines = Ranks(), [0] * (WINDOW - 5), []
+    world, history, lines = World(), [0] * (WINDOW - 5), []
     often = int(TOO_OFTEN * WINDOW) + 1
     for _ in range(often + 3):
-        rounds = Rounds(ranks, kinds_of([0, 0], 4), local=16)
-        sampling = dynamic(ranks, local=16, max_resample_times=1, say=lines.append)
+        rounds = Rounds(world, kinds_of([0, 0], 4), local=16)
+        sampling = dynamic(world, local=16, max_resample_times=1, say=lines.append)
         _, metrics = choose(sampling, rounds, history)
     warnings = [message for message in caplog.messages if "of the last 20 epochs" in message]
     assert len(warnings) == 1 and not any("⚠️" in line for line in lines)
@@ -354,9 +354,9 @@ def test_frequent_fallbacks_are_warned_about_once_through_logging(caplog):
 
 
 def test_the_mean_reward_is_logged_before_and_after_filtering():
-    ranks = Ranks()
-    rounds = Rounds(ranks, [["valid", "flat", "flat", "valid"], ["flat", "valid", "valid", "flat"]], local=16)
-    _, metrics = choose(dynamic(ranks, local=16), rounds)
+    world = World()
+    rounds = Rounds(world, [["valid", "flat", "flat", "valid"], ["flat", "valid", "valid", "flat"]], local=16)
+    _, metrics = choose(dynamic(world, local=16), rounds)
     before = ([s + g / 1e3 for g in (0, 3) for s in range(4)], [0.25] * 8)
     after = [s + g / 1e3 for g in (0, 3, 5, 6) for s in range(4)]
     assert metrics["dyn/reward_mean_before"] == pytest.approx(sum(before[0] + before[1]) / 16)
@@ -378,25 +378,25 @@ class ScriptedReward:
         return RewardResult(values, torch.ones(len(conditions), dtype=torch.bool), ("",) * len(conditions))
 
 
-def _train_on_a_pool(ranks: Ranks, policy_name: str) -> tuple[torch.Tensor, dict[str, float]]:
+def _train_on_a_pool(world: World, policy_name: str) -> tuple[torch.Tensor, dict[str, float]]:
     """Sample rounds of 16 of which 0, 2 and 1 groups are valid, and update once."""
     policy = ToyPolicy()
-    batch_size = 8 // ranks.world_size
-    sampling = collector(ranks, policy, debug=False, train_batch_size=batch_size)
+    batch_size = 8 // world.data.size
+    sampling = collector(world, policy, debug=False, train_batch_size=batch_size)
     sampling.rewards = RewardSet([ScriptedReward((5, 6, 9))], {"scripted": 1.0})
 
     def draw(number: int) -> tuple[Sequence[ScoredBatch], compare.Gathered]:
         batches = sampling.collect(Clock(torch.device("cpu")))
-        return batches, compare.gather(batches, ranks)
+        return batches, compare.gather(batches, world)
 
-    choosing = dynamic(ranks, local=2 * batch_size, max_resample_times=2, policy=policy_name)
+    choosing = dynamic(world, local=2 * batch_size, max_resample_times=2, policy=policy_name)
     reward = reward_config(weights={"scripted": 1.0}, flat_eps=1e-4)
     chosen, metrics = choosing.choose(*draw(0), draw, reward=reward, shortages=[])
     compared = compare.advantages(chosen.gathered, reward, k=4, floors={})
-    batch = compare.own_rows(chosen, compared, ranks)
-    if ranks.world_size > 1:
+    batch = compare.own_rows(chosen, compared, world)
+    if world.data.size > 1:
         policy.module = DistributedDataParallel(policy.net)
-    update(updater(policy, ranks=ranks, rollout_batch_size=batch_size, batch_size=batch_size), batch)
+    update(updater(policy, world=world, rollout_batch_size=batch_size, batch_size=batch_size), batch)
     return weights_of(policy), metrics
 
 
@@ -404,7 +404,7 @@ def _train_on_a_pool(ranks: Ranks, policy_name: str) -> tuple[torch.Tensor, dict
 def test_any_number_of_ranks_makes_the_update_of_one_from_a_pool(policy_name, world):
     """Under "rebalance" 12 samples on 8 ranks are shares of 2 and 1; a stand-in of weight 0 fills them up."""
     before = weights_of(ToyPolicy())
-    alone, own = _train_on_a_pool(Ranks(), policy_name)
+    alone, own = _train_on_a_pool(World(), policy_name)
     assert own["dyn/pool_samples"] == 12
     assert (alone - before).abs().max() > 1e-5
     for weights, metrics in run_ranks(_train_on_a_pool, world, policy_name):

@@ -13,7 +13,7 @@ from flow_grpo.algorithm.update.matching import MatchingObjective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.maths.schedule import shifted
 from flow_grpo.records import Samples, TrainingBatch
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import SIGMAS, ToyPolicy, group, train_config, update, weights_of
 from tests.workers import run_ranks
 
@@ -34,12 +34,12 @@ def objective(policy: ToyPolicy, **changes) -> MatchingObjective:
     return MatchingObjective(policy, 3.0, 5, train_config(**settings), contextlib.nullcontext)
 
 
-def updated(samples: Samples, ranks: Ranks | None = None, **changes) -> tuple[torch.Tensor, dict[str, float]]:
+def updated(samples: Samples, world: World | None = None, **changes) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the weights after one update by SGD, and its metrics."""
     policy = ToyPolicy()
     made = objective(policy, **changes)
     optimizer = torch.optim.SGD(policy.trained_parameters(), lr=1e-2)
-    moving = Updater(policy, made, optimizer, UpdateSettings(4, 5, made.train), ranks or Ranks())
+    moving = Updater(policy, made, optimizer, UpdateSettings(4, 5, made.train), world or World())
     metrics = update(moving, TrainingBatch((samples,), len(samples)), probe=True)
     return weights_of(policy), metrics
 
@@ -137,8 +137,8 @@ def test_micro_batch_size_does_not_change_the_update(micro):
     torch.testing.assert_close(updated(samples, batch_size=micro)[0], wanted, rtol=0, atol=1e-7)
 
 
-def _half(ranks: Ranks) -> torch.Tensor:
-    return updated(sampled(ToyPolicy(), slice(6 * ranks.rank, 6 * ranks.rank + 6)), ranks, batch_size=2)[0]
+def _half(world: World) -> torch.Tensor:
+    return updated(sampled(ToyPolicy(), slice(6 * world.data.rank, 6 * world.data.rank + 6)), world, batch_size=2)[0]
 
 
 def test_the_samples_of_two_ranks_weigh_as_on_one():

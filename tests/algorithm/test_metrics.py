@@ -11,7 +11,7 @@ from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.metrics import MOST_CAMERAS, camera_metrics, pooled, reward_metrics, server_metrics
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.algorithm.test_compare import of_two
 from tests.toy import BrightnessReward, ToyPolicy, collector
 from tests.workers import run_ranks
@@ -61,18 +61,18 @@ def test_means_and_shares_are_those_of_a_camera_s_own_samples():
     assert camera_metrics(gathered, ()) == {}
 
 
-def _by_camera(ranks: Ranks) -> dict[str, float]:
+def _by_camera(world: World) -> dict[str, float]:
     """Sample an epoch of 8 conditions as any number of ranks would, with two samples that fail."""
-    sampling = collector(ranks, ToyPolicy(), debug=False, train_batch_size=16 // ranks.world_size)
+    sampling = collector(world, ToyPolicy(), debug=False, train_batch_size=16 // world.data.size)
     first = sampling.stream.sampler.plan(0)[0][0][3]
     sampling.rewards = RewardSet([BrightnessReward(broken=[(first, 0), (first, 3)])], {"brightness": 1.0})
-    gathered = compare.gather(sampling.collect(Clock(torch.device("cpu"))), ranks)
+    gathered = compare.gather(sampling.collect(Clock(torch.device("cpu"))), world)
     return camera_metrics(gathered, [KINDS[index % 3] for index in range(24)])
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_any_number_of_ranks_finds_the_same_by_camera(world_size):
-    alone = _by_camera(Ranks())
+    alone = _by_camera(World())
     shares = [value for name, value in alone.items() if name.endswith("_valid")]
     assert len(shares) > 1 and sum(share < 1 for share in shares) == 1
     results = run_ranks(_by_camera, world_size)
@@ -80,12 +80,17 @@ def test_any_number_of_ranks_finds_the_same_by_camera(world_size):
     assert results[0] == pytest.approx(alone, rel=1e-6)
 
 
-def _asked(ranks: Ranks) -> dict[str, float]:
+def _asked(world: World) -> dict[str, float]:
     """Rank 1 was slower and failed twice; nobody asked the second server, and one rank alone the third."""
-    judge = {"calls": 4.0 + ranks.rank, "failures": 2.0 * ranks.rank, "p50_s": 1.0 + ranks.rank, "p95_s": 3.0}
+    judge = {
+        "calls": 4.0 + world.data.rank,
+        "failures": 2.0 * world.data.rank,
+        "p50_s": 1.0 + world.data.rank,
+        "p95_s": 3.0,
+    }
     idle = {"calls": 0.0, "failures": 0.0, "p50_s": math.nan, "p95_s": math.nan}
-    alone = {"calls": 1.0, "failures": 0.0, "p50_s": 0.5, "p95_s": 0.5} if ranks.rank == 0 else idle
-    return server_metrics({"remote:judge": judge, "remote:idle": idle, "remote:alone": alone}, ranks)
+    alone = {"calls": 1.0, "failures": 0.0, "p50_s": 0.5, "p95_s": 0.5} if world.data.rank == 0 else idle
+    return server_metrics({"remote:judge": judge, "remote:idle": idle, "remote:alone": alone}, world)
 
 
 def test_calls_add_up_over_ranks_and_the_slowest_rank_counts():
@@ -103,4 +108,4 @@ def test_calls_add_up_over_ranks_and_the_slowest_rank_counts():
         "server/alone_p50_s": 0.5,
         "server/alone_p95_s": 0.5,
     }
-    assert server_metrics({}, Ranks()) == {}
+    assert server_metrics({}, World()) == {}

@@ -9,7 +9,7 @@ import torch
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import place
 from flow_grpo.records import Trajectory
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.rounds import Rounds, kinds_of, rows_by_position
 from tests.workers import run_ranks
 from tools.dev.bench_cases.exchange import peak_mib, resident_mib
@@ -20,8 +20,8 @@ def parts_of(batches):
 
 
 def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
-    rounds = Rounds(Ranks(), kinds_of([4, 4], 4), local=16)
-    pool = SamplePool(16, Ranks())
+    rounds = Rounds(World(), kinds_of([4, 4], 4), local=16)
+    pool = SamplePool(16, World())
     for number, wanted in enumerate((range(16), {18, 22, 26, 30})):
         batches, gathered = rounds.draw(number)
         pool.add(parts_of(batches), gathered, wanted)
@@ -35,9 +35,9 @@ def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
 
 
 def test_a_part_of_a_round_does_not_keep_the_whole_round_in_memory():
-    rounds = Rounds(Ranks(), kinds_of([4], 4), local=16)
+    rounds = Rounds(World(), kinds_of([4], 4), local=16)
     batches, gathered = rounds.draw(0)
-    pool = SamplePool(16, Ranks())
+    pool = SamplePool(16, World())
     pool.add(parts_of(batches), gathered, {0, 4})
     ((kept, _), _) = pool._held.values()
     whole = batches[0].samples.trajectory.states
@@ -45,9 +45,9 @@ def test_a_part_of_a_round_does_not_keep_the_whole_round_in_memory():
 
 
 def test_a_sample_that_is_taken_twice_makes_its_record_appear_twice_without_a_copy():
-    rounds = Rounds(Ranks(), kinds_of([4], 4), local=16)
+    rounds = Rounds(World(), kinds_of([4], 4), local=16)
     batches, gathered = rounds.draw(0)
-    pool = SamplePool(16, Ranks())
+    pool = SamplePool(16, World())
     pool.add(parts_of(batches), gathered, range(16))
     chosen, _ = pool.take(place([0, 4, 8, 12, 0, 4, 8, 12], per_round=16, world_size=1))
     assert rows_by_position(chosen) == dict(enumerate([(0, slot) for slot in range(4) for _ in range(2)]))
@@ -59,14 +59,14 @@ def test_a_sample_that_is_taken_twice_makes_its_record_appear_twice_without_a_co
 MEBIBYTE = 2**20
 
 
-def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float, float, int]:
+def _move_large_samples(world: World, local: int, mebibytes: int) -> tuple[float, float, int]:
     """Return how much memory the move of two samples took at most, and what the samples of a rank and round hold."""
-    rounds = Rounds(ranks, kinds_of([3, 3], ranks.world_size * local // 4), local=local, layout="contiguous")
-    pool = SamplePool(local, ranks)
+    rounds = Rounds(world, kinds_of([3, 3], world.data.size * local // 4), local=local, layout="contiguous")
+    pool = SamplePool(local, world)
     for number in range(2):
         (batch,), gathered = rounds.draw(number)
         samples = batch.samples
-        states = torch.full((local, mebibytes, MEBIBYTE // 4), float(ranks.rank))
+        states = torch.full((local, mebibytes, MEBIBYTE // 4), float(world.data.rank))
         large = dataclasses.replace(
             samples,
             conditioning=dataclasses.replace(
@@ -74,13 +74,13 @@ def _move_large_samples(ranks: Ranks, local: int, mebibytes: int) -> tuple[float
             ),
             trajectory=Trajectory(states, samples.trajectory.log_probs, samples.trajectory.steps),
         )
-        per_round = local * ranks.world_size
+        per_round = local * world.data.size
         wanted = range(per_round) if number == 0 else range(per_round, per_round + 4)
         pool.add([large], gathered, wanted)
         del states, large, samples, batch
-    groups = [tuple(range(4 * j, 4 * j + 4)) for j in range(ranks.world_size - 1)]
+    groups = [tuple(range(4 * j, 4 * j + 4)) for j in range(world.data.size - 1)]
     groups.append(tuple(range(per_round, per_round + 4)))
-    placement = place([row for rows in groups for row in rows], per_round=per_round, world_size=ranks.world_size)
+    placement = place([row for rows in groups for row in rows], per_round=per_round, world_size=world.data.size)
     before = resident_mib()
     chosen, moved = pool.take(placement)
     rows = [place for part in chosen.parts for place in part.places.tolist() if place >= 0]

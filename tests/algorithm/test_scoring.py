@@ -11,7 +11,7 @@ from flow_grpo.algorithm.rollout.scoring import ScoringQueue, decode, share_resu
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.context import share_samples
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import FRAMES, SHAPE, BrightnessReward, ToyPolicy, group
 from tests.workers import run_ranks
 
@@ -57,7 +57,7 @@ class Watching(BrightnessReward):
 
 def queue(reward: BrightnessReward, clock: Clock, *, overlap: bool, policy: ToyPolicy | None = None):
     rewards = RewardSet([reward], {"brightness": 1.0})
-    return ScoringQueue(policy or ToyPolicy(), rewards, clock, Ranks(), overlap=overlap).open()
+    return ScoringQueue(policy or ToyPolicy(), rewards, clock, World(), overlap=overlap).open()
 
 
 def test_videos_are_fp32_on_the_cpu_without_gradient():
@@ -163,17 +163,17 @@ def test_after_an_error_elsewhere_nothing_more_is_measured():
     assert [gid for gid, *_ in watching.seen] in ([], [3])
 
 
-def shared_scores(ranks: Ranks, rows: int):
+def shared_scores(world: World, rows: int):
     """Return what this rank of two with the same samples goes on with, and what it has measured itself."""
-    ranks, _ = share_samples(ranks, 2, CPU)
+    world, _ = share_samples(world, 2, CPU)
     watching, clock = Watching(), Clock(CPU)
     watching.broken = [(3, 1)]
     with ScoringQueue(
-        ToyPolicy(), RewardSet([watching], {"brightness": 1.0}), clock, ranks, overlap=True
+        ToyPolicy(), RewardSet([watching], {"brightness": 1.0}), clock, world, overlap=True
     ).open() as own:
         for gid in (3, 4, 5):
             own.add(tuple(group(gid, rows)), latents_of(gid, rows))
-        results = share_results(own.rewards(), ranks)
+        results = share_results(own.rewards(), world)
     measured = [(gid, slots) for (gid, *_), slots in zip(watching.seen, watching.slots, strict=True)]
     return [one["brightness"] for one in results], measured, own.first_videos
 

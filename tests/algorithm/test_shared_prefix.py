@@ -9,7 +9,7 @@ import torch
 
 from flow_grpo.records import Samples
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharing import owners
 from tests.toy import SIGMAS, ToyPolicy, collector
 from tests.workers import run_ranks
@@ -26,11 +26,11 @@ def test_every_group_has_one_owner_that_holds_a_copy_and_the_load_is_even():
     assert owners([[0, 1, 2], [0, 1, 2]], {0: 5.0, 1: 1.0, 2: 3.0}.__getitem__) == {0: 0, 1: 1, 2: 1}
 
 
-def collected(ranks: Ranks, layout: str, size: int, share: bool) -> tuple[Samples, int]:
+def collected(world: World, layout: str, size: int, share: bool) -> tuple[Samples, int]:
     """Return a rank's samples of one round, and how many rows its policy was called with."""
     policy = ToyPolicy()
     sampling = collector(
-        ranks,
+        world,
         policy,
         debug=False,
         layout=layout,
@@ -43,9 +43,9 @@ def collected(ranks: Ranks, layout: str, size: int, share: bool) -> tuple[Sample
     return batch.samples, sum(rows for rows, *_ in policy.calls)
 
 
-def _both(ranks: Ranks, layout: str, size: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int, int]:
-    shared, fewer = collected(ranks, layout, size, True)
-    plain, all_rows = collected(ranks, layout, size, False)
+def _both(world: World, layout: str, size: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int, int]:
+    shared, fewer = collected(world, layout, size, True)
+    plain, all_rows = collected(world, layout, size, False)
     return shared.tensors(), plain.tensors(), fewer, all_rows
 
 

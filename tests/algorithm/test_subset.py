@@ -9,7 +9,7 @@ from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.subset import best_and_worst, narrow
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.records import TrainingBatch
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.rounds import Rounds, check_marks, kinds_of
 from tests.toy import reward_config
 from tests.workers import run_ranks
@@ -31,17 +31,17 @@ def test_the_best_and_the_worst_of_every_group_with_a_signal_are_taken():
     assert best_and_worst(torch.tensor(gids), compared_of(values, gids, 4), 4)[:8].all()
 
 
-def _narrowed(ranks: Ranks, layout: str, valid: int) -> tuple[TrainingBatch, int, torch.Tensor]:
+def _narrowed(world: World, layout: str, valid: int) -> tuple[TrainingBatch, int, torch.Tensor]:
     """Return a rank's training batch of a round in which `valid` of its groups carry a signal."""
-    local, groups = 8, 8 * ranks.world_size // 4
-    rounds = Rounds(ranks, kinds_of([valid], groups), local=local, layout=layout)
+    local, groups = 8, 8 * world.data.size // 4
+    rounds = Rounds(world, kinds_of([valid], groups), local=local, layout=layout)
     batches, gathered = rounds.draw(0)
-    chosen = compare.everything(batches, gathered, ranks)
+    chosen = compare.everything(batches, gathered, world)
     compared = compare.advantages(gathered, REWARD, k=4, floors={})
-    fewer, own = narrow(chosen, compared, 2, ranks)
+    fewer, own = narrow(chosen, compared, 2, world)
     for part in fewer.parts:
         check_marks(part)
-    batch = compare.own_rows(fewer, own, ranks)
+    batch = compare.own_rows(fewer, own, world)
     held = torch.cat([part.keys[part.places >= 0] for part in batch.parts])
     advantages = torch.cat([part.advantages[part.places >= 0] for part in batch.parts])
     return batch, len(batch), torch.cat([held[:, :2].double(), advantages[:, None].double()], dim=1)
@@ -50,7 +50,7 @@ def _narrowed(ranks: Ranks, layout: str, valid: int) -> tuple[TrainingBatch, int
 @pytest.mark.parametrize("layout", ["spread", "contiguous"])
 @pytest.mark.parametrize(("world", "valid"), [(1, 2), (2, 3), (4, 5)])
 def test_every_rank_trains_equally_many_with_the_advantages_of_the_whole_groups(layout, world, valid):
-    results = [_narrowed(Ranks(), layout, valid)] if world == 1 else run_ranks(_narrowed, world, layout, valid)
+    results = [_narrowed(World(), layout, valid)] if world == 1 else run_ranks(_narrowed, world, layout, valid)
     assert len({length for _, length, _ in results}) == 1
     rows = torch.cat([rows for *_, rows in results])
     real = rows[rows[:, 2] != 0]
@@ -60,5 +60,5 @@ def test_every_rank_trains_equally_many_with_the_advantages_of_the_whole_groups(
 
 
 def test_a_round_without_any_signal_is_left_as_it_is():
-    batch, length, _ = _narrowed(Ranks(), "spread", 0)
+    batch, length, _ = _narrowed(World(), "spread", 0)
     assert length == 8 and batch.as_rolled_out

@@ -15,7 +15,7 @@ from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import Updater, name_memory_knobs
 from flow_grpo.maths.sde import log_prob
 from flow_grpo.records import TrainingBatch
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import (
     SDE,
     SIGMAS,
@@ -360,21 +360,21 @@ def test_after_step_is_called_once_per_optimizer_step_with_the_gradients_cleared
     assert calls == [True] * 3
 
 
-def _distributed_update(ranks: Ranks, changes: dict) -> tuple[torch.Tensor, dict[str, float]]:
+def _distributed_update(world: World, changes: dict) -> tuple[torch.Tensor, dict[str, float]]:
     policy = ToyPolicy()
     batches = [group(gid, 4) for gid in (1, 2, 3, 4)]
     batch = training_batch(policy, batches, reward=BrightnessReward(broken=[(2, 1)]))
-    rows = torch.arange(16).view(ranks.world_size, -1)[ranks.rank]
-    if ranks.world_size > 1:
+    rows = torch.arange(16).view(world.data.size, -1)[world.data.rank]
+    if world.data.size > 1:
         policy.module = DistributedDataParallel(policy.net)
-    updating = updater(policy, ranks=ranks, **changes)
+    updating = updater(policy, world=world, **changes)
     metrics = update(updating, rows_of(batch, rows))
     return weights_of(policy), metrics
 
 
 @pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.5, "batch_size": 3}], ids=["plain", "kl, micro-batch 3"])
 def test_two_ranks_take_the_same_update_as_one(changes):
-    wanted, alone = _distributed_update(Ranks(), changes)
+    wanted, alone = _distributed_update(World(), changes)
     (first, metrics), (second, _) = run_ranks(_distributed_update, 2, changes)
     assert torch.equal(first, second)
     assert (wanted - weights_of(ToyPolicy())).abs().max() > 3e-5
@@ -383,14 +383,14 @@ def test_two_ranks_take_the_same_update_as_one(changes):
     assert metrics["train/grad_norm"] == pytest.approx(alone["train/grad_norm"], rel=1e-4)
 
 
-def _broken_rank(ranks: Ranks) -> str:
+def _broken_rank(world: World) -> str:
     policy = ToyPolicy()
-    batch = training_batch(policy, [group(1 + ranks.rank, 4)])
-    if ranks.rank == 1:
+    batch = training_batch(policy, [group(1 + world.data.rank, 4)])
+    if world.data.rank == 1:
         batch.parts[0].trajectory.log_probs[0, 0] = torch.inf
     policy.module = DistributedDataParallel(policy.net)
     with pytest.raises(RuntimeError, match="not finite") as caught:
-        update(updater(policy, ranks=ranks), batch)
+        update(updater(policy, world=world), batch)
     return str(caught.value)
 
 

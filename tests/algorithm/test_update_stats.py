@@ -10,7 +10,7 @@ import torch
 from flow_grpo.algorithm.update.statistics import UpdateStats, gather_stats
 from flow_grpo.maths.loss import GuardTerms, LossTerms, grpo_loss
 from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.workers import run_ranks
 
 
@@ -26,12 +26,14 @@ def terms(ratio: list[float], loss: float) -> LossTerms:
     )
 
 
-def _two_unlike_ranks(ranks: Ranks) -> dict[str, float]:
+def _two_unlike_ranks(world: World) -> dict[str, float]:
     stats = UpdateStats()
-    ratios = [[1.0, 1.2], [0.9]][ranks.rank]
-    stats.add(terms(ratios, loss=2.0), torch.full((len(ratios),), 1 / 3), torch.full((len(ratios),), -0.1 * ranks.rank))
+    ratios = [[1.0, 1.2], [0.9]][world.data.rank]
+    stats.add(
+        terms(ratios, loss=2.0), torch.full((len(ratios),), 1 / 3), torch.full((len(ratios),), -0.1 * world.data.rank)
+    )
     stats.stepped(torch.tensor(4.0), 10.0)
-    return gather_stats(stats, ranks)
+    return gather_stats(stats, world)
 
 
 def test_statistics_are_those_of_all_samples_on_all_ranks():
@@ -60,7 +62,7 @@ def test_an_epoch_of_two_steps_with_two_micro_batches_each_has_the_values_comput
     stats.add(terms([0.8, 1.0], loss=-2.0), share, None)
     stats.add(terms([1.25, 1.5], loss=4.0), share, None)
     stats.stepped(torch.tensor(3.0), 2.0)
-    metrics = gather_stats(stats, Ranks())
+    metrics = gather_stats(stats, World())
     assert metrics == pytest.approx(
         {
             "train/updates": 2.0,
@@ -97,7 +99,7 @@ def test_approx_kl_is_the_kl_per_latent_element_whatever_the_ratio(guarded):
     stats.stepped(torch.tensor(1.0), 10.0)
     exact = gaussian_kl(new.mean, old.mean, std).mean().item()
     assert exact == pytest.approx(0.02)
-    assert gather_stats(stats, Ranks())["policy/approx_kl"] == pytest.approx(exact, rel=0.05)
+    assert gather_stats(stats, World())["policy/approx_kl"] == pytest.approx(exact, rel=0.05)
 
 
 def test_a_step_that_is_not_finite_leaves_no_trace_in_the_statistics_but_its_count():
@@ -110,4 +112,4 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_the_statistics_but_its_cou
     stats.forget(mark)
     stats.skip()
     counts = {"train/bad_steps": 1.0, "train/skipped_updates": 1.0}
-    assert gather_stats(stats, Ranks()) == gather_stats(clean, Ranks()) | counts
+    assert gather_stats(stats, World()) == gather_stats(clean, World()) | counts

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from flow_grpo.data.dynamic_batch import DistributedWeightedSampler as Weighted
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler, LimitedPointsCollateFn, sample_cost, video_tokens
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.workers import run_ranks
 from tools.dev.bench_cases import packing
 
@@ -116,9 +116,9 @@ def test_equal_costs_give_batches_of_a_fixed_size_and_videos_cost_latent_tokens(
 def test_the_arguments_have_the_published_order_and_defaults() -> None:
     whole = [(p.name, p.default) for p in inspect.signature(DynamicBatchSampler).parameters.values()]
     drawn = [(p.name, p.default) for p in inspect.signature(Weighted).parameters.values()]
-    ranks = [("num_replicas", None), ("rank", None), ("seed", 0)]
-    assert whole[1:8] == [("max_points", 500_000), ("shuffle", True), ("drop_last", False), ("sampler", None), *ranks]
-    assert drawn[3:] == [("replacement", True), *ranks]
+    world = [("num_replicas", None), ("rank", None), ("seed", 0)]
+    assert whole[1:8] == [("max_points", 500_000), ("shuffle", True), ("drop_last", False), ("sampler", None), *world]
+    assert drawn[3:] == [("replacement", True), *world]
     alone = DynamicBatchSampler(mixed())
     assert (alone.num_replicas, alone.rank) == (1, 0)
 
@@ -329,11 +329,11 @@ def test_persistent_workers_follow_set_epoch_and_a_running_iterator_keeps_its_pl
 # --- real processes
 
 
-def train(ranks: Ranks, size: int, workers: int) -> dict[str, Any]:
+def train(world: World, size: int, workers: int) -> dict[str, Any]:
     """One epoch over values 0..size-1, with the gradient of each row and the metric of the epoch."""
     dataset = mixed(size)
     sampler = DynamicBatchSampler(dataset, 20, seed=5)  # ranks are those of torch.distributed
-    ranks.check_equal(sampler.fingerprint(), "batch plan")
+    world.data.check_equal(sampler.fingerprint(), "batch plan")
     model = torch.nn.Linear(1, 1, bias=False)
     wrapped = DistributedDataParallel(model)
     batches, gradients, sums = [], [], torch.zeros(1, 2)
@@ -341,11 +341,11 @@ def train(ranks: Ranks, size: int, workers: int) -> dict[str, Any]:
         weight = sampler.batch_weight(number)
         losses = wrapped(batch.float().unsqueeze(1)).sum(dim=1)
         model.zero_grad()
-        (weight * losses.sum() * ranks.world_size / sampler.real_items(number)).backward()
+        (weight * losses.sum() * world.data.size / sampler.real_items(number)).backward()
         gradients.append(model.weight.grad.item())
         sums += weight * torch.tensor([[batch.float().sum(), len(batch)]])
         batches.append(batch.tolist() if weight else [])
-    total, count = ranks.all_gather(sums).sum(dim=0).tolist()
+    total, count = world.data.all_gather(sums).sum(dim=0).tolist()
     return {"batches": batches, "gradients": gradients, "metric": total / count, "of_rank": (sums[0, 0] / sums[0, 1])}
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flow_grpo.data.k_repeat_indices import KRepeatIndices
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.workers import run_ranks
 
 VALUES = torch.arange(100, 110)
@@ -63,8 +63,8 @@ def test_a_negative_epoch_is_refused():
         own.set_epoch(-1)
 
 
-def under_accelerate(ranks: Ranks) -> list[list[int]]:
-    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size)}
+def under_accelerate(world: World) -> list[list[int]]:
+    os.environ |= {"RANK": str(world.data.rank), "LOCAL_RANK": str(world.data.rank), "WORLD_SIZE": str(world.data.size)}
     accelerator = Accelerator(cpu=True)
     own = batches(accelerator.process_index, accelerator.num_processes)
     model = accelerator.prepare(torch.nn.Linear(1, 1))

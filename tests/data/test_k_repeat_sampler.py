@@ -22,7 +22,7 @@ from flow_grpo.data.k_repeat_sampler import (
     pass_length,
     pass_order,
 )
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.workers import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "k_repeat_sampler.md"
@@ -118,13 +118,13 @@ def test_shuffled_is_a_uniform_permutation():
     assert len({tuple((gid % 4, slot) for _, gid, slot, _ in flat(plan)) for plan in plans}) == 9
 
 
-def draw_on_one_rank(ranks: Ranks, steps: int) -> dict[str, list[list[list[int]]]]:
+def draw_on_one_rank(world: World, steps: int) -> dict[str, list[list[list[int]]]]:
     """Return for every layout and step the keys that all ranks gather."""
     gathered = {}
     for layout in LAYOUTS:
-        sampler = make(50, rank=ranks.rank, layout=layout, num_replicas=ranks.world_size)
+        sampler = make(50, rank=world.data.rank, layout=layout, num_replicas=world.data.size)
         batches = itertools.islice(iter(sampler), steps)
-        gathered[layout] = [ranks.all_gather(torch.tensor(batch)).tolist() for batch in batches]
+        gathered[layout] = [world.data.all_gather(torch.tensor(batch)).tolist() for batch in batches]
     return gathered
 
 

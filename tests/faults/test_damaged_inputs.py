@@ -40,7 +40,7 @@ from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.http_client import Client, ServiceError
 from flow_grpo.run.run_state import RunState, fingerprint
 from flow_grpo.runtime.checkpoints import resume
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from tests.damage import damaged_bytes, damaged_json, damaged_text, ends
@@ -62,7 +62,7 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("damage")
     write_scene(folder / "val" / "f18_aperture10" / "scene1", captions="metadata.csv")
     make_tiny_folder(folder / "model")
-    a_run().save(folder / "saved", keep=1, ranks=Ranks())
+    a_run().save(folder / "saved", keep=1, world=World())
     return folder
 
 
@@ -237,9 +237,9 @@ def checkpoint(place: Path) -> Attempt:
         if file.name != "manifest.json" and draw.random() < 0.8:
             fit(folder)
         state = a_run()
-        found = resume.find(draw.choice(["auto", str(folder)]), run, ranks=Ranks())
+        found = resume.find(draw.choice(["auto", str(folder)]), run, world=World())
         assert found is not None
-        state.restore(found, ranks=Ranks())
+        state.restore(found, world=World())
         assert state.finished == 0 and state.train_seconds >= 0
         assert all(weight.is_floating_point() for weight in state.module.parameters())
 

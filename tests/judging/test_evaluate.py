@@ -14,7 +14,7 @@ from flow_grpo.judging.evaluate import EvalSettings, Evaluator
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.context import share_samples
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition
 from tests.workers import run_ranks
 
@@ -47,11 +47,11 @@ class Gold:
 
 
 def evaluator(
-    ranks: Ranks | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3, **settings
+    world: World | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3, **settings
 ) -> Evaluator:
     rewards = RewardSet([BrightnessReward(broken=[(5, 0)])], {"brightness": 1.0})
     made = EvalSettings(SIGMAS, number, batch_size, videos=2, **{"has_reference": True, **settings})
-    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), made, ranks or Ranks())
+    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), made, world or World())
 
 
 def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
@@ -167,15 +167,15 @@ def test_conditions_without_a_true_video_are_left_out_of_the_floor():
     assert made.floor()["eval_floor/trans_err_m"] == pytest.approx(4.0)
 
 
-def _evaluate(ranks: Ranks, share: int = 1) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
-    made = evaluator(share_samples(ranks, share, torch.device("cpu"))[0])
+def _evaluate(world: World, share: int = 1) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
+    made = evaluator(share_samples(world, share, torch.device("cpu"))[0])
     found = made.run()
     return (found.metrics | made.floor(), found.by_camera), found.presets, len(found.clips)
 
 
 @pytest.mark.parametrize(("world_size", "share"), [(2, 1), (8, 1), (4, 2), (2, 2)])
 def test_any_number_of_ranks_gives_the_same_numbers_whether_they_share_samples_or_not(world_size, share):
-    (metrics, by_camera), presets, _ = _evaluate(Ranks())
+    (metrics, by_camera), presets, _ = _evaluate(World())
     results = run_ranks(_evaluate, world_size, share)
     assert all(result[:2] == results[0][:2] for result in results)
     assert results[0][0][0] == pytest.approx(metrics, rel=1e-6)
@@ -184,9 +184,9 @@ def test_any_number_of_ranks_gives_the_same_numbers_whether_they_share_samples_o
     assert [clips for *_, clips in results[1:]] == [0] * (world_size - 1)
 
 
-def _fail_on_one(ranks: Ranks) -> str:
-    broken = evaluator(ranks)
-    if ranks.rank == 1:
+def _fail_on_one(world: World) -> str:
+    broken = evaluator(world)
+    if world.data.rank == 1:
         broken.dataset.condition = lambda index, gid: 1 / 0
     with pytest.raises(RuntimeError) as caught:
         broken.run()
@@ -266,8 +266,8 @@ def test_a_policy_without_a_copy_of_its_start_is_shown_without():
     assert "base" not in clip.panels
 
 
-def _clips(ranks: Ranks) -> list[list[str]]:
-    made = evaluator(ranks)
+def _clips(world: World) -> list[list[str]]:
+    made = evaluator(world)
     rows = made.run().rows
     return [list(clip.panels) for clip in made.clips([0, 2], rows, rows)]
 

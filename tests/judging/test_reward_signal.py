@@ -13,7 +13,7 @@ from flow_grpo.judging.reward_signal import Spread, measure_spread, spread_metri
 from flow_grpo.preflight.doctor.signal import check_signal
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.context import share_samples
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition, sample_config
 from tests.workers import run_ranks
 
@@ -26,11 +26,11 @@ class Data:
         return condition(index, gid, slot)
 
 
-def spread(noise_level: float, ranks: Ranks | None = None, groups: int = 8, *, broken=(), own=True) -> Spread:
+def spread(noise_level: float, world: World | None = None, groups: int = 8, *, broken=(), own=True) -> Spread:
     rollout = RolloutSettings(SIGMAS, SdeSettings("constant", noise_level), seed=3)
     sampling = SampleSettings(sample_config(train_batch_size=2), rollout, debug=False)
     rewards = RewardSet([BrightnessReward(broken)], {"brightness": 1.0})
-    found = measure_spread(ToyPolicy(), Data(), rewards, sampling, ranks or Ranks(), groups=groups, own=own)
+    found = measure_spread(ToyPolicy(), Data(), rewards, sampling, world or World(), groups=groups, own=own)
     return found["brightness"]
 
 
@@ -52,8 +52,8 @@ def test_copies_without_a_value_are_left_out():
     assert spread(0.5, broken=missing[:3]).own > 0
 
 
-def _measured(ranks: Ranks, share: int) -> tuple[float, float]:
-    found = spread(0.5, share_samples(ranks, share, torch.device("cpu"))[0], groups=4 * share)
+def _measured(world: World, share: int) -> tuple[float, float]:
+    found = spread(0.5, share_samples(world, share, torch.device("cpu"))[0], groups=4 * share)
     return found.own, found.shared
 
 

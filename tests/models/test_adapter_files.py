@@ -17,7 +17,7 @@ from flow_grpo.models import adapter_files, adapters
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.transformers import load_transformer
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import parallelize
 from tests.models.test_adapters import LORA, SELF_ATTENTION, move, output, trained_model
 from tests.models.test_recam_transformer import base_wan, inputs
@@ -134,12 +134,12 @@ def test_an_adapter_with_a_missing_or_damaged_file_is_refused(tmp_path):
         adapter_files.load_adapter(tiny_transformer(), folder)
 
 
-def save_from_shards(ranks: Ranks, mode: str, folder: Path, file_size: str) -> list[str]:
+def save_from_shards(world: World, mode: str, folder: Path, file_size: str) -> list[str]:
     adapter_files.FILE_SIZE = file_size
     model = trained_model(trained=mode)
     move(model)
-    module = parallelize(model, "fsdp2", CPU, ranks)
-    adapter_files.save_adapter(types.SimpleNamespace(module=module), folder, ranks)
+    module = parallelize(model, "fsdp2", CPU, world)
+    adapter_files.save_adapter(types.SimpleNamespace(module=module), folder, world)
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -157,10 +157,10 @@ def test_shards_are_saved_as_the_whole_model_would_be(mode, file_size, files, tm
         assert (max(sizes) < 30_000) == (file_size == "20KB")
 
 
-def fail_to_save(ranks: Ranks, folder: Path) -> str:
-    folder.write_text("in the way") if ranks.is_main else None
+def fail_to_save(world: World, folder: Path) -> str:
+    folder.write_text("in the way") if world.is_main else None
     with pytest.raises(RuntimeError) as caught:
-        adapter_files.save_adapter(types.SimpleNamespace(module=trained_model()), folder, ranks)
+        adapter_files.save_adapter(types.SimpleNamespace(module=trained_model()), folder, world)
     return str(caught.value)
 
 

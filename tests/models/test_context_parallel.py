@@ -16,7 +16,7 @@ from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.video_model import share_tokens
 from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.runtime.ranks.context import Context, share_samples
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.models import test_recam_transformer, test_redirector_transformer
 from tests.parity import distance, lift, probe
 from tests.tiny_models import CHANNELS, CPU, tiny_redirector, tiny_transformer
@@ -49,21 +49,21 @@ def forward_and_backward(model: nn.Module, given: tuple[torch.Tensor, ...]):
     return output.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-def compare(ranks: Ranks, kind: str, size: int, checkpointing: str) -> tuple[float, float, int]:
+def compare(world: World, kind: str, size: int, checkpointing: str) -> tuple[float, float, int]:
     """Return the distances of output and gradient from those of one rank, and the bytes sent."""
     model, share, given = case(kind)
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         model = lift(model)
         given = tuple(tensor.double() for tensor in given)
         expected, expected_gradient = forward_and_backward(copy.deepcopy(model), given)
-        data, context = share_samples(ranks, size, CPU)
+        shared, context = share_samples(world, size, CPU)
         share(model, context)
-        ranks.sent.clear()
+        world.sent.clear()
         set_checkpointing(model, checkpointing)
         output, gradient = forward_and_backward(model, given)
-    sent = ranks.sent["tokens"]
-    assert (data.rank, data.world_size) == (ranks.rank // size, ranks.world_size // size)
-    averaged = ranks.all_gather(gradient[None]).mean(dim=0)
+    sent = world.sent["tokens"]
+    assert (shared.data.rank, shared.data.size) == (world.data.rank // size, world.data.size // size)
+    averaged = world.data.all_gather(gradient[None]).mean(dim=0)
     return distance(output, expected), distance(averaged, expected_gradient), sent
 
 
@@ -87,7 +87,7 @@ def test_recomputed_blocks_exchange_their_tokens_again(kind, checkpointing):
 def test_a_network_that_cannot_share_its_tokens_and_too_few_patches_are_refused():
     with pytest.raises(ValueError, match=r"context_parallel is 1, must be 1 for Linear, which cannot share its tokens"):
         share_tokens(nn.Linear(1, 1), Context())
-    many = Context(Ranks(0, 4))
+    many = Context(Group(0, 4))
     assert many.share(6).patches == (2, 2, 1, 1) and many.share(4).patches == (1, 1, 1, 1)
     with pytest.raises(ValueError, match=r"is 4, must be at most 3, the patches of a latent frame"):
         many.share(3)

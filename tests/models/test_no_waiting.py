@@ -18,7 +18,7 @@ from flow_grpo.maths.schedule import flow_sigmas, tail_levels
 from flow_grpo.models.adapters import apply_training_mode
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Samples, TrainingBatch
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.models.test_adapters import LORA
 from tests.models.test_wan_policy import condition
 from tests.pretend_device import PRETEND, OnDevice, Watch, move
@@ -70,7 +70,7 @@ def waits_of_an_update(batch_size: int, **changes) -> list[str]:
     train = train_config(batch_size=batch_size, **changes)
     optimizer = torch.optim.SGD(made.trained_parameters(), lr=1e-3)
     objective = GrpoObjective(made, SIGMAS, SDE, None, train)
-    moving = Updater(made, objective, optimizer, UpdateSettings(4, seed=5, train=train), Ranks())
+    moving = Updater(made, objective, optimizer, UpdateSettings(4, seed=5, train=train), World())
     batch = TrainingBatch((samples,), 4)
     with Watch() as watch:
         moving.run(batch, moving.plan(batch, 0), UpdateHistory())

@@ -18,7 +18,7 @@ from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.context import share_samples
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.tensor_store import TensorStore
 from tests.models.test_wan_policy import condition
 from tests.tiny_models import CPU, tiny_networks
@@ -28,27 +28,27 @@ from tests.workers import run_ranks
 LARGE = (9, 16, 24)
 
 
-def encoded(ranks: Ranks, folder: str, *, share: bool) -> tuple[dict[str, torch.Tensor], int, float]:
+def encoded(world: World, folder: str, *, share: bool) -> tuple[dict[str, torch.Tensor], int, float]:
     """Return what this rank's conditions are encoded to, how many videos it encoded, and the bytes it sent."""
     made = WanPolicy(
         tiny_networks(), max_prompt_tokens=6, device=CPU, store=TensorStore(Path(folder) if folder else None)
     )
     made.codec.encode = Mock(wraps=made.codec.encode)
     # Two groups that both ranks hold, in two sizes, and one that is a rank's own.
-    conditions = [condition(0, slot=ranks.rank), condition(5 + ranks.rank)]
-    larger = [condition(1, slot=ranks.rank, size=LARGE), condition(2, slot=ranks.rank, size=LARGE)]
-    sent = ranks.sent["rows"]
+    conditions = [condition(0, slot=world.data.rank), condition(5 + world.data.rank)]
+    larger = [condition(1, slot=world.data.rank, size=LARGE), condition(2, slot=world.data.rank, size=LARGE)]
+    sent = world.sent["rows"]
     for _ in range(2):  # the second round lacks nothing
         if share:
-            share_encodings(made, conditions + larger, ranks, contextlib.nullcontext)
+            share_encodings(made, conditions + larger, world.all, contextlib.nullcontext)
         tensors = {
             f"{n} {k}": t for n, own in enumerate((conditions, larger)) for k, t in made.encode(own).tensors().items()
         }
-    return tensors, made.codec.encode.call_count, ranks.sent["rows"] - sent
+    return tensors, made.codec.encode.call_count, world.sent["rows"] - sent
 
 
-def _both(ranks: Ranks, folder: str):
-    return encoded(ranks, "", share=False), encoded(ranks, folder, share=True)
+def _both(world: World, folder: str):
+    return encoded(world, "", share=False), encoded(world, folder, share=True)
 
 
 def test_each_video_is_encoded_once_among_the_ranks_and_every_rank_has_the_same_numbers_as_alone():
@@ -70,12 +70,14 @@ def test_what_is_shared_is_on_disk_once_and_found_there(tmp_path):
         assert all(torch.equal(tensor, read[name]) for name, tensor in written.items())
 
 
-def _failing(ranks: Ranks) -> str:
+def _failing(world: World) -> str:
     made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
-    made.codec.encode = Mock(side_effect=OSError("no memory") if ranks.rank == 1 else None, wraps=made.codec.encode)
+    made.codec.encode = Mock(
+        side_effect=OSError("no memory") if world.data.rank == 1 else None, wraps=made.codec.encode
+    )
     conditions = [condition(0), condition(1)]
     try:
-        share_encodings(made, conditions, ranks, lambda: ranks.sync_errors("encoding"))
+        share_encodings(made, conditions, world.all, lambda: world.sync_errors("encoding"))
     except Exception as error:  # noqa: BLE001 - returned
         return str(error)
     return ""
@@ -98,16 +100,16 @@ class Held:
         return self.condition(index).size
 
 
-def _measured(ranks: Ranks) -> tuple[int, int]:
+def _measured(world: World) -> tuple[int, int]:
     """Return how many videos this rank of two with the same samples encoded, of a group and in the evaluation."""
-    ranks, _ = share_samples(ranks, 2, CPU)
+    world, _ = share_samples(world, 2, CPU)
     made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
     made.codec.encode = Mock(wraps=made.codec.encode)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     sampling = SampleSettings(sample_config(), RolloutSettings(SIGMAS, SDE, seed=3), debug=False)
-    sample_group(made, Held(), rewards, sampling, ranks, gid=2)
+    sample_group(made, Held(), rewards, sampling, world, gid=2)
     of_group = made.codec.encode.call_count
-    Evaluator(made, Held(), rewards, None, EvalSettings(SIGMAS, 3, 2, videos=0), ranks).run()
+    Evaluator(made, Held(), rewards, None, EvalSettings(SIGMAS, 3, 2, videos=0), world).run()
     return of_group, made.codec.encode.call_count
 
 

@@ -14,7 +14,7 @@ from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import fast
 from flow_grpo.reporting import plots
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests import doctor_cases
 from tests.doctor_cases import build_context, statuses, words
 from tests.test_train_grpo import learned, newest
@@ -134,9 +134,9 @@ def test_a_failed_check_stops_the_run_before_its_first_epoch_unless_the_doctor_i
     assert "-> the rollout draws from another Gaussian than it scores" in captured.out
 
 
-def _train(ranks: Ranks, given: list[str]) -> int:
+def _train(world: World, given: list[str]) -> int:
     with (
-        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), ranks)),
+        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), world)),
         mock.patch.object(process_group, "shut_down"),
         mock.patch.object(plots, "draw_curves"),
     ):

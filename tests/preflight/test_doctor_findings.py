@@ -16,7 +16,7 @@ from flow_grpo.preflight.doctor.findings import (
     merge_over_ranks,
     summary,
 )
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.workers import run_ranks
 
 
@@ -33,12 +33,15 @@ def test_a_finding_is_as_severe_as_its_worst_way_out(ways_out, status, said):
     assert finding("x", "1", **ways_out) == Finding("x", status, "1", said)
 
 
-def _on_two_ranks(ranks: Ranks) -> list[Finding]:
-    own = [finding("a", f"on {ranks.rank}", fail="mend" if ranks.rank else ""), finding("b", f"on {ranks.rank}")]
-    found = merge_over_ranks(own, ranks)
-    found += [equal_on_ranks(text, text[: 3 + ranks.rank], "texts", ranks, "mend") for text in ("one", "other")]
-    with errors_as_finding("reading", found, ranks, "look"), ranks.sync_errors("reading"):
-        if ranks.rank:
+def _on_two_ranks(world: World) -> list[Finding]:
+    own = [
+        finding("a", f"on {world.data.rank}", fail="mend" if world.data.rank else ""),
+        finding("b", f"on {world.data.rank}"),
+    ]
+    found = merge_over_ranks(own, world)
+    found += [equal_on_ranks(text, text[: 3 + world.data.rank], "texts", world, "mend") for text in ("one", "other")]
+    with errors_as_finding("reading", found, world, "look"), world.sync_errors("reading"):
+        if world.data.rank:
             raise ValueError("no\nfile")
     return found
 
@@ -62,7 +65,7 @@ def test_ranks_agree_on_the_worst_finding_on_differences_and_on_errors():
 def test_an_error_of_one_rank_alone_is_a_finding_only_when_there_are_no_other_ranks(number):
     found: list[Finding] = []
     raised = pytest.raises(RuntimeError) if number > 1 else contextlib.nullcontext()
-    with raised, errors_as_finding("update", found, Ranks(0, number), "look"):
+    with raised, errors_as_finding("update", found, World.of(Group(0, number)), "look"):
         raise RuntimeError("out of memory")
     assert failed(found) == ["update"] * (number == 1)
 

@@ -19,7 +19,7 @@ from flow_grpo.preflight.doctor.rewards import examine_rewards
 from flow_grpo.preflight.doctor.signal import examine_signal
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.target_view import TargetView
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests import doctor_cases
 from tests.doctor_cases import build_context, words
 from tests.toy import ToyPolicy, group, training_batch
@@ -202,8 +202,8 @@ def test_replays_that_need_not_be_bit_exact_still_show_rounded_latents(context):
         assert by_name(context)["latents_fp32"].startswith("fail")
 
 
-def _sharded(ranks: Ranks, given: list[str]) -> dict[str, str]:
-    return by_name(build_context(given, ranks))
+def _sharded(world: World, given: list[str]) -> dict[str, str]:
+    return by_name(build_context(given, world))
 
 
 @pytest.mark.slow

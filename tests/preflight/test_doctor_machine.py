@@ -12,7 +12,7 @@ import torch
 from flow_grpo.preflight.doctor import machine
 from flow_grpo.preflight.doctor.machine import GIB
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.settings.loading import load_config
 from tests.doctor_cases import status
 from tests.workers import run_ranks
@@ -69,23 +69,23 @@ def test_torch_npu_must_have_the_version_of_torch(versions, fits):
 
 
 def test_a_vendor_s_package_for_another_torch_fails():
-    assert status(machine.check_versions(Ranks())) == "ok"
+    assert status(machine.check_versions(World())) == "ok"
     with (
         mock.patch.object(machine, "version", lambda name: "2.9.0" if name == "torch-npu" else "2.13.0"),
         mock.patch.object(device_api, "packages", return_value=("torch", "torch-npu")),
     ):
-        assert status(machine.check_versions(Ranks())) == "fail"
+        assert status(machine.check_versions(World())) == "fail"
 
 
 def test_a_package_that_no_installer_knows_is_no_reason_to_stop():
     with mock.patch.object(device_api, "packages", return_value=("torch", "torch-npu")):  # which is not installed here
-        found = machine.check_versions(Ranks())
+        found = machine.check_versions(World())
     assert found.status == "ok" and "torch-npu absent" in found.measured
 
 
-def _with_own_versions(ranks: Ranks) -> str:
-    with mock.patch.object(machine, "version", lambda name: "2.13" if name == "torch" else f"1.{ranks.rank}"):
-        return status(machine.check_versions(ranks))
+def _with_own_versions(world: World) -> str:
+    with mock.patch.object(machine, "version", lambda name: "2.13" if name == "torch" else f"1.{world.data.rank}"):
+        return status(machine.check_versions(world))
 
 
 def test_other_versions_on_another_rank_fail():
@@ -99,12 +99,12 @@ def config(**changes):
 
 
 def test_the_device_must_support_the_model_s_dtype_and_be_intended():
-    assert status(machine.check_device(CPU, config(), Ranks())) == "ok"
-    assert status(machine.check_device(CPU, config(dtype="bf16", device="cpu"), Ranks())) == "ok"
+    assert status(machine.check_device(CPU, config(), World())) == "ok"
+    assert status(machine.check_device(CPU, config(dtype="bf16", device="cpu"), World())) == "ok"
     with mock.patch.dict("os.environ", {device_api.OVERRIDE: "auto"}):
-        assert status(machine.check_device(CPU, config(dtype="bf16", device="auto"), Ranks())) == "warn"
+        assert status(machine.check_device(CPU, config(dtype="bf16", device="auto"), World())) == "warn"
     with mock.patch.object(device_api, "supports_bf16", return_value=False):
-        assert status(machine.check_device(CPU, config(dtype="bf16"), Ranks())) == "fail"
+        assert status(machine.check_device(CPU, config(dtype="bf16"), World())) == "fail"
 
 
 def test_a_chip_without_fused_attention_is_named():
@@ -112,7 +112,7 @@ def test_a_chip_without_fused_attention_is_named():
         mock.patch.object(device_api, "fuses_attention", return_value=False),
         mock.patch.object(device_api, "name", return_value="Ascend910A"),
     ):
-        found = machine.check_device(CPU, config(), Ranks())
+        found = machine.check_device(CPU, config(), World())
     assert found.status == "warn" and found.way_out.startswith("Ascend910A has no fused attention kernel")
 
 
@@ -125,7 +125,7 @@ def accelerators():
         yield torch.device("cuda:0")
 
 
-class Two(Ranks):
+class Two(Group):
     """Two ranks, the other of which says what it was made to say."""
 
     def __init__(self, other):
@@ -136,35 +136,39 @@ class Two(Ranks):
         return [text, self.other or text]
 
 
+def two(other: str) -> World:
+    return World.of(Two(other))
+
+
 def test_two_ranks_on_one_accelerator_fail(accelerators, monkeypatch):
     monkeypatch.setenv(VISIBLE, "3")
-    found = machine.check_device(accelerators, config(), Two(""))
+    found = machine.check_device(accelerators, config(), two(""))
     assert found.status == "fail" and f"{VISIBLE} 3" in found.way_out
-    assert status(machine.check_device(accelerators, config(), Ranks())) == "ok"
+    assert status(machine.check_device(accelerators, config(), World())) == "ok"
 
 
 def test_ranks_that_each_see_one_device_as_their_first_share_none(accelerators, monkeypatch):
     said = []
     for shown in ("3", "4"):
         monkeypatch.setenv(VISIBLE, shown)
-        with mock.patch.object(Ranks, "gather_text", lambda self, text: said.append(text) or [text]):
-            machine.check_device(accelerators, config(), Ranks())
-    assert status(machine.check_device(accelerators, config(), Two(said[0]))) == "ok"
-    assert status(machine.check_device(accelerators, config(), Two(said[1]))) == "fail"
+        with mock.patch.object(Group, "gather_text", lambda self, text: said.append(text) or [text]):
+            machine.check_device(accelerators, config(), World())
+    assert status(machine.check_device(accelerators, config(), two(said[0]))) == "ok"
+    assert status(machine.check_device(accelerators, config(), two(said[1]))) == "fail"
 
 
-def _group(ranks: Ranks) -> list[str]:
-    fine = machine.check_backends(CPU, ranks)
-    with mock.patch.object(Ranks, "all_gather", return_value=torch.tensor([0, 0])):
-        mixed_up = status(machine.check_backends(CPU, ranks))
+def _group(world: World) -> list[str]:
+    fine = machine.check_backends(CPU, world)
+    with mock.patch.object(Group, "all_gather", return_value=torch.tensor([0, 0])):
+        mixed_up = status(machine.check_backends(CPU, world))
     with mock.patch.object(torch.distributed, "all_reduce"):  # every rank keeps its own
-        alone = machine.check_backends(CPU, ranks)
+        alone = machine.check_backends(CPU, world)
     with mock.patch.object(torch.distributed, "all_reduce", side_effect=RuntimeError("No backend type")):
-        refused = status(machine.check_backends(CPU, ranks))
-    bytes_too = status(machine.check_backends(CPU, ranks, gathers_bytes=True))
+        refused = status(machine.check_backends(CPU, world))
+    bytes_too = status(machine.check_backends(CPU, world, gathers_bytes=True))
     with mock.patch.object(torch.distributed, "all_gather_into_tensor", side_effect=RuntimeError("type 1")):
-        no_bytes = machine.check_backends(CPU, ranks, gathers_bytes=True)
-        assert status(machine.check_backends(CPU, ranks)) == bytes_too == "ok"
+        no_bytes = machine.check_backends(CPU, world, gathers_bytes=True)
+        assert status(machine.check_backends(CPU, world)) == bytes_too == "ok"
     assert no_bytes.status == "fail" and no_bytes.way_out.startswith("no all-gather of uint8 on cpu")
     return [f"{fine.status} {fine.measured}", mixed_up, f"{alone.status} {alone.way_out}", refused]
 
@@ -174,14 +178,14 @@ def test_a_process_group_that_mixes_up_ranks_or_sums_wrongly_fails():
         assert fine.startswith("ok cpu:gloo") and fine.endswith(" over 2 ranks, control over gloo")
         assert mixed_up == refused == "fail"
         assert alone.startswith(f"fail an all-reduce on cpu gives {rank + 1} instead of 3")
-    assert status(machine.check_backends(CPU, Ranks())) == "ok"
+    assert status(machine.check_backends(CPU, World())) == "ok"
 
 
 # --- the run's folder
 
 
-def _looks(ranks: Ranks, folders: list[Path]) -> list[str]:
-    found = machine.check_run_folder(folders[ranks.rank], ranks, timeout_s=0.1)
+def _looks(world: World, folders: list[Path]) -> list[str]:
+    found = machine.check_run_folder(folders[world.data.rank], world, timeout_s=0.1)
     return [found.status, found.measured]
 
 
@@ -201,5 +205,5 @@ def test_a_run_s_folder_must_be_one_for_all_ranks(tmp_path):
 def test_a_file_that_shows_up_late_is_waited_for(tmp_path):
     (tmp_path / ".lock").write_text("{}")
     with mock.patch.object(machine, "_text", side_effect=["{}", "", "{}"]):
-        found = machine.check_run_folder(tmp_path, Ranks(), timeout_s=5)
+        found = machine.check_run_folder(tmp_path, World(), timeout_s=5)
     assert found.status == "ok" and " is seen by " in found.measured

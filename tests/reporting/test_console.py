@@ -13,7 +13,7 @@ from rich.console import Console
 
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.reporting.console import Progress, print_before_after
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 
 METRICS = {
     "reward/mean": 18.5,  # of metres and decibels
@@ -41,7 +41,7 @@ def run(progress: Progress, epochs: int) -> None:
 
 def test_without_a_terminal_there_is_one_plain_line_per_epoch() -> None:
     out = io.StringIO()
-    run(Progress(12, Ranks(), finished=8, console=Console(file=out, width=40)), 2)
+    run(Progress(12, World(), finished=8, console=Console(file=out, width=40)), 2)
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
     rewards = r"target_view -0\.1235 \+- 0\.041  target_psnr 18\.68"
@@ -52,7 +52,7 @@ def test_without_a_terminal_there_is_one_plain_line_per_epoch() -> None:
 def test_the_time_left_is_estimated_from_this_processs_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     out, clock = io.StringIO(), mock.Mock(return_value=0.0)
     monkeypatch.setattr("flow_grpo.reporting.console.time.monotonic", clock)
-    progress = Progress(100, Ranks(), finished=90, console=Console(file=out))
+    progress = Progress(100, World(), finished=90, console=Console(file=out))
     progress.start_epoch(rollouts=1)
     clock.return_value = 10.0
     progress.finish_epoch({})
@@ -62,7 +62,7 @@ def test_the_time_left_is_estimated_from_this_processs_epochs(monkeypatch: pytes
 def test_the_time_left_ends_at_the_minutes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     out, clock = io.StringIO(), mock.Mock(return_value=100.0)
     monkeypatch.setattr("flow_grpo.reporting.console.time.monotonic", clock)
-    progress = Progress(100, Ranks(), seconds=25.0, console=Console(file=out))
+    progress = Progress(100, World(), seconds=25.0, console=Console(file=out))
     for _ in range(3):
         progress.start_epoch(rollouts=1)
         clock.return_value += 10.0
@@ -72,7 +72,7 @@ def test_the_time_left_ends_at_the_minutes_of_the_run(monkeypatch: pytest.Monkey
 
 def test_a_terminal_shows_the_bars_of_the_epoch() -> None:
     out = io.StringIO()
-    run(Progress(3, Ranks(), console=Console(file=out, force_terminal=True, width=100)), 1)
+    run(Progress(3, World(), console=Console(file=out, force_terminal=True, width=100)), 1)
     text = out.getvalue()
     assert "epochs" in text and "rollouts" in text and "updates" in text and "1/3" in text
     assert "epoch 1/3" in text
@@ -80,7 +80,7 @@ def test_a_terminal_shows_the_bars_of_the_epoch() -> None:
 
 def test_the_bar_of_an_epoch_that_samples_again_counts_both_rounds() -> None:
     out = io.StringIO()
-    progress = Progress(3, Ranks(), console=Console(file=out, force_terminal=True, width=100))
+    progress = Progress(3, World(), console=Console(file=out, force_terminal=True, width=100))
     with progress:
         progress.start_epoch(rollouts=4)
         progress.rollout(4)
@@ -89,7 +89,7 @@ def test_the_bar_of_an_epoch_that_samples_again_counts_both_rounds() -> None:
 
 
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    others = Ranks(rank=1, world_size=2)
+    others = World.of(Group(1, 2))
     run(Progress(3, others), 1)
     print_before_after({"eval/a": 1.0}, {"eval/a": 2.0}, {}, Path("x"), others)
     assert capsys.readouterr() == ("", "")
@@ -105,7 +105,7 @@ def test_the_final_table_shows_both_values_their_change_and_the_folder() -> None
     }
     folder = Path("outputs") / ("long_name_" * 12)
     floor = {"eval_floor/trans_err_m": 0.042, "eval_floor/psnr": 30.0}
-    print_before_after(before, after, changes, folder, Ranks(), floor=floor, console=Console(file=out, width=80))
+    print_before_after(before, after, changes, folder, World(), floor=floor, console=Console(file=out, width=80))
     lines = [line.strip() for line in out.getvalue().splitlines()]
     rows = [line.replace(", ", ",").split() for line in lines if line.startswith(("eval/", "floor"))]
     assert rows == [

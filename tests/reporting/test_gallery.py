@@ -20,7 +20,7 @@ from flow_grpo.reporting.film import Panel, film, rate
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.path_sketch import flat_path
 from flow_grpo.reporting.tracker import Tracker
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.video_file import read_frames
 from tests.toy import BrightnessReward, ToyPolicy, condition, group, scored
 
@@ -44,7 +44,7 @@ def clip_of(level: float, index: int = 3, **changes: object) -> Clip:
 
 def write(run: Path, *evaluations: tuple[int, list[Clip]], resumed_step: int | None = None) -> list[dict[str, object]]:
     """Write the videos of evaluations, step 0 before training, and return the index."""
-    tracker = Tracker(run, {}, (), Ranks(), resumed_step=resumed_step)
+    tracker = Tracker(run, {}, (), World(), resumed_step=resumed_step)
     gallery = Gallery(tracker, run)
     for step, clips in evaluations:
         gallery.evaluation(clips, step, before=step == 0)
@@ -118,7 +118,7 @@ def test_a_line_of_the_index_says_what_a_video_shows(tmp_path):
 
 
 def test_training_samples_and_a_group_s_copies_are_written_when_asked_for(tmp_path):
-    tracker = Tracker(tmp_path, {}, (), Ranks())
+    tracker = Tracker(tmp_path, {}, (), World())
     batch = scored(ToyPolicy(), group(3, 4), reward=BrightnessReward())
     Gallery(tracker, tmp_path).training(batch, 7, count=2, weights={"brightness": 1.0}, k=4)
     tracker.close()
@@ -129,7 +129,7 @@ def test_training_samples_and_a_group_s_copies_are_written_when_asked_for(tmp_pa
 
 
 def test_ranks_other_than_zero_write_no_video(tmp_path):
-    tracker = Tracker(tmp_path / "run", {}, (), Ranks(rank=1, world_size=2))
+    tracker = Tracker(tmp_path / "run", {}, (), World.of(Group(1, 2)))
     gallery = Gallery(tracker, tmp_path / "run")
     gallery.evaluation([], 0, before=True)
     gallery.paths([])

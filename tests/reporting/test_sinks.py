@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from flow_grpo.reporting.sinks import trackio as trackio_sink
 from flow_grpo.reporting.sinks.sink import Opening
 from flow_grpo.reporting.tracker import SINKS, Tracker
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 ROOT = Path(__file__).parents[2]
 CURVE = [(1, 1.0), (2, 2.0), (3, 3.0)]
@@ -27,7 +27,7 @@ AGAIN = [(3, 30.0), (4, 40.0)]  # of the run resumed at step 2, which had logged
 START = """
 import socket, sys, torch
 from pathlib import Path
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.video_file import write_video
 
@@ -42,7 +42,7 @@ socket.getaddrinfo = no_network
 name, folder = sys.argv[1], Path(sys.argv[2])
 config = {"seed": 1, "sample": {"k": 4, "sde_steps": (1, 2)}}
 for resumed, steps, factor in ((None, (1, 2, 3), 1.0), (2, (3, 4), 10.0)):
-    tracker = Tracker(folder, config, (name,), Ranks(), resumed_step=resumed, direction=lambda _: -1)
+    tracker = Tracker(folder, config, (name,), World(), resumed_step=resumed, direction=lambda _: -1)
     for step in steps:
         tracker.log({"train/loss": factor * step, "eval/trans_err_m": 1.0 / step}, step)
     if resumed is None:
@@ -207,7 +207,7 @@ def test_swanlab_is_offline_unless_a_key_or_a_mode_is_set(
         monkeypatch.setenv(variable, value)
     given: dict[str, Any] = {}
     monkeypatch.setattr(swanlab, "init", lambda **arguments: given.update(arguments))
-    Tracker(tmp_path / "run", {}, ("swanlab",), Ranks())._serving.finish(60.0)
+    Tracker(tmp_path / "run", {}, ("swanlab",), World())._serving.finish(60.0)
     assert given["mode"] == mode
     assert given["log_dir"] == str(tmp_path / "run" / "swanlab")
 

@@ -24,10 +24,10 @@ from flow_grpo.reporting import tracker as tracker_module
 from flow_grpo.reporting.sinks.gif import as_gif
 from flow_grpo.reporting.sinks.tensorboard import Tensorboard
 from flow_grpo.reporting.tracker import Tracker
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.video_file import write_video
 
-ALONE = Ranks()
+ALONE = World()
 CONFIG = {"seed": 1, "sample": {"k": 4, "sde_steps": (1, 2)}}
 
 
@@ -63,7 +63,7 @@ def test_curves_are_drawn_at_each_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["loss", "reward", "reward/", "rewards/mean", "/mean"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_outside_the_groups_is_refused_on_every_rank(name: str, rank: int, tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, CONFIG, (), Ranks(rank=rank, world_size=2))
+    tracker = Tracker(tmp_path, CONFIG, (), World.of(Group(rank, 2)))
     with pytest.raises(
         ValueError, match=f"'{name}' has no known group.*<group>/<name>.*reward, reward_by_camera, policy"
     ):
@@ -74,7 +74,7 @@ def test_a_name_outside_the_groups_is_refused_on_every_rank(name: str, rank: int
 
 def test_ranks_other_than_zero_write_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    tracker = Tracker(folder, CONFIG, ("tensorboard",), Ranks(rank=1, world_size=2))
+    tracker = Tracker(folder, CONFIG, ("tensorboard",), World.of(Group(1, 2)))
     tracker.log({"eval/x": 1.0}, 1)
     tracker.log_video("eval/v", folder / "video.mp4", Path.touch, "", 1)
     tracker.log_table("eval/t", ["a"], [[1]], 1)

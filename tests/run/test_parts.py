@@ -12,7 +12,7 @@ from flow_grpo.data.splits import held_out_data, multicam_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.records import Guidance
 from flow_grpo.run import parts as build
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.settings.loading import load_config
 
 TINY = "config/grpo.py:tiny_recam"
@@ -73,7 +73,7 @@ def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, chang
     config = settings(world, "--config.eval.num_conditions=8", *training, *changes)
     assert build.training_guidance(config) == Guidance(2.0, "dark")
     assert build.eval_guidance(config) == expected
-    assert build.build_evaluator(config, None, multicam_data(config.data, "val"), Ranks()).settings.guidance == expected
+    assert build.build_evaluator(config, None, multicam_data(config.data, "val"), World()).settings.guidance == expected
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_servers_and_their_timeouts_reach_the_rewards(world):
     address = "--config.reward.remote.judge=http://127.0.0.1:9"
     changes = "--config.reward.weights.remote:judge=1", "--config.reward.remote_timeout=7"
     config = settings(world, address, *changes)
-    rewards = {reward.name: reward for reward in build.build_rewards(config, config.reward.weights, Ranks()).rewards}
+    rewards = {reward.name: reward for reward in build.build_rewards(config, config.reward.weights, World()).rewards}
     assert rewards["remote:judge"].policy.timeout_s == 7
 
 
 def test_the_sampler_knows_ranks_and_recipe(world):
     config = settings(world, "--config.sample.k=4", "--config.seed=3")
-    sampler = build.build_sampler(config, multicam_data(config.data, "train"), Ranks(rank=1, world_size=2))
+    sampler = build.build_sampler(config, multicam_data(config.data, "train"), World.of(Group(1, 2)))
     state = sampler.state_dict()
     assert (state["k"], state["seed"]) == (4, 3)
     assert len(next(iter(sampler))) == config.sample.train_batch_size
@@ -130,7 +130,7 @@ def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
         (0.25, [1, 3]),
         (0.5, [2]),
     ]
-    updater = Updater(policy, None, optimizer, build.UpdateSettings(1, 0, config.train), Ranks())
+    updater = Updater(policy, None, optimizer, build.UpdateSettings(1, 0, config.train), World())
     assert updater.learning_rates() == {"train/learning_rate": 0.25, "train/camera_learning_rate": 0.5}
     policy.camera_parameters = list
     with pytest.raises(ValueError, match=r"train.camera_learning_rate: got 0.5, must be 0 where no trained weight"):
@@ -149,15 +149,15 @@ def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
 def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, offload):
     config = settings(world, *changes)
     data = multicam_data(config.data, "train")
-    sampler = build.build_sampler(config, data, Ranks())
-    collector = build.build_collector(config, None, data, sampler, None, types.SimpleNamespace(rollout=None), Ranks())
+    sampler = build.build_sampler(config, data, World())
+    collector = build.build_collector(config, None, data, sampler, None, types.SimpleNamespace(rollout=None), World())
     assert collector.settings.offload == offload
 
 
 def test_step_weights_follow_guard_and_choice():
     state = types.SimpleNamespace(optimizer=None, ema=None)
     made = {
-        name: build.build_updater(load_config(TINY, change), None, state, types.SimpleNamespace(update=None), Ranks())
+        name: build.build_updater(load_config(TINY, change), None, state, types.SimpleNamespace(update=None), World())
         for name, change in {
             "none": ["--config.train.step_weight=none"],
             "gain": ["--config.train.step_weight=inverse_gain"],
@@ -172,19 +172,19 @@ def test_step_weights_follow_guard_and_choice():
 def test_dynamic_sampling_is_there_when_asked_for(world):
     rewards = types.SimpleNamespace(floors={})
     progress = types.SimpleNamespace(say=print)
-    assert build.build_dynamic_sampling(settings(world), rewards, progress, Ranks()) is None
+    assert build.build_dynamic_sampling(settings(world), rewards, progress, World()) is None
     config = settings(world, "--config.dynamic_sampling.enabled")
-    assert build.build_dynamic_sampling(config, rewards, progress, Ranks()) is not None
+    assert build.build_dynamic_sampling(config, rewards, progress, World()) is not None
 
 
 def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world, monkeypatch):
     config = settings(world, "--config.eval.num_conditions=8")
     held_out = multicam_data(config.data, "val")
-    assert build.build_evaluator(config, None, held_out, Ranks()).gold.name == "room_pose"
+    assert build.build_evaluator(config, None, held_out, World()).gold.name == "room_pose"
     monkeypatch.setattr(build, "SCENE_FILES", {"room_pose": "nothing.json"})
     with pytest.raises(
         ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no held-out scene in"
     ):
-        build.build_evaluator(config, None, held_out, Ranks())
+        build.build_evaluator(config, None, held_out, World())
     without = settings(world, "--config.eval.num_conditions=8", "--config.eval.gold=")
-    assert build.build_evaluator(without, None, held_out, Ranks()).gold is None
+    assert build.build_evaluator(without, None, held_out, World()).gold is None

@@ -14,7 +14,7 @@ from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema, trained_parameters
 from flow_grpo.run.run_state import RunState, fingerprint
 from flow_grpo.runtime.checkpoints import saving, state_files
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import ToyPolicy, group, training_batch, update, updater, weights_of
 
 LATER = {"bad_steps", "grad_norms", "steps_taken"}  # not in checkpoints of the first version
@@ -52,10 +52,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path, camera_
         if epoch == 2:
             whole.before, whole.train_seconds = {"eval/x": 1.5}, 7.0
             whole.history.bad_steps[:] = ["a gradient is not finite"]
-            path = whole.save(tmp_path, keep=2, ranks=Ranks()).wait()
+            path = whole.save(tmp_path, keep=2, world=World()).wait()
             assert len(whole.history.norms) == 8
     resumed, other = a_run(tmp_path, camera_lr=camera_lr)
-    resumed.restore(path, ranks=Ranks())
+    resumed.restore(path, world=World())
     assert (resumed.finished, resumed.before, resumed.train_seconds) == (3, {"eval/x": 1.5}, 7.0)
     assert resumed.sampler.state_dict()["next_step"] == 3
     assert resumed.history.bad_steps == ["a gradient is not finite"]  # the next one is the second in a row
@@ -67,10 +67,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(tmp_path, camera_
 
 def test_the_random_state_comes_back(tmp_path):
     state, _ = a_run(tmp_path)
-    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = state.save(tmp_path, keep=1, world=World()).wait()
     wanted = torch.rand(3)
     torch.rand(5)
-    state.restore(path, ranks=Ranks())
+    state.restore(path, world=World())
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -83,10 +83,10 @@ def test_a_checkpoint_of_an_earlier_version_without_a_history_is_restored(tmp_pa
         return begin(*args, state={name: value for name, value in state.items() if name not in LATER}, **given)
 
     monkeypatch.setattr(saving, "begin", saved_before)
-    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = state.save(tmp_path, keep=1, world=World()).wait()
     other, restored = a_run(tmp_path)
     other.history.bad_steps = ["of another run"]
-    other.restore(path, ranks=Ranks())
+    other.restore(path, world=World())
     assert other.history == UpdateHistory() and other.finished == 2
     assert torch.equal(weights_of(restored), weights_of(policy))
 
@@ -94,9 +94,9 @@ def test_a_checkpoint_of_an_earlier_version_without_a_history_is_restored(tmp_pa
 def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path):
     state, policy = a_run(tmp_path)
     step(state, policy, 1)
-    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = state.save(tmp_path, keep=1, world=World()).wait()
     other, _ = a_run(tmp_path, lr=3e-4)
-    other.restore(path, ranks=Ranks())
+    other.restore(path, world=World())
     assert other.optimizer.param_groups[0]["lr"] == 3e-4
     assert len(other.optimizer.state) == 4
 
@@ -104,9 +104,9 @@ def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path)
 def test_a_run_goes_on_when_a_group_of_weights_gets_its_own_learning_rate(tmp_path):
     state, policy = a_run(tmp_path)
     step(state, policy, 1)
-    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = state.save(tmp_path, keep=1, world=World()).wait()
     other, restored = a_run(tmp_path, camera_lr=1e-2)  # in another order, at the same rate
-    other.restore(path, ranks=Ranks())
+    other.restore(path, world=World())
     for run, own in ((state, policy), (other, restored)):
         step(run, own, 2)
     torch.testing.assert_close(weights_of(restored), weights_of(policy), rtol=0, atol=1e-7)
@@ -114,28 +114,28 @@ def test_a_run_goes_on_when_a_group_of_weights_gets_its_own_learning_rate(tmp_pa
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
     state, _ = a_run(tmp_path)
-    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = state.save(tmp_path, keep=1, world=World()).wait()
     other, policy = a_run(tmp_path, seed=1)
     with pytest.raises(ValueError, match="belongs to another run: model is"):
-        other.restore(path, ranks=Ranks())
+        other.restore(path, world=World())
     assert torch.equal(weights_of(policy), weights_of(ToyPolicy(1)))
 
 
 def test_a_checkpoint_with_other_sampler_numbers_is_refused(tmp_path):
     state, _ = a_run(tmp_path)
-    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = state.save(tmp_path, keep=1, world=World()).wait()
     other, _ = a_run(tmp_path, k=2)
     with pytest.raises(ValueError, match="k was 4, is 2"):
-        other.restore(path, ranks=Ranks())
+        other.restore(path, world=World())
 
 
 @pytest.mark.parametrize(("saved", "loaded", "word"), [(True, False, "with"), (False, True, "without")])
 def test_a_weight_average_cannot_be_added_or_dropped_on_resume(tmp_path, saved, loaded, word):
     state, _ = a_run(tmp_path, ema=saved)
-    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = state.save(tmp_path, keep=1, world=World()).wait()
     other, _ = a_run(tmp_path, ema=loaded)
     with pytest.raises(ValueError, match=f"was saved {word} a weight average"):
-        other.restore(path, ranks=Ranks())
+        other.restore(path, world=World())
 
 
 def test_the_fingerprint_tells_models_apart_by_name_shape_and_value():
@@ -148,7 +148,7 @@ def test_the_fingerprint_tells_models_apart_by_name_shape_and_value():
 def test_metrics_before_and_after_are_measured_alike_or_not_compared(tmp_path):
     state, _ = a_run(tmp_path)
     state.measured_on, state.before = {"eval.num_conditions": 16, "eval.gold": "room_pose"}, {"eval/x": 1.5}
-    state.restore(state.save(tmp_path, keep=1, ranks=Ranks()).wait(), ranks=Ranks())
+    state.restore(state.save(tmp_path, keep=1, world=World()).wait(), world=World())
     state.match_evaluation({"eval.num_conditions": 16, "eval.of_a_later_version": 1}, own=True)
     other = {"eval.num_conditions": 64, "eval.gold": "room_pose"}
     with pytest.raises(ValueError, match=r"^config.eval.num_conditions: got 64, must be 16, as when .*evaluate.py"):
@@ -201,7 +201,7 @@ def make_fit(path) -> None:
 def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tmp_path, name, where, value, said):
     state, policy = a_run(tmp_path)
     step(state, policy, 0)
-    path = state.save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = state.save(tmp_path, keep=1, world=World()).wait()
     if where.startswith("learned/trained"):
         where = f"learned/trained/{next(iter(dict(trained_parameters(policy.module))))}"
     if value == "x":
@@ -210,13 +210,13 @@ def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tm
     other, fresh = a_run(tmp_path)
     before = [weight.clone() for weight in fresh.trained_parameters()]
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
-        other.restore(path, ranks=Ranks())
+        other.restore(path, world=World())
     assert "\n" not in str(caught.value) and path.name in str(caught.value)
     assert all(map(torch.equal, before, fresh.trained_parameters()))
 
 
 def test_files_of_a_checkpoint_that_changed_places_are_refused(tmp_path):
-    path = a_run(tmp_path)[0].save(tmp_path, keep=1, ranks=Ranks()).wait()
+    path = a_run(tmp_path)[0].save(tmp_path, keep=1, world=World()).wait()
     for ending in (".json", ".safetensors"):
         first, second = path / f"state{ending}", path / f"rank_0{ending}"
         first.rename(path / "aside")
@@ -224,5 +224,5 @@ def test_files_of_a_checkpoint_that_changed_places_are_refused(tmp_path):
         (path / "aside").rename(second)
         make_fit(path)
         with pytest.raises(ValueError, match=r"resume from another checkpoint") as caught:
-            a_run(tmp_path)[0].restore(path, ranks=Ranks())
+            a_run(tmp_path)[0].restore(path, world=World())
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -37,7 +37,7 @@ from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.runtime.ranks.process_group import Group, InputError, RankError, World
 from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
 from tests.judging.test_evaluate import ToyData
 from tests.toy import (
@@ -74,28 +74,28 @@ def a_config(**changes) -> Config:
     return Config(**(values | changes))
 
 
-def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
+def make_trainer(folder: Path, world: World, **changes) -> Trainer:
     """Return a trainer of the toy whose run folder is `folder`."""
     config, policy = a_config(**changes), ToyPolicy()
-    sampling = collector(ranks, policy, debug=config.debug, train_batch_size=4)
-    moving = updater(policy, ranks=ranks)
+    sampling = collector(world, policy, debug=config.debug, train_batch_size=4)
+    moving = updater(policy, world=world)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    progress = Progress(config.num_epochs, ranks)
+    progress = Progress(config.num_epochs, world)
     return Trainer(
         config=config,
         collector=sampling,
         updater=moving,
-        evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1, has_reference=True), ranks),
+        evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1, has_reference=True), world),
         state=RunState(policy.net, moving.optimizer, sampling.stream.sampler, None, torch.device("cpu"), {}),
-        tracker=Tracker(folder, {}, (), ranks),
+        tracker=Tracker(folder, {}, (), world),
         progress=progress,
-        ranks=ranks,
+        world=world,
         device=torch.device("cpu"),
         run_folder=folder,
         lock=RunLock(folder),
         forwards=ForwardCount(policy.net, recomputed=0.0),
         dynamic_sampling=DynamicSampling(
-            config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, ranks=ranks, say=progress.say
+            config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, world=world, say=progress.say
         )
         if config.dynamic_sampling.enabled
         else None,
@@ -106,8 +106,8 @@ def make_trainer(folder: Path, ranks: Ranks, **changes) -> Trainer:
 def a_trainer(tmp_path, monkeypatch):
     """Return how to make a trainer of one rank that draws no curves and saves an empty adapter."""
     monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
-    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: folder.mkdir())
-    return functools.partial(make_trainer, tmp_path, Ranks())
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, world: folder.mkdir())
+    return functools.partial(make_trainer, tmp_path, World())
 
 
 def run(trainer: Trainer) -> list[int]:
@@ -196,11 +196,11 @@ def test_a_resumed_run_gives_the_same_intervals_and_an_older_checkpoint_none(a_t
         other = a_trainer(num_epochs=3)
         path = checkpoint.published(tmp_path / "checkpoints")[-1]
         if older:
-            found = checkpoint.load(path, identity={}, ranks=Ranks())
+            found = checkpoint.load(path, identity={}, world=World())
             for name in ("before_rows", "floor", "measured_on"):  # not in checkpoints of earlier versions
                 found.state.pop(name)
             monkeypatch.setattr(checkpoint, "load", lambda *_, f=found, **__: f)
-        other.state.restore(path, ranks=Ranks())
+        other.state.restore(path, world=World())
         shutil.rmtree(tmp_path / "adapter")
         run(other)
         again = json.loads((tmp_path / "summary.json").read_text())
@@ -233,7 +233,7 @@ def test_the_judge_s_floor_is_measured_once_and_reported(a_trainer, tmp_path, ca
     assert "floor" in capsys.readouterr().out
     assert judge.calls == 3  # before, after, and the floor
     other = a_trainer(num_epochs=1)
-    other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], ranks=Ranks())
+    other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], world=World())
     assert other.state.floor == summary["floor"]
 
 
@@ -265,7 +265,7 @@ def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch, en
     for name, replaced in (
         ("read_command_line", lambda _: (config, "")),
         ("say_rewards", lambda *_: None),
-        ("set_up_rank", lambda *_, **__: (torch.device("cpu"), Ranks())),
+        ("set_up_rank", lambda *_, **__: (torch.device("cpu"), World())),
         ("build", built),
         ("examine", lambda _: None),
     ):
@@ -320,7 +320,7 @@ def test_forwards_are_counted_per_sample_and_summed_over_epochs_resumed_runs_inc
     counted = [row["system/forward_equivalents_per_sample"] for row in metrics_of(tmp_path)]
     assert counted == [each, each + 4 / 8]  # a probe of 4 samples, because the evaluation is due
     longer = a_trainer(num_epochs=3)
-    longer.state.restore(tmp_path / "checkpoints" / "checkpoint_000002", ranks=Ranks())
+    longer.state.restore(tmp_path / "checkpoints" / "checkpoint_000002", world=World())
     for epoch in longer.epochs():
         train_epoch(longer, epoch)
     assert metrics_of(tmp_path)[-1]["system/forward_equivalents"] == 8 * (3 * each + 4 / 8)
@@ -371,19 +371,19 @@ def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resum
         ((), contextlib.nullcontext()),
     ):
         other = a_trainer(num_epochs=4, train=train_config(stop_if=given))
-        other.state.restore(path, ranks=Ranks())
+        other.state.restore(path, world=World())
         with ends:
             other.evaluate_before()
 
 
 def test_ranks_whose_own_metrics_differ_break_a_rule_together(a_trainer, monkeypatch):
     trainer = a_trainer(num_epochs=1, train=train_config(stop_if=("time/score_s>1000",)))
-    own = Ranks.gather_text
+    own = Group.gather_text
     monkeypatch.setattr(trainer, "evaluate_if_due", lambda: None)
     train_epoch(trainer, next(trainer.epochs()))
     monkeypatch.undo()
     other = "time/score_s is 2000, above 1000"
-    monkeypatch.setattr(Ranks, "gather_text", lambda ranks, text: [*own(ranks, text), other])
+    monkeypatch.setattr(Group, "gather_text", lambda group, text: [*own(group, text), other])
     with pytest.raises(BrokenPolicyError, match="time/score_s is 2000, above 1000 after epoch 1"):
         trainer.evaluate_if_due()
 
@@ -493,7 +493,7 @@ def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
             return {}
 
     trainer.state.ema = Average()
-    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, ranks: inside.append("save"))
+    monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, world: inside.append("save"))
     run(trainer)
     assert inside == ["in", "out", "in", "save", "out"]
 
@@ -567,7 +567,7 @@ def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninte
     assert [row["reward/mean"] / row["reward/brightness_mean"] for row in rows] == pytest.approx([1.0, 0.75, 0.5])
     sizes = [row["reward/advantage_abs"] for row in rows]
     resumed = a_trainer(reward=fading)
-    resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[0], ranks=Ranks())  # after epoch 1
+    resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[0], world=World())  # after epoch 1
     resumed.evaluate_before()
     for epoch in resumed.epochs():
         train_epoch(resumed, epoch)
@@ -678,9 +678,9 @@ def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tm
     assert said in capsys.readouterr().out
 
 
-def _signalled(ranks: Ranks, folder: Path) -> tuple[list[int], str]:
-    trainer = make_trainer(folder, ranks)
-    trainer.end.signal = "SIGTERM" if ranks.rank == 1 else ""
+def _signalled(world: World, folder: Path) -> tuple[list[int], str]:
+    trainer = make_trainer(folder, world)
+    trainer.end.signal = "SIGTERM" if world.data.rank == 1 else ""
     return list(trainer.epochs()), trainer.ended_by
 
 

@@ -20,26 +20,26 @@ import pytest
 import torch
 
 from flow_grpo.runtime.checkpoints import checkpoint, resume, saving, state_files
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from tests import workers
 from tests.limits import LIMIT_S
 from tests.workers import run_ranks
 
-ALONE = Ranks()
+ALONE = World()
 IDENTITY = {"model": "tiny", "k": "4"}
 
 
-def save(folder: Path, step: int, ranks: Ranks = ALONE, keep: int = 3, identity: dict[str, str] = IDENTITY) -> Path:
+def save(folder: Path, step: int, world: World = ALONE, keep: int = 3, identity: dict[str, str] = IDENTITY) -> Path:
     state = {"weights": torch.full((5,), float(step)), "step": step}
-    mine = {"rng": torch.tensor([ranks.rank, step])}
-    return saving.begin(folder, step, state=state, per_rank=mine, identity=identity, ranks=ranks, keep=keep).wait()
+    mine = {"rng": torch.tensor([world.data.rank, step])}
+    return saving.begin(folder, step, state=state, per_rank=mine, identity=identity, world=world, keep=keep).wait()
 
 
 def load_latest(
-    folder: Path, identity: dict[str, str] = IDENTITY, ranks: Ranks = ALONE
+    folder: Path, identity: dict[str, str] = IDENTITY, world: World = ALONE
 ) -> checkpoint.Checkpoint | None:
-    path = resume.latest(folder, ranks=ranks)
-    return None if path is None else checkpoint.load(path, identity=identity, ranks=ranks)
+    path = resume.latest(folder, world=world)
+    return None if path is None else checkpoint.load(path, identity=identity, world=world)
 
 
 def names(folder: Path) -> list[str]:
@@ -70,7 +70,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_the_best_checkpoint_is_kept_as_well_as_the_newest(tmp_path: Path) -> None:
     def kept(step: int, score: float | None) -> list[str]:
         identity = {"model": "m"}
-        saving.begin(tmp_path, step, state={}, per_rank={}, identity=identity, ranks=ALONE, keep=1, score=score).wait()
+        saving.begin(tmp_path, step, state={}, per_rank={}, identity=identity, world=ALONE, keep=1, score=score).wait()
         return [path.name[-1] for path in checkpoint.published(tmp_path)]
 
     assert kept(1, 0.5) == ["1"]
@@ -85,7 +85,7 @@ def test_saving_after_going_back_replaces_the_abandoned_steps(tmp_path: Path) ->
     for step in (1, 2, 3):
         save(tmp_path, step)
     state = {"again": True}
-    saving.begin(tmp_path, 2, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=3).wait()
+    saving.begin(tmp_path, 2, state=state, per_rank={}, identity=IDENTITY, world=ALONE, keep=3).wait()
     loaded = load_latest(tmp_path)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
     assert loaded is not None and loaded.state == state
@@ -141,9 +141,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(
     assert loaded is not None and loaded.step == 1
     assert str(damaged) in caplog.text and text in caplog.text
     with pytest.raises(ValueError, match=text):
-        checkpoint.load(damaged, identity=IDENTITY, ranks=ALONE)
+        checkpoint.load(damaged, identity=IDENTITY, world=ALONE)
     with pytest.raises(ValueError, match=text):
-        resume.resolve(str(damaged), tmp_path, ranks=ALONE)
+        resume.resolve(str(damaged), tmp_path, world=ALONE)
 
 
 def test_the_identity_of_a_checkpoint_can_be_asked_for_unless_it_is_damaged(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_a_process_killed_while_replacing_a_checkpoint_leaves_the_new_one(
     monkeypatch.setattr(os, "rename", until_killed)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # what a killed process does not come to
     with pytest.raises(RuntimeError, match="killed"):
-        saving.begin(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1).wait()
+        saving.begin(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, world=ALONE, keep=1).wait()
     monkeypatch.undo()
-    resume.remove_stale(tmp_path, ranks=ALONE)
+    resume.remove_stale(tmp_path, world=ALONE)
     loaded = load_latest(tmp_path)
     assert loaded is not None and loaded.state == {"new": 1} and names(tmp_path) == ["checkpoint_000001"]
 
@@ -206,7 +206,7 @@ def test_a_replaced_checkpoint_is_restored_if_the_new_one_cannot_be_published(
 
     monkeypatch.setattr(os, "rename", stale)
     with pytest.raises(RuntimeError, match="Stale file handle"):
-        saving.begin(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1).wait()
+        saving.begin(tmp_path, 1, state={"new": 1}, per_rank={}, identity=IDENTITY, world=ALONE, keep=1).wait()
     assert names(tmp_path) == ["checkpoint_000001"]
     assert "weights" in load_latest(tmp_path).state
 
@@ -221,7 +221,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_only(
     for step in (1, 2):
         save(tmp_path, step, keep=1)
     assert [path.name for path in checkpoint.published(tmp_path)] == ["checkpoint_000002"]
-    resume.remove_stale(tmp_path, ranks=ALONE)
+    resume.remove_stale(tmp_path, world=ALONE)
     assert caplog.text.count("cannot be removed") == 2
 
 
@@ -275,12 +275,12 @@ def test_what_is_saved_is_the_state_as_it_was_however_late_it_is_written(tmp_pat
 
     monkeypatch.setattr(state_files, "write_copy", slowly)
     state = {"weights": torch.zeros(3), "losses": [1.0]}
-    begun = saving.begin(tmp_path, 1, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+    begun = saving.begin(tmp_path, 1, state=state, per_rank={}, identity=IDENTITY, world=ALONE, keep=1)
     state["weights"] += 1  # the next optimizer step
     state["losses"].append(2.0)
     assert checkpoint.published(tmp_path) == [] and not begun.written.done()
     go_on.set()
-    loaded = checkpoint.load(begun.wait(), identity=IDENTITY, ranks=ALONE)
+    loaded = checkpoint.load(begun.wait(), identity=IDENTITY, world=ALONE)
     assert loaded.state["losses"] == [1.0] and torch.equal(loaded.state["weights"], torch.zeros(3))
     assert {path.name for path in begun.path.iterdir()} == {"manifest.json", *loaded_files(begun.path)}
 
@@ -289,12 +289,12 @@ def loaded_files(path: Path) -> set[str]:
     return set(json.loads((path / "manifest.json").read_text())["files"])
 
 
-def begin_and_look(ranks: Ranks, folder: Path) -> bool:
+def begin_and_look(world: World, folder: Path) -> bool:
     """Return whether the checkpoint is published although no rank waits for it."""
-    mine = {"rng": torch.tensor([ranks.rank])}
-    begun = saving.begin(folder, 1, state={}, per_rank=mine, identity=IDENTITY, ranks=ranks, keep=1)
+    mine = {"rng": torch.tensor([world.data.rank])}
+    begun = saving.begin(folder, 1, state={}, per_rank=mine, identity=IDENTITY, world=world, keep=1)
     begun.published.result(20)
-    ranks.raise_if_any_failed(None, "looking")
+    world.raise_if_any_failed(None, "looking")
     seen = checkpoint.damage(begun.path) == ""
     begun.wait()
     return seen
@@ -317,7 +317,7 @@ def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(
         write(*args)
 
     monkeypatch.setattr(owner, name, slowly)
-    begun = saving.begin(tmp_path, 1, state={}, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=1)
+    begun = saving.begin(tmp_path, 1, state={}, per_rank={}, identity=IDENTITY, world=ALONE, keep=1)
     begun.linger(3600)
     assert (begun.path.stat().st_ino != before) == (error is None)
     assert ("is not published: [Errno 28]" in caplog.text) == (error is not None and step == "publish")
@@ -326,7 +326,7 @@ def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(
             begun.wait()
 
 
-def linger_and_look(ranks: Ranks, folder: Path) -> bool:
+def linger_and_look(world: World, folder: Path) -> bool:
     """Return whether the slow checkpoint is published when a rank has waited for it alone."""
     write = saving._write_manifest
 
@@ -335,7 +335,7 @@ def linger_and_look(ranks: Ranks, folder: Path) -> bool:
         write(*args)
 
     with mock.patch.object(saving, "_write_manifest", slowly):
-        begun = saving.begin(folder, 1, state={}, per_rank={}, identity=IDENTITY, ranks=ranks, keep=1)
+        begun = saving.begin(folder, 1, state={}, per_rank={}, identity=IDENTITY, world=world, keep=1)
         begun.linger(LIMIT_S)
     seen = checkpoint.damage(begun.path) == ""
     begun.wait()
@@ -350,23 +350,23 @@ def test_a_checkpoint_is_published_without_anybody_waiting_for_it(tmp_path: Path
     assert run_ranks(begin_and_look, 3, tmp_path) == [True] * 3
 
 
-def save_on_all(ranks: Ranks, folder: Path, unpicklable_rank: int | None) -> str:
-    save(folder, 1, ranks)
+def save_on_all(world: World, folder: Path, unpicklable_rank: int | None) -> str:
+    save(folder, 1, world)
     if unpicklable_rank is None:
-        loaded = load_latest(folder, ranks=ranks)
+        loaded = load_latest(folder, world=world)
         assert loaded is not None and loaded.per_rank is not None
         return f"{loaded.path.name} {loaded.world_size} {loaded.per_rank['rng'].tolist()}"
-    mine = {"rng": object() if ranks.rank == unpicklable_rank else 0}
+    mine = {"rng": object() if world.data.rank == unpicklable_rank else 0}
     with pytest.raises(RuntimeError) as caught:
-        saving.begin(folder, 2, state={}, per_rank=mine, identity={}, ranks=ranks, keep=3).wait()
+        saving.begin(folder, 2, state={}, per_rank=mine, identity={}, world=world, keep=3).wait()
     return str(caught.value)
 
 
 def test_every_rank_gets_its_own_state_back_and_a_new_rank_gets_none(tmp_path: Path) -> None:
     results = run_ranks(save_on_all, 3, tmp_path, None)
     assert results == [f"checkpoint_000001 3 [{rank}, 1]" for rank in range(3)]
-    newcomer = Ranks(rank=3)
-    loaded = checkpoint.load(tmp_path / "checkpoint_000001", identity=IDENTITY, ranks=newcomer)
+    newcomer = World.of(Group(3))
+    loaded = checkpoint.load(tmp_path / "checkpoint_000001", identity=IDENTITY, world=newcomer)
     assert loaded.per_rank is None and loaded.world_size == 3
 
 
@@ -381,7 +381,7 @@ def save_for_ever(folder: Path, step: int) -> None:
     while True:
         step += 1
         state = {"weights": torch.full((20000,), float(step)), "step": step}
-        saving.begin(folder, step, state=state, per_rank={}, identity=IDENTITY, ranks=ALONE, keep=2).wait()
+        saving.begin(folder, step, state=state, per_rank={}, identity=IDENTITY, world=ALONE, keep=2).wait()
 
 
 def newest(folder: Path) -> int:
@@ -405,5 +405,5 @@ def test_killing_a_process_while_it_saves_leaves_a_checkpoint_that_loads(seed: i
         loaded = load_latest(tmp_path)
         assert loaded is not None and loaded.step == newest(tmp_path) > before
         assert torch.equal(loaded.state["weights"], torch.full((20000,), float(loaded.step)))
-        resume.remove_stale(tmp_path, ranks=ALONE)
+        resume.remove_stale(tmp_path, world=ALONE)
         assert names(tmp_path) == [path.name for path in checkpoint.published(tmp_path)]

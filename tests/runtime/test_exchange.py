@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flow_grpo.runtime.ranks.exchange import exchange_rows
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.ranks.watchdog import Monitor
 from tests.workers import run_ranks
 
@@ -23,16 +23,16 @@ def rows_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (values % 2).to(dtype) if dtype == torch.bool else values.to(dtype)
 
 
-def _swap(ranks: Ranks) -> tuple[dict[str, torch.Tensor], int]:
+def _swap(world: World) -> tuple[dict[str, torch.Tensor], int]:
     """Rank r sends its row 2 to the next rank and its rows 0, 0 to the previous one."""
-    tensors = {str(dtype): rows_of(ranks.rank, dtype) for dtype in DTYPES}
-    world = ranks.world_size
-    send = [[] for _ in range(world)]
-    send[(ranks.rank + 1) % world] = [2]
-    send[(ranks.rank - 1) % world] = [0, 0]
-    receive = [0] * world
-    receive[(ranks.rank - 1) % world], receive[(ranks.rank + 1) % world] = 1, 2
-    return exchange_rows(tensors, send, receive, ranks)
+    tensors = {str(dtype): rows_of(world.data.rank, dtype) for dtype in DTYPES}
+    size = world.data.size
+    send = [[] for _ in range(size)]
+    send[(world.data.rank + 1) % size] = [2]
+    send[(world.data.rank - 1) % size] = [0, 0]
+    receive = [0] * size
+    receive[(world.data.rank - 1) % size], receive[(world.data.rank + 1) % size] = 1, 2
+    return exchange_rows(tensors, send, receive, world.data)
 
 
 def test_rows_arrive_by_source_rank_bit_for_bit_in_every_dtype():
@@ -45,11 +45,11 @@ def test_rows_arrive_by_source_rank_bit_for_bit_in_every_dtype():
         assert row_bytes == 2 * (4 + 2 + 8 + 1 + 8)
 
 
-def _one_holds_all(ranks: Ranks) -> dict[str, torch.Tensor]:
-    tensors = {"states": torch.arange(6.0).view(2, 3)} if ranks.rank == 1 else {}
-    send = [[1], [], [0]] if ranks.rank == 1 else [[], [], []]
-    receive = [0, int(ranks.rank != 1), 0]
-    return exchange_rows(tensors, send, receive, ranks)[0]
+def _one_holds_all(world: World) -> dict[str, torch.Tensor]:
+    tensors = {"states": torch.arange(6.0).view(2, 3)} if world.data.rank == 1 else {}
+    send = [[1], [], [0]] if world.data.rank == 1 else [[], [], []]
+    receive = [0, int(world.data.rank != 1), 0]
+    return exchange_rows(tensors, send, receive, world.data)[0]
 
 
 def test_a_rank_without_rows_learns_their_shape_from_the_others():
@@ -60,20 +60,20 @@ def test_a_rank_without_rows_learns_their_shape_from_the_others():
 
 
 def test_a_single_process_receives_nothing():
-    received, row_bytes = exchange_rows({"states": torch.zeros(3, 4)}, [[]], [0], Ranks())
+    received, row_bytes = exchange_rows({"states": torch.zeros(3, 4)}, [[]], [0], Group())
     assert received["states"].shape == (0, 4) and row_bytes == 16
 
 
-def _refused(ranks: Ranks, case: str) -> str:
-    first = ranks.rank == 0
+def _refused(world: World, case: str) -> str:
+    first = world.data.rank == 0
     tensors = {
-        "shapes": {"states": torch.zeros(1, 2 + ranks.rank)},
+        "shapes": {"states": torch.zeros(1, 2 + world.data.rank)},
         "missing rows": {"states": torch.zeros(1, 2)} if first else {},
         "device": {"states": torch.zeros(1, 2, device="cpu" if first else "meta")},
     }[case]
     send = [[0], []] if case == "missing rows" and not first else [[], []]
     with pytest.raises(ValueError, match="rows to exchange") as caught:
-        exchange_rows(tensors, send, [0, int(case == "missing rows" and first)], ranks)
+        exchange_rows(tensors, send, [0, int(case == "missing rows" and first)], world.data)
     return str(caught.value)
 
 
@@ -85,21 +85,21 @@ def test_rows_that_cannot_be_exchanged_are_refused_on_every_rank(case, words):
     assert first == second and all(word in first for word in words)
 
 
-def _statuses_in_the_exchange(ranks: Ranks) -> list[str]:
+def _statuses_in_the_exchange(world: World) -> list[str]:
     """Return what the watchdog publishes of this rank while the rows are on their way, and afterwards."""
     store, statuses, exchange = dist.HashStore(), [], dist.all_to_all_single
-    monitor = Monitor(store, ranks.rank, ranks.world_size, dead_s=60, silent_s=60, now=0.0)
+    monitor = Monitor(store, world.data.rank, world.data.size, dead_s=60, silent_s=60, now=0.0)
 
     def publish() -> None:
         monitor.check(1.0)
-        statuses.append(store.get(f"beat/{ranks.rank}").decode().split("|")[2])
+        statuses.append(store.get(f"beat/{world.data.rank}").decode().split("|")[2])
 
     def watched(*args: object, **options: object) -> None:
         publish()
         exchange(*args, **options)
 
     with mock.patch.object(dist, "all_to_all_single", watched):
-        exchange_rows({"a": torch.zeros(1)}, [[], []], [0, 0], dataclasses.replace(ranks, heartbeat=monitor))
+        exchange_rows({"a": torch.zeros(1)}, [[], []], [0, 0], dataclasses.replace(world.data, heartbeat=monitor))
     publish()
     return statuses
 

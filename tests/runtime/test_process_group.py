@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import InputError, RankError, Ranks
+from flow_grpo.runtime.ranks.process_group import Group, InputError, RankError, World
 from flow_grpo.runtime.ranks.watchdog import Heartbeat
 from tests.limits import LIMIT_S
 from tests.workers import run_ranks
@@ -39,20 +39,25 @@ def test_devices_wait_for_each_other_at_least_as_long_as_cpus() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
 def test_rows_are_dealt_evenly_each_to_one_of_the_ranks_that_share_them(size: int, count: int) -> None:
-    sharing = [Ranks(sharing=Ranks(rank, size)) if size > 1 else Ranks() for rank in range(size)]
+    sharing = [World(sample=Group(rank, size)) for rank in range(size)]
     dealt = [0] * size
     for number in range(5):
-        rows = [list(range(count))[ranks.dealt_rows(number, count)] for ranks in sharing]
+        rows = [list(range(count))[world.dealt_rows(number, count)] for world in sharing]
         assert [row for own in rows for row in own] == list(range(count)), "consecutive, in the order of the ranks"
         dealt = [total + len(own) for total, own in zip(dealt, rows, strict=True)]
         assert dealt[0] == max(dealt) <= min(dealt) + 1
 
 
-def gather_of_each_dtype(ranks: Ranks) -> list[torch.Tensor]:
-    rows = torch.arange(4).view(2, 2) + 10 * ranks.rank
-    gathered = [ranks.all_gather(rows.to(dtype)) for dtype in DTYPES]
-    odd = torch.tensor([float("nan"), float("inf"), -0.0])[: 3 * ranks.rank or 3]
-    return [*gathered, ranks.all_gather(odd), ranks.all_gather(rows.T), ranks.all_gather(torch.empty(0, 5))]
+def gather_of_each_dtype(world: World) -> list[torch.Tensor]:
+    rows = torch.arange(4).view(2, 2) + 10 * world.data.rank
+    gathered = [world.data.all_gather(rows.to(dtype)) for dtype in DTYPES]
+    odd = torch.tensor([float("nan"), float("inf"), -0.0])[: 3 * world.data.rank or 3]
+    return [
+        *gathered,
+        world.data.all_gather(odd),
+        world.data.all_gather(rows.T),
+        world.data.all_gather(torch.empty(0, 5)),
+    ]
 
 
 def test_all_gather_returns_the_rows_of_all_ranks_in_rank_order() -> None:
@@ -67,13 +72,13 @@ def test_all_gather_returns_the_rows_of_all_ranks_in_rank_order() -> None:
         assert results[7].shape == (0, 5)
 
 
-def gather_errors(ranks: Ranks) -> list[str]:
-    mine = {0: torch.zeros(16, 3), 1: torch.zeros(14, 3), 2: torch.zeros(16, 3)}[ranks.rank]
-    cases = [mine, torch.zeros(4, dtype=torch.float32 if ranks.rank else torch.float64), torch.tensor(1.0)]
+def gather_errors(world: World) -> list[str]:
+    mine = {0: torch.zeros(16, 3), 1: torch.zeros(14, 3), 2: torch.zeros(16, 3)}[world.data.rank]
+    cases = [mine, torch.zeros(4, dtype=torch.float32 if world.data.rank else torch.float64), torch.tensor(1.0)]
     texts = []
     for tensor in cases:
         with pytest.raises(ValueError, match="all_gather needs") as caught:
-            ranks.all_gather(tensor)
+            world.data.all_gather(tensor)
         texts.append(str(caught.value))
     return texts
 
@@ -87,9 +92,9 @@ def test_all_gather_of_different_shapes_or_dtypes_is_one_error_on_every_rank() -
     assert "() torch.float32 cpu on rank 0" in scalar
 
 
-def exchange_texts(ranks: Ranks) -> tuple[list[str], str, list[str]]:
-    gathered = ranks.gather_text("ü" * ranks.rank)
-    return gathered, ranks.broadcast_text(f"from {ranks.rank}"), ranks.gather_text("")
+def exchange_texts(world: World) -> tuple[list[str], str, list[str]]:
+    gathered = world.data.gather_text("ü" * world.data.rank)
+    return gathered, world.broadcast_text(f"from {world.data.rank}"), world.data.gather_text("")
 
 
 def test_texts_of_different_lengths_are_gathered_unchanged() -> None:
@@ -97,10 +102,10 @@ def test_texts_of_different_lengths_are_gathered_unchanged() -> None:
         assert result == (["", "ü", "üü"], "from 0", ["", "", ""])
 
 
-def compare_fingerprints(ranks: Ranks) -> str:
-    ranks.check_equal("same", "dataset")
+def compare_fingerprints(world: World) -> str:
+    world.data.check_equal("same", "dataset")
     with pytest.raises(ValueError, match="dataset must be the same") as caught:
-        ranks.check_equal("other" if ranks.rank == 2 else "same", "dataset")
+        world.data.check_equal("other" if world.data.rank == 2 else "same", "dataset")
     return str(caught.value)
 
 
@@ -110,17 +115,17 @@ def test_unequal_fingerprints_are_refused_on_every_rank() -> None:
     assert "dataset must be the same on all ranks, got same on rank 0, same on rank 1, other on rank 2" in results[0]
 
 
-def score(ranks: Ranks, failing: tuple[int, ...]) -> None:
-    with ranks.sync_errors("score"):
-        if ranks.rank in failing:
-            raise KeyError(f"no video {ranks.rank}")
+def score(world: World, failing: tuple[int, ...]) -> None:
+    with world.sync_errors("score"):
+        if world.data.rank in failing:
+            raise KeyError(f"no video {world.data.rank}")
 
 
-def fail_in_phase(ranks: Ranks, failing: tuple[int, ...]) -> tuple[str, str]:
+def fail_in_phase(world: World, failing: tuple[int, ...]) -> tuple[str, str]:
     with pytest.raises(RuntimeError, match="failed in score") as caught:
-        score(ranks, failing)
+        score(world, failing)
     cause = caught.value.__cause__
-    with ranks.sync_errors("next"):  # the ranks are still in step
+    with world.sync_errors("next"):  # the ranks are still in step
         pass
     return str(caught.value), type(cause).__name__
 
@@ -133,9 +138,9 @@ def test_an_error_is_raised_on_every_rank_with_the_name_of_each_failing_rank(fai
     assert [cause for _, cause in results] == ["KeyError" if rank in failing else "NoneType" for rank in range(WORLD)]
 
 
-def input_or_bug(ranks: Ranks, errors: tuple[Exception | None, ...]) -> tuple[str, str]:
+def input_or_bug(world: World, errors: tuple[Exception | None, ...]) -> tuple[str, str]:
     with pytest.raises((InputError, RuntimeError)) as caught:
-        ranks.raise_if_any_failed(errors[ranks.rank], "phase")
+        world.raise_if_any_failed(errors[world.data.rank], "phase")
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -170,7 +175,7 @@ class RecordingHeartbeat:
         return contextlib.nullcontext()
 
 
-def rank_1_of_2(monkeypatch: pytest.MonkeyPatch, *, peer_comes: bool) -> Ranks:
+def rank_1_of_2(monkeypatch: pytest.MonkeyPatch, *, peer_comes: bool) -> World:
     """Return a rank whose peer comes to a collective, or has exited."""
 
     def all_reduce(*_: object, **__: object) -> None:
@@ -178,8 +183,8 @@ def rank_1_of_2(monkeypatch: pytest.MonkeyPatch, *, peer_comes: bool) -> Ranks:
             raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(Ranks, "gather_text", lambda _, text: ["", text])
-    return Ranks(1, 2, 1, object(), RecordingHeartbeat())
+    monkeypatch.setattr(Group, "gather_text", lambda _, text: ["", text])
+    return World.of(Group(1, 2, object(), RecordingHeartbeat()))
 
 
 @pytest.mark.parametrize(
@@ -193,20 +198,20 @@ def rank_1_of_2(monkeypatch: pytest.MonkeyPatch, *, peer_comes: bool) -> Ranks:
 def test_an_error_is_published_while_the_peers_are_waited_for(
     error, peer_comes, published, raised, monkeypatch
 ) -> None:
-    ranks = rank_1_of_2(monkeypatch, peer_comes=peer_comes)
-    with pytest.raises((InputError, RankError), match=raised), ranks.sync_errors("update"):
+    world = rank_1_of_2(monkeypatch, peer_comes=peer_comes)
+    with pytest.raises((InputError, RankError), match=raised), world.sync_errors("update"):
         raise error
-    assert ranks.heartbeat.published == published
+    assert world.heartbeat.published == published
 
 
 def test_an_error_outside_collectives_is_published_unless_every_rank_has_it() -> None:
-    ranks = Ranks(1, 2, 1, None, RecordingHeartbeat())
-    with pytest.raises(RankError, match=r"^rank 1 failed in sampling: KeyError: 'x'$"), ranks.broadcast_failure():
+    world = World.of(Group(1, 2, None, RecordingHeartbeat()))
+    with pytest.raises(RankError, match=r"^rank 1 failed in sampling: KeyError: 'x'$"), world.broadcast_failure():
         raise KeyError("x")
-    with pytest.raises(RankError, match="rank 0 failed"), ranks.broadcast_failure():
+    with pytest.raises(RankError, match="rank 0 failed"), world.broadcast_failure():
         raise RankError("rank 0 failed in update: KeyError: 'y'")
-    assert ranks.heartbeat.published == ["fail: KeyError: 'x'"]
-    with pytest.raises(KeyError), Ranks().broadcast_failure():
+    assert world.heartbeat.published == ["fail: KeyError: 'x'"]
+    with pytest.raises(KeyError), World().broadcast_failure():
         raise KeyError("x")
 
 
@@ -236,55 +241,55 @@ def test_a_rank_that_fails_at_start_up_ends_its_peers_with_its_name() -> None:
         port = free.getsockname()[1]
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
-        ranks = []
+        started = []
         for rank in ("0", "1"):
             environment = os.environ | given | {"RANK": rank, "LOCAL_RANK": rank}
             command = [sys.executable, "-c", FAILS_AT_START]
-            ranks.append(
+            started.append(
                 stack.enter_context(
                     subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
                 )
             )
-            stack.callback(ranks[-1].kill)
-        said = [rank.communicate()[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1]
+            stack.callback(started[-1].kill)
+        said = [rank.communicate()[1] for rank in started]
+    assert [rank.returncode for rank in started] == [1, 1]
     assert "rank 1 failed in start-up: RuntimeError: no room for a communicator" in said[0]
 
 
 def test_without_a_launcher_there_is_one_rank_whose_collectives_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    ranks = process_group.init_ranks(CPU, process_group.Timeouts(1800.0))
+    world = process_group.init_ranks(CPU, process_group.Timeouts(1800.0))
     rows = torch.randn(2, 3)
-    gathered = ranks.all_gather(rows)
-    assert ranks == Ranks(0, 1, 0, None) and ranks.is_main and not dist.is_initialized()
+    gathered = world.data.all_gather(rows)
+    assert world == World() and world.is_main and not dist.is_initialized()
     assert torch.equal(gathered, rows) and gathered.data_ptr() != rows.data_ptr()
-    assert ranks.broadcast_text("x") == "x"
-    ranks.check_equal("x", "y")
-    ranks.raise_if_any_failed(None, "phase")
+    assert world.broadcast_text("x") == "x"
+    world.data.check_equal("x", "y")
+    world.raise_if_any_failed(None, "phase")
     with pytest.raises(RuntimeError, match="rank 0 failed in phase: OSError: disk"):
-        ranks.raise_if_any_failed(OSError("disk"), "phase")
+        world.raise_if_any_failed(OSError("disk"), "phase")
     with pytest.raises(ValueError, match="rows"):
-        ranks.all_gather(torch.tensor(1.0))
-    process_group.shut_down(ranks)
+        world.data.all_gather(torch.tensor(1.0))
+    process_group.shut_down(world)
 
 
 def test_a_single_process_that_hangs_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     ended: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(Heartbeat, "end_process", lambda _, problem: ended.put(problem))
-    ranks = process_group.init_ranks(CPU, process_group.Timeouts(1800.0, dead_s=0.6, silent_s=3.0))
-    ranks.begin_phase("sampling")
+    world = process_group.init_ranks(CPU, process_group.Timeouts(1800.0, dead_s=0.6, silent_s=3.0))
+    world.begin_phase("sampling")
     problem = ended.get(timeout=LIMIT_S)
     assert "rank 0 has made no progress for" in problem and "in sampling: it hangs" in problem
-    process_group.shut_down(ranks)
+    process_group.shut_down(world)
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), RankError("rank 0 failed in update: x")])
 def test_an_error_of_a_single_process_is_raised_unchanged_and_ends_its_watchdog(error, monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    ranks = process_group.init_ranks(CPU, process_group.Timeouts(1800.0, dead_s=0.6))
+    world = process_group.init_ranks(CPU, process_group.Timeouts(1800.0, dead_s=0.6))
     assert any(thread.name == "heartbeat" for thread in threading.enumerate())
-    with pytest.raises(type(error)) as caught, ranks.broadcast_failure():
+    with pytest.raises(type(error)) as caught, world.broadcast_failure():
         raise error
     assert caught.value is error
     assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
@@ -296,8 +301,8 @@ def test_the_device_timeout_is_at_least_the_control_timeout() -> None:
     assert process_group.Timeouts(control_s=3600.0, device_s=60.0).group_s(npu) == 3600.0
 
 
-def group_facts(ranks: Ranks) -> tuple[bool, str, float, float, str]:
-    default, control = dist.group.WORLD, ranks.control_group
+def group_facts(world: World) -> tuple[bool, str, float, float, str]:
+    default, control = dist.group.WORLD, world.all.gloo
     assert default is not None and control is not None
     timeouts = [group._get_backend(CPU).options._timeout.total_seconds() for group in (default, control)]
     interface = os.environ["GLOO_SOCKET_IFNAME"]
@@ -308,22 +313,22 @@ def test_the_control_group_is_a_separate_gloo_group_with_the_given_timeout_over_
     assert run_ranks(group_facts, WORLD) == [(True, "gloo", LIMIT_S, LIMIT_S, "lo")] * WORLD
 
 
-def die_in_the_middle(ranks: Ranks) -> None:
-    if ranks.rank == 1:
+def die_in_the_middle(world: World) -> None:
+    if world.data.rank == 1:
         os._exit(7)
-    ranks.all_gather(torch.zeros(1))
+    world.data.all_gather(torch.zeros(1))
 
 
-def say_rank(ranks: Ranks) -> int:
-    return ranks.rank
+def say_rank(world: World) -> int:
+    return world.data.rank
 
 
-def hang(ranks: Ranks) -> None:
-    time.sleep(60 * ranks.rank)
+def hang(world: World) -> None:
+    time.sleep(60 * world.data.rank)
 
 
-def process_of(ranks: Ranks) -> int:
-    assert ranks.world_size == 2
+def process_of(world: World) -> int:
+    assert world.data.size == 2
     return os.getpid()
 
 

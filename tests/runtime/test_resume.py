@@ -18,43 +18,43 @@ from flow_grpo.models.adapters import Ema
 from flow_grpo.run.run_state import RunState, fingerprint
 from flow_grpo.runtime.checkpoints import checkpoint, resume
 from flow_grpo.runtime.checkpoints.resume import SUMMARY
-from flow_grpo.runtime.ranks.process_group import InputError, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, World
 from flow_grpo.runtime.ranks.rendezvous import join_attempt
 from tests.runtime.test_checkpoint import ALONE, flip_a_bit, names, save
 from tests.workers import run_ranks
 
 
 def test_resume_is_empty_auto_or_a_path(tmp_path: Path) -> None:
-    assert resume.resolve("", tmp_path, ranks=ALONE) is None
-    assert resume.resolve("auto", tmp_path / "missing", ranks=ALONE) is None
+    assert resume.resolve("", tmp_path, world=ALONE) is None
+    assert resume.resolve("auto", tmp_path / "missing", world=ALONE) is None
     first, second = save(tmp_path, 1), save(tmp_path, 2)
-    assert resume.resolve("auto", tmp_path, ranks=ALONE) == second
+    assert resume.resolve("auto", tmp_path, world=ALONE) == second
     with pytest.raises(ValueError, match=r"already holds checkpoint_000001, checkpoint_000002; use resume='auto'"):
-        resume.resolve("", tmp_path, ranks=ALONE)
-    assert resume.resolve(str(second), tmp_path, ranks=ALONE) == second
-    assert resume.resolve(str(first), tmp_path / "new", ranks=ALONE) == first
+        resume.resolve("", tmp_path, world=ALONE)
+    assert resume.resolve(str(second), tmp_path, world=ALONE) == second
+    assert resume.resolve(str(first), tmp_path / "new", world=ALONE) == first
     with pytest.raises(ValueError, match=r"nowhere.* is not a usable checkpoint: .*does not exist"):
-        resume.resolve(str(tmp_path / "nowhere"), tmp_path, ranks=ALONE)
+        resume.resolve(str(tmp_path / "nowhere"), tmp_path, world=ALONE)
 
 
 @pytest.mark.parametrize("setting", ["", "auto", "other"])
 def test_a_complete_run_without_its_checkpoints_is_not_started_over(tmp_path: Path, setting: str) -> None:
     folder, other = tmp_path / "run" / "checkpoints", save(tmp_path / "other", 1)
     setting = str(other) if setting == "other" else setting
-    assert resume.resolve(setting, folder, ranks=ALONE) == (other if setting == str(other) else None)
+    assert resume.resolve(setting, folder, world=ALONE) == (other if setting == str(other) else None)
     folder.parent.mkdir()
     (folder.parent / SUMMARY).write_text("{}")
     with pytest.raises(ValueError, match=r"summary\.json says that this run is complete.*use another run_name"):
-        resume.resolve(setting, folder, ranks=ALONE)
+        resume.resolve(setting, folder, world=ALONE)
     own = save(folder, 2)
-    assert resume.resolve("auto", folder, ranks=ALONE) == own == resume.resolve(str(own), folder, ranks=ALONE)
+    assert resume.resolve("auto", folder, world=ALONE) == own == resume.resolve(str(own), folder, world=ALONE)
 
 
 def test_stale_temporary_folders_are_removed_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "checkpoint_000002.tmp-abc").mkdir()
     (tmp_path / "notes").mkdir()
-    resume.remove_stale(tmp_path, ranks=ALONE)
+    resume.remove_stale(tmp_path, world=ALONE)
     assert names(tmp_path) == ["checkpoint_000001", "notes"]
 
 
@@ -66,7 +66,7 @@ def test_a_complete_temporary_checkpoint_is_published_if_its_name_is_free(tmp_pa
     torn = tmp_path / "checkpoint_000004.tmp-abc"
     shutil.copytree(taken, torn)
     flip_a_bit(torn / "state.safetensors")
-    resume.remove_stale(tmp_path, ranks=ALONE)
+    resume.remove_stale(tmp_path, world=ALONE)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
 
 
@@ -74,7 +74,7 @@ def test_a_run_with_only_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
     for step in (1, 2):
         flip_a_bit(save(tmp_path, step) / "state.safetensors")
     with pytest.raises(InputError, match=r"no checkpoint that is whole \(checkpoint_000002: .*checkpoint_000001: "):
-        resume.resolve("auto", tmp_path, ranks=ALONE)
+        resume.resolve("auto", tmp_path, world=ALONE)
 
 
 def test_a_read_error_does_not_count_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,13 +91,13 @@ def test_a_read_error_does_not_count_as_damage(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "open", broken)
     for setting in ("auto", str(tmp_path / "checkpoint_000002")):
         with pytest.raises(InputError, match=r"checkpoint_000002 cannot be read .*Input/output error"):
-            resume.resolve(setting, tmp_path, ranks=ALONE)
+            resume.resolve(setting, tmp_path, world=ALONE)
 
 
-def go_back(path: Path, ranks: Ranks = ALONE) -> None:
-    found = resume.resolve(str(path), path.parent, ranks=ranks)
+def go_back(path: Path, world: World = ALONE) -> None:
+    found = resume.resolve(str(path), path.parent, world=world)
     assert found == path
-    assert resume.commit(str(path), found, path.parent, ranks=ranks)
+    assert resume.commit(str(path), found, path.parent, world=world)
 
 
 def test_going_back_archives_the_later_checkpoints_each_time(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_going_back_archives_the_later_checkpoints_each_time(tmp_path: Path) -> 
     for aside in (1, 2):
         go_back(first)
         assert len([name for name in names(tmp_path) if name.startswith("given_up_checkpoint_000002")]) == aside
-        assert resume.latest(tmp_path, ranks=ALONE) == first
+        assert resume.latest(tmp_path, world=ALONE) == first
         save(tmp_path, 2)
 
 
@@ -116,17 +116,17 @@ def test_a_run_can_go_back_to_an_archived_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 2)
     save(tmp_path, 3)
     go_back(tmp_path / f"given_up_{second.name}")
-    assert (second / "mark").exists() and resume.latest(tmp_path, ranks=ALONE) == second
+    assert (second / "mark").exists() and resume.latest(tmp_path, world=ALONE) == second
     assert [path.name for path in checkpoint.published(tmp_path)] == [first.name, second.name]
     assert len(names(tmp_path)) == 4  # and those of the course that is given up now
 
 
-def _go_back_while_one_reads(ranks: Ranks, path: Path) -> bool:
-    found = resume.find(str(path), path.parent, ranks=ranks)
-    if ranks.rank == 1:
+def _go_back_while_one_reads(world: World, path: Path) -> bool:
+    found = resume.find(str(path), path.parent, world=world)
+    if world.data.rank == 1:
         time.sleep(0.5)
     still = path.is_dir()
-    resume.commit(str(path), found, path.parent, ranks=ranks)
+    resume.commit(str(path), found, path.parent, world=world)
     return still
 
 
@@ -141,26 +141,26 @@ def test_an_archived_checkpoint_is_not_moved_while_another_rank_reads_it(tmp_pat
 def test_resuming_from_the_latest_archives_nothing_not_even_a_damaged_one(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     flip_a_bit(second / "state.safetensors")
-    found = resume.find("auto", tmp_path, ranks=ALONE)
-    assert resume.commit("auto", found, tmp_path, ranks=ALONE)
+    found = resume.find("auto", tmp_path, world=ALONE)
+    assert resume.commit("auto", found, tmp_path, world=ALONE)
     assert found == first and names(tmp_path) == [first.name, second.name]
 
 
 def test_another_runs_checkpoint_does_not_replace_ones_own(tmp_path: Path) -> None:
     own, other = save(tmp_path / "run", 2), save(tmp_path / "other", 1)
     with pytest.raises(ValueError, match=r"already holds checkpoint_000002; use resume='auto' to go on or another run"):
-        resume.resolve(str(other), tmp_path / "run", ranks=ALONE)
-    found = resume.resolve(str(other), tmp_path / "new", ranks=ALONE)
-    assert not resume.commit(str(other), found, tmp_path / "new", ranks=ALONE)
+        resume.resolve(str(other), tmp_path / "run", world=ALONE)
+    found = resume.resolve(str(other), tmp_path / "new", world=ALONE)
+    assert not resume.commit(str(other), found, tmp_path / "new", world=ALONE)
     assert names(tmp_path / "run") == [own.name] and names(tmp_path / "other") == [other.name]
 
 
 def start(setting: str, folder: Path, launcher: dist.Store, *, refused: bool = False) -> Path | None:
     """Start as the only rank of a launcher; `refused` after a checkpoint was found."""
-    ranks = dataclasses.replace(ALONE, restarted=join_attempt(launcher, 0, 1)[1], store=launcher)
-    path = resume.find(setting, folder, ranks=ranks)
+    world = dataclasses.replace(ALONE, restarted=join_attempt(launcher, 0, 1)[1], store=launcher)
+    path = resume.find(setting, folder, world=world)
     if not refused:
-        resume.commit(setting, path, folder, ranks=ranks)
+        resume.commit(setting, path, folder, world=world)
     return path
 
 
@@ -204,9 +204,9 @@ def test_a_checkpoint_of_the_first_version_is_restored(tmp_path: Path) -> None:
         device=torch.device("cpu"),
         identity={"model": fingerprint(module), "trained": "full"},
     )
-    path = resume.find("auto", tmp_path, ranks=ALONE)
+    path = resume.find("auto", tmp_path, world=ALONE)
     assert path == tmp_path / "checkpoint_000003"
-    state.restore(path, ranks=ALONE)
+    state.restore(path, world=ALONE)
     torch.testing.assert_close(module.weight.data, torch.tensor([[0.9, -2.1]]))
     with state.ema.applied():
         torch.testing.assert_close(module.weight.data, torch.tensor([[0.95, -2.05]]))

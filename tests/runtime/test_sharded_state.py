@@ -15,7 +15,7 @@ from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, take_step, whole
 from tests.models.test_wan_policy import condition, noisy
 from tests.runtime.test_sharding import made
@@ -25,14 +25,14 @@ from tests.workers import run_ranks
 MODES = ["lora", "full"]
 
 
-def a_run(ranks: Ranks, mode: str, kind: str) -> tuple[RunState, object]:
+def a_run(world: World, mode: str, kind: str) -> tuple[RunState, object]:
     policy = made(mode)
-    policy.module = parallelize(policy.module, kind, CPU, ranks)
+    policy.module = parallelize(policy.module, kind, CPU, world)
     optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
     state = RunState(
         module=policy.module,
         optimizer=optimizer,
-        sampler=DistributedKRepeatSampler(24, 4, 4, ranks.world_size, ranks.rank, seed=1),
+        sampler=DistributedKRepeatSampler(24, 4, 4, world.data.size, world.data.rank, seed=1),
         ema=Ema(policy.trained_parameters(), 0.5),
         device=CPU,
         identity={"model": "x"},
@@ -40,7 +40,7 @@ def a_run(ranks: Ranks, mode: str, kind: str) -> tuple[RunState, object]:
     return state, policy
 
 
-def step(state: RunState, policy, ranks: Ranks) -> None:
+def step(state: RunState, policy, world: World) -> None:
     """Learn from one sample, the same on every rank."""
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
     with averaging_gradients(policy.module, now=True) as backward:
@@ -57,20 +57,20 @@ def weights(state: RunState, policy) -> torch.Tensor:
     return torch.cat(learned)
 
 
-def save_and_go_on(ranks: Ranks, folder: Path, mode: str, kind: str) -> tuple[Path, torch.Tensor]:
-    state, policy = a_run(ranks, mode, kind)
-    step(state, policy, ranks)
-    path = state.save(folder, keep=2, ranks=ranks).wait()
-    step(state, policy, ranks)
+def save_and_go_on(world: World, folder: Path, mode: str, kind: str) -> tuple[Path, torch.Tensor]:
+    state, policy = a_run(world, mode, kind)
+    step(state, policy, world)
+    path = state.save(folder, keep=2, world=world).wait()
+    step(state, policy, world)
     return path, weights(state, policy)
 
 
-def resume_and_go_on(ranks: Ranks, path: Path, mode: str, kind: str) -> torch.Tensor:
-    state, policy = a_run(ranks, mode, kind)
+def resume_and_go_on(world: World, path: Path, mode: str, kind: str) -> torch.Tensor:
+    state, policy = a_run(world, mode, kind)
     state.sampler.load_state_dict = lambda state: None  # whose numbers are those of the ranks that saved
-    state.restore(path, ranks=ranks)
+    state.restore(path, world=world)
     assert state.finished == 1
-    step(state, policy, ranks)
+    step(state, policy, world)
     return weights(state, policy)
 
 
@@ -79,12 +79,12 @@ def test_a_sharded_run_resumes_bit_for_bit_and_on_other_numbers_of_ranks(tmp_pat
     (path, expected), _ = run_ranks(save_and_go_on, 2, tmp_path, mode, "fsdp2")
     for resumed in run_ranks(resume_and_go_on, 2, path, mode, "fsdp2"):
         assert torch.equal(resumed, expected)
-    alone = resume_and_go_on(Ranks(), path, mode, "ddp")
+    alone = resume_and_go_on(World(), path, mode, "ddp")
     torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_checkpoint_of_one_process_resumes_sharded(tmp_path):
-    path, expected = save_and_go_on(Ranks(), tmp_path, "full", "ddp")
+    path, expected = save_and_go_on(World(), tmp_path, "full", "ddp")
     for resumed in run_ranks(resume_and_go_on, 2, path, "full", "fsdp2"):
         torch.testing.assert_close(resumed, expected, rtol=1e-5, atol=1e-6)
 
@@ -116,7 +116,7 @@ def test_the_shard_of_a_plain_tensor_is_the_tensor():
 
 
 def test_a_checkpoint_without_the_expected_entry_is_refused_with_the_way_out(tmp_path):
-    path, _ = save_and_go_on(Ranks(), tmp_path, "lora", "ddp")
+    path, _ = save_and_go_on(World(), tmp_path, "lora", "ddp")
     state = state_files.read(path / "state")
     state["trained"] = state.pop("learned")["trained"]
     state_files.write(path / "state", state)
@@ -126,4 +126,4 @@ def test_a_checkpoint_without_the_expected_entry_is_refused_with_the_way_out(tmp
         manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="so another version saved it; resume with that version"):
-        resume_and_go_on(Ranks(), path, "lora", "ddp")
+        resume_and_go_on(World(), path, "lora", "ddp")

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from flow_grpo.models.adapters import Ema, apply_training_mode
 from flow_grpo.models.transformers import stays_fp32
 from flow_grpo.models.wan_policy import WanPolicy
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.ranks.sharding import (
     accelerator,
     averaging_gradients,
@@ -45,12 +45,12 @@ def made(mode: str, dtype: torch.dtype = torch.float32) -> WanPolicy:
     return WanPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)
 
 
-def train(policy: WanPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:
+def train(policy: WanPolicy, world: World, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:
     """Take AdamW steps over one sample at a time; return gradient norms, then trained and averaged weights."""
     optimizer = torch.optim.AdamW(policy.trained_parameters(), lr=1e-2, foreach=True)
     ema = Ema(policy.trained_parameters(), 0.5)
-    share, norms = ROWS // ranks.world_size, []
-    rows = range(share * ranks.rank, share * (ranks.rank + 1))
+    share, norms = ROWS // world.data.size, []
+    rows = range(share * world.data.rank, share * (world.data.rank + 1))
     conditions = [condition(index) for index in range(ROWS)]
     encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)
     for _ in range(steps):
@@ -58,7 +58,7 @@ def train(policy: WanPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) ->
             one = slice(row, row + 1)
             with averaging_gradients(policy.module, now=row == rows[-1]) as backward:
                 backward(policy.velocity(latents[one], sigma[one], encoded.rows(one)).square().sum())
-        if ranks.world_size == 1:
+        if world.data.size == 1:
             for parameter in policy.trained_parameters():
                 parameter.grad /= 2  # two ranks average their sums
         norms.append(take_step(optimizer, 1.0).item())
@@ -71,11 +71,11 @@ def train(policy: WanPolicy, ranks: Ranks, kind: str = "ddp", steps: int = 3) ->
     return norms, torch.cat(weights)
 
 
-def train_on_ranks(ranks: Ranks, kind: str, mode: str, dtype: torch.dtype) -> tuple[bool, list[float], torch.Tensor]:
+def train_on_ranks(world: World, kind: str, mode: str, dtype: torch.dtype) -> tuple[bool, list[float], torch.Tensor]:
     torch.manual_seed(0)
     policy = made(mode, dtype)
-    policy.module = parallelize(policy.module, kind, CPU, ranks)
-    norms, weights = train(policy, ranks, kind)
+    policy.module = parallelize(policy.module, kind, CPU, world)
+    norms, weights = train(policy, world, kind)
     return is_sharded(policy.module), norms, weights
 
 
@@ -90,7 +90,7 @@ def train_on_ranks(ranks: Ranks, kind: str, mode: str, dtype: torch.dtype) -> tu
     ],
 )
 def test_two_ranks_train_to_the_numbers_of_one(kind, mode, dtype):
-    norms, weights = train(made(mode, dtype), Ranks())
+    norms, weights = train(made(mode, dtype), World())
     for sharded, other_norms, other_weights in run_ranks(train_on_ranks, 2, kind, mode, dtype):
         assert sharded == (kind == "fsdp2")
         assert other_norms == pytest.approx(norms, rel=1e-5)
@@ -98,9 +98,9 @@ def test_two_ranks_train_to_the_numbers_of_one(kind, mode, dtype):
     assert len({round(norm, 3) for norm in norms}) == 3  # the weights moved, and the rollouts between saw it
 
 
-def shares_of_shards(ranks: Ranks) -> list[tuple[int, int]]:
+def shares_of_shards(world: World) -> list[tuple[int, int]]:
     policy = made("full")
-    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
     return [(local(p).numel(), p.numel()) for p in unwrap(policy.module).parameters()]
 
 
@@ -111,9 +111,9 @@ def test_each_rank_holds_only_its_shard():
     assert max(held) < 0.6
 
 
-def reference_under_shards(ranks: Ranks, mode: str, offload: bool) -> list[bool]:
+def reference_under_shards(world: World, mode: str, offload: bool) -> list[bool]:
     policy = made(mode)
-    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
     policy.keep_reference(offload=offload)
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
     with torch.no_grad():
@@ -135,9 +135,9 @@ def test_the_reference_policy_does_not_change_under_fsdp2(mode, offload):
     assert run_ranks(reference_under_shards, 2, mode, offload) == [[True] * 4] * 2
 
 
-def parts_of_values(ranks: Ranks) -> list[bool]:
+def parts_of_values(world: World) -> list[bool]:
     policy = made("full")
-    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
     found = []
     for parameter in policy.trained_parameters():
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
@@ -153,9 +153,9 @@ def test_full_values_are_sharded_like_the_parameter():
     assert torch.equal(part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
 
 
-def calls_counted(ranks: Ranks, kind: str) -> list[int]:
+def calls_counted(world: World, kind: str) -> list[int]:
     policy, calls = made("lora"), []
-    policy.module = parallelize(policy.module, kind, CPU, ranks)
+    policy.module = parallelize(policy.module, kind, CPU, world)
     on_every_call(policy.module, lambda: calls.append(torch.is_grad_enabled()))
     conditions = [condition(0)]
     encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)
@@ -174,7 +174,7 @@ def test_every_call_of_the_network_is_counted_in_rollouts_and_updates(kind):
 def test_a_single_process_keeps_its_module():
     module = policy(mode="camera").module
     for kind in ("ddp", "fsdp2"):
-        assert parallelize(module, kind, CPU, Ranks()) is module and not is_sharded(module)
+        assert parallelize(module, kind, CPU, World()) is module and not is_sharded(module)
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_changes_no_weight():
@@ -185,9 +185,9 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_no_weight():
     assert not take_step(optimizer, 1.0).isfinite() and torch.equal(module.weight, before)
 
 
-def gradients_between_passes(ranks: Ranks) -> list[bool]:
+def gradients_between_passes(world: World) -> list[bool]:
     policy = made("attention")
-    policy.module = parallelize(policy.module, "fsdp2", CPU, ranks)
+    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
     with averaging_gradients(policy.module, now=False) as backward:
         backward(policy.velocity(*arguments, encoded).square().mean())
@@ -199,10 +199,10 @@ def test_under_fsdp2_gradients_are_sharded_between_micro_batches_too():
         assert found and all(found)
 
 
-def accelerator_gradients(ranks: Ranks) -> tuple[int, int, list[float]]:
-    made = accelerator(CPU, ranks)
+def accelerator_gradients(world: World) -> tuple[int, int, list[float]]:
+    made = accelerator(CPU, world)
     model = made.prepare(torch.nn.Linear(1, 1, bias=False))
-    model(torch.full((1, 1), float(ranks.rank))).sum().backward()
+    model(torch.full((1, 1), float(world.data.rank))).sum().backward()
     return made.num_processes, made.process_index, [p.grad.item() for p in model.parameters()]
 
 
@@ -211,10 +211,10 @@ def test_the_accelerator_averages_gradients_over_cpu_ranks() -> None:
     assert results == [(3, rank, [1.0]) for rank in range(3)]
 
 
-def accelerator_threads(ranks: Ranks) -> int:
+def accelerator_threads(world: World) -> int:
     del os.environ["OMP_NUM_THREADS"]  # accelerate then divides the cores itself
     torch.set_num_threads(3)
-    accelerator(CPU, ranks)
+    accelerator(CPU, world)
     return torch.get_num_threads()
 
 
@@ -222,9 +222,9 @@ def test_the_accelerator_keeps_the_number_of_threads() -> None:
     assert run_ranks(accelerator_threads, 2, fresh=True) == [3, 3]
 
 
-def accelerator_that_disagrees(ranks: Ranks) -> str:
+def accelerator_that_disagrees(world: World) -> str:
     with pytest.raises(RuntimeError) as caught:
-        accelerator(CPU, Ranks(ranks.rank, 5, ranks.local_rank, ranks.control_group))
+        accelerator(CPU, World.of(Group(world.all.rank, 5, world.all.gloo)))
     return str(caught.value)
 
 
@@ -235,7 +235,7 @@ def test_an_accelerator_with_another_number_of_processes_is_refused() -> None:
 def test_an_accelerator_on_another_kind_of_device_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(accelerate, "Accelerator", lambda: types.SimpleNamespace(num_processes=1, device=CPU))
     with pytest.raises(RuntimeError, match=r"to cpu.*device is cuda:0; unset ACCELERATE_USE_CPU"):
-        accelerator(torch.device("cuda", 0), Ranks())
+        accelerator(torch.device("cuda", 0), World())
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
@@ -249,4 +249,4 @@ def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch,
 
     monkeypatch.setattr(accelerate, "Accelerator", Sharding)
     with pytest.raises(ValueError, match=f"configured for {kind}.*start with torchrun"):
-        accelerator(CPU, Ranks())
+        accelerator(CPU, World())

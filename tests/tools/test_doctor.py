@@ -15,7 +15,7 @@ import train_grpo
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.preflight.doctor.findings import Finding
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from tests import doctor_cases
 from tests.doctor_cases import make_places, words
@@ -87,10 +87,10 @@ def test_one_adapter_without_gradient_is_found_and_named(places):
     assert findings["gradient_coverage"]["measured"].count("blocks.0.attn1.to_q.lora_") == 2
 
 
-def _examined(ranks: Ranks, given: list[str], fault: str) -> tuple[int, dict[str, dict[str, str]]]:
+def _examined(world: World, given: list[str], fault: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Examine on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), ranks)),
+        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), world)),
         mock.patch.object(process_group, "shut_down"),
     ):
         return examined(given, getattr(doctor_cases, fault) if fault else contextlib.nullcontext)
@@ -113,11 +113,11 @@ def test_what_goes_wrong_between_ranks_is_found(places, fault, names):
     assert statuses(findings, "fail") == names
 
 
-def _out_of_memory(ranks: Ranks, given: list[str]) -> str:
+def _out_of_memory(world: World, given: list[str]) -> str:
     """Examine where no device has memory for an update; return what is said on stderr."""
     full = mock.patch.object(Updater, "run", side_effect=RuntimeError("out of memory in the update"))
     with contextlib.redirect_stderr(io.StringIO()) as said, full, pytest.raises(RuntimeError, match="out of memory"):
-        _examined(ranks, given, "")
+        _examined(world, given, "")
     return said.getvalue()
 
 

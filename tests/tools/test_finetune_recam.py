@@ -22,7 +22,7 @@ from flow_grpo.models.wan_policy import load_networks
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.models.test_recam_transformer import inputs
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks
@@ -72,8 +72,8 @@ def newest(run: Path) -> dict[str, torch.Tensor]:
     return state_files.flatten(state_files.read(checkpoint.published(run / "checkpoints")[-1] / "state"))[0]
 
 
-def made(given: list[str], ranks: Ranks = Ranks()) -> finetune_recam.FineTuning:  # noqa: B008 - frozen
-    run = finetune_recam.build(*finetune_recam.read_command_line(given), CPU, ranks)
+def made(given: list[str], world: World = World()) -> finetune_recam.FineTuning:  # noqa: B008 - frozen
+    run = finetune_recam.build(*finetune_recam.read_command_line(given), CPU, world)
     run.lock.release()  # some tests start several runs in one folder
     return run
 
@@ -90,7 +90,7 @@ def test_batches_hold_one_size_and_are_bounded_by_tokens_or_by_items(places, tmp
 @pytest.mark.parametrize(("more", "rows"), [([], 6), (["--drop-last"], 5)])
 def test_every_rank_has_the_same_number_of_batches(places, tmp_path, more, rows) -> None:
     run = made(words(places, tmp_path, "--no-use-dynamic-batch", "--batch-size", "3", *more))
-    plans = [dataclasses.replace(run.batches, ranks=Ranks(rank, 2)).plan for rank in range(2)]
+    plans = [dataclasses.replace(run.batches, world=World.of(Group(rank, 2))).plan for rank in range(2)]
     assert [len(plan) for plan in plans] == [rows, rows]
 
 
@@ -273,7 +273,7 @@ def test_a_second_start_in_a_living_run_s_folder_is_refused_and_changes_nothing(
     assert f"is in use by process {os.getpid()} on " in capsys.readouterr().err
     assert half_written.is_dir() and (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
     lock.release()
-    run = finetune_recam.build(*finetune_recam.read_command_line(given), CPU, Ranks())
+    run = finetune_recam.build(*finetune_recam.read_command_line(given), CPU, World())
     run.train()
     with pytest.raises(ValueError, match="is in use"):
         lock.take()
@@ -281,10 +281,10 @@ def test_a_second_start_in_a_living_run_s_folder_is_refused_and_changes_nothing(
     lock.take()
 
 
-def _tune(ranks: Ranks, given: list[str]) -> int:
+def _tune(world: World, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.object(train_grpo, "set_up_rank", return_value=(CPU, ranks)),
+        mock.patch.object(train_grpo, "set_up_rank", return_value=(CPU, world)),
         mock.patch.object(process_group, "shut_down"),
     ):
         return finetune_recam.main(given)
@@ -296,7 +296,7 @@ def test_two_ranks_train_as_one_process_that_sees_whole_rows(places, tmp_path) -
     given = words(places, tmp_path, "--eval-items", "64", train__adam_eps=1e-3)
     assert run_ranks(_tune, 2, given) == [0, 0]
     alone = made(words(places, tmp_path / "one", "--eval-items", "64", train__adam_eps=1e-3))
-    plans = [dataclasses.replace(alone.batches, ranks=Ranks(rank, 2)).plan for rank in range(2)]
+    plans = [dataclasses.replace(alone.batches, world=World.of(Group(rank, 2))).plan for rank in range(2)]
     rows, mixed, losses = list(zip(*plans, strict=True)), 0, []
     for number, row in enumerate(rows):
         batches = [batch for plan, batch in zip(plans, row, strict=True) if plan.batch_weight(number)]
@@ -356,15 +356,15 @@ def test_an_unreadable_item_ends_the_run_in_one_line(places, tmp_path, capsys) -
     assert "cam05.mp4" in error
 
 
-def _refused(ranks: Ranks, given: list[str], which: str) -> str:
+def _refused(world: World, given: list[str], which: str) -> str:
     """Return the error that a rank meets when the last one has other data, a broken item, or what is not finite."""
-    odd = ranks.rank == ranks.world_size - 1
+    odd = world.data.rank == world.data.size - 1
     if which == "data" and odd:
         given = [*given, "--config.data.train_split=val", "--config.data.eval_split=train"]
     if which == "plan" and odd:
         given = [*given, "--max-points", "48"]
     try:
-        run = made(given, ranks)
+        run = made(given, world)
     except ValueError as error:
         return str(error)
     before = [parameter.detach().clone() for parameter in run.policy.trained_parameters()]

@@ -15,7 +15,7 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models import codec, texts
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import WanPolicy
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from tests.workers import run_ranks
 from tools import precompute
@@ -98,17 +98,17 @@ def test_a_second_call_encodes_only_missing_and_damaged_entries(world, tmp_path,
     assert len((cache / names[1]).read_bytes()) == len(content)
 
 
-def share_of_rank(ranks: Ranks, arguments: list[str]) -> int:
+def share_of_rank(world: World, arguments: list[str]) -> int:
     config = load_config(arguments[1], arguments[2:])
     splits = [multicam_data(config.data, split) for split in ("train", "val")]
     encodings = precompute.open_encodings(config, torch.device("cpu"))
-    return precompute.work([*precompute.video_tasks(splits, encodings)], ranks).made
+    return precompute.work([*precompute.video_tasks(splits, encodings)], world).made
 
 
 def test_ranks_share_the_work_and_make_the_same_files_as_one(world, tmp_path):
     first, second = run_ranks(share_of_rank, 2, words(world, tmp_path / "two"))
     assert abs(first - second) <= 1
-    assert share_of_rank(Ranks(), words(world, tmp_path / "one")) == first + second
+    assert share_of_rank(World(), words(world, tmp_path / "one")) == first + second
     assert set(entries(tmp_path / "one")) == set(entries(tmp_path / "two"))
     for name in entries(tmp_path / "one"):
         one, two = (load_file(tmp_path / part / name)["value"] for part in ("one", "two"))

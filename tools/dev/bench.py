@@ -102,11 +102,11 @@ def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str
             "--config.resume=",
         ]
         config, spec = train_grpo.read_command_line(["--config", spec, *overrides, *fixed])
-        device, ranks = train_grpo.set_up_rank(config)
-        trainer = train_grpo.build(config, spec, device, ranks)
+        device, world = train_grpo.set_up_rank(config)
+        trainer = train_grpo.build(config, spec, device, world)
         result = measure(trainer, epochs)
         trainer.tracker.close()
-        process_group.shut_down(ranks)
+        process_group.shut_down(world)
     return result
 
 

@@ -14,7 +14,7 @@ from flow_grpo.algorithm.rollout.denoise import check_noise
 from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
 from flow_grpo.maths.reward_rules import Gated, gate, weights_at
 from flow_grpo.records import Rows, Samples, ScoredBatch, TrainingBatch
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import RewardConfig, SampleConfig
 
 
@@ -70,9 +70,9 @@ class Chosen:
     as_rolled_out: bool
 
 
-def everything(batches: Sequence[ScoredBatch], gathered: Gathered, ranks: Ranks) -> Chosen:
+def everything(batches: Sequence[ScoredBatch], gathered: Gathered, world: World) -> Chosen:
     """Return the choice of a whole round, unchanged."""
-    rows = torch.arange(len(gathered)).chunk(ranks.world_size)
+    rows = torch.arange(len(gathered)).chunk(world.data.size)
     return Chosen(
         gathered=gathered,
         placement=tuple(tuple(own.tolist()) for own in rows),
@@ -81,22 +81,22 @@ def everything(batches: Sequence[ScoredBatch], gathered: Gathered, ranks: Ranks)
     )
 
 
-def gather(batches: Sequence[ScoredBatch], ranks: Ranks) -> Gathered:
+def gather(batches: Sequence[ScoredBatch], world: World) -> Gathered:
     """Exchange ids and rewards of every rank's n samples, never latents (collective call); ids travel as integers.
 
     Args:
         batches: this rank's samples of a round; their places are 0..n-1, each once.
-        ranks: who takes part, each with n samples.
+        world: who takes part, each with n samples.
     """
     order = torch.cat([batch.samples.places for batch in batches]).argsort()
     sizes = torch.tensor([condition.size for batch in batches for condition in batch.conditions], dtype=torch.int64)
     keys = torch.cat([batch.samples.keys for batch in batches])
     noise_ids = torch.cat([batch.samples.noise_ids for batch in batches])
-    ids = ranks.all_gather(torch.cat([keys, sizes, noise_ids], dim=1)[order])
+    ids = world.data.all_gather(torch.cat([keys, sizes, noise_ids], dim=1)[order])
     tables = [_reward_columns(batch) for batch in batches]
     names = list(tables[0])
     table = torch.cat([torch.stack([own[name] for name in names], dim=1) for own in tables])
-    by_key = dict(zip(names, ranks.all_gather(table[order]).unbind(dim=1), strict=True))
+    by_key = dict(zip(names, world.data.all_gather(table[order]).unbind(dim=1), strict=True))
     return Gathered(
         gids=ids[:, 0],
         slots=ids[:, 1],
@@ -122,20 +122,20 @@ def _reward_columns(batch: ScoredBatch) -> dict[tuple[str, str], Tensor]:
     return columns
 
 
-def check(gathered: Gathered, sample: SampleConfig, ranks: Ranks) -> None:
+def check(gathered: Gathered, sample: SampleConfig, world: World) -> None:
     """Assert that the gathered samples are complete groups and that no two copies share their noise.
 
     Raises:
         AssertionError: a count is wrong, or a group has not each of its k copies once.
         RuntimeError: two copies of a group were drawn from the same noise.
     """
-    expected = ranks.world_size * sample.expanded_batch_size
+    expected = world.data.size * sample.expanded_batch_size
     debug_print.check_gathered(gathered.gids, gathered.slots, expected, sample.k)
     check_noise(gathered.gids, gathered.noise_ids, same_initial_noise=sample.same_initial_noise)
 
 
 def show_gathered(
-    batches: Sequence[ScoredBatch], gathered: Gathered, sample: SampleConfig, ranks: Ranks, weights: dict[str, float]
+    batches: Sequence[ScoredBatch], gathered: Gathered, sample: SampleConfig, world: World, weights: dict[str, float]
 ) -> None:
     """Print the gathered counts and every group's places on rank 0, from what was exchanged (collective call).
 
@@ -143,10 +143,10 @@ def show_gathered(
     """
     steps = batches[0].samples.trajectory.steps.shape[1]
     average = torch.cat([debug_print.average_reward(batch, weights) for batch in batches])
-    everyone = ranks.all_gather(debug_print.repeat_over_steps(average, steps).cpu())
+    everyone = world.data.all_gather(debug_print.repeat_over_steps(average, steps).cpu())
     assert everyone.shape == (len(gathered.gids), steps)
-    if ranks.is_main:
-        groups = debug_print.group_lines(gathered.gids, gathered.slots, gathered.indices, ranks.world_size)
+    if world.is_main:
+        groups = debug_print.group_lines(gathered.gids, gathered.slots, gathered.indices, world.data.size)
         debug_print.show([*debug_print.gathered_lines(len(everyone), sample.k), *groups])
 
 
@@ -207,23 +207,25 @@ def advantages(
     )
 
 
-def own_rows(chosen: Chosen, compared: CombinedAdvantages, ranks: Ranks) -> TrainingBatch:
+def own_rows(chosen: Chosen, compared: CombinedAdvantages, world: World) -> TrainingBatch:
     """Return this rank's samples with their advantages, found by placement and checked by gid and slot."""
-    mine = torch.tensor(chosen.placement[ranks.rank], dtype=torch.int64)
+    mine = torch.tensor(chosen.placement[world.data.rank], dtype=torch.int64)
     parts = []
     for part in chosen.parts:
         real = (part.places >= 0) & (part.places < len(mine))
         rows = mine[part.places[real]]
         held = part.keys[real, :2]
         found = torch.stack([chosen.gathered.gids[rows], chosen.gathered.slots[rows]], dim=1)
-        assert torch.equal(held, found), f"rank {ranks.rank} holds (gid, slot) {held.tolist()}, chosen {found.tolist()}"
+        assert torch.equal(held, found), (
+            f"rank {world.data.rank} holds (gid, slot) {held.tolist()}, chosen {found.tolist()}"
+        )
         advantages, weights = torch.zeros(2, len(part))
         advantages[real], weights[real] = compared.advantages[rows].float(), compared.weights[rows].float()
         parts.append(dataclasses.replace(part, advantages=advantages, weights=weights))
     return TrainingBatch(tuple(parts), max(map(len, chosen.placement)), chosen.as_rolled_out)
 
 
-def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, ranks: Ranks) -> None:
+def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, world: World) -> None:
     """Refuse to train on a round in which a reward failed on too many samples (collective call).
 
     Args:
@@ -231,7 +233,7 @@ def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: Rew
         gathered: all ranks' samples.
         config: weights of the epoch, gates and `most_faults`, the share of the samples that a reward may fail to
             measure; a reward of weight 0 may fail altogether, unless it is the gate of one with weight.
-        ranks: who takes part.
+        world: who takes part.
 
     Raises:
         RewardFaultError: on every rank, when a reward failed on more.
@@ -241,7 +243,7 @@ def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: Rew
     for name, faulty in gathered.faulty.items():
         count = int(faulty.sum())
         if name in needed and count > config.most_faults * len(faulty):
-            causes = [text for text in ranks.gather_text(_first_fault(batches, name)) if text]
+            causes = [text for text in world.data.gather_text(_first_fault(batches, name)) if text]
             raise RewardFaultError(
                 f"reward {name} failed to measure {count} of {len(faulty)} samples, more than the share "
                 f"reward.most_faults={config.most_faults:g} ({causes[0]}); mend that and go on with "

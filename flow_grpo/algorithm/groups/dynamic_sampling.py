@@ -19,7 +19,7 @@ from flow_grpo.algorithm.groups.metrics import weighted_sum
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import Decision, Group, Placement, Rules, decide, groups_of, place
 from flow_grpo.records import ScoredBatch
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import DynamicSamplingConfig, RewardConfig
 
 WINDOW = 20  # epochs over which the fallback rate is taken
@@ -40,7 +40,7 @@ class DynamicSampling:
         k: group size.
         local: samples of a rank and round.
         seed: of the run.
-        ranks: who takes part.
+        world: who takes part.
         say: prints a line of this rank.
     """
 
@@ -49,7 +49,7 @@ class DynamicSampling:
     k: int
     local: int
     seed: int
-    ranks: Ranks
+    world: World
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class DynamicSampling:
     @property
     def target(self) -> int:
         """Samples of a round, over all ranks."""
-        return self.local * self.ranks.world_size
+        return self.local * self.world.data.size
 
     @functools.cached_property
     def rules(self) -> Rules:
@@ -87,13 +87,13 @@ class DynamicSampling:
             ShortageError: on every rank, when the pool stays short under the policy "raise".
         """
         begun = time.perf_counter()
-        pool = SamplePool(self.local, self.ranks)
-        with self.ranks.sync_errors("choosing"):
+        pool = SamplePool(self.local, self.world)
+        with self.world.sync_errors("choosing"):
             groups = [self.groups(gathered, 0, reward)]
             pool.add([batch.samples for batch in batches], gathered, range(self.target))
         decision = self._fill(pool, groups, sample_round, reward)
         moves = {"dyn/moved_samples": 0.0, "dyn/moved_bytes": 0.0}
-        chosen = compare.everything(batches, gathered, self.ranks)
+        chosen = compare.everything(batches, gathered, self.world)
         if decision.action == "original":
             self._say_fallback(decision, groups)
         else:
@@ -134,7 +134,7 @@ class DynamicSampling:
             )
             self._every("SYNC", f"Fetching new batch for resample #{number}")
             batches, gathered = sample_round(number)
-            with self.ranks.sync_errors("choosing"):
+            with self.world.sync_errors("choosing"):
                 groups.append(self.groups(gathered, number, reward))
                 # Only the first round's flat and incomplete groups may be needed later.
                 valid = {row for group in groups[-1] if group.kind == "valid" for row in group.rows}
@@ -145,7 +145,7 @@ class DynamicSampling:
         return decision
 
     def _place(self, rows: Sequence[int]) -> Placement:
-        return place(rows, per_round=self.target, world_size=self.ranks.world_size)
+        return place(rows, per_round=self.target, world_size=self.world.data.size)
 
     def _remember(self, decision: Decision, reward: RewardConfig, shortages: list[int]) -> None:
         """Record whether the pool fell short, and warn once when shortages become too frequent."""
@@ -175,7 +175,7 @@ class DynamicSampling:
         if decision.valid < self.target:
             self._say_shortage(decision)
         counts = [len(rows) for rows in placement.rows]
-        start, end = sum(counts[: self.ranks.rank]), sum(counts[: self.ranks.rank + 1])
+        start, end = sum(counts[: self.world.data.rank]), sum(counts[: self.world.data.rank + 1])
         self._every("FINAL", f"Slicing global pool [{start}:{end}], got {end - start} samples")
         held = f"{counts[0]} valid samples ({counts[0] / self.k:g} groups) from global pool"
         if decision.padded:
@@ -189,15 +189,15 @@ class DynamicSampling:
         return f"{min(decision.valid, self.target)}/{self.target}"
 
     def _main(self, text: str) -> None:
-        if self.ranks.is_main:
+        if self.world.is_main:
             self.say(f"[DynSample] {text}")
 
     def _warn(self, text: str) -> None:
-        if self.ranks.is_main:
+        if self.world.is_main:
             _log.warning("[DynSample] %s", text)
 
     def _every(self, what: str, text: str) -> None:
-        self.say(f"[DynSample-{what}] Rank {self.ranks.rank}: {text}")
+        self.say(f"[DynSample-{what}] Rank {self.world.data.rank}: {text}")
 
 
 def _metrics(decision: Decision, groups: Sequence[Sequence[Group]], rules: Rules) -> dict[str, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flow_grpo.algorithm.groups.compare import Gathered, gated
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.maths.percentiles import percentiles
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import RewardConfig
 
 MOST_CAMERAS = 16  # kinds with metrics of their own: trackers draw a panel for each
@@ -52,20 +52,18 @@ def _mean(name: str, values: Tensor, valid: Tensor) -> dict[str, float]:
     return share | ({name: float(values[valid].mean())} if valid.any() else {})
 
 
-def server_metrics(stats: Mapping[str, Mapping[str, float]], ranks: Ranks) -> dict[str, float]:
+def server_metrics(stats: Mapping[str, Mapping[str, float]], world: World) -> dict[str, float]:
     """Return `server/` metrics (collective call): calls and failures summed over ranks, seconds of the slowest rank.
 
     An epoch waits for its slowest rank, so its percentiles are the relevant ones.
 
     Args:
         stats: reward name -> this rank's statistics of its server, see `rewards.base.Served`; the same names on all.
-        ranks: who takes part.
+        world: who takes part.
     """
     metrics: dict[str, float] = {}
     for name, own in stats.items():
-        everyone = ranks.everyone.all_gather(
-            torch.tensor([[own[key] for key in ("calls", "failures", "p50_s", "p95_s")]])
-        )
+        everyone = world.all.all_gather(torch.tensor([[own[key] for key in ("calls", "failures", "p50_s", "p95_s")]]))
         calls, failures, *percentiles = everyone.unbind(dim=1)
         prefix = f"server/{name.rpartition(':')[2]}"
         metrics |= {f"{prefix}_calls": float(calls.sum()), f"{prefix}_failures": float(failures.sum())}

@@ -14,7 +14,7 @@ from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.selection import Placement
 from flow_grpo.records import Samples
 from flow_grpo.runtime.ranks.exchange import exchange_rows
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 
 class SamplePool:
@@ -22,19 +22,19 @@ class SamplePool:
 
     Args:
         local: samples of a rank and round.
-        ranks: who takes part.
+        world: who takes part.
     """
 
-    def __init__(self, local: int, ranks: Ranks) -> None:
+    def __init__(self, local: int, world: World) -> None:
         self._local = local
-        self._ranks = ranks
+        self._world = world
         self._held: dict[int, tuple[Samples, int]] = {}  # pool row -> record and row in it
         self._gathered: list[Gathered] = []
         self._example: Samples | None = None  # one sample, for a rank that holds none of the wanted ones
 
     def add(self, parts: Sequence[Samples], gathered: Gathered, wanted: Container[int]) -> None:
         """Keep a round's samples whose pool rows are wanted, copying them out when a record is not kept whole."""
-        first = (len(self._gathered) * self._ranks.world_size + self._ranks.rank) * self._local
+        first = (len(self._gathered) * self._world.data.size + self._world.data.rank) * self._local
         self._gathered.append(gathered)
         self._example = self._example or parts[0].rows(torch.tensor([0]))
         for part in parts:
@@ -51,7 +51,7 @@ class SamplePool:
         """
         gathered = Gathered.concatenate(self._gathered)
         moved_bytes = self._move(placement, gathered)
-        with self._ranks.sync_errors("choosing"):
+        with self._world.sync_errors("choosing"):
             return self._choose(placement, gathered), moved_bytes
 
     def _choose(self, placement: Placement, gathered: Gathered) -> Chosen:
@@ -60,7 +60,7 @@ class SamplePool:
         Raises:
             RuntimeError: a sample arrived under another's key.
         """
-        mine = placement.rows[self._ranks.rank]
+        mine = placement.rows[self._world.data.rank]
         own = [self._held[row] for row in mine]
         wrong = [
             row
@@ -88,20 +88,20 @@ class SamplePool:
         for size in sorted(set(sizes.values())):
             moves = [move for move in placement.moves if sizes[move[0]] == size]
             arrived, row_bytes = self._move_size(moves)
-            mine = sorted((source, row) for row, source, target in moves if target == self._ranks.rank)
+            mine = sorted((source, row) for row, source, target in moves if target == self._world.data.rank)
             self._held |= {row: (arrived, number) for number, (_, row) in enumerate(mine)}
             moved_bytes += len(moves) * row_bytes
         return moved_bytes
 
     def _move_size(self, moves: Sequence[tuple[int, int, int]]) -> tuple[Samples, int]:
         """Exchange samples of one video size; return the arrivals by (source rank, pool row), and the bytes of one."""
-        rank, world = self._ranks.rank, range(self._ranks.world_size)
+        rank, ranks = self._world.data.rank, range(self._world.data.size)
         assert self._example is not None, "rounds are added before samples are taken"
-        sent = [sorted(row for row, source, target in moves if (source, target) == (rank, to)) for to in world]
+        sent = [sorted(row for row, source, target in moves if (source, target) == (rank, to)) for to in ranks]
         record, number_of = self._one_record([row for rows in sent for row in rows])
         send = [[number_of[row] for row in rows] for rows in sent]
-        receive = [sum((source, target) == (sender, rank) for _, source, target in moves) for sender in world]
-        received, row_bytes = exchange_rows({} if record is None else record.tensors(), send, receive, self._ranks)
+        receive = [sum((source, target) == (sender, rank) for _, source, target in moves) for sender in ranks]
+        received, row_bytes = exchange_rows({} if record is None else record.tensors(), send, receive, self._world.data)
         # Fields that are no tensors are equal in all samples of an epoch.
         return self._example.with_tensors(received), row_bytes
 

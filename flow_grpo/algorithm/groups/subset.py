@@ -14,7 +14,7 @@ from flow_grpo.algorithm.groups.compare import Chosen
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import place
 from flow_grpo.maths.advantages import CombinedAdvantages
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 
 def best_and_worst(gids: Tensor, compared: CombinedAdvantages, copies: int) -> Tensor:
@@ -37,7 +37,7 @@ def best_and_worst(gids: Tensor, compared: CombinedAdvantages, copies: int) -> T
 
 
 def narrow(
-    chosen: Chosen, compared: CombinedAdvantages, copies: int, ranks: Ranks
+    chosen: Chosen, compared: CombinedAdvantages, copies: int, world: World
 ) -> tuple[Chosen, CombinedAdvantages]:
     """Return the choice without the copies in between, in equal shares for all ranks (collective call).
 
@@ -47,14 +47,14 @@ def narrow(
         chosen: whole groups, equally many samples on every rank, in CPU memory if there are several ranks.
         compared: advantages of `chosen.gathered`.
         copies: see `best_and_worst`.
-        ranks: who takes part.
+        world: who takes part.
     """
     order = torch.tensor([row for rows in chosen.placement for row in rows])  # rows of `gathered`, by rank and place
     wanted = best_and_worst(chosen.gathered.gids, compared, copies)[order].nonzero().flatten().tolist()
     if not wanted:
         return chosen, compared
-    pool = SamplePool(len(order) // ranks.world_size, ranks)
+    pool = SamplePool(len(order) // world.data.size, world)
     pool.add(chosen.parts, chosen.gathered.rows(order), set(wanted))
-    narrowed, _ = pool.take(place(wanted, per_round=len(order), world_size=ranks.world_size))
+    narrowed, _ = pool.take(place(wanted, per_round=len(order), world_size=world.data.size))
     kept = order[wanted]
     return narrowed, dataclasses.replace(compared, advantages=compared.advantages[kept], weights=compared.weights[kept])

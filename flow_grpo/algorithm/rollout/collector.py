@@ -23,7 +23,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 
 class ConditionStream:
@@ -68,7 +68,7 @@ class Collector:
         stream: where conditions come from.
         rewards: measure the videos.
         settings: see `SampleSettings`.
-        ranks: who takes part; rank 0 prints.
+        world: who takes part; rank 0 prints.
         on_batch: called with the number of samples after every batch, for progress.
     """
 
@@ -78,7 +78,7 @@ class Collector:
         stream: ConditionStream,
         rewards: RewardSet,
         settings: SampleSettings,
-        ranks: Ranks,
+        world: World,
         *,
         on_batch: Callable[[int], None] | None = None,
     ) -> None:
@@ -86,8 +86,8 @@ class Collector:
         self.stream = stream
         self.rewards = rewards
         self.settings = settings
-        self.ranks = ranks
-        self._prints = settings.debug and ranks.is_main
+        self.world = world
+        self._prints = settings.debug and world.is_main
         self._on_batch = on_batch
 
     def collect(
@@ -105,16 +105,16 @@ class Collector:
         with sync_errors():
             conditions = self._fetch(clock)
         with clock.phase("encode"):
-            share_encodings(self.policy, conditions, self.ranks.everyone, sync_errors)
+            share_encodings(self.policy, conditions, self.world.all, sync_errors)
         with sync_errors():
             encoded = self._encode(conditions, clock)
         prefixes = None
         if share:
             with clock.phase("rollout"):
                 known = [(conditions, conditioning) for _, conditions, conditioning in encoded]
-                prefixes = shared_prefixes(self.policy, known, gids, self.settings, self.ranks, sync_errors)
+                prefixes = shared_prefixes(self.policy, known, gids, self.settings, self.world.data, sync_errors)
         overlap = self.settings.overlap
-        with ScoringQueue(self.policy, self.rewards, clock, self.ranks, overlap=overlap).open() as queue:
+        with ScoringQueue(self.policy, self.rewards, clock, self.world, overlap=overlap).open() as queue:
             with sync_errors():
                 sampled = []
                 for number, batch in enumerate(encoded):
@@ -122,7 +122,7 @@ class Collector:
                     self._print([debug_print.prompt_line(number, [condition.prompt for condition in batch[1]])])
             with sync_errors():
                 own = queue.rewards()
-            rewards = share_results(own, self.ranks)
+            rewards = share_results(own, self.world)
             with sync_errors():
                 batches = merge_sizes([conditions for _, conditions, _ in encoded], sampled, rewards)
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)

@@ -24,7 +24,7 @@ from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.process_group import InputError, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, World
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ScoringQueue:
         policy: decodes.
         reward_set: measures.
         clock: counts the seconds spent waiting as "score", and those hidden behind sampling.
-        ranks: who takes part; rows that are dealt to another rank with the same samples are left to it.
+        world: who takes part; rows that are dealt to another rank with the same samples are left to it.
         overlap: measure while sampling continues.
 
     Attributes:
@@ -85,9 +85,9 @@ class ScoringQueue:
             on rank 0, once they are decoded; for the log.
     """
 
-    def __init__(self, policy: Policy, reward_set: RewardSet, clock: Clock, ranks: Ranks, *, overlap: bool) -> None:
+    def __init__(self, policy: Policy, reward_set: RewardSet, clock: Clock, world: World, *, overlap: bool) -> None:
         self._policy, self._reward_set, self._clock, self._overlap = policy, reward_set, clock, overlap
-        self._ranks = ranks
+        self._world = world
         self._batches: list[tuple[tuple[Condition, ...], Tensor]] = []
         self._jobs: list[Future[tuple[dict[str, RewardResult], float]]] = []
         self._thread = ThreadPoolExecutor(1, "scoring", torch.set_num_threads, (torch.get_num_threads(),))
@@ -131,7 +131,7 @@ class ScoringQueue:
         """Submit the next batch for measuring; an accelerator decodes it first, in the sampling thread."""
         number = len(self._jobs)
         conditions, latents = self._batches[number]
-        rows = self._ranks.dealt_rows(number, len(conditions))
+        rows = self._world.dealt_rows(number, len(conditions))
         conditions, latents = conditions[rows], latents[rows]
         if not conditions:
             self._jobs.append(self._thread.submit(lambda: ({}, 0.0)))
@@ -165,19 +165,19 @@ def _called(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return future.result
 
 
-def share_results(own: Sequence[dict[str, RewardResult]], ranks: Ranks) -> list[dict[str, RewardResult]]:
+def share_results(own: Sequence[dict[str, RewardResult]], world: World) -> list[dict[str, RewardResult]]:
     """Return the results of all rows, of those that the ranks with the same samples have each measured.
 
     Collective call. All of them then go on with the same numbers, bit for bit, even of a reward that is not
     deterministic.
 
     Args:
-        own: reward name -> result of this rank's rows of every batch (`Ranks.dealt_rows`), empty where it has none.
-        ranks: who takes part.
+        own: reward name -> result of this rank's rows of every batch (`World.dealt_rows`), empty where it has none.
+        world: who takes part.
     """
-    if ranks.sharing is None:
+    if world.sample.size == 1:
         return list(own)
-    of_ranks = [json.loads(text) for text in ranks.sharing.gather_text(json.dumps(own, default=_as_json))]
+    of_ranks = [json.loads(text) for text in world.sample.gather_text(json.dumps(own, default=_as_json))]
     return [merge_results([_from_json(part) for part in parts if part]) for parts in zip(*of_ranks, strict=True)]
 
 

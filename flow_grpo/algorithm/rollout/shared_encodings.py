@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager
 
 from flow_grpo.models.policy import Policy, SharesEncodings
 from flow_grpo.records import Condition
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group
 from flow_grpo.runtime.ranks.sharing import hand_out, owners
 
 
 def share_encodings(
     policy: Policy,
     conditions: Sequence[Condition],
-    ranks: Ranks,
+    group: Group,
     sync_errors: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Make sure that `policy.encode` finds its source videos encoded (collective call).
@@ -26,17 +26,17 @@ def share_encodings(
     Args:
         policy: whose encoders they are.
         conditions: of this rank in the coming round.
-        ranks: who takes part; those that share samples too.
+        group: who takes part; those that share samples too.
         sync_errors: entered while encoding, so that an error reaches all ranks before they exchange.
     """
-    if ranks.world_size == 1 or not isinstance(policy, SharesEncodings):
+    if group.size == 1 or not isinstance(policy, SharesEncodings):
         return
     with sync_errors():
         lacking = policy.lacking(conditions)
-    wanted = [json.loads(text) for text in ranks.gather_text(json.dumps(list(lacking)))]
+    wanted = [json.loads(text) for text in group.gather_text(json.dumps(list(lacking)))]
     owner = owners(wanted)
     if not owner:
         return
     with sync_errors():
-        own = {key: lacking[key]() for key, rank in owner.items() if rank == ranks.rank}
-    policy.learn(hand_out(own, owner, wanted, ranks))
+        own = {key: lacking[key]() for key, rank in owner.items() if rank == group.rank}
+    policy.learn(hand_out(own, owner, wanted, group))

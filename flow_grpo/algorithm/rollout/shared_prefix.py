@@ -16,7 +16,7 @@ from flow_grpo.algorithm.rollout.denoise import initial_noise, prefix, window_ro
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group
 from flow_grpo.runtime.ranks.sharing import hand_out, owners
 
 Batch = tuple[tuple[Condition, ...], Conditioning]
@@ -27,7 +27,7 @@ def shared_prefixes(
     batches: Sequence[Batch],
     gids: Sequence[Sequence[int]],
     sampling: SampleSettings,
-    ranks: Ranks,
+    group: Group,
     sync_errors: Callable[[], AbstractContextManager[None]],
 ) -> dict[int, Tensor]:
     """Return gid -> (C, F, H, W) latents before the window, of every group on this rank (collective call).
@@ -37,13 +37,13 @@ def shared_prefixes(
         batches: this rank's conditions and conditioning, each batch of one video size.
         gids: per rank, the groups of its samples in this round.
         sampling: rollout settings with initial noise that copies share; `sample.train_batch_size` rows share a call.
-        ranks: who takes part.
+        group: who takes part.
         sync_errors: entered while computing, so that an error reaches all ranks before they exchange.
     """
     owner = owners(gids, lambda gid: float(sampling.window_of(gid)[0]))
     place = {c.gid: (batch, row) for batch, (own, _) in enumerate(batches) for row, c in enumerate(own)}
     conditions = {gid: batches[batch][0][row] for gid, (batch, row) in place.items()}
-    mine = [gid for gid in owner if owner[gid] == ranks.rank]
+    mine = [gid for gid in owner if owner[gid] == group.rank]
     found: dict[int, Tensor] = {}
     with sync_errors():
         shapes = {gid: policy.latent_shape([condition]) for gid, condition in conditions.items()}
@@ -55,4 +55,4 @@ def shared_prefixes(
             steps = window_rows([sampling.window_of(gid) for gid in own], sampling.rollout)
             latents = prefix(policy, noise.to(conditioning.prompt_embeds.device), conditioning, steps, sampling.rollout)
             found |= dict(zip(own, latents, strict=True))
-    return found | hand_out(found, owner, gids, ranks)
+    return found | hand_out(found, owner, gids, group)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flow_grpo.maths.loss import LossTerms
 from flow_grpo.maths.percentiles import percentiles
-from flow_grpo.runtime.ranks.process_group import RankError, Ranks
+from flow_grpo.runtime.ranks.process_group import RankError, World
 
 SAME_NORM = 1e-3  # by which the norms of one averaged gradient may differ between devices
 
@@ -63,7 +63,7 @@ class UpdateStats:
         self.skipped += 1
 
 
-def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
+def gather_stats(stats: UpdateStats, world: World) -> dict[str, float]:
     """Return the `policy/` and `train/` metrics over all ranks (collective call).
 
     Ratios are per latent element (geometric mean over the elements of a sample). `approx_kl` estimates the KL of the
@@ -89,11 +89,11 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
         "loss": torch.stack(stats.losses).sum().item(),
         "drift": torch.cat(drift).max().item(),
     }
-    rows = ranks.all_gather(torch.tensor([list(local.values())], dtype=torch.float64))
+    rows = world.data.all_gather(torch.tensor([list(local.values())], dtype=torch.float64))
     by_name = dict(zip(local, rows.unbind(dim=1), strict=True))
     total = {name: float(column.sum()) for name, column in by_name.items()}
     norms = torch.stack(stats.norms)
-    ratios = _of_all_ranks(ratio, by_name["count"], ranks)
+    ratios = _of_all_ranks(ratio, by_name["count"], world)
     return metrics | {
         "policy/ratio_mean": total["ratio"] / total["count"],
         "policy/ratio_min": float(ratios.min()),
@@ -110,26 +110,26 @@ def gather_stats(stats: UpdateStats, ranks: Ranks) -> dict[str, float]:
     }
 
 
-def _of_all_ranks(values: Tensor, counts: Tensor, ranks: Ranks) -> Tensor:
+def _of_all_ranks(values: Tensor, counts: Tensor, world: World) -> Tensor:
     """Return the values of all ranks, of which each has (count,) of its own (collective call)."""
     padded = torch.cat([values, values.new_zeros(int(counts.max()) - len(values))])
-    rows = ranks.all_gather(padded[None])
+    rows = world.data.all_gather(padded[None])
     return torch.cat([row[: int(count)] for row, count in zip(rows, counts, strict=True)])
 
 
-def check_averaged(norms: Sequence[float], ranks: Ranks) -> None:
+def check_averaged(norms: Sequence[float], world: World) -> None:
     """Check that the latest gradient was averaged over the ranks: else their weights part without a word.
 
     Collective call.
 
     Args:
         norms: of this rank's gradients, the latest last.
-        ranks: who takes part.
+        world: who takes part.
 
     Raises:
         RankError: on every rank.
     """
-    latest = ranks.everyone.all_gather(torch.tensor(norms[-1:] or [0.0], dtype=torch.float64))
+    latest = world.all.all_gather(torch.tensor(norms[-1:] or [0.0], dtype=torch.float64))
     if float(latest.max()) > (1 + SAME_NORM) * float(latest.min()):
         raise RankError(
             f"the gradients are not averaged over the ranks, their norms are {latest.tolist()}: with gradients enabled "

@@ -19,7 +19,7 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.ranks.process_group import RankError, Ranks
+from flow_grpo.runtime.ranks.process_group import RankError, World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, take_step
 from flow_grpo.runtime.ranks.traffic import gradient_bytes
 from flow_grpo.settings.schema import TrainConfig
@@ -65,7 +65,7 @@ class Updater:
         objective: gives the loss.
         optimizer: over `policy.trained_parameters()`.
         settings: see `UpdateSettings`.
-        ranks: who takes part.
+        world: who takes part.
         after_step: called after every optimizer step, for example to update a moving average of the weights.
         on_pass: called after every pass over a micro-batch, for progress.
 
@@ -79,7 +79,7 @@ class Updater:
         objective: Objective,
         optimizer: torch.optim.Optimizer,
         settings: UpdateSettings,
-        ranks: Ranks,
+        world: World,
         *,
         after_step: Callable[[], None] = lambda: None,
         on_pass: Callable[[], None] = lambda: None,
@@ -93,7 +93,7 @@ class Updater:
         self.objective = objective
         self.optimizer = optimizer
         self.settings = settings
-        self.ranks = ranks
+        self.world = world
         self.after_step = after_step
         self.on_pass = on_pass
 
@@ -148,16 +148,16 @@ class Updater:
                 if total == 0:
                     stats.skip()
                     continue
-                scale = self.ranks.world_size / total
+                scale = self.world.data.size / total
                 problem = self._optimizer_step(batch, step, memory, history, scale=scale, stats=stats)
                 if problem:
                     history.bad_steps.append(problem)
                     self._skip(history.bad_steps)
-            metrics = gather_stats(stats, self.ranks)
+            metrics = gather_stats(stats, self.world)
             if probe:
                 drift = self.objective.drift(self._take(batch, plan.steps[0][0]), memories[0][0]).abs().max().cpu()
                 # Still exactly 0 after an update: nothing was learned.
-                metrics["policy/ratio_after_max_abs_log"] = float(self.ranks.all_gather(drift[None]).max())
+                metrics["policy/ratio_after_max_abs_log"] = float(self.world.data.all_gather(drift[None]).max())
         return metrics
 
     def learning_rates(self) -> dict[str, float]:
@@ -197,7 +197,7 @@ class Updater:
             assert part.weights is not None, "weights are computed before the update"
             weights[part.places] = part.weights
         local = torch.stack([weights[torch.cat(step)].cpu().double().sum() for step in plan.steps])
-        masses: list[float] = self.ranks.all_gather(local[None]).sum(dim=0).tolist()
+        masses: list[float] = self.world.data.all_gather(local[None]).sum(dim=0).tolist()
         return masses
 
     def _optimizer_step(
@@ -223,7 +223,7 @@ class Updater:
                     assert micro.weights is not None
                     weight = micro.weights.to(loss.terms.per_sample, non_blocking=True) * (scale / passes)
                     backward((loss.terms.per_sample * weight).sum() * loss.scale)
-                stats.add(loss.terms, weight / self.ranks.world_size, loss.drift if before_any_update else None)
+                stats.add(loss.terms, weight / self.world.data.size, loss.drift if before_any_update else None)
                 replayed.append((number, micro.keys[:, 0]))
                 self.on_pass()
         self._count_sent(len(replayed))
@@ -245,8 +245,8 @@ class Updater:
     def _count_sent(self, passes: int) -> None:
         """Count the bytes of an optimizer step's gradients."""
         trained = sum(parameter.numel() for parameter in self.policy.trained_parameters())
-        sharding, world = self.settings.train.sharding, self.ranks.everyone.world_size
-        self.ranks.sent["gradients"] += int(gradient_bytes(sharding, trained, world, passes=passes, steps=1))
+        sharding, world = self.settings.train.sharding, self.world.all.size
+        self.world.sent["gradients"] += int(gradient_bytes(sharding, trained, world, passes=passes, steps=1))
 
     def _skip(self, bad_steps: Sequence[str]) -> None:
         """Drop the gradients of a step that is not finite; raise after more than `train.max_bad_steps` in a row."""
@@ -270,7 +270,7 @@ class Updater:
             ]
             number, bad = next((number, bad) for number, bad in found if len(bad))
             found_here = f"log-ratio is not finite in pass {number} of gids {bad.tolist()}"
-        texts = self.ranks.gather_text(found_here)
+        texts = self.world.data.gather_text(found_here)
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 

@@ -17,7 +17,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.run.run_state import Average
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import Config
 
 
@@ -27,7 +27,7 @@ class DoctorContext:
 
     Attributes:
         config: the recipe.
-        ranks: this rank and its peers.
+        world: this rank and its peers.
         device: of this rank.
         run_folder: where checkpoints would be written; it may not exist.
         policy: the model being trained.
@@ -44,7 +44,7 @@ class DoctorContext:
     """
 
     config: Config
-    ranks: Ranks
+    world: World
     device: torch.device
     run_folder: Path
     policy: Policy

@@ -82,18 +82,18 @@ def examine(context: DoctorContext, batch_sizes: Iterable[int] = ()) -> list[Fin
     """
     found = [*examine_machine(context), *examine_schedule(context), *examine_weights(context)]
     found.append(checks.check_guidance(training_guidance(context.config), eval_guidance(context.config)))
-    findings = merge_over_ranks(found, context.ranks)
+    findings = merge_over_ranks(found, context.world)
     if not can_sample(findings):
         return findings
     way_out = "training itself would stop here: fix what the message names"
-    with errors_as_finding("rollout", findings, context.ranks, way_out):
+    with errors_as_finding("rollout", findings, context.world, way_out):
         probe = roll_out_probe(context)
         if context.grpo is None:
             findings += examine_matching(context, probe)
         else:
             findings += examine_probe(context, context.grpo, probe, batch_sizes)
         findings.append(examine_noise(context, probe))
-    return merge_over_ranks(findings, context.ranks)
+    return merge_over_ranks(findings, context.world)
 
 
 def can_sample(findings: Sequence[Finding]) -> bool:
@@ -126,7 +126,7 @@ def equal_weights(context: DoctorContext, name: str, what: str) -> Finding:
     if is_sharded(module):
         return finding(name, "sharded: every rank holds another part")
     weights = digest(trained_parameters(module).values())
-    return equal_on_ranks(name, weights, what, context.ranks, NOT_AVERAGED)
+    return equal_on_ranks(name, weights, what, context.world, NOT_AVERAGED)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -143,7 +143,7 @@ def examine_matching(context: DoctorContext, probe: Samples) -> list[Finding]:
     rows = probe.rows(slice(0, context.config.train.batch_size))
     micro = dataclasses.replace(rows, advantages=torch.ones(len(rows)), weights=torch.ones(len(rows)))
     memory: Any = {}
-    with context.ranks.sync_errors("the loss"), torch.no_grad():
+    with context.world.sync_errors("the loss"), torch.no_grad():
         first, again = (context.objective.loss(micro, memory, 0) for _ in range(2))
     ratios = torch.stack([first.drift, again.drift], dim=1)
     clip_range = context.config.train.clip_range
@@ -158,18 +158,18 @@ def examine_probe(
     Raises:
         RuntimeError: on every rank, if it cannot be replayed on any.
     """
-    train, ranks, full = context.config.train, context.ranks, len(probe)
+    train, world, full = context.config.train, context.world, len(probe)
     rows = sorted({train.batch_size, full, *(n for n in batch_sizes if n <= full)})
-    with ranks.sync_errors("the replay"):
+    with world.sync_errors("the replay"):
         replays = {n: replay(objective, probe, n) for n in rows}
         by_grad_mode = grad_mode_gap(objective, probe, replays[train.batch_size].log_ratios)
     gaps = {n: _largest(found.log_ratios) for n, found in replays.items()}
     bound = checks.ratio_bound(train.clip_range, exact=context.bit_exact)
-    worst = ranks.all_gather(torch.tensor([[gaps[full], _largest(by_grad_mode)]])).amax(dim=0)
+    worst = world.data.all_gather(torch.tensor([[gaps[full], _largest(by_grad_mode)]])).amax(dim=0)
     layer = ""
     # Decided by the worst rank: with sharded weights the calls below are collective.
     if not (worst <= bound).all():
-        with ranks.sync_errors("the comparison of layers"):
+        with world.sync_errors("the comparison of layers"):
             compare = layer_differing_by_grad_mode if worst[0] <= bound else layer_differing_from_rollout
             layer = compare(context, objective, probe)
     log_ratios = torch.cat([replays[full].log_ratios, by_grad_mode])
@@ -188,7 +188,7 @@ def _largest(values: Tensor) -> float:
 def examine_noise(context: DoctorContext, probe: Samples) -> Finding:
     """Check that samples of all ranks have their own noise; collective call: every rank must call it."""
     own = [[gid, slot, *ids] for (gid, slot, _), ids in zip(probe.keys.tolist(), probe.noise_ids.tolist(), strict=True)]
-    rows = [row for text in context.ranks.gather_text(json.dumps(own)) for row in json.loads(text)]
+    rows = [row for text in context.world.data.gather_text(json.dumps(own)) for row in json.loads(text)]
     return checks.check_noise(
         [row[0] for row in rows],
         [row[1] for row in rows],

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from flow_grpo.runtime.ranks.process_group import RankError, Ranks
+from flow_grpo.runtime.ranks.process_group import RankError, World
 
 STATUSES = ("ok", "warn", "fail")  # by severity
 
@@ -35,25 +35,25 @@ def finding(name: str, measured: str, *, fail: str = "", warn: str = "") -> Find
     return Finding(name, status, measured, fail or warn)
 
 
-def equal_on_ranks(name: str, value: str, what: str, ranks: Ranks, way_out: str) -> Finding:
+def equal_on_ranks(name: str, value: str, what: str, world: World, way_out: str) -> Finding:
     """Check that every rank passes the same value; collective call: every rank must call it.
 
     Args:
         name: of the check.
         value: this rank's, such as a hash.
         what: the value is of, in the plural.
-        ranks: this rank and its peers.
+        world: this rank and its peers.
         way_out: of ranks that differ.
     """
-    values = ranks.gather_text(value)
+    values = world.all.gather_text(value)
     kinds = len(set(values))
     said = f"{what} identical" if kinds == 1 else f"{what} in {kinds} versions"
     return finding(name, f"{said} on {len(values)} rank(s)", fail="" if kinds == 1 else way_out)
 
 
-def merge_over_ranks(findings: Sequence[Finding], ranks: Ranks) -> list[Finding]:
+def merge_over_ranks(findings: Sequence[Finding], world: World) -> list[Finding]:
     """Return the most severe finding of any rank per check; collective call: every rank must call it."""
-    texts = ranks.gather_text(json.dumps([dataclasses.astuple(found) for found in findings]))
+    texts = world.all.gather_text(json.dumps([dataclasses.astuple(found) for found in findings]))
     merged: dict[str, Finding] = {}
     for rank, text in enumerate(texts):
         for found in (Finding(*row) for row in json.loads(text)):
@@ -66,21 +66,21 @@ def merge_over_ranks(findings: Sequence[Finding], ranks: Ranks) -> list[Finding]
 
 
 @contextlib.contextmanager
-def errors_as_finding(name: str, findings: list[Finding], ranks: Ranks, way_out: str) -> Iterator[None]:
-    """Inside, an error that is raised on all ranks, as by `Ranks.sync_errors`, becomes a failed check.
+def errors_as_finding(name: str, findings: list[Finding], world: World, way_out: str) -> Iterator[None]:
+    """Inside, an error that is raised on all ranks, as by `World.sync_errors`, becomes a failed check.
 
     With several ranks any other error is raised: the peers are waiting in a collective call.
 
     Args:
         name: of the check.
         findings: the failed check is appended to them.
-        ranks: this rank and its peers.
+        world: this rank and its peers.
         way_out: of the failed check.
     """
     try:
         yield
     except (RuntimeError, ValueError, AssertionError) as error:
-        if ranks.world_size > 1 and not isinstance(error, RankError | ValueError):
+        if world.all.size > 1 and not isinstance(error, RankError | ValueError):
             raise
         findings.append(finding(name, " ".join(str(error).split()), fail=way_out))
 

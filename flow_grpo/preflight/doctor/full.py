@@ -61,19 +61,19 @@ def examine_fully(
         updates_per_epoch: of the recipe.
         findings: receives this rank's findings as they are made, for a caller that prints them after an error.
     """
-    ranks = context.ranks
+    world = context.world
     findings = [] if findings is None else findings
     findings += examine(context, BATCH_SIZES)
-    with errors_as_finding("rewards", findings, ranks, "see the message; rewards are measured as in training"):
+    with errors_as_finding("rewards", findings, world, "see the message; rewards are measured as in training"):
         findings += examine_rewards(context)
     if can_sample(findings):
-        with errors_as_finding("signal", findings, ranks, "see the message; groups are sampled as in training"):
+        with errors_as_finding("signal", findings, world, "see the message; groups are sampled as in training"):
             findings.append(examine_signal(context))
     if can_sample(findings):
         way_out = "training itself would stop here: fix what the message names"
-        with restored_afterwards(context), errors_as_finding("epoch", findings, ranks, way_out):
+        with restored_afterwards(context), errors_as_finding("epoch", findings, world, way_out):
             findings += examine_epoch(context, updates_per_epoch)
-    return merge_over_ranks(findings, ranks)
+    return merge_over_ranks(findings, world)
 
 
 def examine_epoch(context: DoctorContext, updates_per_epoch: int) -> list[Finding]:
@@ -112,11 +112,11 @@ def sample_groups(context: DoctorContext) -> tuple[Finding, TrainingBatch]:
     """Sample an epoch; return the finding on its groups, and the update's batch with alternating advantages."""
     batch, flat = context.sample_epoch()  # raises where groups are incomplete
     said = (
-        f"{len(batch) * context.ranks.world_size // context.config.sample.k} groups of {context.config.sample.k} copies"
+        f"{len(batch) * context.world.data.size // context.config.sample.k} groups of {context.config.sample.k} copies"
     )
     way_out = "copies score the same: raise sample.noise_level or sample.k, or check the rewards' noise floors"
     found = finding("groups", f"{said}, {flat:.0%} of them flat", warn=way_out if flat == 1 else "")
-    return found, with_signs(batch, context.ranks.rank)
+    return found, with_signs(batch, context.world.data.rank)
 
 
 def with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
@@ -184,9 +184,9 @@ def log_ratio_of_one_update(context: DoctorContext) -> float:
         probe = roll_out_probe(context)
         before = replay(objective, probe, train.batch_size)
         batch, _ = context.sample_epoch()
-        update(context.updater, with_signs(batch, context.ranks.rank), 0)
+        update(context.updater, with_signs(batch, context.world.data.rank), 0)
         moved = replay(objective, probe, train.batch_size).log_ratios - before.log_ratios
-    return float(context.ranks.all_gather(moved.square().mean().cpu()[None]).mean().sqrt())
+    return float(context.world.data.all_gather(moved.square().mean().cpu()[None]).mean().sqrt())
 
 
 def guard_log_ratios(before: Replay, after: Replay) -> Tensor:
@@ -208,7 +208,7 @@ def examine_transport(context: DoctorContext, batch: TrainingBatch, probe: Repla
     """
     exact = context.bit_exact and context.updater.plan(batch, 0).as_rolled_out
     probe_gap = (probe.log_ratios.cpu() / probe.units).abs().max()
-    worst = float(context.ranks.all_gather(probe_gap[None]).max())
+    worst = float(context.world.data.all_gather(probe_gap[None]).max())
     clip_range = context.config.train.clip_range / float(probe.units.max())
     return [
         checks.check_ratio_in_update(gap, worst, clip_range, exact=exact),
@@ -218,18 +218,18 @@ def examine_transport(context: DoctorContext, batch: TrainingBatch, probe: Repla
 
 def examine_gradients(context: DoctorContext, gradients: GradientLog) -> list[Finding]:
     """Check gradients and weights after the updates; collective call: every rank must call it."""
-    module, ranks = context.policy.module, context.ranks
+    module, world = context.policy.module, context.world
     findings = [equal_weights(context, "weights_after_update", "trained weights after two updates")]
     if not is_sharded(module):
         digests = " ".join(gradients.digests)
-        findings.append(equal_on_ranks("gradient_sync", digests, "averaged gradients", ranks, NOT_AVERAGED))
+        findings.append(equal_on_ranks("gradient_sync", digests, "averaged gradients", world, NOT_AVERAGED))
     # The largest norm of any rank: of a small weight in shards some ranks hold nothing.
-    peers = [json.loads(text) for text in ranks.gather_text(json.dumps(gradients.norms))]
+    peers = [json.loads(text) for text in world.data.gather_text(json.dumps(gradients.norms))]
     norms = [
         {name: max(rank[number][name] for rank in peers) for name in own} for number, own in enumerate(gradients.norms)
     ]
     findings.append(checks.check_gradient_coverage(context.config.model.trained, norms))
-    present, below = ranks.all_gather(torch.tensor([gradients.counts[-1]])).sum(dim=0).tolist()
+    present, below = world.data.all_gather(torch.tensor([gradients.counts[-1]])).sum(dim=0).tolist()
     return [*findings, checks.check_gradient_size(below, present, context.config.train.adam_eps)]
 
 

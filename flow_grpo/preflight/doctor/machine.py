@@ -22,7 +22,7 @@ from flow_grpo.preflight.doctor.probe import planned_keys
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import LOCK
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import Config
 
 GIB = 1024**3
@@ -35,7 +35,7 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # their version
 
 def examine_machine(context: DoctorContext) -> list[Finding]:
     """Return the findings of this module; collective call: every rank must call it."""
-    config, device, ranks = context.config, context.device, context.ranks.everyone
+    config, device, world = context.config, context.device, context.world
     copies = 3 + (context.ema is not None)  # weights, two moments, EMA
     weights = sum(parameter.numel() for parameter in trained_parameters(context.policy.module).values())
     pixels = sum(math.prod(context.data.size_of(index)) for *_, index in planned_keys(context))
@@ -44,10 +44,10 @@ def examine_machine(context: DoctorContext) -> list[Finding]:
     return [
         check_disk(context.run_folder, 4 * copies * weights, config.checkpoint.keep + bool(config.checkpoint.best)),
         check_shared_memory(batch_bytes, config.data.num_workers, local_ranks),
-        check_versions(ranks),
-        check_device(device, config, ranks),
-        check_backends(device, ranks, gathers_bytes=config.train.sharding == "fsdp2"),
-        check_run_folder(context.run_folder, ranks),
+        check_versions(world),
+        check_device(device, config, world),
+        check_backends(device, world, gathers_bytes=config.train.sharding == "fsdp2"),
+        check_run_folder(context.run_folder, world),
     ]
 
 
@@ -88,13 +88,13 @@ def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place:
     return finding("shared_memory", said, fail=way_out if free < needed else "")
 
 
-def check_versions(ranks: Ranks) -> Finding:
+def check_versions(world: World) -> Finding:
     """Check that torch and the vendor's package fit, and that versions are identical on every rank; collective call."""
     versions = {name: _version(name) for name in device_api.packages()}
     wrong = mismatched(versions)
     versions |= {name: _version(name) for name in LIBRARIES}
     said = ", ".join(f"{name} {number}" for name, number in versions.items())
-    same = equal_on_ranks("versions", said, said, ranks, "give every node the same environment")
+    same = equal_on_ranks("versions", said, said, world, "give every node the same environment")
     if wrong:
         return finding("versions", said, fail=f"{wrong}: install the pair that requirements-npu.txt names")
     return same
@@ -107,10 +107,10 @@ def mismatched(versions: Mapping[str, str]) -> str:
     return "" if len(releases) == 1 else " with ".join(f"{name} {number}" for name, number in versions.items())
 
 
-def check_device(device: torch.device, config: Config, ranks: Ranks) -> Finding:
+def check_device(device: torch.device, config: Config, world: World) -> Finding:
     """Check that the device supports the model's dtype and belongs to one rank alone; collective call."""
     here = f"{device_api.physical(device)} of {socket.gethostname()}"
-    users = ranks.gather_text(here).count(here)
+    users = world.all.gather_text(here).count(here)
     fail = ""
     if device.type != "cpu" and users > 1:
         fail = f"{users} ranks share {here}, {device_api.visibility(device.type)}: start as many ranks as there are "
@@ -125,70 +125,70 @@ def check_device(device: torch.device, config: Config, ranks: Ranks) -> Finding:
     return finding("device", device_api.describe(device, config.device), fail=fail, warn=warn)
 
 
-def check_backends(device: torch.device, ranks: Ranks, *, gathers_bytes: bool = False) -> Finding:
+def check_backends(device: torch.device, world: World, *, gathers_bytes: bool = False) -> Finding:
     """Check both process groups by a collective over each; collective call: every rank must call it.
 
     Args:
         device: of this rank.
-        ranks: this rank and its peers.
+        world: this rank and its peers.
         gathers_bytes: also gather uint8 on the device, as FSDP2 does with weights of two dtypes.
     """
-    if ranks.control_group is None:
+    if world.all.gloo is None:
         return finding("backends", "one process, no process group")
-    heard: Sequence[int] = ranks.all_gather(torch.tensor([ranks.rank])).tolist()
-    said = f"{ranks.world_size} ranks, control over gloo"
-    wrong = [] if list(heard) == list(range(ranks.world_size)) else [f"ranks answer as {heard}"]
+    heard: Sequence[int] = world.all.all_gather(torch.tensor([world.all.rank])).tolist()
+    said = f"{world.all.size} ranks, control over gloo"
+    wrong = [] if list(heard) == list(range(world.all.size)) else [f"ranks answer as {heard}"]
     if dist.is_initialized():
         said = f"{dist.get_backend_config()} over {said}"
         places = dict.fromkeys((torch.device("cpu"), device))
-        wrong += [fault for place in places if (fault := _all_reduce_fault(place, ranks))]
-        if gathers_bytes and (fault := _gather_fault(device, ranks)):
+        wrong += [fault for place in places if (fault := _all_reduce_fault(place, world))]
+        if gathers_bytes and (fault := _gather_fault(device, world)):
             wrong.append(fault)
     return finding("backends", said, fail=f"{'; '.join(wrong)}: check RANK and MASTER_ADDR" if wrong else "")
 
 
-def _all_reduce_fault(place: torch.device, ranks: Ranks) -> str:
+def _all_reduce_fault(place: torch.device, world: World) -> str:
     """Return what is wrong with an all-reduce over the default group, which averages gradients, or ""."""
-    total = torch.full((1,), ranks.rank + 1.0, device=place)
-    wanted = ranks.world_size * (ranks.world_size + 1) / 2
+    total = torch.full((1,), world.all.rank + 1.0, device=place)
+    wanted = world.all.size * (world.all.size + 1) / 2
     try:
-        with ranks.waiting_for_peers():
+        with world.all.waiting_for_peers():
             dist.all_reduce(total)
     except RuntimeError as error:
         return f"no all-reduce on {place}: {' '.join(str(error).split())}"
     return "" if total.item() == wanted else f"an all-reduce on {place} gives {total.item():g} instead of {wanted:g}"
 
 
-def _gather_fault(place: torch.device, ranks: Ranks) -> str:
+def _gather_fault(place: torch.device, world: World) -> str:
     """Return what is wrong with gathering uint8 over the default group, or ""."""
-    own = torch.full((1,), ranks.rank % 256, dtype=torch.uint8, device=place)
-    gathered = own.new_empty(ranks.world_size)
+    own = torch.full((1,), world.all.rank % 256, dtype=torch.uint8, device=place)
+    gathered = own.new_empty(world.all.size)
     try:
-        with ranks.waiting_for_peers():
+        with world.all.waiting_for_peers():
             dist.all_gather_into_tensor(gathered, own)
     except RuntimeError as error:
         return f"no all-gather of uint8 on {place}, which train.sharding='fsdp2' needs: {' '.join(str(error).split())}"
-    heard, wanted = gathered.tolist(), [rank % 256 for rank in range(ranks.world_size)]
+    heard, wanted = gathered.tolist(), [rank % 256 for rank in range(world.all.size)]
     return "" if heard == wanted else f"an all-gather of uint8 on {place} gives {heard} instead of {wanted}"
 
 
-def check_run_folder(folder: Path, ranks: Ranks, timeout_s: float = CACHED_S) -> Finding:
+def check_run_folder(folder: Path, world: World, timeout_s: float = CACHED_S) -> Finding:
     """Check that every rank sees the files that rank 0 writes, by its lock file, which differs from start to start.
 
     Collective call: every rank must call it.
 
     Args:
         folder: of the run.
-        ranks: this rank and its peers.
+        world: this rank and its peers.
         timeout_s: how long a shared file system may take to show a new file.
     """
-    wanted = ranks.broadcast_text(_text(folder / LOCK))
+    wanted = world.broadcast_text(_text(folder / LOCK))
     if not wanted:
         return finding("run_folder", f"not checked: rank 0 has no {LOCK} in {folder}")
     deadline = time.monotonic() + timeout_s
     while not (seen := _text(folder / LOCK) == wanted) and time.monotonic() < deadline:
         time.sleep(min(1.0, timeout_s))
-    said = f"rank 0's lock file {LOCK} in {folder} is {'seen' if seen else 'not seen'} by {ranks.world_size} rank(s)"
+    said = f"rank 0's lock file {LOCK} in {folder} is {'seen' if seen else 'not seen'} by {world.all.size} rank(s)"
     way_out = "ranks write to different folders: put output_root on a file system that all nodes share"
     return finding("run_folder", said, fail="" if seen else way_out)
 

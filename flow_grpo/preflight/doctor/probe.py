@@ -62,10 +62,10 @@ def roll_out_probe(context: DoctorContext) -> Samples:
     Raises:
         RuntimeError: on every rank, if any failed.
     """
-    with context.ranks.sync_errors("loading"):
+    with context.world.sync_errors("loading"):
         conditions = planned_conditions(context)
         conditioning = context.policy.encode(conditions)
-    with context.ranks.sync_errors("the rollout"):
+    with context.world.sync_errors("the rollout"):
         windows = context.sampling.windows(conditions)
         samples = rollout(context.policy, conditions, conditioning, windows, truncated_rollout(context))
         if not torch.isfinite(samples.final_latents).all():

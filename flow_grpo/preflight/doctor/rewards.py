@@ -51,8 +51,8 @@ def examine_rewards(context: DoctorContext) -> list[Finding]:
     Raises:
         RuntimeError: on every rank, if rank 0 failed.
     """
-    with context.ranks.sync_errors("the rewards"):
-        if not context.ranks.is_main:
+    with context.world.sync_errors("the rewards"):
+        if not context.world.is_main:
             return []
         shown = _conditions_with_true_view(context)
         if not shown:

@@ -71,7 +71,7 @@ def examine_schedule(context: DoctorContext) -> list[Finding]:
             "window_on_ranks",
             str(windows),
             f"stochastic steps of {GROUPS} groups, first {windows[0]},",
-            context.ranks,
+            context.world,
             "draw them from (seed, gid) only: the copies of a group must share them",
         ),
     ]

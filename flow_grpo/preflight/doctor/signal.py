@@ -23,7 +23,7 @@ def examine_signal(context: DoctorContext) -> Finding:
         return finding("signal", "train.objective='forward' learns from whole samples: all of the spread counts")
     shared = context.config.sample.same_initial_noise
     spreads = measure_spread(
-        context.policy, context.data, context.rewards, context.sampling, context.ranks, groups=GROUPS, own=not shared
+        context.policy, context.data, context.rewards, context.sampling, context.world, groups=GROUPS, own=not shared
     )
     weights = largest_weights(context.config)
     used = {name: spread for name, spread in spreads.items() if weights.get(name)}

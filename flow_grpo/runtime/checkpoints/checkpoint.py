@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.runtime.checkpoints import state_files
-from flow_grpo.runtime.ranks.process_group import InputError, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, World
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the files; raise it when older programs would misread them. Absent in the first checkpoints.
@@ -71,24 +71,23 @@ def identity_of(path: Path) -> dict[str, str]:
     return found
 
 
-def load(path: Path, *, identity: Mapping[str, str], ranks: Ranks) -> Checkpoint:
+def load(path: Path, *, identity: Mapping[str, str], world: World) -> Checkpoint:
     """Verify and read a checkpoint. Collective call: every rank must call it.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, or its identity differs (every differing field is named).
     """
-    ranks = ranks.everyone
-    if problem := shared_damage(path, ranks):
+    if problem := shared_damage(path, world):
         raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint or use resume='auto'")
     manifest = read_manifest(path)
-    _compare_identity(path, manifest["identity"], identity, ranks)
-    own = path / f"rank_{ranks.rank}"
+    _compare_identity(path, manifest["identity"], identity, world)
+    own = path / f"rank_{world.all.rank}"
     return Checkpoint(
         path=path,
         step=manifest["step"],
         world_size=manifest["world_size"],
         state=state_files.read(path / "state"),
-        per_rank=state_files.read(own) if ranks.rank < manifest["world_size"] else None,
+        per_rank=state_files.read(own) if world.all.rank < manifest["world_size"] else None,
     )
 
 
@@ -135,12 +134,12 @@ def damage(path: Path) -> str:
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
 
 
-def shared_damage(path: Path, ranks: Ranks) -> str:
+def shared_damage(path: Path, world: World) -> str:
     """Return `damage` as rank 0 finds it; InputError on every rank. Collective call."""
     problem = ""
-    with ranks.sync_errors("looking for a checkpoint"):
-        problem = damage(path) if ranks.is_main else ""
-    return ranks.broadcast_text(problem)
+    with world.sync_errors("looking for a checkpoint"):
+        problem = damage(path) if world.is_main else ""
+    return world.broadcast_text(problem)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -204,9 +203,9 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str], ranks: Ranks) -> None:
+def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str], world: World) -> None:
     saved, current = dict(saved), dict(current)
-    if saved.pop(FILES, None) != current.pop(FILES, None) and ranks.is_main:
+    if saved.pop(FILES, None) != current.pop(FILES, None) and world.is_main:
         _log.warning("%s was saved with data files of other sizes: the run resumes, assuming a repair", path)
     differences = []
     for field in sorted({*saved, *current}):

@@ -18,14 +18,14 @@ from flow_grpo.runtime.checkpoints.checkpoint import (
     shared_damage,
     step_of,
 )
-from flow_grpo.runtime.ranks.process_group import InputError, Ranks
+from flow_grpo.runtime.ranks.process_group import InputError, World
 
 GIVEN_UP = "given_up_"  # prefix of checkpoints later than the one a run went back to
 SUMMARY = "summary.json"  # its existence marks a run as complete
 _log = logging.getLogger(__name__)
 
 
-def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
+def find(resume: str, folder: Path, *, world: World) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start; call `commit` once it is loaded.
 
     Collective call, otherwise like `resolve`. After a restart by the launcher (`torchrun --max-restarts`), a run that
@@ -34,10 +34,10 @@ def find(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
     Raises:
         ValueError: on every rank, as `resolve`.
     """
-    remove_stale(folder, ranks=ranks)
-    if ranks.restarted and (path := latest(folder, ranks=ranks)):
+    remove_stale(folder, world=world)
+    if world.restarted and (path := latest(folder, world=world)):
         return path
-    return resolve(resume, folder, ranks=ranks)
+    return resolve(resume, folder, world=world)
 
 
 def is_own(path: Path, folder: Path) -> bool:
@@ -45,7 +45,7 @@ def is_own(path: Path, folder: Path) -> bool:
     return path.resolve().parent == folder.resolve()
 
 
-def commit(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> bool:
+def commit(resume: str, path: Path | None, folder: Path, *, world: World) -> bool:
     """Make the resume permanent once the checkpoint that `find` returned is loaded. Collective call.
 
     If the run goes back to an earlier checkpoint, the later ones are archived: a restart before the next save must not
@@ -57,16 +57,16 @@ def commit(resume: str, path: Path | None, folder: Path, *, ranks: Ranks) -> boo
     Raises:
         RuntimeError: on every rank, if a folder cannot be renamed.
     """
-    ranks.raise_if_any_failed(None, "restoring")  # barrier: another rank may still be reading
-    with ranks.sync_errors("giving up later checkpoints"):
+    world.raise_if_any_failed(None, "restoring")  # barrier: another rank may still be reading
+    with world.sync_errors("giving up later checkpoints"):
         own = path is not None and is_own(path, folder)
-        if ranks.is_main and path is not None and own and resume not in ("", "auto") and path == Path(resume).resolve():
+        if world.is_main and path is not None and own and resume not in ("", "auto") and path == Path(resume).resolve():
             _go_back(path, path.parent)
-    ranks.mark_started()
+    world.mark_started()
     return own
 
 
-def latest(folder: Path, *, ranks: Ranks) -> Path | None:
+def latest(folder: Path, *, world: World) -> Path | None:
     """Return the valid checkpoint of the highest step, or None if there are none; warn about damaged ones.
 
     Collective call; rank 0 reads.
@@ -75,8 +75,8 @@ def latest(folder: Path, *, ranks: Ranks) -> Path | None:
         InputError: on every rank, if all checkpoints are damaged: a fresh start would remove them.
     """
     found, problems = "", []
-    with ranks.sync_errors("looking for a checkpoint"):
-        for path in reversed(published(folder)) if ranks.is_main else ():
+    with world.sync_errors("looking for a checkpoint"):
+        for path in reversed(published(folder)) if world.is_main else ():
             if not (problem := damage(path)):
                 found = path.name
                 break
@@ -87,11 +87,11 @@ def latest(folder: Path, *, ranks: Ranks) -> Path | None:
                 f"{folder} holds no checkpoint that is whole ({'; '.join(problems)}); mend what is named, or start "
                 "afresh under another run_name"
             )
-    found = ranks.broadcast_text(found)
+    found = world.broadcast_text(found)
     return folder / found if found else None
 
 
-def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
+def resolve(resume: str, folder: Path, *, world: World) -> Path | None:
     """Return the checkpoint that a setting names, or None for a fresh start. Collective call.
 
     "" is a fresh start, "auto" takes the latest valid checkpoint in the run's `folder` if there is one, anything else
@@ -102,29 +102,29 @@ def resolve(resume: str, folder: Path, *, ranks: Ranks) -> Path | None:
             replace the run's checkpoints or, where it is complete and they are gone, empty its metrics.
     """
     if resume == "auto":
-        path = latest(folder, ranks=ranks)
+        path = latest(folder, world=world)
         if path is None:
-            _refuse_complete(folder, ranks)
+            _refuse_complete(folder, world)
         return path
     given = Path(os.path.realpath(resume))  # Path.resolve raises at a link to itself
-    if resume and (problem := shared_damage(given, ranks)):
+    if resume and (problem := shared_damage(given, world)):
         raise ValueError(
             f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as {path_of(folder, 10)} or "
             "'auto'"
         )
     foreign = not resume or given.parent != folder.resolve()
-    existing = ranks.broadcast_text(", ".join(path.name for path in published(folder)) if foreign else "")
+    existing = world.broadcast_text(", ".join(path.name for path in published(folder)) if foreign else "")
     if existing:
         raise ValueError(f"{folder} already holds {existing}; use resume='auto' to go on or another run_name")
     if foreign:
-        _refuse_complete(folder, ranks)
+        _refuse_complete(folder, world)
     return given if resume else None
 
 
-def _refuse_complete(folder: Path, ranks: Ranks) -> None:
+def _refuse_complete(folder: Path, world: World) -> None:
     """Raise ValueError on every rank if the run with this folder of checkpoints is complete. Collective call."""
     summary = folder.parent / SUMMARY
-    if ranks.broadcast_text("it is there" if summary.exists() else ""):
+    if world.broadcast_text("it is there" if summary.exists() else ""):
         raise ValueError(
             f"{summary} says that this run is complete, and {folder} holds no checkpoint to go on from: a start under "
             "its name would empty its metrics; use another run_name"
@@ -142,7 +142,7 @@ def _go_back(given: Path, folder: Path) -> None:
         os.rename(given, place)
 
 
-def remove_stale(folder: Path, *, ranks: Ranks) -> None:
+def remove_stale(folder: Path, *, world: World) -> None:
     """Remove temporary folders of killed processes. Collective call, once at start.
 
     A temporary checkpoint that is complete, and whose final name is free, is published instead: it may be the only one.
@@ -150,12 +150,12 @@ def remove_stale(folder: Path, *, ranks: Ranks) -> None:
     Raises:
         RuntimeError: on every rank, if a folder cannot be read or renamed.
     """
-    with ranks.sync_errors("removing stale checkpoints"):
-        for path in sorted(folder.glob(f"checkpoint_*{TEMPORARY}*")) if ranks.is_main else ():
+    with world.sync_errors("removing stale checkpoints"):
+        for path in sorted(folder.glob(f"checkpoint_*{TEMPORARY}*")) if world.is_main else ():
             final = path.with_name(path.name.partition(TEMPORARY)[0])
             if final.exists() or damage(path):
                 remove(path)
             else:
                 os.rename(path, final)
-        for path in folder.glob(f"checkpoint_*{REMOVED}*") if ranks.is_main else ():
+        for path in folder.glob(f"checkpoint_*{REMOVED}*") if world.is_main else ():
             remove(path)

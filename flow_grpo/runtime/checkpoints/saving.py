@@ -40,7 +40,7 @@ from flow_grpo.runtime.checkpoints.checkpoint import (
     sha256,
     step_of,
 )
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 _log = logging.getLogger(__name__)
 LOOK_S = 0.05  # between two looks for the notes of other ranks
@@ -52,7 +52,7 @@ class Saving:
 
     Attributes:
         path: of the folder, once it is published.
-        ranks: of the run.
+        world: of the run.
         partial: the folder that is written.
         written: done when this rank's files are.
         published: on rank 0, done when the checkpoint is published.
@@ -60,7 +60,7 @@ class Saving:
     """
 
     path: Path
-    ranks: Ranks
+    world: World
     partial: Path
     written: Future[None]
     published: Future[None]
@@ -73,13 +73,13 @@ class Saving:
             RuntimeError: on every rank, if any failed; nothing is published then.
         """
         try:
-            with self.ranks.sync_errors("saving a checkpoint (files)"):
+            with self.world.sync_errors("saving a checkpoint (files)"):
                 self.written.result()
-            with self.ranks.sync_errors("saving a checkpoint (publishing)"):
+            with self.world.sync_errors("saving a checkpoint (publishing)"):
                 self.published.result()
         except BaseException:
             self.given_up.set()
-            if self.ranks.is_main:  # the error was synchronised: no rank is still writing
+            if self.world.is_main:  # the error was synchronised: no rank is still writing
                 with contextlib.suppress(Exception):
                     self.published.result()
                 shutil.rmtree(self.partial, ignore_errors=True)
@@ -89,12 +89,12 @@ class Saving:
     def linger(self, seconds: float) -> None:
         """Wait for the publication, so long at most, without a word to the other ranks: they may have failed."""
         end = time.monotonic() + seconds
-        if self.ranks.is_main and not self.published.done():
+        if self.world.is_main and not self.published.done():
             _log.warning("waiting %.0f s at most until %s is written", seconds, self.path.name)
         wait([self.written], seconds)
         if not self.written.done() or self.written.exception() is not None:
             return
-        if self.ranks.is_main:
+        if self.world.is_main:
             wait([self.published], max(0.0, end - time.monotonic()))
             if self.published.done() and (error := self.published.exception()):
                 _log.warning("%s is not published: %s", self.path.name, error)
@@ -110,7 +110,7 @@ def begin(
     state: Mapping[str, Any],
     per_rank: Mapping[str, Any],
     identity: Mapping[str, str],
-    ranks: Ranks,
+    world: World,
     keep: int,
     score: float | None = None,
 ) -> Saving:
@@ -125,7 +125,7 @@ def begin(
         state: shared by all ranks, read on rank 0 only; nested as `state_files.flatten` describes.
         per_rank: this rank's own state, such as random states; nested likewise.
         identity: names the model, data and configuration that the checkpoint belongs to; compared by `checkpoint.load`.
-        ranks: of the run.
+        world: of the run.
         keep: number of checkpoints to keep, at least 1.
         score: of this checkpoint, higher is better; None if it was not evaluated.
 
@@ -135,22 +135,21 @@ def begin(
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep={keep} must be at least 1, or no checkpoint would survive")
-    ranks = ranks.everyone
     final = path_of(folder, step)
-    partial = folder / ranks.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
-    trees = ({"state": state} if ranks.is_main else {}) | {f"rank_{ranks.rank}": per_rank}
-    copies = _copied(trees, partial, ranks)
+    partial = folder / world.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
+    trees = ({"state": state} if world.is_main else {}) | {f"rank_{world.all.rank}": per_rank}
+    copies = _copied(trees, partial, world)
     given_up = threading.Event()
 
     def write() -> None:
         for stem in list(copies):
             state_files.write_copy(partial / stem, copies.pop(stem))
-        _leave_note(partial, ranks.rank, list(trees))
+        _leave_note(partial, world.all.rank, list(trees))
 
     def publish() -> None:
-        files = _noted(partial, ranks.world_size, given_up) if ranks.is_main else None
+        files = _noted(partial, world.all.size, given_up) if world.is_main else None
         if files is not None:
-            manifest = {"format": FORMAT, "step": step, "world_size": ranks.world_size}
+            manifest = {"format": FORMAT, "step": step, "world_size": world.all.size}
             _write_manifest(partial, manifest | {"identity": dict(identity), "score": score, "files": files})
             _publish(partial, final)
             _prune(folder, step, keep)
@@ -158,18 +157,18 @@ def begin(
     thread = ThreadPoolExecutor(1, "checkpoint")
     written, published = thread.submit(write), thread.submit(publish)
     thread.shutdown(wait=False)
-    return Saving(final, ranks, partial, written, published, given_up)
+    return Saving(final, world, partial, written, published, given_up)
 
 
-def _copied(trees: Mapping[str, Mapping[str, Any]], partial: Path, ranks: Ranks) -> dict[str, state_files.Copy]:
+def _copied(trees: Mapping[str, Mapping[str, Any]], partial: Path, world: World) -> dict[str, state_files.Copy]:
     """Return copies of states by file name, once rank 0 has made the folder (collective call)."""
     try:
-        with ranks.sync_errors("saving a checkpoint (files)"):
+        with world.sync_errors("saving a checkpoint (files)"):
             copies = {stem: state_files.copied(tree) for stem, tree in trees.items()}
-            if ranks.is_main:
+            if world.is_main:
                 partial.mkdir(parents=True)
     except BaseException:
-        if ranks.is_main:
+        if world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return copies

@@ -26,40 +26,41 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group, World
 
-Group = dist.ProcessGroup | None
+DeviceGroup = dist.ProcessGroup | None
 
 
 class Context:
     """The ranks that share the tokens of a sample; by default this one alone, and nothing is exchanged.
 
     Args:
-        ranks: this one among them; its control group is theirs.
-        group: of the same ranks, for tensors on the device.
+        ranks: this one among them.
+        device_group: of the same ranks, for tensors on the device.
+        timeout_s: of their collectives.
 
     Attributes:
         team: how many ranks exchange tokens for heads: consecutive ones.
     """
 
-    def __init__(self, ranks: Ranks | None = None, group: Group = None) -> None:
-        self.ranks = ranks or Ranks()
+    def __init__(self, ranks: Group | None = None, device_group: DeviceGroup = None, timeout_s: float = 0.0) -> None:
+        self.ranks = ranks or Group()
         self.team = 1
-        self._group, self._team_group, self._mates_group = group, group, group
+        self._group, self._team_group, self._mates_group = device_group, device_group, device_group
+        self._timeout_s = timeout_s
 
     @property
     def size(self) -> int:
         """How many ranks share a sample."""
-        return self.ranks.world_size
+        return self.ranks.size
 
     def divide_heads(self, heads: int) -> None:
         """Form teams for attention of so many heads (collective call of all ranks)."""
         self.team = math.gcd(heads, self.size)
         if 1 < self.team < self.size:
             teams = torch.arange(dist.get_world_size()).view(-1, self.size // self.team, self.team)
-            timeout_s = self.ranks.timeouts.device_s
-            self._team_group = _own_group(teams.flatten(0, 1), timeout_s)
-            self._mates_group = _own_group(teams.mT.flatten(0, 1), timeout_s)
+            self._team_group = _own_group(teams.flatten(0, 1), self._timeout_s)
+            self._mates_group = _own_group(teams.mT.flatten(0, 1), self._timeout_s)
 
     def share(self, patches: int) -> Share:
         """Return how the patches of a frame are shared: evenly, the first ranks having one more where need be.
@@ -86,12 +87,12 @@ class Context:
         """Return flat tensors of these lengths, one of each member of the team, for one of any shape to each."""
         return self._exchange(outgoing, lengths, self._team_group)
 
-    def _collect(self, x: Tensor, patches: Sequence[int], own: int, group: Group) -> list[Tensor]:
+    def _collect(self, x: Tensor, patches: Sequence[int], own: int, group: DeviceGroup) -> list[Tensor]:
         frames, token = x.shape[1] // patches[own], len(x) * math.prod(x.shape[2:])
         parts = self._exchange([x] * len(patches), [frames * count * token for count in patches], group)
         return [part.view(len(x), -1, *x.shape[2:]) for part in parts]
 
-    def _exchange(self, outgoing: Sequence[Tensor], lengths: Sequence[int], group: Group) -> list[Tensor]:
+    def _exchange(self, outgoing: Sequence[Tensor], lengths: Sequence[int], group: DeviceGroup) -> list[Tensor]:
         joined = torch.cat([part.flatten() for part in outgoing])
         apply: Any = _AllToAll.apply
         received: Tensor = apply(joined, [part.numel() for part in outgoing], list(lengths), group, self)
@@ -102,7 +103,9 @@ class _AllToAll(torch.autograd.Function):
     """`all_to_all_single` of flat tensors, whose backward pass sends the gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: Group, context: Context) -> Tensor:
+    def forward(
+        ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: DeviceGroup, context: Context
+    ) -> Tensor:
         ctx.given = send, receive, group, context
         return _all_to_all(flat, send, receive, group, context)
 
@@ -112,7 +115,7 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad.contiguous(), receive, send, group, context), None, None, None, None
 
 
-def _all_to_all(flat: Tensor, send: list[int], receive: list[int], group: Group, context: Context) -> Tensor:
+def _all_to_all(flat: Tensor, send: list[int], receive: list[int], group: DeviceGroup, context: Context) -> Tensor:
     received = flat.new_empty(sum(receive))
     dist.all_to_all_single(received, flat, receive, send, group=group)
     context.ranks.sent["tokens"] += (len(flat) - send[dist.get_rank(group)]) * flat.itemsize
@@ -186,38 +189,36 @@ class Share:
         return self.patches[first : first + size]
 
 
-def share_samples(ranks: Ranks, size: int, device: torch.device) -> tuple[Ranks, Context]:
+def share_samples(world: World, size: int, device: torch.device) -> tuple[World, Context]:
     """Let consecutive ranks share samples, so many each (collective call).
 
     Args:
-        ranks: of the run; a multiple of `size`.
+        world: a multiple of `size` ranks.
         size: `train.context_parallel`.
         device: this rank's.
 
     Returns:
-        The ranks as the data sees them, one of every group, among which samples are dealt; and this rank's group. A
-        failure of any rank is raised on all of the run.
+        The world, with its groups `data` and `sample`; and the latter for tensors on the device.
     """
     if size == 1:
-        return ranks, Context()
-    groups = torch.arange(ranks.world_size).view(-1, size)
-    control_s, device_s = ranks.timeouts.control_s, ranks.timeouts.device_s
-    group = _own_group(groups, control_s, "gloo")
-    sharing = dataclasses.replace(ranks, rank=ranks.rank % size, world_size=size, control_group=group, run=ranks)
+        return world, Context()
+    everyone, timeouts = world.all, world.timeouts
+    members = torch.arange(everyone.size).view(-1, size)
+    gloo = _own_group(members, timeouts.control_s, "gloo")
+    sample = dataclasses.replace(everyone, rank=everyone.rank % size, size=size, gloo=gloo)
     data = dataclasses.replace(
-        ranks,
-        rank=ranks.rank // size,
-        world_size=len(groups),
-        control_group=_own_group(groups.T, control_s, "gloo"),
-        run=ranks,
-        sharing=sharing,
+        everyone,
+        rank=everyone.rank // size,
+        size=len(members),
+        gloo=_own_group(members.T, timeouts.control_s, "gloo"),
     )
-    return data, Context(sharing, group if device.type == "cpu" else _own_group(groups, device_s))
+    device_group = gloo if device.type == "cpu" else _own_group(members, timeouts.device_s)
+    return dataclasses.replace(world, data=data, sample=sample), Context(sample, device_group, timeouts.device_s)
 
 
-def _own_group(members: Tensor, timeout_s: float, backend: str | None = None) -> Group:
+def _own_group(members: Tensor, timeout_s: float, backend: str | None = None) -> DeviceGroup:
     """Return the group that this rank is in, of those that rows of `members` name (collective call)."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    own: Group
+    own: DeviceGroup
     own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout, backend=backend)
     return own

@@ -1,4 +1,4 @@
-"""Move a few samples between ranks, tensor by tensor, in CPU memory.
+"""Move a few samples between group, tensor by tensor, in CPU memory.
 
 Rows are sent point to point as bytes over the gloo control group, without gathering or pickling. Object collectives
 would copy every row to every rank several times and restore device tensors on the sender's device.
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group
 
 
 def exchange_rows(
-    tensors: Mapping[str, Tensor], send: Sequence[Sequence[int]], receive: Sequence[int], ranks: Ranks
+    tensors: Mapping[str, Tensor], send: Sequence[Sequence[int]], receive: Sequence[int], group: Group
 ) -> tuple[dict[str, Tensor], int]:
     """Send rows to other ranks; return the received rows in order of source rank, and the bytes of one row.
 
@@ -29,39 +29,39 @@ def exchange_rows(
             rank without rows passes an empty mapping and learns shapes and dtypes from the others.
         send: per destination rank, the indices of the rows to send there.
         receive: per source rank, the number of rows to expect from there.
-        ranks: of the run.
+        group: who takes part.
 
     Raises:
         ValueError: on every rank, if tensors are not in CPU memory, differ in shape or dtype, or a rank is to send rows
             that it does not have.
     """
-    row_types = _agreed_row_types(tensors, ranks, sends=any(send))
+    row_types = _agreed_row_types(tensors, group, sends=any(send))
     received = {}
     for name, (shape, dtype) in row_types.items():
         # One tensor at a time: only the rows that move are copied, and freed before the next tensor.
         outgoing = _bytes(tensors[name], [row for rows in send for row in rows]) if tensors else torch.empty(0)
         row_bytes = _row_bytes(shape, dtype)
-        ranks.sent["rows"] += row_bytes * (sum(map(len, send)) - len(send[ranks.rank]))
+        group.sent["rows"] += row_bytes * (sum(map(len, send)) - len(send[group.rank]))
         incoming = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8)
-        if ranks.control_group is not None:
-            with ranks.waiting_for_peers():
+        if group.gloo is not None:
+            with group.waiting_for_peers():
                 dist.all_to_all_single(
                     incoming,
                     outgoing.to(torch.uint8),
                     output_split_sizes=[count * row_bytes for count in receive],
                     input_split_sizes=[len(rows) * row_bytes for rows in send],
-                    group=ranks.control_group,
+                    group=group.gloo,
                 )
         received[name] = incoming.view(dtype).view(sum(receive), *shape)
     return received, sum(_row_bytes(*row_type) for row_type in row_types.values())
 
 
 def _agreed_row_types(
-    tensors: Mapping[str, Tensor], ranks: Ranks, *, sends: bool
+    tensors: Mapping[str, Tensor], group: Group, *, sends: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return name -> (row shape, dtype), sorted by name, which is the order of the collectives."""
     own = [(name, list(t.shape[1:]), str(t.dtype), t.device.type) for name, t in sorted(tensors.items())]
-    texts = [text for text in ranks.gather_text(json.dumps(own) if own or sends else "") if text]
+    texts = [text for text in group.gather_text(json.dumps(own) if own or sends else "") if text]
     agreed = json.loads(texts[0]) if texts else []
     if len(set(texts)) > 1 or any(device != "cpu" for *_, device in agreed):
         raise ValueError(

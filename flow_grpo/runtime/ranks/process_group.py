@@ -63,62 +63,25 @@ class Timeouts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranks:
-    """This process among all ranks; in a single process every collective returns its own input.
+class Group:
+    """Ranks that exchange small CPU tensors and texts; where there is one, every call returns its own input.
 
     Attributes:
-        rank: 0..world_size-1 over all nodes.
-        world_size: number of processes, W.
-        local_rank: 0.. on this node.
-        control_group: gloo group of all ranks, or None in a single process.
+        rank: of this process, 0..size-1.
+        size: number of ranks.
+        gloo: process group of these ranks, None where there is one.
         heartbeat: the watchdog of this process, or None.
-        restarted: whether the launcher restarted the ranks after an attempt that called `mark_started`.
-        store: of the launcher, which outlives the ranks, or None.
-        timeouts: of collectives.
-        run: all ranks of the run, where these are one of every group that shares samples (`context.share_samples`).
-        sharing: then, the ranks of this rank's group.
-        sent: kind -> bytes that this rank has sent to others; one counter for all views of a run's ranks.
+        sent: kind -> bytes that this rank has sent to others; one counter for all groups of a run.
     """
 
     rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    control_group: dist.ProcessGroup | None = None
+    size: int = 1
+    gloo: dist.ProcessGroup | None = None
     heartbeat: Heartbeat | None = None
-    restarted: bool = False
-    store: Store | None = None
-    timeouts: Timeouts = Timeouts(control_s=3600.0)
-    run: Ranks | None = None
-    sharing: Ranks | None = None
     sent: Counter[str] = dataclasses.field(default_factory=Counter, compare=False)
 
-    @property
-    def everyone(self) -> Ranks:
-        """All ranks of the run."""
-        return self.run or self
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the run's rank 0, which prints, logs and publishes."""
-        return self.everyone.rank == 0
-
-    def dealt_rows(self, number: int, count: int) -> slice:
-        """Return which of a batch's rows are this rank's where one of the ranks with a sample is enough.
-
-        Batches of equal size are dealt row by row, one after the other: numbers of rows differ by at most one between
-        ranks. The rows that a rank gets of a batch are consecutive, and in the order of the ranks.
-
-        Args:
-            number: of the batch.
-            count: of its rows.
-        """
-        own = self.sharing or Ranks()
-        owners = sorted((number * count + row) % own.world_size for row in range(count))
-        first = sum(owner < own.rank for owner in owners)
-        return slice(first, first + owners.count(own.rank))
-
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the (W*n, ...) rows of all ranks in rank order, bit for bit, from each rank's (n, ...) CPU tensor.
+        """Return the (size*n, ...) rows of all ranks in rank order, bit for bit, from each rank's (n, ...) CPU tensor.
 
         Collective call. Shape and dtype must be the same on every rank; they are compared first, because gloo aborts
         the process on a mismatch.
@@ -132,25 +95,21 @@ class Ranks:
                 "all_gather needs rows of one shape and dtype in CPU memory on all ranks, "
                 f"got {_by_rank(kinds)}; pad or cut the rows first"
             )
-        if self.control_group is None or tensor.numel() == 0:
-            return tensor.detach().clone().repeat(self.world_size, *[1] * (tensor.dim() - 1))
+        if self.gloo is None or tensor.numel() == 0:
+            return tensor.detach().clone().repeat(self.size, *[1] * (tensor.dim() - 1))
         # As bytes: gloo lacks some dtypes, and bytes preserve NaN payloads.
         rows = self._gather_equal(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        return rows.view(tensor.dtype).view(self.world_size * tensor.shape[0], *tensor.shape[1:])
+        return rows.view(tensor.dtype).view(self.size * tensor.shape[0], *tensor.shape[1:])
 
     def gather_text(self, text: str) -> list[str]:
         """Return every rank's text, of any length, in rank order. Collective call."""
-        if self.control_group is None:
+        if self.gloo is None:
             return [text]
         encoded = text.encode(errors="backslashreplace")  # file names may not be valid UTF-8
         lengths = self._gather_equal(torch.tensor([len(encoded)])).tolist()
         padded = encoded.ljust(max(*lengths, 1), b"\0")
-        rows = self._gather_equal(torch.frombuffer(bytearray(padded), dtype=torch.uint8)).view(self.world_size, -1)
+        rows = self._gather_equal(torch.frombuffer(bytearray(padded), dtype=torch.uint8)).view(self.size, -1)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
-
-    def broadcast_text(self, text: str) -> str:
-        """Return the run's rank 0's text on every rank; the argument of the others is ignored. Collective call."""
-        return self.everyone.gather_text(text if self.is_main else "")[0]
 
     def check_equal(self, fingerprint: str, what: str) -> None:
         """Check that all ranks pass the same fingerprint, a text that identifies `what`. Collective call.
@@ -165,27 +124,100 @@ class Ranks:
                 "give every rank the same files, configuration and software"
             )
 
+    def waiting_for_peers(self) -> AbstractContextManager[None]:
+        """Return a context for blocking collectives: the watchdog then looks for the hanging rank elsewhere."""
+        return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting_for_peers()
+
+    def _gather_equal(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, which must have the same shape, concatenated."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.sent["control"] += tensor.nbytes * (self.size - 1)
+        with self.waiting_for_peers():
+            dist.all_gather(parts, tensor, group=self.gloo)
+        return torch.cat(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """This process among the processes of a run, in named groups.
+
+    Ranks that share samples (`train.context_parallel`) hold the same ones: `data` has one rank of each such group, and
+    `sample` is this rank's. Where none are shared, `data` is `all`, and `sample` this rank alone.
+
+    Attributes:
+        all: all ranks of the run.
+        data: ranks with different samples, this one among them.
+        sample: ranks with the same samples as this one.
+        local_rank: 0.. on this node.
+        restarted: whether the launcher restarted the ranks after an attempt that called `mark_started`.
+        store: of the launcher, which outlives the ranks, or None.
+        timeouts: of collectives.
+    """
+
+    all: Group = dataclasses.field(default_factory=Group)
+    data: Group = dataclasses.field(default_factory=Group)
+    sample: Group = dataclasses.field(default_factory=Group)
+    local_rank: int = 0
+    restarted: bool = False
+    store: Store | None = None
+    timeouts: Timeouts = Timeouts(control_s=3600.0)
+
+    @classmethod
+    def of(cls, group: Group) -> World:
+        """Return a world in which no rank shares samples."""
+        return cls(all=group, data=group)
+
+    @property
+    def heartbeat(self) -> Heartbeat | None:
+        """The watchdog of this process, or None."""
+        return self.all.heartbeat
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Kind -> bytes that this rank has sent to others."""
+        return self.all.sent
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the run's rank 0, which prints, logs and publishes."""
+        return self.all.rank == 0
+
+    def dealt_rows(self, number: int, count: int) -> slice:
+        """Return which of a batch's rows are this rank's where one of the ranks with a sample is enough.
+
+        Batches of equal size are dealt row by row, one after the other: numbers of rows differ by at most one between
+        ranks. The rows that a rank gets of a batch are consecutive, and in the order of the ranks.
+
+        Args:
+            number: of the batch.
+            count: of its rows.
+        """
+        owners = sorted((number * count + row) % self.sample.size for row in range(count))
+        first = sum(owner < self.sample.rank for owner in owners)
+        return slice(first, first + owners.count(self.sample.rank))
+
+    def broadcast_text(self, text: str) -> str:
+        """Return the run's rank 0's text on every rank; the argument of the others is ignored. Collective call."""
+        return self.all.gather_text(text if self.is_main else "")[0]
+
     def raise_if_any_failed(self, error: BaseException | None, phase: str) -> None:
         """Raise on every rank if any rank passes an error, else return. Collective call, once at the end of a phase.
 
-        It also serves as a barrier. All ranks of the run take part.
+        It also serves as a barrier.
 
         Raises:
             InputError: all errors are InputErrors; their messages, each once.
             RankError: the same message on every rank, with rank, phase, type and message of each error.
                 In both cases the original exception is the cause on a rank that failed.
         """
-        if self.run is not None:
-            self.run.raise_if_any_failed(error, phase)
-            return
         failed = torch.tensor([0 if error is None else 1 if isinstance(error, InputError) else 2], dtype=torch.int32)
-        if self.control_group is not None:
-            with self._announced(error), self.waiting_for_peers():
-                dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control_group)
+        if self.all.gloo is not None:
+            with self._announced(error), self.all.waiting_for_peers():
+                dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.all.gloo)
         if not failed.item():
             return
         # Never empty for an error, even one without a message; empty means that the rank has none.
-        texts = self.gather_text("" if error is None else _in_words(error))
+        texts = self.all.gather_text("" if error is None else _in_words(error))
         if failed.item() == 1:
             messages = [text.removeprefix(f"{InputError.__name__}: ") for text in texts if text]
             raise InputError("; ".join(dict.fromkeys(messages))) from error
@@ -205,7 +237,7 @@ class Ranks:
         try:
             yield
         except RuntimeError:  # the peers have exited
-            raise RankError(_failure(self.rank, self.heartbeat.phase, _in_words(error))) from error
+            raise RankError(_failure(self.all.rank, self.heartbeat.phase, _in_words(error))) from error
         self.heartbeat.withdraw()
 
     @contextlib.contextmanager
@@ -238,7 +270,7 @@ class Ranks:
         except Exception as error:
             if self.heartbeat is None:
                 raise
-            if self.world_size == 1:
+            if self.all.size == 1:
                 self.heartbeat.stop()
                 raise
             if isinstance(error, RankError):  # already raised on every rank
@@ -246,7 +278,7 @@ class Ranks:
             with contextlib.suppress(OSError):  # stderr may be closed
                 traceback.print_exc()  # now: when the peers exit, their launcher kills this rank
             self.heartbeat.fail(_in_words(error))
-            raise RankError(_failure(self.rank, self.heartbeat.phase, _in_words(error))) from None
+            raise RankError(_failure(self.all.rank, self.heartbeat.phase, _in_words(error))) from None
 
     def begin_phase(self, phase: str) -> None:
         """Set the phase that peers report if this rank fails, dies or hangs; counts as progress."""
@@ -258,25 +290,13 @@ class Ranks:
         if self.heartbeat is not None:
             self.heartbeat.report_progress()
 
-    def waiting_for_peers(self) -> AbstractContextManager[None]:
-        """Return a context for blocking collectives: the watchdog then looks for the hanging rank elsewhere."""
-        return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting_for_peers()
-
     def mark_started(self) -> None:
         """Record in the launcher's store that start-up succeeded, so that `restarted` is True after a restart."""
         if self.store is not None and self.is_main:
             mark_started(self.store)
 
-    def _gather_equal(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, which must have the same shape, concatenated."""
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self.sent["control"] += tensor.nbytes * (self.world_size - 1)
-        with self.waiting_for_peers():
-            dist.all_gather(parts, tensor, group=self.control_group)
-        return torch.cat(parts)
 
-
-def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "env://") -> Ranks:
+def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "env://") -> World:
     """Initialise the process groups; call once, after `device.setup` and before any other communication.
 
     Order: select the device, create the default process group, run one small collective on the device (the first one
@@ -287,7 +307,7 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
             with a watchdog exit, too.
     """
     if "RANK" not in os.environ:
-        return Ranks(heartbeat=_watchdog(timeouts, HashStore, 0, 1))
+        return World.of(Group(heartbeat=_watchdog(timeouts, HashStore, 0, 1)))
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
         _prefer_loopback()
@@ -307,8 +327,9 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
     store.set_timeout(control_timeout)
     # A cloned connection: blocking calls on the original would delay heartbeats.
     heartbeat = _watchdog(timeouts, lambda: PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
-    ranks = Ranks(rank, world_size, local_rank, None, heartbeat, restarted, store, timeouts)
-    with ranks.broadcast_failure():
+    group = Group(rank, world_size, heartbeat=heartbeat)
+    world = World(group, group, Group(), local_rank, restarted, store, timeouts)
+    with world.broadcast_failure():
         dist.init_process_group(
             device_api.process_group_backend(device),
             store=PrefixStore(f"process_group/{attempt}", store),
@@ -320,22 +341,22 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
         dist.all_reduce(probe)
         if (total := probe.item()) != world_size:
             raise RuntimeError(f"the first all-reduce over {world_size} ranks on {device} summed ones to {total}")
-        control_group = dist.new_group(backend="gloo", timeout=control_timeout)
-    return dataclasses.replace(ranks, control_group=control_group)
+        group = dataclasses.replace(group, gloo=dist.new_group(backend="gloo", timeout=control_timeout))
+    return dataclasses.replace(world, all=group, data=group)
 
 
-def shut_down(ranks: Ranks) -> None:
+def shut_down(world: World) -> None:
     """Wait for all ranks, then destroy the process groups. Collective call.
 
     Without the barrier, leaving a gloo group may abort the process. Do not call it after an error on this rank only:
     the others would never reach the barrier; exit instead, and the launcher ends them.
     """
-    if ranks.control_group is not None:
-        with ranks.waiting_for_peers():
-            dist.barrier(group=ranks.control_group)
-    if ranks.heartbeat is not None:
-        ranks.heartbeat.stop()
-    if ranks.control_group is not None:
+    if world.all.gloo is not None:
+        with world.all.waiting_for_peers():
+            dist.barrier(group=world.all.gloo)
+    if world.heartbeat is not None:
+        world.heartbeat.stop()
+    if world.all.gloo is not None:
         dist.destroy_process_group()
 
 

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks) -> nn.Module:
+def parallelize(module: nn.Module, kind: str, device: torch.device, world: World) -> nn.Module:
     """Return the module, which is on `device`, wrapped for training on all ranks; in a single process, itself.
 
     FSDP2 shards each block whose class is named in `module._no_split_modules`.
@@ -38,12 +38,12 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
         module: equal on all ranks.
         kind: `train.sharding`.
         device: this rank's.
-        ranks: of the run.
+        world: of the run.
     """
-    if kind == "ddp" or ranks.everyone.world_size == 1:
-        prepared: nn.Module = accelerator(device, ranks.everyone).prepare_model(module)
+    if kind == "ddp" or world.all.size == 1:
+        prepared: nn.Module = accelerator(device, world).prepare_model(module)
         return prepared
-    mesh = init_device_mesh(device.type, (ranks.everyone.world_size,))
+    mesh = init_device_mesh(device.type, (world.all.size,))
     blocks = getattr(module, "_no_split_modules", None) or ()
     # Without resharding, weights gathered in a rollout survive the optimizer's step, and the next forward pass computes
     # with the old ones (observed with torch 2.13).
@@ -52,7 +52,7 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, ranks: Ranks
     return module
 
 
-def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
+def accelerator(device: torch.device, world: World) -> Accelerator:
     """Return an Accelerator for DDP; call after `init_ranks`. It handles neither precision nor gradient accumulation.
 
     Raises:
@@ -66,9 +66,9 @@ def accelerator(device: torch.device, ranks: Ranks) -> Accelerator:
     threads = torch.get_num_threads()
     made = Accelerator(**device_api.accelerator_kwargs(device))
     torch.set_num_threads(threads)  # on CPU ranks, accelerate changes the number if OMP_NUM_THREADS is not set
-    if made.num_processes != ranks.world_size:
+    if made.num_processes != world.all.size:
         raise RuntimeError(
-            f"accelerate sees {made.num_processes} processes where {ranks.world_size} were started on {device}; "
+            f"accelerate sees {made.num_processes} processes where {world.all.size} were started on {device}; "
             "gradients would not be synchronised"
         )
     if made.device.type != device.type:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.runtime.ranks.exchange import exchange_rows
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import Group
 
 Key = TypeVar("Key", int, str)
 
@@ -35,7 +35,7 @@ def owners(wanted: Sequence[Sequence[Key]], cost: Callable[[Key], float] = lambd
 
 
 def hand_out(
-    own: Mapping[Key, Tensor], owner: Mapping[Key, int], wanted: Sequence[Sequence[Key]], ranks: Ranks
+    own: Mapping[Key, Tensor], owner: Mapping[Key, int], wanted: Sequence[Sequence[Key]], group: Group
 ) -> dict[Key, Tensor]:
     """Send what this rank has made to the ranks that need it; return what it needs of theirs (collective call).
 
@@ -43,30 +43,30 @@ def hand_out(
         own: key -> tensor in fp32 that this rank has made; shapes may differ.
         owner: from `owners`.
         wanted: as there.
-        ranks: who takes part.
+        group: who takes part.
     """
-    shape = _shapes({key: own[key].shape for key in owner if key in own}, owner, ranks)
+    shape = _shapes({key: own[key].shape for key in owner if key in own}, owner, group)
     needed = [set(keys) for keys in wanted]
     found: dict[Key, Tensor] = {}
     for one in sorted(set(shape.values())):
         keys = [key for key in owner if shape[key] == one]
         held = [key for key in keys if key in own]
         send = [
-            [row for row, key in enumerate(held) if key in needs] if rank != ranks.rank else []
+            [row for row, key in enumerate(held) if key in needs] if rank != group.rank else []
             for rank, needs in enumerate(needed)
         ]
-        coming = [key for key in keys if owner[key] != ranks.rank and key in needed[ranks.rank]]
+        coming = [key for key in keys if owner[key] != group.rank and key in needed[group.rank]]
         coming.sort(key=lambda key: owner[key])  # stable: of one rank they come in its order
-        receive = [sum(owner[key] == rank for key in coming) for rank in range(ranks.world_size)]
+        receive = [sum(owner[key] == rank for key in coming) for rank in range(group.size)]
         tensors = {"made": torch.stack([own[key] for key in held]).cpu()} if held else {}
-        received, _ = exchange_rows(tensors, send, receive, ranks)
+        received, _ = exchange_rows(tensors, send, receive, group)
         if coming:
             found |= dict(zip(coming, received["made"], strict=True))
     return found
 
 
-def _shapes(own: Mapping[Key, Sequence[int]], owner: Mapping[Key, int], ranks: Ranks) -> dict[Key, tuple[int, ...]]:
+def _shapes(own: Mapping[Key, Sequence[int]], owner: Mapping[Key, int], group: Group) -> dict[Key, tuple[int, ...]]:
     """Return the shapes of all that is made, by key, of those that each rank has made (collective call)."""
-    texts = ranks.gather_text(json.dumps([list(shape) for shape in own.values()]))
+    texts = group.gather_text(json.dumps([list(shape) for shape in own.values()]))
     made = [iter(json.loads(text)) for text in texts]
     return {key: tuple(next(made[rank])) for key, rank in owner.items()}

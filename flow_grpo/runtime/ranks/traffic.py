@@ -1,10 +1,10 @@
-"""What ranks send each other, by kind: the bytes of gradients, and metrics of what `Ranks.sent` counts."""
+"""What ranks send each other, by kind: the bytes of gradients, and metrics of what `World.sent` counts."""
 
 from __future__ import annotations
 
 import torch
 
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 
 KINDS = ("gradients", "weights", "tokens", "rows", "control")
 
@@ -25,8 +25,8 @@ def gradient_bytes(sharding: str, trained: int, world_size: int, *, passes: floa
     return once * passes
 
 
-def sent_metrics(ranks: Ranks) -> dict[str, float]:
+def sent_metrics(world: World) -> dict[str, float]:
     """Return `system/sent_<kind>_gib` of the kinds that there were: a rank's, on average (collective call)."""
-    own = torch.tensor([[float(ranks.sent[kind]) for kind in KINDS]])
-    mean = ranks.everyone.all_gather(own).mean(dim=0).tolist()
+    own = torch.tensor([[float(world.sent[kind]) for kind in KINDS]])
+    mean = world.all.all_gather(own).mean(dim=0).tolist()
     return {f"system/sent_{kind}_gib": count / 2**30 for kind, count in zip(KINDS, mean, strict=True) if count}

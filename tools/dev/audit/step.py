@@ -214,8 +214,8 @@ def training_step(folder: Path) -> Record:
     words += [f"--config.{name}={value}" for name, value in {**SMALL, **places}.items()]
     config, spec = train_grpo.read_command_line(words)
     with recording() as record:
-        device, ranks = train_grpo.set_up_rank(config)
-        trainer = train_grpo.build(config, spec, device, ranks)
+        device, world = train_grpo.set_up_rank(config)
+        trainer = train_grpo.build(config, spec, device, world)
         with trainer.progress:
             trainer.evaluate_before()
             train_grpo.train_epoch(trainer, 0)

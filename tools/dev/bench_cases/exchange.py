@@ -24,7 +24,7 @@ from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import DynamicSamplingConfig
 
@@ -32,11 +32,11 @@ K = 2  # two groups of two on every rank
 MEBIBYTE = 2**20
 
 
-def measure(ranks: int = 4, local: int = 4, mebibytes: int = 32) -> dict[str, float]:
+def measure(world: int = 4, local: int = 4, mebibytes: int = 32) -> dict[str, float]:
     """Return seconds and MiB of peak memory growth of both ways, each of the worst rank, and the ratios."""
     # The exchange takes a tenth of a second, too short to time once on a shared machine.
-    ours = _run(_pooled, ranks, local, mebibytes, repeats=5)
-    objects = _run(_gathered_objects, ranks, local, mebibytes, repeats=1)
+    ours = _run(_pooled, world, local, mebibytes, repeats=5)
+    objects = _run(_gathered_objects, world, local, mebibytes, repeats=1)
     return {
         "exchange_s": ours[0],
         "objects_s": objects[0],
@@ -47,35 +47,35 @@ def measure(ranks: int = 4, local: int = 4, mebibytes: int = 32) -> dict[str, fl
     }
 
 
-def _run(way: Callable[..., object], ranks: int, local: int, mebibytes: int, *, repeats: int) -> tuple[float, float]:
+def _run(way: Callable[..., object], world: int, local: int, mebibytes: int, *, repeats: int) -> tuple[float, float]:
     """Return median seconds and memory growth in MiB of the first repetition, of the worst rank."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (way, ranks, local, mebibytes, folder, repeats)
-        torch.multiprocessing.start_processes(_rank, arguments, nprocs=ranks, start_method="spawn")
-        results = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(ranks)]
+        arguments = (way, world, local, mebibytes, folder, repeats)
+        torch.multiprocessing.start_processes(_rank, arguments, nprocs=world, start_method="spawn")
+        results = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world)]
     return max(seconds for seconds, _ in results), max(growth for _, growth in results)
 
 
 def _rank(
     rank: int, way: Callable[..., object], world: int, local: int, mebibytes: int, folder: str, repeats: int
 ) -> None:
-    ranks = join(rank, world, folder)
-    rounds = [_round(ranks, number, local, mebibytes) for number in range(2)]
-    dist.barrier(group=ranks.control_group)
+    world = join(rank, world, folder)
+    rounds = [_round(world, number, local, mebibytes) for number in range(2)]
+    dist.barrier(group=world.all.gloo)
     before, seconds, growth = resident_mib(), [], 0.0
     for _ in range(repeats):
         begun = time.perf_counter()
-        kept = way(ranks, rounds, local)
-        dist.barrier(group=ranks.control_group)
+        kept = way(world, rounds, local)
+        dist.barrier(group=world.all.gloo)
         seconds.append(time.perf_counter() - begun)
         growth = growth or peak_mib() - before
         del kept
     torch.save((statistics.median(seconds), growth), f"{folder}/{rank}.pt")
-    process_group.shut_down(ranks)
+    process_group.shut_down(world)
     os._exit(0)  # gloo may abort in the interpreter's teardown after large transfers
 
 
-def join(rank: int, world: int, folder: str) -> Ranks:
+def join(rank: int, world: int, folder: str) -> World:
     """Return this CPU process among so many that meet by a file in a folder; it computes with one thread."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
@@ -99,10 +99,10 @@ def _status_mib(name: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
 
 
-def _round(ranks: Ranks, number: int, local: int, mebibytes: int) -> tuple[ScoredBatch, ...]:
+def _round(world: World, number: int, local: int, mebibytes: int) -> tuple[ScoredBatch, ...]:
     """Return a rank's samples: in the first round the last group is flat, in the second all but one."""
-    groups = ranks.world_size * local // K
-    rows = [ranks.rank * local + row for row in range(local)]
+    groups = world.data.size * local // K
+    rows = [world.data.rank * local + row for row in range(local)]
     conditions = [condition(number * groups + row // K, row % K) for row in rows]
     flat = [(row // K == groups - 1) if number == 0 else (row // K != 0) for row in rows]
     rewards = torch.tensor([0.0 if same else float(row % K) for row, same in zip(rows, flat, strict=True)])
@@ -129,7 +129,7 @@ def condition(gid: int, slot: int) -> Condition:
 RECIPE = f"{Path(__file__).resolve().parents[3]}/config/grpo.py:my_recam_8npu"
 
 
-def _pooled(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:
+def _pooled(world: World, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:
     """Exchange only the missing groups, as a run does."""
     sampling = DynamicSampling(
         config=DynamicSamplingConfig(True, 3, "fallback_original", "", skip_step_if_all_flat=False),
@@ -137,12 +137,12 @@ def _pooled(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> 
         k=K,
         local=local,
         seed=0,
-        ranks=ranks,
+        world=world,
         say=lambda _: None,
     )
 
     def draw(number: int) -> tuple[tuple[ScoredBatch, ...], compare.Gathered]:
-        return rounds[number], compare.gather(rounds[number], ranks)
+        return rounds[number], compare.gather(rounds[number], world)
 
     reward = dataclasses.replace(load_config(RECIPE).reward, weights={"reward": 1.0})
     chosen, metrics = sampling.choose(*draw(0), draw, reward=reward, shortages=[])
@@ -150,15 +150,15 @@ def _pooled(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> 
     return chosen
 
 
-def _gathered_objects(ranks: Ranks, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:
+def _gathered_objects(world: World, rounds: list[tuple[ScoredBatch, ...]], local: int) -> Any:
     """Gather all valid samples as objects and take this rank's slice, as published trainers do."""
     pool: list[Samples] = []
     for (batch,) in rounds:
         rewards = batch.rewards["reward"].values.view(-1, K)
         valid = (rewards.max(dim=1).values > rewards.min(dim=1).values).repeat_interleave(K)
         mine = [batch.samples.rows(slice(row, row + 1)).map(torch.clone) for row in range(local) if valid[row]]
-        everyone: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(everyone, mine, group=ranks.control_group)
+        everyone: list[Any] = [None] * world.data.size
+        dist.all_gather_object(everyone, mine, group=world.all.gloo)
         pool += [sample for samples in everyone for sample in samples]
-    assert len(pool) == ranks.world_size * local
-    return Samples.concatenate(pool[ranks.rank * local : (ranks.rank + 1) * local])
+    assert len(pool) == world.data.size * local
+    return Samples.concatenate(pool[world.data.rank * local : (world.data.rank + 1) * local])

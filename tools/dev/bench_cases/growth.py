@@ -33,7 +33,7 @@ from flow_grpo.models.video_model import share_tokens
 from flow_grpo.records import Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import share_samples
-from flow_grpo.runtime.ranks.process_group import Ranks
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from tools.dev.bench_cases.exchange import condition, join
@@ -148,7 +148,7 @@ def _epochs(knob: str, values: Sequence[int]) -> dict[str, Axis]:
         with tempfile.TemporaryDirectory() as folder:
             given = [f"--config.{name}={text}" for name, text in ({"output_root": folder} | words).items()]
             config, spec = train_grpo.read_command_line(["--config", RECIPE, *given])
-            trainer = train_grpo.build(config, spec, torch.device("cpu"), Ranks())
+            trainer = train_grpo.build(config, spec, torch.device("cpu"), World())
             for epoch in range(2):  # the first warms up
                 trainer.forwards.mark()
                 begun = time.perf_counter()
@@ -177,16 +177,16 @@ def _rounds() -> Axis:
 
 def _round_s(batch: ScoredBatch) -> float:
     config = _recipe_for(len(batch))
-    ranks, begun = Ranks(), time.perf_counter()
-    gathered = compare.gather([batch], ranks)
-    compare.check(gathered, config.sample, ranks)
+    world, begun = World(), time.perf_counter()
+    gathered = compare.gather([batch], world)
+    compare.check(gathered, config.sample, world)
     metrics.reward_metrics(gathered, config.reward.weights)
     metrics.camera_metrics(gathered, ("left", "right") * (len(batch) // 2))
-    chosen = compare.everything([batch], gathered, ranks)
+    chosen = compare.everything([batch], gathered, world)
     compared = compare.advantages(gathered, config.reward, k=K, floors={})
-    compare.own_rows(chosen, compared, ranks)
-    narrowed, fewer = subset.narrow(chosen, compared, 2, ranks)
-    own = compare.own_rows(narrowed, fewer, ranks)
+    compare.own_rows(chosen, compared, world)
+    narrowed, fewer = subset.narrow(chosen, compared, 2, world)
+    own = compare.own_rows(narrowed, fewer, world)
     for places in torch.arange(len(own)).split(K):
         own.take(places, "cpu")
     return time.perf_counter() - begun
@@ -233,13 +233,13 @@ def _sent() -> Axis:
 
 
 def _rank(rank: int, world: int, shape: tuple[int, int, int], folder: str) -> None:
-    ranks = join(rank, world, folder)
-    _, context = share_samples(ranks, world, torch.device("cpu"))
+    world = join(rank, world, folder)
+    _, context = share_samples(world, world, torch.device("cpu"))
     network = load_transformer(ReCamTransformer3DModel, TINY)
     share_tokens(network, context)
     call_of(network, shape)(train=True)
-    Path(folder, f"{rank}.txt").write_text(str(ranks.sent["tokens"]))
-    process_group.shut_down(ranks)
+    Path(folder, f"{rank}.txt").write_text(str(world.sent["tokens"]))
+    process_group.shut_down(world)
 
 
 def draw(axes: dict[str, Axis], path: Path) -> None:
