@@ -233,7 +233,7 @@ def tensors(run_folder: Path) -> dict[str, torch.Tensor]:
 
 def debug_lines(folder: Path) -> Iterable[str]:
     """Return the printed lines that tell of groups, sizes and resampling."""
-    lines = (folder / "output.txt").read_text(encoding="utf-8").splitlines()
+    lines = (folder / "output.txt").read_text(encoding="utf-8").replace(str(folder), "").splitlines()
     return [line.strip() for line in lines if DEBUG_LINE.search(line)]
 
 
