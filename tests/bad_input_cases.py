@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video
+from flow_grpo.run.assemble import assemble
+from flow_grpo.run.command_line import read_command_line
+from flow_grpo.runtime.ranks.start_up import set_up_rank
 from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 
@@ -108,8 +110,8 @@ def make_valid(folder: Path) -> Path:
     """Make a set-up that works in a folder, which is returned: data, model, and a checkpoint."""
     ensure_tiny_world(folder / "world", "unit_test")
     make_tiny_folder(folder / "model")
-    config, recipe = train_grpo.read_command_line(Setup(folder).words)
-    trainer = train_grpo.build(config, recipe, *train_grpo.set_up_rank(config))
+    config, recipe = read_command_line(Setup(folder).words)
+    trainer = assemble(config, recipe, *set_up_rank(config))
     trainer.state.save(folder / "saved", keep=1, world=trainer.world).wait()
     shutil.rmtree(folder / "runs")
     return folder

@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-import train_grpo
 from flow_grpo.algorithm.rollout import collector, denoise
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.update import updater
@@ -23,6 +22,10 @@ from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import probe
 from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding
+from flow_grpo.preflight.examine import doctor_context
+from flow_grpo.run import assemble as assemble_module
+from flow_grpo.run.assemble import assemble
+from flow_grpo.run.command_line import read_command_line
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients
 from tests.tiny_models import make_tiny_folder
@@ -65,8 +68,8 @@ def words(places: dict[str, str], **changes: object) -> list[str]:
 
 def build_context(given: list[str], world: World | None = None) -> DoctorContext:
     """Return what the doctor examines of a run with this command line, on the CPU."""
-    config, recipe = train_grpo.read_command_line(given)
-    return train_grpo.doctor_context(train_grpo.build(config, recipe, torch.device("cpu"), world or World()))
+    config, recipe = read_command_line(given)
+    return doctor_context(assemble(config, recipe, torch.device("cpu"), world or World()))
 
 
 def statuses(findings: Iterable[Finding]) -> dict[str, str]:
@@ -165,14 +168,14 @@ def other_steps_on_every_rank() -> Iterator[None]:
 @contextlib.contextmanager
 def once_distributed(change: Callable[[nn.Module], None]) -> Iterator[None]:
     """The network is changed after it was distributed."""
-    distribute = train_grpo.distribute_model
+    distribute = assemble_module.distribute
 
     def changed(*given):
         state = distribute(*given)
         change(state.module)
         return state
 
-    with mock.patch.object(train_grpo, "distribute_model", changed):
+    with mock.patch.object(assemble_module, "distribute", changed):
         yield
 
 

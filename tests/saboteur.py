@@ -25,6 +25,8 @@ from flow_grpo.algorithm.update import objective, updater
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.run.trainer import Trainer
+from flow_grpo.runtime.processes import launch
 from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.reporting.metric_files import MetricFiles
 
@@ -117,16 +119,16 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 def main() -> None:
     """Install the fault and train."""
-    train_epoch = train_grpo.train_epoch
+    train_epoch = Trainer.train_epoch
 
     def counted(trainer: Any, epoch: int) -> None:
         EPOCH["begun"] = epoch
         (trainer.run_folder / "begun").write_text(str(epoch))
         train_epoch(trainer, epoch)
 
-    train_grpo.train_epoch = counted
+    Trainer.train_epoch = counted
     FAULTS[os.environ["FAULT"]]()
-    train_grpo.launch()
+    launch(train_grpo.main)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,13 @@ from flow_grpo.models.transformers import load_transformer
 from flow_grpo.reporting import plots
 from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.rewards import target_view
+from flow_grpo.run.assemble import assemble, open_tracker
+from flow_grpo.run.command_line import read_command_line
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, World
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
 from flow_grpo.runtime.video_file import write_video
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
@@ -454,8 +457,8 @@ def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_pat
 def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction, deciding: drawn.append(direction))
-    config, recipe = train_grpo.read_command_line(words(places, tmp_path))
-    trainer = train_grpo.build(config, recipe, torch.device("cpu"), World())
+    config, recipe = read_command_line(words(places, tmp_path))
+    trainer = assemble(config, recipe, torch.device("cpu"), World())
     trainer.tracker.log({"eval/trans_err_m": 0.5}, 0)
     trainer.tracker.close()
     assert [drawn[0](f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, 0]
@@ -465,16 +468,16 @@ def test_a_reward_that_a_schedule_trains_decides_nothing_in_the_curves(places, t
     drawn = []
     monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction, deciding: drawn.append(deciding))
     scheduled = {"reward__weights": "target_view=0,motion_mag=1", "reward__schedules": "target_view=0:0,1:1"}
-    config, _ = train_grpo.read_command_line(words(places, tmp_path, **scheduled))
+    config, _ = read_command_line(words(places, tmp_path, **scheduled))
     evaluator = mock.Mock(gold=None, names=["target_view", "motion_mag"])
-    tracker = train_grpo.open_tracker(config, tmp_path / "run", evaluator, World(), resumed_step=None)
+    tracker = open_tracker(config, tmp_path / "run", evaluator, World(), resumed_step=None)
     tracker.log({"eval/trans_err_m": 0.5}, 0)
     tracker.close()
     assert drawn[0](["eval/target_view", "eval/motion_mag", "eval/trans_err_m"]) == ["eval/trans_err_m"]
 
 
 def test_a_file_that_may_not_be_read_is_a_refusal_with_its_name():
-    with pytest.raises(ValueError, match="see that") as caught, train_grpo.raise_on_all_ranks(World()):
+    with pytest.raises(ValueError, match="see that") as caught, raise_on_all_ranks(World()):
         raise PermissionError(13, "Permission denied", "a.mp4")
     said = "[Errno 13] Permission denied: 'a.mp4'; see that the file or folder can be used"
     assert str(caught.value) == said
@@ -483,8 +486,8 @@ def test_a_file_that_may_not_be_read_is_a_refusal_with_its_name():
 def test_the_time_left_counts_the_minutes_that_earlier_starts_of_a_run_have_used(places, tmp_path):
     assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
     again = words(places, tmp_path, resume="auto", max_minutes=2)
-    config, recipe = train_grpo.read_command_line(again)
-    trainer = train_grpo.build(config, recipe, torch.device("cpu"), World())
+    config, recipe = read_command_line(again)
+    trainer = assemble(config, recipe, torch.device("cpu"), World())
     used = trainer.state.train_seconds
     assert used > 0 and trainer.progress._seconds == 120 - used
 
@@ -563,7 +566,7 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
     (row,) = [row for row in metrics_of(tmp_path / "run") if "system/forward_equivalents" in row]
     assert rows["backward"] == 2 * 2 * 4  # 2 copies of 4 groups, with and without prompt
     assert row["system/forward_equivalents"] == rows["forward"] + 2 * rows["backward"]
-    config, _ = train_grpo.read_command_line(words(places, tmp_path, **changes))
+    config, _ = read_command_line(words(places, tmp_path, **changes))
     planned = make_plan(config, 1, 1e12)
     assert row["system/forward_equivalents_per_sample"] == planned.forward_equivalents_per_sample
     operations = (rows["forward"] + 2 * rows["backward"]) * planned.forward_tflop / 2  # planned with and without prompt

@@ -29,7 +29,11 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 
-import train_grpo
+from flow_grpo.preflight.examine import doctor_context
+from flow_grpo.run.assemble import assemble
+from flow_grpo.run.command_line import read_command_line
+from flow_grpo.runtime.ranks.start_up import refuse
+from flow_grpo.runtime.ranks.start_up import set_up_rank
 from flow_grpo.preflight.doctor.findings import Finding, as_table, failed, finding, summary
 from flow_grpo.preflight.doctor.full import examine_fully
 from flow_grpo.settings.loading import ConfigError
@@ -53,17 +57,15 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with stdout_to_stderr() if known.json else contextlib.nullcontext():
             fixed = ["--config.run_name=doctor", "--config.trackers=()", "--config.resume="]
-            config, spec = train_grpo.read_command_line(["--config", known.config, *overrides, *fixed])
-            device, world = train_grpo.set_up_rank(config, watched=True)
+            config, spec = read_command_line(["--config", known.config, *overrides, *fixed])
+            device, world = set_up_rank(config, watched=True)
             with world.broadcast_failure():
                 try:
                     findings = examine(config, spec, device, world)
                 except ValueError as error:
-                    train_grpo.refuse(error, world)
-                    return 2
+                    return refuse(error, world)
     except ValueError as error:
-        train_grpo.refuse(error, world)
-        return 2
+        return refuse(error, world)
     if world.is_main:
         show(findings, time.perf_counter() - begun, as_json=known.json)
     process_group.shut_down(world)
@@ -93,14 +95,14 @@ def examine(config: Config, spec: str, device: torch.device, world: World) -> li
     short = shortened(config, world.data.size)
     with tempfile.TemporaryDirectory(prefix="flow_grpo_doctor_") as folder:
         try:
-            trainer = train_grpo.build(dataclasses.replace(short, output_root=folder), spec, device, world)
+            trainer = assemble(dataclasses.replace(short, output_root=folder), spec, device, world)
         except ValueError as error:
             if not isinstance(error.__cause__, AdapterError):
                 raise
             return [finding("adapters", str(error), fail="set model.lora_targets to names like those")]
         # The folder whose disk is checked; nothing is written there.
         run_folder = Path(config.output_root) / "doctor"
-        context = dataclasses.replace(train_grpo.doctor_context(trainer), run_folder=run_folder)
+        context = dataclasses.replace(doctor_context(trainer), run_folder=run_folder)
         so_far: list[Finding] = []
         try:
             findings = examine_fully(context, config.train.updates_per_epoch, so_far)

@@ -40,7 +40,13 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-import train_grpo
+from flow_grpo.run.assemble import check_sizes
+from flow_grpo.run.assemble import run_name
+from flow_grpo.run.assemble import share_tokens
+from flow_grpo.run.assemble import splits
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
+from flow_grpo.runtime.ranks.start_up import refuse
+from flow_grpo.runtime.ranks.start_up import set_up_rank
 from flow_grpo.run.parts import build_optimizer
 from flow_grpo.run.run_state import common_identity
 from flow_grpo.algorithm.update.history import UpdateHistory
@@ -87,15 +93,14 @@ def main(words: Sequence[str] | None = None) -> int:
     world = run = None
     try:
         args, config = read_command_line(words)
-        device, world = train_grpo.set_up_rank(config)
+        device, world = set_up_rank(config)
         run = build(args, config, device, world)
         run.train()
         run.finish()
     except ValueError as error:
         if run is not None and not isinstance(error, ItemError):
             raise  # on this rank alone: the others would hang in `refuse`, which stops the process group
-        train_grpo.refuse(error, world)
-        return 2
+        return refuse(error, world)
     process_group.shut_down(world)
     return 0
 
@@ -199,12 +204,12 @@ class Batches:
 
 def build(args: argparse.Namespace, config: Config, device: torch.device, world: World) -> FineTuning:
     """Load all parts; raises ValueError on every rank for anything missing or unusable on any."""
-    with train_grpo.raise_on_all_ranks(world):
+    with raise_on_all_ranks(world):
         if world.is_main and config.data.tiny_world:
             ensure_tiny_world(config.data.root, config.data.tiny_world)
     world, context = share_samples(world, config.train.context_parallel, device)
-    folder = Path(config.output_root) / train_grpo.run_name(config, args.config.rpartition(":")[2], world)
-    with train_grpo.raise_on_all_ranks(world):
+    folder = Path(config.output_root) / run_name(config, args.config.rpartition(":")[2], world)
+    with raise_on_all_ranks(world):
         if config.data.prompts:
             raise refusal(
                 "data.prompts", config.data.prompts, "must be empty: there is no true video of a prompt alone"
@@ -212,14 +217,14 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, world:
         policy = WanPolicy.from_config(
             video_model(config.model.kind), config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device
         )
-        data, measured = train_grpo.splits(config, world)
-        train_grpo.check_sizes(policy, data, measured)
+        data, measured = splits(config, world)
+        check_sizes(policy, data, measured)
         batches = Batches(args, data, policy, world)
         spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # evenly over the scenes
         held_out = Batches(args, measured, policy, world, sorted(set(spread))) if spread else None
     identity = common_identity(policy.module, config.model.trained, data, world)
     world.data.check_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
-    train_grpo.share_tokens(policy, context)
+    share_tokens(policy, context)
     policy.module = parallelize(policy.module, "ddp", device, world)
     optimizer = build_optimizer(config, policy)
     return FineTuning(args, config, policy, optimizer, batches, held_out, identity, world, folder)
@@ -274,7 +279,7 @@ class FineTuning:
     def __post_init__(self) -> None:
         folder, plan = self.folder / "checkpoints", self.batches.plan
         self.lock = RunLock(self.folder)
-        with train_grpo.raise_on_all_ranks(self.world):
+        with raise_on_all_ranks(self.world):
             if self.world.is_main:
                 self.lock.take()
         path = resume.find(self.config.resume, folder, world=self.world)

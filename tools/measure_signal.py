@@ -28,7 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
 import torch
-import train_grpo
+from flow_grpo.preflight.examine import doctor_context
+from flow_grpo.run.assemble import assemble
+from flow_grpo.run.command_line import read_command_line
+from flow_grpo.runtime.ranks.start_up import refuse
+from flow_grpo.runtime.ranks.start_up import set_up_rank
 from torch import Tensor
 
 from flow_grpo.judging.reward_signal import measure_spread, sample_group
@@ -51,20 +55,18 @@ def main(words: Sequence[str] | None = None) -> int:
     world = None
     try:
         fixed = ["--config.run_name=signal", "--config.trackers=()", "--config.resume="]
-        config, spec = train_grpo.read_command_line(["--config", asked.config, *overrides, *fixed])
-        device, world = train_grpo.set_up_rank(config, watched=True)
+        config, spec = read_command_line(["--config", asked.config, *overrides, *fixed])
+        device, world = set_up_rank(config, watched=True)
         with world.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
             try:
-                trainer = train_grpo.build(dataclasses.replace(config, output_root=folder), spec, device, world)
-                context = train_grpo.doctor_context(trainer)
+                trainer = assemble(dataclasses.replace(config, output_root=folder), spec, device, world)
+                context = doctor_context(trainer)
                 found = measure(context, asked.groups) | {"tails": compare_tails(context, asked.groups, asked.tails)}
                 trainer.tracker.close()
             except ValueError as error:  # every rank raised it: the peers need not be told
-                train_grpo.refuse(error, world)
-                return 2
+                return refuse(error, world)
     except ValueError as error:
-        train_grpo.refuse(error, world)
-        return 2
+        return refuse(error, world)
     if world.is_main:
         show(found, asked)
     process_group.shut_down(world)

@@ -21,7 +21,9 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 
-import train_grpo
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
+from flow_grpo.runtime.ranks.start_up import refuse
+from flow_grpo.runtime.ranks.start_up import set_up_rank
 from flow_grpo.models.registry import video_model
 from flow_grpo.run.parts import eval_guidance, training_guidance
 from flow_grpo.data.splits import whole_splits
@@ -70,15 +72,14 @@ def main(words: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "config.model.encodings: got '', must name a folder; pass --config.model.encodings=FOLDER"
             )
-        device, world = train_grpo.set_up_rank(config, WAIT_S)
-        with train_grpo.raise_on_all_ranks(world):
+        device, world = set_up_rank(config, WAIT_S)
+        with raise_on_all_ranks(world):
             splits = whole_splits(config.data)
             encodings = open_encodings(config, device)
             films = [data for data in splits if isinstance(data, FilmDataset)]
             tasks = [*video_tasks(films, encodings), *prompt_tasks(config, splits, encodings)]
     except ValueError as error:
-        train_grpo.refuse(error, world)
-        return 2
+        return refuse(error, world)
     with world.sync_errors("encoding"):
         tally = work(tasks, world)
     problems = report(tally, config, world)

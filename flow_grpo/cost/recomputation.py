@@ -15,6 +15,8 @@ USABLE = 0.8
 # with attention kept took twice as long at 7,020 tokens and 0.86 times at 65,520 (docs/devices.md).
 LONG_TOKENS = 30_000
 
+ASSUMED_GIB = 64.0  # of a device whose memory is not known
+
 Mode: TypeAlias = Literal["none", "keep_attention", "blocks"]
 FASTEST_FIRST: tuple[Mode, ...] = ("none", "keep_attention", "blocks")
 

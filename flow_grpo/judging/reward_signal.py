@@ -24,14 +24,17 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.errors import RunStoppedError
 
 
-class NoSignalError(ValueError):
-    """The rewards cannot tell the copies of a group apart; raised on every rank.
+class NoSignalError(RunStoppedError):
+    """The rewards cannot tell the copies of a group apart.
 
     Args:
         without_value: the weighted rewards that have no value for any copy, if that is why.
     """
+
+    save = False  # nothing was trained
 
     def __init__(self, without_value: Sequence[str]) -> None:
         super().__init__(

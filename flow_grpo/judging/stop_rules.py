@@ -8,13 +8,14 @@ from pathlib import Path
 
 from flow_grpo.reporting.metric_names import metric_of
 from flow_grpo.runtime.ranks.process_group import InputError
+from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.schema import TrainConfig
 from flow_grpo.settings.values import parse_rule
 
 _NOT_OF_AN_EPOCH = ("eval_floor", "eval_by_camera")  # sections that rules are not compared with
 
 
-class BrokenPolicyError(ValueError):
+class BrokenPolicyError(RunStoppedError):
     """Training has broken the policy; raised on every rank.
 
     Args:

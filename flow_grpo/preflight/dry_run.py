@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,37 @@ from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.cost.plan import largest_size
+from flow_grpo.cost.recomputation import ASSUMED_GIB, settled
+from flow_grpo.cost.savings import report
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch
 from flow_grpo.run import parts
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import Config
+
+ASSUMED_RATE = 2e14  # operations per second of a device, on a machine that has none
+
+
+def show_plan(config: Config, devices: int) -> None:
+    """Print the tensor shapes of an epoch and the plan of memory and time, on rank 0, without loading weights.
+
+    Raises:
+        ValueError: the recipe's videos do not fit its model, or the device cannot be started.
+    """
+    if int(os.environ.get("RANK", "0")):
+        return
+    size = largest_size(config)
+    tensors = epoch_tensors(config, size, devices)
+    print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
+    print(as_text(tensors), flush=True)
+    device = device_api.resolve(config.device)
+    device_api.select(device)
+    limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
+    config, said = settled(config, devices, limit)
+    print("the plan, as tools/plan.py makes it for any device:", *([said] if said else []), sep="\n", flush=True)
+    print(report(config, devices, ASSUMED_RATE, round(limit, 1))[0], flush=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,9 @@
-"""The verbs of the training loop: sample, gather, choose, compare, update, log, evaluate, save.
-
-`train_grpo.py` says in which order they are called.
-"""
+"""One run from its first evaluation to its verdict; an epoch is sample, gather, choose, compare, update, log, save."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -44,19 +40,21 @@ from flow_grpo.reporting.clips import log_rows
 from flow_grpo.reporting.console import Progress, print_before_after
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.tracker import Tracker
+from flow_grpo.run.run_clock import RunClock
 from flow_grpo.run.run_state import RunState
-from flow_grpo.run.starts import begin, going_on, next_commands
+from flow_grpo.run.saver import Saver
+from flow_grpo.run.starts import CONFIG, begin, going_on, next_commands
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.checkpoints.saving import Saving
-from flow_grpo.runtime.clock import Clock, Ledger
+from flow_grpo.runtime.clock import Ledger
+from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, World
+from flow_grpo.runtime.ranks.start_up import refuse
 from flow_grpo.runtime.ranks.traffic import sent_metrics
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.schema import Config, RewardConfig
-
-LINGER_S = 20.0  # after an error, for a checkpoint that is being written; torchrun kills peers after 30
 
 
 @dataclasses.dataclass
@@ -80,7 +78,7 @@ class Trainer:
         cameras: the kind of camera of every training condition, for statistics; () keeps none.
         from_own: the run resumes from its own checkpoint, so its state is already saved.
         films: tools/generate.py can make videos with the policy's model.
-        ledger: seconds outside of epochs; by default since the trainer is built.
+        ledger: seconds outside of epochs.
     """
 
     config: Config
@@ -102,13 +100,17 @@ class Trainer:
     ledger: Ledger = dataclasses.field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
-        self.clock = Clock(self.device)
+        self.clock = RunClock(self.device, self.state)
+        self.saver = Saver(
+            self.state,
+            self.run_folder / "checkpoints",
+            self.config.checkpoint.keep,
+            self.world,
+            is_saved=self.from_own,
+        )
         self.gallery = Gallery(self.tracker, self.run_folder)
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
-        self._timed_until = time.perf_counter()
-        self._saved = self._position() if self.from_own else None
-        self._saving: Saving | None = None
         self._evaluated: tuple[int, Evaluation] | None = None
         self._silent, self._without_value = False, list[str]()
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
@@ -118,9 +120,57 @@ class Trainer:
         """The reward settings of the epoch in progress."""
         return compare.in_epoch(self.config.reward, self.state.finished)
 
+    def run(self) -> int:
+        """Train to the end, leave the other ranks, and return the exit code: 0, or 2 where training cannot go on.
+
+        Signals ask for an end after the epoch in progress. After any other error the checkpoint that is being written
+        gets the time to be published, and the run's folder stays locked as long as the process lives: a thread may
+        still write into it.
+        """
+        code = 0
+        with self.end:
+            try:
+                if self.world.is_main and not (self.run_folder / CONFIG).exists():
+                    begin(self.run_folder)
+                self.progress.say(f"run folder: {self.run_folder}")
+                self.train()
+                if self.ended_by:
+                    self.leave()
+                else:
+                    self.finish()
+                process_group.shut_down(self.world)
+            except RunStoppedError as error:
+                code = self.stop(error)
+            except Exception:
+                self.saver.linger()
+                raise
+        with contextlib.suppress(OSError):  # all else is done
+            self.tracker.log({"time/close_s": self.ledger.since()}, self.state.finished)
+        self.lock.release()
+        return code
+
+    def train(self) -> None:
+        """Evaluate, then train for the remaining epochs."""
+        with self.progress:
+            self.evaluate_before()
+            for epoch in self.epochs():
+                self.train_epoch(epoch)
+
+    def train_epoch(self, epoch: int) -> None:
+        """Train for one epoch; its samples are freed on return, before the next epoch samples."""
+        batches = self.sample()
+        gathered = self.gather(batches)
+        chosen = self.choose(batches, gathered)
+        training_batch = self.compare(chosen)
+        self.update(training_batch, epoch)
+        self.finish_epoch(epoch)
+        self.log(batches)
+        self.evaluate_if_due()
+        self.save_if_due()
+
     def epochs(self) -> Iterator[int]:
         """Yield the remaining epochs until the configured time is used up or a signal asks to end."""
-        self._timed_until = time.perf_counter()
+        self.clock.start_training()
         if self.state.finished >= self.config.num_epochs > 0:
             self.progress.say(
                 f"nothing left to train after epoch {self.state.finished}, a larger --config.num_epochs goes on: "
@@ -134,12 +184,13 @@ class Trainer:
                 begin(self.run_folder)
             self.tracker.begin()
             self.ledger.book("time/log_s")
-            self.clock, self.metrics = Clock(self.device), {}
+            self.clock.begin_epoch()
+            self.metrics = {}
             self.forwards.mark()
             self.world.sent.clear()
             device_api.reset_peak_memory(self.device)
             yield epoch
-            self._count_time()
+            self.clock.count_training()
 
     def sample(self) -> tuple[ScoredBatch, ...]:
         """Roll out and score this rank's samples of the next epoch."""
@@ -198,7 +249,7 @@ class Trainer:
         plan = self.updater.plan(batch, epoch)
         self.progress.start_update(plan.passes)
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
-        with self.clock.phase("update"):
+        with self.clock.epoch.phase("update"):
             self.metrics |= self.updater.run(batch, plan, self.state.history, probe=probe)
         check_averaged(self.state.history.norms, self.world)
 
@@ -210,7 +261,7 @@ class Trainer:
     def log(self, batches: Sequence[ScoredBatch]) -> None:
         """Record the finished epoch's metrics and, when due, videos of its samples."""
         step, every = self.state.finished, self.config.log_videos_every
-        self.metrics |= self.clock.metrics() | self.ledger.take()
+        self.metrics |= self.clock.epoch.metrics() | self.ledger.take()
         self.ledger.since()  # the epoch's own
         seconds = self.metrics["time/epoch_s"]
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
@@ -256,7 +307,7 @@ class Trainer:
     def save_if_due(self) -> None:
         """Begin to save every `checkpoint.every` epochs; what the epoch before has begun is published by now."""
         self.ledger.book("time/log_s")
-        self._settle()
+        self.saver.settle()
         if self.state.finished % self.config.checkpoint.every == 0:
             self._begin_saving()
         self.ledger.book("time/save_s")
@@ -303,7 +354,7 @@ class Trainer:
                 raise NoSignalError(self._without_value)
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
-            self._saved = None  # the checkpoint has no score yet
+            self.saver.forget()  # the checkpoint has no score yet
             self.save()
         check_measured(self.config.train.stop_if, self.state.before)
         best = self.config.checkpoint.best
@@ -346,7 +397,7 @@ class Trainer:
                 }
             )
             self.close()
-        self._settle()
+        self.saver.settle()
         print_before_after(before, after.metrics, changes, self.run_folder, self.world, floor=floor)
         commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
         cameras = [f"  worse for a kind of camera: {text}" for text in abridged(worse)]
@@ -367,62 +418,36 @@ class Trainer:
         self.tracker.log({"time/finish_s": sum(self.ledger.take().values())}, self.state.finished)
         self.tracker.close()
 
-    def rewind(self) -> None:
-        """Reset the sampler to the end of the last update, so that a resumed run samples the broken epoch again."""
-        self.state.sampler.load_state_dict(self._sampler_at_update)
+    def stop(self, error: RunStoppedError) -> int:
+        """Keep what the error says is to be kept, print it, leave the other ranks, and return exit code 2."""
+        if error.rewind:  # to the end of the last update: a resumed run samples the epoch in progress again
+            self.state.sampler.load_state_dict(self._sampler_at_update)
+        if error.save:
+            self.save()
+        self.close()
+        return refuse(error, self.world)
 
     def save(self) -> None:
         """Publish a checkpoint of the finished epochs and the sampler's position, unless it is saved already."""
         self._begin_saving()
-        self._settle()
+        self.saver.settle()
         self.ledger.book("time/save_s")
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Inside, signals ask for an end; at the end the last seconds are recorded and the run's folder is unlocked.
-
-        After an error the checkpoint that is being written behind training gets the time to be published, also where
-        the launcher asks to end meanwhile. That is no collective call: other ranks may have failed. The folder then
-        stays locked as long as the process lives: a thread may still write into it.
-        """
-        with self.end:
-            try:
-                yield
-            except Exception:
-                if self._saving is not None:
-                    self._saving.linger(LINGER_S)
-                raise
-        with contextlib.suppress(OSError):  # all else is done
-            self.tracker.log({"time/close_s": self.ledger.since()}, self.state.finished)
-        self.lock.release()
-
     def _begin_saving(self) -> None:
-        if self._saved != self._position():
-            self._settle()
-            self._count_time()
-            folder, keep = self.run_folder / "checkpoints", self.config.checkpoint.keep
-            self._saving = self.state.save(folder, keep=keep, world=self.world, score=self._score())
-            self._saved = self._position()
-            self._timed_until = time.perf_counter()  # copying does not count as training
-
-    def _settle(self) -> None:
-        """Wait until the checkpoint that is being written is published (collective call).
-
-        Raises:
-            RankError: on every rank, if any failed to write.
-        """
-        if self._saving is not None:
-            begun, self._saving = self._saving, None
-            begun.wait()
+        if self.saver.is_due:
+            self.saver.settle()
+            self.clock.count_training()
+            self.saver.begin(self._score())
+            self.clock.start_training()  # copying does not count as training
 
     def _collect(self, phase: str) -> tuple[ScoredBatch, ...]:
-        return self.collector.collect(self.clock, lambda: self.world.sync_errors(phase))
+        return self.collector.collect(self.clock.epoch, lambda: self.world.sync_errors(phase))
 
     def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         sample = self.config.sample
         for line in compare.failures(batches, self.collector.rewards.weights):
             self.progress.say(line)
-        with self.clock.phase("gather"):
+        with self.clock.epoch.phase("gather"):
             gathered = compare.gather(batches, self.world)
         if self.config.debug:
             compare.show_gathered(batches, gathered, sample, self.world, self.reward.weights)
@@ -440,14 +465,6 @@ class Trainer:
     def _stop_if_broken(self) -> None:
         if self.state.broken and self.config.train.stop_if:
             raise BrokenPolicyError(self.state.broken, self.state.finished, self.run_folder)
-
-    def _count_time(self) -> None:
-        now = time.perf_counter()
-        self.state.train_seconds += now - self._timed_until
-        self._timed_until = now
-
-    def _position(self) -> tuple[int, int]:
-        return self.state.finished, self.state.sampler.next_step
 
     def _score(self) -> float | None:
         """Return the value of `checkpoint.best` for the current weights, larger is better, if they were evaluated."""

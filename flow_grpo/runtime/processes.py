@@ -7,7 +7,10 @@ import multiprocessing
 import os
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from typing import NoReturn
 
 
 def start_program() -> None:
@@ -22,6 +25,27 @@ def start_program() -> None:
     gc.freeze()
     gc.enable()  # after a program that imports without it
     sys.modules["__main__"].__spec__ = ModuleSpec("__main__", None)
+
+
+def launch(main: Callable[..., int], begun: float | None = None) -> NoReturn:
+    """Run a training program's `main` and exit with its code.
+
+    After an error it skips the interpreter's shutdown, which can abort or hang while a process group is up.
+
+    Args:
+        main: returns the exit code; takes `begun`.
+        begun: when the process began, by `time.perf_counter`; by default now.
+    """
+    start_program()
+    try:
+        code = main(begun=begun)
+    except (Exception, KeyboardInterrupt):  # noqa: BLE001 - printed; the exit code tells the launcher
+        try:
+            traceback.print_exc()
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
+    sys.exit(code)
 
 
 def live_as_long_as_the_parent() -> None:

@@ -1,4 +1,4 @@
-"""The error for a setting that cannot work."""
+"""The errors that end a run in one line: settings that cannot work, and training that cannot go on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ class ConfigError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(re.sub(r"[^\s'\"]+", _starred, " ".join(text.splitlines())))
+
+
+class RunStoppedError(ValueError):
+    """Training cannot go on; raised on every rank with the same message. Its kinds say what the checkpoint holds.
+
+    Attributes:
+        rewind: a resumed run samples the epoch in progress again.
+        save: the epochs that are finished are saved.
+    """
+
+    rewind = True
+    save = True
 
 
 def _starred(word: re.Match[str]) -> str:

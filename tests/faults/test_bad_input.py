@@ -11,6 +11,7 @@ from torch._utils import ExceptionWrapper
 import train_grpo
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.reporting import plots
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import LOCK
 from flow_grpo.runtime.ranks.process_group import InputError
@@ -55,7 +56,7 @@ def test_a_file_that_breaks_within_a_run_ends_it_in_one_line_and_it_goes_on_when
     """The door reads one condition of each split; the others are read when they are drawn."""
     kept = {file: file.read_bytes() for file in setup.videos("train")}
     words = [*setup.words, "--config.num_epochs=2", "--config.checkpoint.every=1", "--config.data.num_workers=0"]
-    collect = train_grpo.Trainer.sample
+    collect = Trainer.sample
 
     def breaking(trainer):
         if trainer.state.finished == 1:
@@ -64,7 +65,7 @@ def test_a_file_that_breaks_within_a_run_ends_it_in_one_line_and_it_goes_on_when
         return collect(trainer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_grpo.Trainer, "sample", breaking)
+        patch.setattr(Trainer, "sample", breaking)
         patch.setattr("flow_grpo.data.video_io.VideoCache.read", uncached)
         assert train_grpo.main(words) == 2
     line = said(capsys)

@@ -52,7 +52,6 @@ from tests.toy import (
     weights_of,
 )
 from tests.workers import run_ranks
-from train_grpo import train, train_epoch
 
 DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
 
@@ -114,7 +113,7 @@ def run(trainer: Trainer) -> list[int]:
     seen = []
     trainer.evaluate_before()
     for epoch in trainer.epochs():
-        train_epoch(trainer, epoch)
+        trainer.train_epoch(epoch)
         seen.append(epoch)
     trainer.finish()
     return seen
@@ -178,12 +177,12 @@ def test_a_signal_does_not_cut_short_the_wait_for_a_checkpoint_after_an_error(a_
     """A launcher that has lost a rank asks the others to end."""
     killed: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
-    trainer, lingered = a_trainer(), mock.Mock()
-    lingered.linger = lambda _: os.kill(os.getpid(), signal.SIGTERM)
-    trainer._saving = lingered
+    trainer = a_trainer()
+    trainer.train = mock.Mock(side_effect=RuntimeError("a crash"))
+    trainer.saver.linger = lambda: os.kill(os.getpid(), signal.SIGTERM)
     try:
-        with pytest.raises(RuntimeError, match="a crash"), trainer.running():
-            raise RuntimeError("a crash")
+        with pytest.raises(RuntimeError, match="a crash"):
+            trainer.run()
     finally:
         signal.signal(signal.SIGTERM, before)
     assert trainer.end.signal == "SIGTERM" and not killed
@@ -249,8 +248,9 @@ def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch, en
     monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
     config = a_config(num_epochs=3, doctor="fast", checkpoint=CheckpointConfig(every=2, keep=1))
 
-    def built(*_):
+    def built(*given):
         trainer = a_trainer(**vars(config))
+        trainer.ledger = given[-1]
         trainer.evaluator.gold = Judge()
         return trainer
 
@@ -261,12 +261,13 @@ def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch, en
         train_epoch(trainer, epoch)
         trainer.end.signal = "SIGTERM" if end == "signal" else ""
 
-    monkeypatch.setattr(train_grpo, "train_epoch", epoch_of)
+    train_epoch = Trainer.train_epoch
+    monkeypatch.setattr(Trainer, "train_epoch", epoch_of)
     for name, replaced in (
-        ("read_command_line", lambda _: (config, "")),
-        ("say_rewards", lambda *_: None),
+        ("read_command_line", lambda *_: (config, "")),
+        ("rewards_in_words", lambda *_: ""),
         ("set_up_rank", lambda *_, **__: (torch.device("cpu"), World())),
-        ("build", built),
+        ("assemble", built),
         ("examine", lambda _: None),
     ):
         monkeypatch.setattr(train_grpo, name, slowed(replaced, seconds))
@@ -322,7 +323,7 @@ def test_forwards_are_counted_per_sample_and_summed_over_epochs_resumed_runs_inc
     longer = a_trainer(num_epochs=3)
     longer.state.restore(tmp_path / "checkpoints" / "checkpoint_000002", world=World())
     for epoch in longer.epochs():
-        train_epoch(longer, epoch)
+        longer.train_epoch(epoch)
     assert metrics_of(tmp_path)[-1]["system/forward_equivalents"] == 8 * (3 * each + 4 / 8)
 
 
@@ -361,9 +362,9 @@ def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resum
     trainer = a_trainer(num_epochs=4, train=train_config(stop_if=rules))
     trainer.evaluate_before()
     epochs = trainer.epochs()
-    train_epoch(trainer, next(epochs))
+    trainer.train_epoch(next(epochs))
     with pytest.raises(BrokenPolicyError, match=r"eval/brightness is 0\.\d+, below 0\.9 after epoch 2: .* is saved"):
-        train_epoch(trainer, next(epochs))
+        trainer.train_epoch(next(epochs))
     trainer.save()
     (path,) = checkpoint.published(tmp_path / "checkpoints")
     for given, ends in (
@@ -380,7 +381,7 @@ def test_ranks_whose_own_metrics_differ_break_a_rule_together(a_trainer, monkeyp
     trainer = a_trainer(num_epochs=1, train=train_config(stop_if=("time/score_s>1000",)))
     own = Group.gather_text
     monkeypatch.setattr(trainer, "evaluate_if_due", lambda: None)
-    train_epoch(trainer, next(trainer.epochs()))
+    trainer.train_epoch(next(trainer.epochs()))
     monkeypatch.undo()
     other = "time/score_s is 2000, above 1000"
     monkeypatch.setattr(Group, "gather_text", lambda group, text: [*own(group, text), other])
@@ -446,7 +447,7 @@ def test_a_checkpoint_is_written_behind_the_next_epoch_and_its_failure_ends_the_
         order.append(f"begin {trainer.state.finished}") or mock.Mock(wait=lambda: order.append("wait"))
     )
     monkeypatch.setattr(trainer, "update", lambda *_: order.append("update"))
-    train(trainer)
+    trainer.train()
     epochs = [f"begin {n}" for n in (1, 2, 3)]
     assert order == ["update", epochs[0], "update", "wait", epochs[1], "update", "wait", epochs[2]]
     trainer.save()
@@ -458,7 +459,7 @@ def test_a_checkpoint_is_written_behind_the_next_epoch_and_its_failure_ends_the_
     trainer = a_trainer(num_epochs=3, checkpoint=CheckpointConfig(every=1, keep=1))
     trainer.state.save = lambda *_, **__: mock.Mock(wait=fail)
     with pytest.raises(RankError, match="No space left on device"):
-        train(trainer)
+        trainer.train()
     assert trainer.state.finished == 2
 
 
@@ -570,7 +571,7 @@ def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninte
     resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[0], world=World())  # after epoch 1
     resumed.evaluate_before()
     for epoch in resumed.epochs():
-        train_epoch(resumed, epoch)
+        resumed.train_epoch(epoch)
     assert resumed.metrics["reward/brightness_weight"] == 0.5
     assert resumed.metrics["reward/advantage_abs"] == sizes[2]
 
@@ -640,7 +641,7 @@ def test_a_full_first_round_trains_as_without_dynamic_sampling(a_trainer, tmp_pa
     plain, pooled = a_trainer(num_epochs=2), a_trainer(num_epochs=2, dynamic_sampling=DYNAMIC)
     for trainer in (plain, pooled):
         for epoch in trainer.epochs():
-            train_epoch(trainer, epoch)
+            trainer.train_epoch(epoch)
     assert torch.equal(weights_of(plain.updater.policy), weights_of(pooled.updater.policy))
     assert not torch.equal(weights_of(plain.updater.policy), weights_of(ToyPolicy()))
 
@@ -668,7 +669,7 @@ def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tm
     with trainer.end:
         for epoch in trainer.epochs():
             os.kill(os.getpid(), signal.SIGTERM)
-            train_epoch(trainer, epoch)
+            trainer.train_epoch(epoch)
     assert trainer.ended_by == "SIGTERM" and trainer.state.finished == 1
     trainer.leave()
     assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == ["checkpoint_000001"]

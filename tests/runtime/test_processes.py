@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import train_grpo
 from flow_grpo.rewards.process_pool import CallPool
+from flow_grpo.runtime.processes import launch
 from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,9 +41,8 @@ def test_a_spawned_process_does_not_import_the_program(tmp_path):
 def test_training_spawns_without_its_program(monkeypatch):
     program = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", program)
-    monkeypatch.setattr(train_grpo, "main", lambda begun: 0)
     with pytest.raises(SystemExit):
-        train_grpo.launch()
+        launch(lambda begun: 0)
     assert program.__spec__.name == "__main__"
 
 
@@ -75,12 +74,13 @@ def test_what_reads_data_and_scores_needs_no_model_library():
 START = """
 import os, sys
 import train_grpo
+from flow_grpo.run.trainer import Trainer
 
 def report(trainer):
     print("at the first rollout:", *{unwanted} & set(sys.modules), flush=True)
     os._exit(0)
 
-train_grpo.train = report
+Trainer.train = report
 sys.exit(train_grpo.main())
 """
 

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-import train_grpo
 from flow_grpo.data.splits import multicam_data
 from flow_grpo.rewards.camera.pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import Outcome
+from flow_grpo.run.command_line import read_command_line
 from tools import check_sources
 
 SMALL = ["data.num_frames=5", "data.height=24", "data.width=32", "data.tiny_world=unit_test"]
@@ -99,7 +99,7 @@ def test_an_unusable_source_is_never_drawn(world, tmp_path, monkeypatch):
     pretend(monkeypatch, lambda scene, camera: Outcome(None, "dark" if camera == "cam01" else "", lacking=True))
     assert check_sources.main(words(world, out)) == 0
     given = words(world, out)
-    config, _ = train_grpo.read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
+    config, _ = read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
     data = multicam_data(config.data, "train")
     assert {data.name_of(index)[1] for index in range(len(data))}.isdisjoint({"cam01"})
     assert len(data) > 0
@@ -115,7 +115,7 @@ def test_held_out_items_are_neither_checked_nor_excluded(world, tmp_path, monkey
     whole = {"val/f17_aperture10/scene1": {f"cam{number:02d}": "no known focal length" for number in range(1, 11)}}
     out.write_text(json.dumps(content | {"verdicts": whole}))
     given = words(world, out)
-    config, _ = train_grpo.read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
+    config, _ = read_command_line([*given[:2], *given[6:], f"--config.data.exclude={out}"])
     assert len(multicam_data(config.data, "val")) == 10
 
 

@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
-import train_grpo
 from flow_grpo.algorithm.update import updater
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.rewards.sharpness import Sharpness
+from flow_grpo.run.command_line import read_command_line
+from flow_grpo.run.trainer import Trainer
 from tools.dev import soak, soak_rank
 
 EPOCHS = 4
@@ -171,7 +172,7 @@ def test_the_command_runs_the_faulty_rank_with_a_recipe_that_training_accepts(tm
     words = soak.Soak(options(tmp_path)).words("trouble_0")
     place = words.index("--config")
     assert Path(words[place - 1]).samefile(soak_rank.__file__)
-    config, recipe = train_grpo.read_command_line(words[place:])
+    config, recipe = read_command_line(words[place:])
     assert (recipe, config.device) == (f"{soak.ROOT}/config/grpo.py:tiny_recam", "cpu")
     assert (config.resume, config.run_name) == ("auto", "trouble_0")
 
@@ -208,7 +209,7 @@ def test_a_fault_inside_a_rank_happens_in_its_epoch_and_on_its_rank_only(monkeyp
     naps: list[float] = []
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(soak_rank.time, "sleep", naps.append)
-    monkeypatch.setattr(train_grpo, "train_epoch", lambda trainer, epoch: None)
+    monkeypatch.setattr(Trainer, "train_epoch", lambda trainer, epoch: None)
     monkeypatch.setattr(
         updater, "take_step", lambda optimizer: bool(optimizer.param_groups[0]["params"][0].grad.isnan().any())
     )
@@ -219,7 +220,7 @@ def test_a_fault_inside_a_rank_happens_in_its_epoch_and_on_its_rank_only(monkeyp
     seen = []
     for epoch in range(3):
         module.weight.grad = torch.zeros(1, 1)
-        train_grpo.train_epoch(None, epoch)
+        Trainer.train_epoch(None, epoch)
         seen.append({"nan": updater.take_step(optimizer), "reward": rewards(), "slow": bool(naps)})
         naps.clear()
     due = [rank == "1" and epoch == 1 for epoch in range(3)]

@@ -40,7 +40,9 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 
-import train_grpo
+from flow_grpo.run.assemble import assemble
+from flow_grpo.run.command_line import read_command_line
+from flow_grpo.runtime.ranks.start_up import set_up_rank
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime import device as device_api
@@ -101,9 +103,9 @@ def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str
             "--config.trackers=()",
             "--config.resume=",
         ]
-        config, spec = train_grpo.read_command_line(["--config", spec, *overrides, *fixed])
-        device, world = train_grpo.set_up_rank(config)
-        trainer = train_grpo.build(config, spec, device, world)
+        config, spec = read_command_line(["--config", spec, *overrides, *fixed])
+        device, world = set_up_rank(config)
+        trainer = assemble(config, spec, device, world)
         result = measure(trainer, epochs)
         trainer.tracker.close()
         process_group.shut_down(world)

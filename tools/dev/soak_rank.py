@@ -29,6 +29,7 @@ import train_grpo
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.algorithm.update import updater
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime.processes import launch
 
 SLOW_S = 20.0
 
@@ -48,7 +49,7 @@ class Saboteur:
 
     def arm(self) -> None:
         """Install the wrappers."""
-        train_epoch, take_step, score = train_grpo.train_epoch, updater.take_step, RewardSet.__call__
+        train_epoch, take_step, score = Trainer.train_epoch, updater.take_step, RewardSet.__call__
 
         def counted(trainer: Trainer, epoch: int) -> None:
             self.begun += 1
@@ -68,7 +69,7 @@ class Saboteur:
                 rewards = RewardSet([Broken(reward) for reward in rewards.rewards], rewards.weights)
             return score(rewards, *given)
 
-        train_grpo.train_epoch = counted
+        Trainer.train_epoch = counted  # type: ignore[method-assign]
         updater.take_step = stepped
         RewardSet.__call__ = scored  # type: ignore[method-assign]
 
@@ -86,4 +87,4 @@ class Broken:
 
 if __name__ == "__main__":
     Saboteur(**json.loads(os.environ["FLOW_GRPO_SOAK"])).arm()
-    train_grpo.launch()
+    launch(train_grpo.main)

@@ -15,10 +15,11 @@ from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
 from flow_grpo.maths.reward_rules import Gated, gate, weights_at
 from flow_grpo.records import Rows, Samples, ScoredBatch, TrainingBatch
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.schema import RewardConfig, SampleConfig
 
 
-class RewardFaultError(ValueError):
+class RewardFaultError(RunStoppedError):
     """A reward could not be measured for too many samples to train on the rest."""
 
 

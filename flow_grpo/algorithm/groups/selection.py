@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from flow_grpo.maths.keys import generator
+from flow_grpo.settings.errors import RunStoppedError
 
 POLICIES = ("fallback_original", "pad", "rebalance", "fill_flat", "raise")
 
 
-class ShortageError(ValueError):
-    """Too few groups carry a signal and the policy is "raise"; raised on every rank."""
+class ShortageError(RunStoppedError):
+    """Too few groups carry a signal and the policy is "raise"; a resumed run samples other groups."""
+
+    rewind = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,12 +24,13 @@ from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type:
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.rendezvous import RENDEZVOUS_S, join_attempt, mark_started
 from flow_grpo.runtime.ranks.watchdog import Heartbeat
+from flow_grpo.settings.errors import RunStoppedError
 
 LAUNCHER_S = 10.0  # for a running launcher's store to answer
 _QUOTED = 80  # characters of each rank's text in an error
 
 
-class InputError(ValueError):
+class InputError(RunStoppedError):
     """An input of the run is unusable, such as a broken file; the message is one line that names it."""
 
     def __str__(self) -> str:

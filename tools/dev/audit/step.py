@@ -202,7 +202,10 @@ def _fake_module() -> Any:
 def training_step(folder: Path) -> Record:
     """Train the tiny model for one epoch on the fake device, with evaluation and checkpoint; writes to `folder`."""
     device_api.hide_plug_in("the audit fakes its device")
-    import train_grpo  # here, because it loads every model library, which the other checks do not need
+    # Here, because they load every model library, which the other checks do not need.
+    from flow_grpo.run.assemble import assemble
+    from flow_grpo.run.command_line import read_command_line
+    from flow_grpo.runtime.ranks.start_up import set_up_rank
 
     places = {
         "model.path": ROOT / "assets" / "tiny_recam",
@@ -212,13 +215,13 @@ def training_step(folder: Path) -> Record:
     }
     words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
     words += [f"--config.{name}={value}" for name, value in {**SMALL, **places}.items()]
-    config, spec = train_grpo.read_command_line(words)
+    config, spec = read_command_line(words)
     with recording() as record:
-        device, world = train_grpo.set_up_rank(config)
-        trainer = train_grpo.build(config, spec, device, world)
+        device, world = set_up_rank(config)
+        trainer = assemble(config, spec, device, world)
         with trainer.progress:
             trainer.evaluate_before()
-            train_grpo.train_epoch(trainer, 0)
+            trainer.train_epoch(0)
         trainer.save()
         trainer.tracker.close()
     return record

@@ -21,7 +21,6 @@ import torch.multiprocessing
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
-import train_grpo
 from flow_grpo.algorithm.groups import compare, metrics, subset
 from flow_grpo.cost import traffic
 from flow_grpo.cost.footprint import forward_flops, peak_bytes
@@ -31,6 +30,8 @@ from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.transformers import load_transformer
 from flow_grpo.models.video_model import share_tokens
 from flow_grpo.records import Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
+from flow_grpo.run.assemble import assemble
+from flow_grpo.run.command_line import read_command_line
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import World
@@ -147,8 +148,8 @@ def _epochs(knob: str, values: Sequence[int]) -> dict[str, Axis]:
         }
         with tempfile.TemporaryDirectory() as folder:
             given = [f"--config.{name}={text}" for name, text in ({"output_root": folder} | words).items()]
-            config, spec = train_grpo.read_command_line(["--config", RECIPE, *given])
-            trainer = train_grpo.build(config, spec, torch.device("cpu"), World())
+            config, spec = read_command_line(["--config", RECIPE, *given])
+            trainer = assemble(config, spec, torch.device("cpu"), World())
             for epoch in range(2):  # the first warms up
                 trainer.forwards.mark()
                 begun = time.perf_counter()

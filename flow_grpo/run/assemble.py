@@ -1,0 +1,299 @@
+"""A run is assembled in phases, on all ranks together: claim its folder, load, share, restore, open what reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from flow_grpo.algorithm.groups.metrics import pooled
+from flow_grpo.cost.forward_count import ForwardCount
+from flow_grpo.cost.plan import flops_of_rows, recomputed_share
+from flow_grpo.cost.recomputation import ASSUMED_GIB, settled
+from flow_grpo.data.dataset import ConditionDataset, Split
+from flow_grpo.data.splits import held_out_data, training_data
+from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.judging.evaluate import Evaluator
+from flow_grpo.judging.verdict import deciding, direction
+from flow_grpo.models.adapters import Ema
+from flow_grpo.models.policy import Policy
+from flow_grpo.models.registry import build_policy, is_video_model
+from flow_grpo.reporting.console import Progress
+from flow_grpo.reporting.tracker import Tracker
+from flow_grpo.rewards.base import RewardSet, try_rewards
+from flow_grpo.run import parts, starts
+from flow_grpo.run.run_state import RunState, common_identity
+from flow_grpo.run.trainer import Trainer
+from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.checkpoints import resume
+from flow_grpo.runtime.checkpoints.run_lock import RunLock
+from flow_grpo.runtime.clock import Ledger
+from flow_grpo.runtime.ranks.context import Context, share_samples
+from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, sent_weights, unwrap
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
+from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.loading import to_dict
+from flow_grpo.settings.schema import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What one rank loads by itself.
+
+    Attributes:
+        train: training conditions.
+        held_out: conditions of the evaluation, none of which is trained on.
+        policy: the video model, not yet distributed.
+        rewards: of training.
+        evaluator: measures the held-out conditions.
+    """
+
+    train: Split
+    held_out: Split
+    policy: Policy
+    rewards: RewardSet
+    evaluator: Evaluator
+
+
+def assemble(config: Config, spec: str, device: torch.device, world: World, ledger: Ledger | None = None) -> Trainer:
+    """Return a run's trainer, at its start or where the checkpoint to resume from left it (collective call).
+
+    Args:
+        config: as checked.
+        spec: "FILE:RECIPE".
+        device: this rank's.
+        world: all ranks, which `train.context_parallel` divides into groups that share samples.
+        ledger: seconds outside of epochs; by default from now on.
+
+    Raises:
+        ValueError: on every rank, for an input that is missing or unusable on any.
+    """
+    with raise_on_all_ranks(world):
+        if world.is_main and config.data.tiny_world:
+            ensure_tiny_world(config.data.root, config.data.tiny_world)
+    world, context = share_samples(world, config.train.context_parallel, device)
+    # A run draws from keyed generators only; this seed is for libraries that draw from torch's own.
+    torch.manual_seed(config.seed)
+    run_folder, lock = claim_folder(config, spec, world)
+    checkpoint = resume.find(config.resume, run_folder / "checkpoints", world=world)
+    given, config = config, settle_checkpointing(config, device, world)
+    loaded = load(config, device, world)
+    share_tokens(loaded.policy, context)
+    state = distribute(config, loaded, device, world)
+    from_own = restore(config, checkpoint, state, loaded.evaluator, run_folder, world)
+    with raise_on_all_ranks(world):
+        if world.is_main:
+            lock.take()
+            place, served = device_api.describe(device, config.device), loaded.rewards.served()
+            count, done = world.all.size, state.finished
+            said = starts.record(
+                run_folder, given, spec, checkpoint, epoch=done, ranks=count, device=place, served=served
+            )
+            print("\n".join(said), end="\n" if said else "", flush=True)
+        tracker = open_tracker(
+            config, run_folder, loaded.evaluator, world, resumed_step=None if checkpoint is None else state.finished
+        )
+    seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
+    progress = Progress(config.num_epochs, world, finished=state.finished, seconds=seconds)
+    if checkpoint is not None:
+        progress.say(resumed_from(checkpoint, state, config, own=from_own))
+    return Trainer(
+        config=config,
+        collector=parts.build_collector(
+            config, loaded.policy, loaded.train, state.sampler, loaded.rewards, progress, world
+        ),
+        updater=parts.build_updater(config, loaded.policy, state, progress, world),
+        evaluator=loaded.evaluator,
+        state=state,
+        tracker=tracker,
+        progress=progress,
+        world=world,
+        device=device,
+        run_folder=run_folder,
+        lock=lock,
+        forwards=count_forwards(config, loaded.policy, device),
+        ledger=ledger or Ledger(),
+        dynamic_sampling=parts.build_dynamic_sampling(config, loaded.rewards, progress, world),
+        cameras=pooled(loaded.train.cameras()),
+        from_own=from_own,
+        films=is_video_model(config.model.kind),
+    )
+
+
+def claim_folder(config: Config, spec: str, world: World) -> tuple[Path, RunLock]:
+    """Return the run's folder and its lock, taken on rank 0 if the folder exists (collective call).
+
+    A new folder is made and locked only once everything else is built.
+
+    Raises:
+        ValueError: on every rank, for a folder that cannot be used or that another run uses.
+    """
+    run_folder = Path(config.output_root) / run_name(config, spec, world)
+    lock = RunLock(run_folder)
+    with raise_on_all_ranks(world):
+        starts.check_places(config, run_folder)
+        if world.is_main and run_folder.exists():
+            lock.take()
+    return run_folder, lock
+
+
+def run_name(config: Config, spec: str, world: World) -> str:
+    """Return the configured name, or one made of the recipe's and the time, identical on every rank.
+
+    Raises:
+        ValueError: a run that is to be resumed has no name.
+    """
+    if config.resume == "auto" and not config.run_name:
+        raise ValueError("resume='auto' needs the name of the run to go on with: pass --config.run_name=NAME")
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not config.run_name:
+        raise ValueError("torchrun --max-restarts needs the name of the run to go on with: pass --config.run_name=NAME")
+    return config.run_name or world.broadcast_text(f"{spec.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def settle_checkpointing(config: Config, device: torch.device, world: World) -> Config:
+    """Return the configuration with `model.checkpointing=auto` decided for this device, and say what and why."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    gib = device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here
+    config, said = settled(config, world.all.size, gib)
+    if said and world.is_main:
+        print(said, flush=True)
+    return config
+
+
+def load(config: Config, device: torch.device, world: World) -> Loaded:
+    """Load data, model and rewards (collective call).
+
+    Raises:
+        ValueError: on every rank, for an input that is missing or unusable on any.
+    """
+    with raise_on_all_ranks(world):
+        train, held_out = splits(config, world)
+        policy = build_policy(config, device)
+        check_sizes(policy, train, held_out)
+        rewards = parts.build_rewards(config, config.reward.weights, world)
+        try_rewards(rewards, train.condition(0))
+        evaluator = parts.build_evaluator(config, policy, held_out, world)
+    return Loaded(train, held_out, policy, rewards, evaluator)
+
+
+def splits(config: Config, world: World) -> tuple[Split, Split]:
+    """Return the training and the held-out data, disjoint in videos, after reading one condition of each.
+
+    Raises:
+        ValueError: a split that cannot be used.
+    """
+    train, held_out = training_data(config.data), held_out_data(config.data, config.eval)
+    if world.is_main:
+        train.check_apart(held_out)
+    for data in (train, held_out):
+        data.condition(len(data) - 1)
+    return train, held_out
+
+
+def check_sizes(policy: Policy, *data_sets: ConditionDataset) -> None:
+    """Read one condition of every video size in every data set; ValueError for a size that the model cannot take."""
+    for data in data_sets:
+        for index in {data.size_of(index): index for index in range(len(data))}.values():
+            policy.latent_shape([data.condition(index)])
+
+
+def share_tokens(policy: Policy, context: Context) -> None:
+    """Let the ranks of `context` compute every sample together (collective call).
+
+    Raises:
+        ConfigError: the policy cannot do that.
+    """
+    if context.size == 1:
+        return
+    if not hasattr(policy, "share_tokens"):
+        text = f"must be 1 for {type(policy).__name__}, a policy of one's own without a method share_tokens"
+        raise refusal("train.context_parallel", context.size, f"{text}; see docs/add_a_model.md")
+    policy.share_tokens(context)
+
+
+def distribute(config: Config, loaded: Loaded, device: torch.device, world: World) -> RunState:
+    """Distribute the policy's network and its optimizer over the ranks, and return the run's state (collective call).
+
+    Raises:
+        ValueError: on every rank, when ranks hold different models or data, or the network cannot be sharded so.
+    """
+    policy = loaded.policy
+    identity = common_identity(policy.module, config.model.trained, loaded.train, world)
+    policy.module = parallelize(policy.module, config.train.sharding, device, world)
+    if config.train.kl_coef > 0:
+        policy.keep_reference(offload=config.model.offload)
+    gathered = sent_weights(policy.module)
+
+    def on_call() -> None:
+        world.report_progress()  # for the watchdog, however large a batch is
+        # FSDP gathers once more for the backward pass.
+        world.sent["weights"] += int(gathered * (2 if torch.is_grad_enabled() else 1))
+
+    on_every_call(policy.module, on_call)
+    return RunState(
+        module=policy.module,
+        optimizer=parts.build_optimizer(config, policy),
+        sampler=parts.build_sampler(config, loaded.train, world),
+        ema=Ema(policy.trained_parameters(), config.train.ema_decay) if config.train.ema_decay else None,
+        device=device,
+        identity=identity,
+    )
+
+
+def restore(
+    config: Config, checkpoint: Path | None, state: RunState, evaluator: Evaluator, run_folder: Path, world: World
+) -> bool:
+    """Restore the checkpoint, if any, and return whether it is the run's own (collective call).
+
+    Raises:
+        ValueError: on every rank, for a checkpoint that is damaged or of another model, data or way of measuring.
+    """
+    checkpoints = run_folder / "checkpoints"
+    if checkpoint is not None:
+        state.restore(checkpoint, world=world)
+        state.match_evaluation(evaluator.settings.measured_on, own=resume.is_own(checkpoint, checkpoints))
+    return resume.commit(config.resume, checkpoint, checkpoints, world=world)
+
+
+def resumed_from(checkpoint: Path, state: RunState, config: Config, *, own: bool) -> str:
+    """Return one line: from which checkpoint and epoch a run goes on, and what it takes from another run's."""
+    said = f"resumes from {checkpoint}, saved after epoch {state.finished} of {config.num_epochs}"
+    if own:
+        return said
+    said += ": trained weights, optimizer, weight average, position in the data and number of epochs come from there"
+    if state.before is None:
+        return f"{said}; the held-out metrics before training are measured now, as they were measured otherwise there"
+    return f"{said}, and the held-out metrics before training"
+
+
+def open_tracker(
+    config: Config, run_folder: Path, evaluator: Evaluator, world: World, *, resumed_step: int | None
+) -> Tracker:
+    """Return the run's tracker, which knows the held-out metrics that decide and which way they should go."""
+    gold = evaluator.gold is not None
+    return Tracker(
+        run_folder,
+        to_dict(config),
+        config.trackers,
+        world,
+        resumed_step=resumed_step,
+        direction=functools.partial(direction, rewards=evaluator.names),
+        deciding=functools.partial(deciding, rewards=evaluator.names, weights=largest_weights(config), gold=gold),
+    )
+
+
+def count_forwards(config: Config, policy: Policy, device: torch.device) -> ForwardCount:
+    """Return the count of the network's calls, with the rate of the device that their operations are a share of."""
+
+    def rate() -> float:
+        return 1e12 * config.device_tflops or device_api.matrix_rate(device, device_api.DTYPES[config.model.dtype])
+
+    network, share = unwrap(policy.module), recomputed_share(config)
+    return ForwardCount(network, recomputed=share, flops=flops_of_rows(config), rate=rate)
