@@ -25,6 +25,7 @@ from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.traffic import gradient_bytes
+from flow_grpo.settings.objectives import traits_of, window_length
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
 
@@ -127,7 +128,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     counted = {n: _counted(_network_of(model), latents, DTYPES[model.dtype], n * copies) for n in rows}
     rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
     calls = sample.num_batches_per_epoch * longest_rollout(config)
-    replays, extra = _replays(config), _forwards_per_replay(config)
+    replays, extra = _replays(config), traits_of(config).forwards(config)
     passes = 3 + recomputed_share(config) + extra  # a backward costs two forwards, recomputation at most one more
     forward_flops = rollout.forward_flops / sample.train_batch_size
     sharing = train.context_parallel
@@ -211,32 +212,11 @@ def _network_of(model: ModelConfig) -> ModelConfig:
     return ModelConfig(**{name: getattr(model, name) for name in names})
 
 
-def _steps(config: Config) -> int:
-    """Return the passes of an update over a sample."""
-    return config.train.forward_levels if config.train.objective == "forward" else _window(config)
-
-
 def _replays(config: Config) -> float:
     """Return the calls with a backward of an epoch, where every group carries a signal."""
     sample, train = config.sample, config.train
     trained = (train.copies or sample.k) / sample.k
-    return _steps(config) * trained * sample.expanded_batch_size / train.batch_size
-
-
-def _forwards_per_replay(config: Config) -> int:
-    """Return the calls without gradients of every such call: reference, recomputed log-probabilities, average."""
-    return (config.train.kl_coef > 0) + _recomputes_old_log_probs(config) + _follows_average(config)
-
-
-def _window(config: Config) -> int:
-    """Return the stochastic steps of a sample."""
-    sample = config.sample
-    return 0 if sample.sde == "ode" else sample.sde_window or len(sample.sde_steps)
-
-
-def _follows_average(config: Config) -> bool:
-    """Return whether a pass of the update calls the network with averaged weights as well."""
-    return config.train.objective == "forward" and config.train.trust_coef > 0
+    return traits_of(config).passes(config) * trained * sample.expanded_batch_size / train.batch_size
 
 
 def rollout_steps(config: Config) -> float:
@@ -247,7 +227,7 @@ def rollout_steps(config: Config) -> float:
     blocks = windows(sample.sde_steps, sample.sde_window)
     prefix = sum(block[0] for block in blocks) / len(blocks)
     tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
-    return prefix / (sample.k if sample.share_prefix else 1) + _window(config) + tail
+    return prefix / (sample.k if sample.share_prefix else 1) + window_length(config) + tail
 
 
 def longest_rollout(config: Config) -> int:
@@ -256,23 +236,7 @@ def longest_rollout(config: Config) -> int:
     if sample.sde == "ode":
         return sample.num_steps
     blocks = windows(sample.sde_steps, sample.sde_window)
-    return blocks[-1][0] + _window(config) + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1])
-
-
-def _states(config: Config) -> int:
-    """Return how many latents a sample keeps of its stochastic steps."""
-    return _window(config) + 1 if config.train.objective == "grpo" else 0
-
-
-def _recomputes_old_log_probs(config: Config) -> bool:
-    """Return whether the update recomputes old log-probabilities, one more call per replay, with one video size."""
-    train, sample = config.train, config.sample
-    if train.objective == "forward":
-        return train.old_log_prob == "recompute" or train.updates_per_epoch > 1
-    other_batches = train.batch_size != sample.train_batch_size or train.copies > 0
-    if train.old_log_prob == "auto" and other_batches:
-        return train.updates_per_epoch > 1
-    return train.old_log_prob == "recompute" or (train.guard and train.old_log_prob != "detach")
+    return blocks[-1][0] + window_length(config) + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1])
 
 
 def _sent(
@@ -280,7 +244,7 @@ def _sent(
 ) -> dict[str, float]:
     """Return the fields of `Plan` that count what is sent, in bytes."""
     sample, train, model = config.sample, config.train, config.model
-    replays, extra = _replays(config), _forwards_per_replay(config)
+    replays, extra = _replays(config), traits_of(config).forwards(config)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     replayed = replays * train.batch_size * copies
     rows = sample.expanded_batch_size * copies * rollout_steps(config) + replayed * (2 + extra)
@@ -322,7 +286,8 @@ def _memory(
     prompt = prompts * model.max_prompt_tokens * _transformer(model)["text_dim"]
     inputs = video_model(model.kind).input_shapes(1, latents, _transformer(model)).values()
     # The states, the final latents and the conditioning.
-    one = 4 * (math.prod(latents) * (_states(config) + 1) + sum(map(math.prod, inputs)) + prompt)
+    kept = window_length(config) + 1 if traits_of(config).replays_steps else 0
+    one = 4 * (math.prod(latents) * (kept + 1) + sum(map(math.prod, inputs)) + prompt)
     offloaded = sample.offload or config.dynamic_sampling.enabled
     trajectories = one * sample.expanded_batch_size
     on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)

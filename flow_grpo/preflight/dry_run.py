@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.history import UpdateHistory
+from flow_grpo.algorithm.update.objective import build_objective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.cost.plan import largest_size
 from flow_grpo.cost.recomputation import ASSUMED_GIB, settled
@@ -134,7 +136,8 @@ def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[Te
     optimizer = parts.build_optimizer(config, policy)
     optimizer.register_step_pre_hook(lambda *_: _check_gradients(policy))
     settings = UpdateSettings(config.sample.train_batch_size, config.seed, config.train)
-    updater = Updater(policy, parts.build_objective(config, policy), optimizer, settings, World())
+    objective = build_objective(config, policy, parts.rollout_settings(config), contextlib.nullcontext)
+    updater = Updater(policy, objective, optimizer, settings, World())
     plan = updater.plan(batch, epoch=0)
     micro_batch = batch.take(plan.steps[0][0], policy.device)
     _note(found, "micro-batch", micro_batch.trajectory.tensors())

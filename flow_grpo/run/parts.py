@@ -13,20 +13,20 @@ from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
-from flow_grpo.algorithm.update.matching import MatchingObjective
-from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
+from flow_grpo.algorithm.update.objective import build_objective
 from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
 from flow_grpo.data.dataset import Split, make_loader
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.judging.evaluate import EvalSettings, Evaluator
-from flow_grpo.maths.schedule import flow_sigmas, step_weights, tail_levels, windows
+from flow_grpo.maths.schedule import flow_sigmas, tail_levels, windows
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Guidance
 from flow_grpo.reporting.console import Progress
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
-from flow_grpo.run.run_state import Average, RunState
+from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.own_code import is_own
 from flow_grpo.settings.schema import Config, TrainConfig
 
@@ -96,7 +96,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
         seed=config.seed,
         same_initial_noise=sample.same_initial_noise,
         tails=tails,
-        record=config.train.objective == "grpo",
+        record=traits_of(config).replays_steps,
         calls=calls,
     )
 
@@ -144,28 +144,12 @@ def build_dynamic_sampling(
     )
 
 
-def build_objective(config: Config, policy: Policy, ema: Average | None = None) -> Objective:
-    """Return the recipe's objective; `ema` is the moving average that `train.trust_coef` pulls to."""
-    train, rollout = config.train, rollout_settings(config)
-    if train.objective == "forward":
-        average = contextlib.nullcontext if ema is None else ema.applied
-        return MatchingObjective(policy, config.sample.shift, config.seed, train, average)
-    weights = step_weights(
-        "inverse_delta" if train.guard else train.step_weight,
-        rollout.sigmas,
-        config.sample.sde_steps,
-        kind=rollout.sde.kind,
-        noise_level=rollout.sde.noise_level,
-        max_step_std=rollout.sde.max_step_std,
-    )
-    return GrpoObjective(policy, rollout.sigmas, rollout.sde, step_weight=weights, train=train)
-
-
 def build_updater(config: Config, policy: Policy, state: RunState, progress: Progress, world: World) -> Updater:
     """Return the updater."""
+    average = contextlib.nullcontext if state.ema is None else state.ema.applied
     return Updater(
         policy,
-        build_objective(config, policy, state.ema),
+        build_objective(config, policy, rollout_settings(config), average),
         state.optimizer,
         UpdateSettings(config.sample.train_batch_size, config.seed, config.train),
         world,

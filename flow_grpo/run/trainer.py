@@ -26,24 +26,23 @@ from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.cost.forward_count import ForwardCount
-from flow_grpo.judging.changes import as_metrics, changes_by_camera, paired_changes, with_intervals
-from flow_grpo.judging.evaluate import Evaluation, Evaluator, means_by_camera
-from flow_grpo.judging.extremes import extreme_clips, measure_of, places
+from flow_grpo.judging.changes import as_metrics, paired_changes
+from flow_grpo.judging.evaluate import Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError, is_silent, measure_spread, spread_metrics, without_value
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
-from flow_grpo.judging.verdict import abridged, deciding, in_summary, judge, worse_by_camera
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.maths.percentiles import percentiles
 from flow_grpo.models.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.reporting.clips import log_rows
-from flow_grpo.reporting.console import Progress, print_before_after
+from flow_grpo.reporting.console import Progress
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.tracker import Tracker
+from flow_grpo.run.conclusion import conclude
 from flow_grpo.run.run_clock import RunClock
 from flow_grpo.run.run_state import RunState
 from flow_grpo.run.saver import Saver
-from flow_grpo.run.starts import CONFIG, begin, going_on, next_commands
+from flow_grpo.run.starts import CONFIG, begin, going_on
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.clock import Ledger
@@ -52,8 +51,8 @@ from flow_grpo.runtime.ranks.process_group import InputError, RankError, World
 from flow_grpo.runtime.ranks.start_up import refuse
 from flow_grpo.runtime.ranks.traffic import sent_metrics
 from flow_grpo.runtime.signals import EndRequest
-from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.errors import RunStoppedError
+from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.schema import Config, RewardConfig
 
 
@@ -297,7 +296,7 @@ class Trainer:
         evaluation = self.evaluate() if due else None
         held_out = {} if evaluation is None else evaluation.metrics
         self.progress.finish_epoch(self.metrics | held_out)
-        changes = {} if evaluation is None else self._changes(evaluation)
+        changes = {} if evaluation is None else self.changes(evaluation)
         means = {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
         holding = broken(self.config.train.stop_if, self.metrics | held_out | means)
         # Times and memory differ between ranks, which must end together.
@@ -317,11 +316,11 @@ class Trainer:
         step = self.state.finished
         if self._evaluated is None or self._evaluated[0] != step:
             self.ledger.book("time/log_s")
-            evaluation = self.evaluator.run(self._weights())
+            evaluation = self.evaluator.run(self.weights())
             signal = self._signal()
             seconds = {"time/evaluation_s": self.ledger.since()}
             with self.world.sync_errors("logging"):
-                changes = as_metrics(self._changes(evaluation), list(evaluation.metrics))
+                changes = as_metrics(self.changes(evaluation), list(evaluation.metrics))
                 self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
                 log_rows(self.tracker, "eval/presets", evaluation.presets, step)
                 self.gallery.evaluation(evaluation.clips, step, before=self.state.before is None)
@@ -365,43 +364,12 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Save, evaluate once more, write the adapter and the summary, and print table and verdict."""
-        assert self.state.before is not None, "evaluate_before() comes first"
+        """Save, evaluate once more, write the adapter, and conclude with the verdict."""
         self._begin_saving()
         after = self.evaluate()
-        with self._weights():
+        with self.weights():
             save_adapter(self.updater.policy, self.run_folder / "adapter", self.world)
-        before, floor, changes = self.state.before, self.state.floor, self._changes(after)
-        names, gold = self.evaluator.names, self.evaluator.gold is not None
-        weights = largest_weights(self.config)
-        verdict = judge(changes, names, weights, before=before, gold=gold)
-        rows, measure, step = self.state.before_rows or [], measure_of(self.config, self.evaluator), self.state.finished
-        most = self.config.eval.videos
-        clips = extreme_clips(self.evaluator, rows, after.rows, measure, most=most, weights=self._weights())
-        with self.world.sync_errors("summary"):
-            files = {kind: self.gallery.extremes(kind, own, step) for kind, own in clips.items()}
-            by_camera, cameras_before = changes_by_camera(rows, after.rows), means_by_camera(rows)
-            decisive = deciding(changes, names, weights, gold=gold)
-            worse = worse_by_camera(by_camera, decisive, names, cameras_before)
-            self.gallery.paths(after.clips)
-            self.gallery.cameras(cameras_before, after.by_camera, by_camera, step)
-            self.tracker.write_summary(
-                {
-                    "verdict": in_summary(verdict, files["best"], files["worst"], worse),
-                    "before": before,
-                    "after": with_intervals(after.metrics, changes),
-                    **({"change_by_camera": by_camera} if by_camera else {}),
-                    **({"floor": floor} if floor else {}),
-                    "measured_on": self.state.measured_on,
-                    "train_seconds": self.state.train_seconds,
-                }
-            )
-            self.close()
-        self.saver.settle()
-        print_before_after(before, after.metrics, changes, self.run_folder, self.world, floor=floor)
-        commands = next_commands(self.run_folder, finished=self.state.finished, films=self.films)
-        cameras = [f"  worse for a kind of camera: {text}" for text in abridged(worse)]
-        self.progress.say("\n".join([f"verdict: {verdict}", *cameras, *places(files, measure), *commands]))
+        conclude(self, after)
 
     def leave(self) -> None:
         """Save and close the trackers, after a signal asked to end before the last epoch."""
@@ -458,7 +426,7 @@ class Trainer:
         compare.check_faults(batches, gathered, self.reward, self.world)
         return gathered
 
-    def _changes(self, evaluation: Evaluation) -> dict[str, Interval]:
+    def changes(self, evaluation: Evaluation) -> dict[str, Interval]:
         """Return the changes since the evaluation before training; none where its rows are not known."""
         return paired_changes(self.state.before_rows or (), evaluation.rows)
 
@@ -480,7 +448,7 @@ class Trainer:
     def _signal(self) -> dict[str, float]:
         """Return how much of the rewards' spread the update can credit, measured on held-out conditions."""
         groups, shared = self.config.eval.signal_groups, self.config.sample.same_initial_noise
-        if not groups or self.config.train.objective != "grpo":
+        if not groups or not traits_of(self.config).replays_steps:
             return {}
         policy, dataset, sampling = self.updater.policy, self.evaluator.dataset, self.collector.settings
         rewards, weights = self.collector.rewards, self.reward.weights
@@ -506,7 +474,7 @@ class Trainer:
         self.ended_by = signals[0] if signals else ""
         return bool(signals)
 
-    def _weights(self) -> AbstractContextManager[Any]:
+    def weights(self) -> AbstractContextManager[Any]:
         """Return a context that swaps in the weights to evaluate: their moving average if there is one."""
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
 

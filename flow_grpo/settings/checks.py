@@ -11,6 +11,7 @@ from flow_grpo.maths.reward_rules import weights_at
 from flow_grpo.maths.schedule import flow_sigmas, windows
 from flow_grpo.maths.sde import coefficients
 from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.schema import Config, RewardConfig
 
 # Rewards that a camera standing still loses; a server's may be one.
@@ -30,7 +31,7 @@ def check(config: Config) -> None:
     _check_signal(config)
     _check_gold(config)
     _check_dynamic_sampling(config)
-    _check_objective(config)
+    traits_of(config).forbids(config)
     _check_update(config)
     _check_sharding(config)
     _check_waits(config)
@@ -225,29 +226,6 @@ def _check_dynamic_sampling(config: Config) -> None:
         )
 
 
-def _check_objective(config: Config) -> None:
-    train, sample = config.train, config.sample
-    if train.objective == "grpo":
-        if sample.sde == "ode":
-            text = "leaves train.objective='grpo' no stochastic step to learn from; pass --config.sample.sde=flow"
-            raise refusal("sample.sde", "ode", f"{text} or --config.train.objective=forward")
-        return
-    if sample.sde == "ode" and sample.same_initial_noise:
-        text = "makes the copies of a group equal with sample.sde='ode'; pass --config.sample.same_initial_noise=false"
-        raise refusal("sample.same_initial_noise", True, text)
-    if train.trust_coef > 0 and train.ema_decay == 0:
-        text = "needs averaged weights; pass --config.train.ema_decay=0.9, or --config.train.trust_coef=0"
-        raise refusal("train.trust_coef", train.trust_coef, text)
-    if train.guard or train.step_weight != "none":
-        name = "guard" if train.guard else "step_weight"
-        usual = "false" if train.guard else "none"
-        text = f"belongs to train.objective='grpo'; pass --config.train.{name}={usual}"
-        raise refusal(f"train.{name}", getattr(train, name), text)
-    if train.old_log_prob == "rollout":
-        text = "is not known from the rollout with train.objective='forward'; pass --config.train.old_log_prob=auto"
-        raise refusal("train.old_log_prob", "rollout", text)
-
-
 def _check_update(config: Config) -> None:
     train, sample = config.train, config.sample
     local = sample.expanded_batch_size
@@ -273,7 +251,7 @@ def _check_update(config: Config) -> None:
         # Measured: log-ratios of 5e-4 before any update, where clip_range is 1e-3.
         text = "must be 'detach' while model.compile is true in bf16: compiled blocks round differently in an update"
         raise refusal("train.old_log_prob", train.old_log_prob, f"{text}; pass --config.train.old_log_prob=detach")
-    if train.objective == "grpo" and train.updates_per_epoch > 1 and not train.guard:
+    if traits_of(config).replays_steps and train.updates_per_epoch > 1 and not train.guard:
         other = " --config.train.step_weight=none" if train.step_weight != "none" else ""
         warnings.warn(
             f"config.train.updates_per_epoch={train.updates_per_epoch} without train.guard: from the second update on "

@@ -264,8 +264,9 @@ class DynamicSamplingConfig(Section):
 class TrainConfig(Section):
     """How the policy is updated."""
 
-    objective: Literal["grpo", "forward"] = knob(
-        "grpo", "what an update minimises: clipped ratios of stochastic steps | advantage-weighted flow matching"
+    objective: Text = knob(
+        "grpo",
+        "what an update minimises: grpo, clipped ratios of stochastic steps; forward, advantage-weighted flow matching",
     )
     forward_levels: Int = knob(2, "noise levels at which objective 'forward' trains a sample", ge=1, le=MOST)
     forward_range: Float = knob(

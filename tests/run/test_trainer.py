@@ -30,6 +30,7 @@ from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.run import conclusion
 from flow_grpo.run import trainer as trainer_module
 from flow_grpo.run.run_state import RunState
 from flow_grpo.run.trainer import Trainer
@@ -153,8 +154,8 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path, m
 def test_changes_are_judged_beside_the_values_before_training(a_trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(changes, "LEAST_SCENES", 2)
     with (
-        mock.patch.object(trainer_module, "judge", wraps=trainer_module.judge) as judged,
-        mock.patch.object(trainer_module, "worse_by_camera", wraps=trainer_module.worse_by_camera) as listed,
+        mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged,
+        mock.patch.object(conclusion, "worse_by_camera", wraps=conclusion.worse_by_camera) as listed,
     ):
         run(a_trainer())
     before = json.loads((tmp_path / "summary.json").read_text())["before"]
@@ -166,8 +167,8 @@ def test_changes_are_judged_beside_the_values_before_training(a_trainer, tmp_pat
 def test_a_reward_that_a_schedule_trains_is_judged_as_a_trained_one(a_trainer):
     rising = reward_config(weights={"brightness": 0.0}, schedules={"brightness": ((0, 0.25), (2, 0.5))})
     with (
-        mock.patch.object(trainer_module, "judge", wraps=trainer_module.judge) as judged,
-        mock.patch.object(trainer_module, "deciding", wraps=trainer_module.deciding) as decided,
+        mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged,
+        mock.patch.object(conclusion, "deciding", wraps=conclusion.deciding) as decided,
     ):
         run(a_trainer(reward=rising))
     assert judged.call_args.args[2] == decided.call_args.args[2] == {"brightness": 0.5}
@@ -278,7 +279,8 @@ def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch, en
         (Saving, "wait"),
         (Evaluator, "run floor clips"),
         (Progress, "finish_epoch say"),
-        (trainer_module, "broken paired_changes save_adapter print_before_after next_commands going_on"),
+        (trainer_module, "broken paired_changes save_adapter going_on"),
+        (conclusion, "print_before_after next_commands"),
         (trainer_module.compare, "advantages"),
         (process_group, "shut_down"),
     ):

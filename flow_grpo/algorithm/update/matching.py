@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings
 from flow_grpo.algorithm.update.objective import Loss
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.loss import grpo_loss
@@ -20,7 +21,7 @@ from flow_grpo.maths.schedule import shifted
 from flow_grpo.maths.sde import element_mean, per_sample
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples
-from flow_grpo.settings.schema import TrainConfig
+from flow_grpo.settings.schema import Config, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,17 @@ class MatchingObjective:
     seed: int
     train: TrainConfig
     average: Callable[[], AbstractContextManager[None]]
+
+    @classmethod
+    def build(
+        cls,
+        config: Config,
+        policy: Policy,
+        rollout: RolloutSettings,  # noqa: ARG003 - as every objective
+        average: Callable[[], AbstractContextManager[None]],
+    ) -> MatchingObjective:
+        """Return the objective of a recipe, see `build_objective`."""
+        return cls(policy, config.sample.shift, config.seed, config.train, average)
 
     def passes(self, samples: Samples) -> int:  # noqa: ARG002 - as every objective
         """Return the number of noise levels."""

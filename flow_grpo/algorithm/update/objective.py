@@ -10,19 +10,23 @@ with several they are recomputed before the first.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
+from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, step_transition
 from flow_grpo.maths.loss import GuardTerms, LossTerms, grpo_loss
+from flow_grpo.maths.schedule import step_weights
 from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples
-from flow_grpo.settings.schema import TrainConfig
+from flow_grpo.settings.objectives import old_log_probs, traits_of
+from flow_grpo.settings.schema import Config, TrainConfig
 
 
 class Loss(NamedTuple):
@@ -68,6 +72,22 @@ class Objective(Protocol):
         ...
 
 
+def build_objective(
+    config: Config, policy: Policy, rollout: RolloutSettings, average: Callable[[], AbstractContextManager[None]]
+) -> Objective:
+    """Return the recipe's objective; its class has a `build` with these arguments.
+
+    Args:
+        config: the recipe.
+        policy: being trained.
+        rollout: how the samples were made.
+        average: context in which the policy has its averaged weights.
+    """
+    module, _, name = traits_of(config).implementation.partition(":")
+    made: Objective = getattr(importlib.import_module(module), name).build(config, policy, rollout, average)
+    return made
+
+
 @dataclasses.dataclass(frozen=True)
 class OldPolicy:
     """The policy before the epoch's updates, at the recorded steps of one micro-batch.
@@ -99,20 +119,37 @@ class GrpoObjective:
     step_weight: Tensor | None
     train: TrainConfig
 
+    @classmethod
+    def build(
+        cls,
+        config: Config,
+        policy: Policy,
+        rollout: RolloutSettings,
+        average: Callable[[], AbstractContextManager[None]],  # noqa: ARG003 - as every objective
+    ) -> GrpoObjective:
+        """Return the objective of a recipe, see `build_objective`."""
+        weights = step_weights(
+            "inverse_delta" if config.train.guard else config.train.step_weight,
+            rollout.sigmas,
+            config.sample.sde_steps,
+            kind=rollout.sde.kind,
+            noise_level=rollout.sde.noise_level,
+            max_step_std=rollout.sde.max_step_std,
+        )
+        return cls(policy, rollout.sigmas, rollout.sde, weights, config.train)
+
     def passes(self, samples: Samples) -> int:
         """Return the number of recorded steps."""
         return samples.trajectory.steps.shape[1]
 
     @torch.no_grad()
     def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> OldPolicy:
-        """Return the old policy by `train.old_log_prob`: the rollout's log-probs, recomputed, or detached."""
-        mode, one_update = self.train.old_log_prob, self.train.updates_per_epoch == 1
-        # With one update the new log-probabilities are the old policy's: recomputing them would be a call for nothing.
-        if mode == "detach" or (mode == "auto" and one_update and not as_rolled_out):
+        """Return the old policy by `old_log_probs`: the rollout's log-probabilities, recomputed, or detached."""
+        whose = old_log_probs(self.train, as_rolled_out=as_rolled_out)
+        if whose == "detach":
             return OldPolicy(None)
         micro = take()
-        recorded = micro.trajectory
-        keep = mode == "rollout" or (mode == "auto" and as_rolled_out)
+        recorded, keep = micro.trajectory, whose == "rollout"
         if keep and not self.train.guard:
             return OldPolicy(recorded.log_probs)
         columns = range(self.passes(micro))

@@ -1,0 +1,133 @@
+"""What every learning objective costs, needs and forbids; its class, in algorithm/update/, is named beside it.
+
+Settings, planner, doctor and trainer ask these traits; nothing else tells objectives apart. An objective is one class
+with the methods of `Objective` (algorithm/update/objective.py) and one entry here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from flow_grpo.settings.errors import refusal
+
+if TYPE_CHECKING:
+    from flow_grpo.settings.schema import Config, TrainConfig
+
+OldLogProbs = Literal["rollout", "recompute", "detach"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """One objective.
+
+    Attributes:
+        implementation: "MODULE:CLASS".
+        replays_steps: it learns from the stochastic steps of the rollout, which trajectories then keep.
+        passes: backward passes over a sample.
+        forwards: calls without gradient beside each of them: reference, old policy, averaged weights.
+        forbids: raises ConfigError for settings that cannot work with it.
+    """
+
+    implementation: str
+    replays_steps: bool
+    passes: Callable[[Config], int]
+    forwards: Callable[[Config], int]
+    forbids: Callable[[Config], None]
+
+
+def traits_of(config: Config) -> Traits:
+    """Return the traits of the recipe's objective.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    name = config.train.objective
+    if name not in OBJECTIVES:
+        raise refusal("train.objective", name, f"must be one of {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]
+
+
+def window_length(config: Config) -> int:
+    """Return the stochastic steps of a sample."""
+    sample = config.sample
+    return 0 if sample.sde == "ode" else sample.sde_window or len(sample.sde_steps)
+
+
+def old_log_probs(train: TrainConfig, *, as_rolled_out: bool) -> OldLogProbs:
+    """Return whose log-probabilities are the old policy's.
+
+    The rollout's own are those of the update's calls only where every micro-batch is a batch of the rollout; any other
+    batch size rounds differently. With one update an epoch the new ones without gradient are the old ones.
+
+    Args:
+        train: `old_log_prob` and `updates_per_epoch`.
+        as_rolled_out: every micro-batch of the epoch is exactly one batch of the rollout.
+    """
+    if train.old_log_prob != "auto":
+        return train.old_log_prob
+    if as_rolled_out:
+        return "rollout"
+    return "detach" if train.updates_per_epoch == 1 else "recompute"
+
+
+def repeats_rollout_batches(config: Config) -> bool:
+    """Return whether every micro-batch is a batch of the rollout, where all videos have one size and none moves."""
+    sample, train = config.sample, config.train
+    whole_batches = sample.num_batches_per_epoch % train.updates_per_epoch == 0
+    return train.batch_size == sample.train_batch_size and not train.copies and whole_batches
+
+
+def _grpo_forwards(config: Config) -> int:
+    train = config.train
+    old = old_log_probs(train, as_rolled_out=repeats_rollout_batches(config))
+    calls_for_old = old == "recompute" or (train.guard and old == "rollout")  # the guard needs the old means as well
+    return (train.kl_coef > 0) + calls_for_old
+
+
+def _grpo_forbids(config: Config) -> None:
+    if config.sample.sde == "ode":
+        text = "leaves train.objective='grpo' no stochastic step to learn from; pass --config.sample.sde=flow"
+        raise refusal("sample.sde", "ode", f"{text} or --config.train.objective=forward")
+
+
+def _forward_forwards(config: Config) -> int:
+    train = config.train
+    calls_for_old = train.old_log_prob == "recompute" or train.updates_per_epoch > 1
+    return (train.kl_coef > 0) + calls_for_old + (train.trust_coef > 0)
+
+
+def _forward_forbids(config: Config) -> None:
+    train, sample = config.train, config.sample
+    if sample.sde == "ode" and sample.same_initial_noise:
+        text = "makes the copies of a group equal with sample.sde='ode'; pass --config.sample.same_initial_noise=false"
+        raise refusal("sample.same_initial_noise", True, text)
+    if train.trust_coef > 0 and train.ema_decay == 0:
+        text = "needs averaged weights; pass --config.train.ema_decay=0.9, or --config.train.trust_coef=0"
+        raise refusal("train.trust_coef", train.trust_coef, text)
+    for name, usual in (("guard", False), ("step_weight", "none")):
+        if getattr(train, name) != usual:
+            text = f"belongs to train.objective='grpo'; pass --config.train.{name}={str(usual).lower()}"
+            raise refusal(f"train.{name}", getattr(train, name), text)
+    if train.old_log_prob == "rollout":
+        text = "is not known from the rollout with train.objective='forward'; pass --config.train.old_log_prob=auto"
+        raise refusal("train.old_log_prob", "rollout", text)
+
+
+OBJECTIVES = {
+    "grpo": Traits(
+        implementation="flow_grpo.algorithm.update.objective:GrpoObjective",
+        replays_steps=True,
+        passes=window_length,
+        forwards=_grpo_forwards,
+        forbids=_grpo_forbids,
+    ),
+    "forward": Traits(
+        implementation="flow_grpo.algorithm.update.matching:MatchingObjective",
+        replays_steps=False,
+        passes=lambda config: config.train.forward_levels,
+        forwards=_forward_forwards,
+        forbids=_forward_forbids,
+    ),
+}
