@@ -1,6 +1,6 @@
 """GRPO for a video model: the whole algorithm in one file, to be read from top to bottom.
 
-    python examples/one_file.py        # on one CPU core, from the project's folder
+    python examples/one_file.py        # from the project's folder; about eight minutes on one CPU core
 
 The model films a given video again along a commanded camera path, but does not know how far a command means. One epoch
 of GRPO teaches it a little of that:
@@ -10,8 +10,9 @@ of GRPO teaches it a little of that:
     compare    the advantage of a copy is what it scores above the mean of its condition's copies
     update     make the step that led to a better copy more likely, and the one that led to a worse copy less likely
 
-The numbers are those of `train_grpo.py --config config/grpo.py:tiny_recam` on one process, bit for bit, as a test
-checks. Data, model and rewards come from the library; everything between them is written out here.
+Data, model and rewards come from the library; everything between them is written out here. The numbers are those of
+`train_grpo.py --config config/grpo.py:tiny_recam` on one process, bit for bit, as a test checks. docs/maths.md has the
+formulas with numbers to check by hand, docs/walk.md the same way through the trainer's files.
 
 Letters: B rows (samples) of a batch, C F H W latent channels, frames, height, width. Noise levels sigma run from 1
 (noise) to 0 (clean): latents = (1 - sigma) * clean + sigma * noise, and the network predicts velocity = noise - clean.
@@ -24,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.multicam import MultiCamDataset, Scene
 from flow_grpo.data.splits import set_aside
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import trained_names
@@ -47,12 +47,13 @@ from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition, Conditioning
 from flow_grpo.rewards.base import Reward, build_reward
 
+# The numbers of the recipe, where docs/config.md and docs/learning.md say more about each.
 SEED = 0
 EPOCHS = 130
 MODEL = "assets/tiny_recam"
 DATA, WORLD = "data/tiny_world", "tiny"  # textured rooms, rendered at the first start
 SIZE = (5, 24, 32)  # frames, rows and columns of a video
-TUNE_SCENES = 8  # training scenes kept for choosing the numbers on this page
+TUNE_SCENES = 8  # training scenes set aside
 
 K = 8  # copies of a condition: a group
 BATCH, BATCHES = 16, 4  # rows of a batch and batches of an epoch: 64 videos of 8 conditions
@@ -91,6 +92,11 @@ def key(*parts: object) -> int:
 
 
 # --- 2. What to sample
+
+
+def trained_scenes(scenes: list[Scene]) -> list[Scene]:
+    """Return the scenes to train on, without those set aside for choosing the numbers above."""
+    return set_aside(scenes, TUNE_SCENES, "scenes", attrgetter("name"))[0]
 
 
 def plan(epoch: int, conditions: int) -> list[list[tuple[int, int, int, int]]]:
@@ -204,7 +210,7 @@ def log_prob(drawn: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 class Sample(NamedTuple):
-    """A video: the stochastic step that led to it, which the update repeats, and its scores."""
+    """One video: the stochastic step that led to it, which the update repeats, and its scores."""
 
     condition: Condition  # with gid and slot
     step: int
@@ -295,9 +301,9 @@ def compare(samples: Sequence[Sample], floors: Mapping[str, float]) -> list[tupl
 
 # The gradient of a step's log-probability grows with its gain, kappa / std. Late steps have the largest and would fill
 # the gradient, though they only sharpen the picture. Weights of mean 1 even that out.
-_, kappa, std = coefficients(torch.tensor(SDE_STEPS))
-inverse_gains = 1 / (kappa / std)
-STEP_WEIGHTS = dict(zip(SDE_STEPS, (inverse_gains / inverse_gains.mean()).tolist(), strict=True))
+_, KAPPAS, STDS = coefficients(torch.tensor(SDE_STEPS))
+INVERSE_GAINS = 1 / (KAPPAS / STDS)
+STEP_WEIGHTS = dict(zip(SDE_STEPS, (INVERSE_GAINS / INVERSE_GAINS.mean()).tolist(), strict=True))
 
 
 def add_gradients(policy: WanPolicy, chosen: Sequence[tuple[Sample, float]]) -> dict[str, float]:
@@ -309,12 +315,13 @@ def add_gradients(policy: WanPolicy, chosen: Sequence[tuple[Sample, float]]) -> 
         before, after = torch.stack([row.before for row in rows]), torch.stack([row.after for row in rows])
         mean, std = gaussian_step(policy, before, torch.tensor([row.step for row in rows]), conditioning)
         new = log_prob(after, mean, std)
-        # With one update per epoch, the policy that sampled is the one that is trained, so its log-probability is `new`
-        # and the ratio is 1; what counts is the ratio's gradient. With more updates, the ratio would part from 1, and
-        # the clipped loss would stop pushing a sample whose probability has changed enough.
+        # One update per epoch: the policy that sampled is the one that is trained, so the ratio of their probabilities
+        # is 1, and what counts is its gradient. With more updates it would part from 1, and the clipped loss would stop
+        # pushing a sample whose probability has changed enough.
         old = new.detach()
         ratio = (new - old).exp()
-        differences.append((old - torch.stack([row.log_prob for row in rows])).abs())  # rounding, or there is a bug
+        # The rollout found the same but for rounding, as other rows shared its call. More would be a bug.
+        differences.append((old - torch.stack([row.log_prob for row in rows])).abs())
 
         # PPO's clipped surrogate (arXiv 1707.06347, eq. 7), negated.
         advantage = torch.tensor(advantages)
@@ -335,7 +342,8 @@ def take_step(optimizer: torch.optim.Optimizer, averages: Sequence[Tensor], norm
     """Take one optimizer step with the gradients, and append their norm to those of earlier steps."""
     (group,) = optimizer.param_groups
     usual = statistics.median(norms[-20:]) if len(norms) >= 5 else math.inf  # an outlier must not undo many steps
-    norm = torch.nn.utils.clip_grad_norm_(group["params"], min(MAX_GRAD_NORM, MAX_GRAD_RATIO * usual))
+    bound = min(MAX_GRAD_NORM, MAX_GRAD_RATIO * usual)
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], bound, error_if_nonfinite=True)
     group["lr"] = LEARNING_RATE * min(1.0, (len(norms) + 1) / max(1, WARMUP_STEPS))
     optimizer.step()
     optimizer.zero_grad()
@@ -377,17 +385,17 @@ def main() -> tuple[list[dict[str, float]], dict[str, Tensor], list[Tensor]]:
     """Return the metrics after 0, 1, 2, ... epochs, the trained weights by name and their moving averages."""
     torch.set_num_threads(1)
     ensure_tiny_world(DATA, WORLD)
-    others = partial(set_aside, count=TUNE_SCENES, kind="scenes", name=attrgetter("name"))
-    train = MultiCamDataset(DATA, "train", SIZE, prompt="", choose=lambda scenes: others(scenes)[0])
+    train = MultiCamDataset(DATA, "train", SIZE, prompt="", choose=trained_scenes)
     held_out = MultiCamDataset(DATA, "val", SIZE, prompt="")
     rewards = {name: build_reward(name, data_root=DATA) for name in WEIGHTS}
 
-    networks = load_networks(RECAM, MODEL, torch.float32, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    networks = load_networks(RECAM, MODEL, torch.float32, cpu)
     names = trained_names(networks.transformer, "attention")  # self-attention and camera encoder of every block
     for name, weight in networks.transformer.eval().named_parameters():
         weight.requires_grad_(name in names)
-    policy = WanPolicy(networks, max_prompt_tokens=8, device=torch.device("cpu"))
-    weights = policy.trained_parameters()
+    policy = WanPolicy(networks, max_prompt_tokens=8, device=cpu)
+    weights = policy.trained_parameters()  # in fp32, like all that is computed here
     averages = [weight.detach().clone() for weight in weights]
     optimizer = torch.optim.AdamW(weights, LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, foreach=True)
 
@@ -401,13 +409,15 @@ def main() -> tuple[list[dict[str, float]], dict[str, Tensor], list[Tensor]]:
         chosen = compare(samples, {name: reward.floor for name, reward in rewards.items()})
         metrics = add_gradients(policy, chosen)
         take_step(optimizer, averages, norms)
+
         scores = {name: torch.tensor([one.scores[name] for one in samples], dtype=torch.float64) for name in rewards}
         means = {f"reward/{name}_mean": float(own[own.isfinite()].mean()) for name, own in scores.items()}
         history.append(means | metrics | {"train/grad_norm": norms[-1]})
-        line = "  ".join(f"{name.partition('/')[2]} {value:.4g}" for name, value in history[-1].items())
-        print(f"epoch {epoch + 1}/{EPOCHS}  {line}  {time.perf_counter() - begun:.1f} s", flush=True)
+        shown = "  ".join(f"{name.partition('/')[2]} {value:.4g}" for name, value in history[-1].items())
+        print(f"epoch {epoch + 1}/{EPOCHS}  {shown}  {time.perf_counter() - begun:.1f} s", flush=True)
 
-    trained = {name: weight.detach().clone() for name, weight in networks.transformer.named_parameters() if name in names}
+    state = networks.transformer.state_dict()
+    trained = {name: weight.clone() for name, weight in state.items() if name in names}
     with torch.no_grad():
         for weight, average in zip(weights, averages, strict=True):
             weight.copy_(average)

@@ -122,7 +122,9 @@ def refuse(found: list[str]) -> None:
 def test_programs_import_the_library_before_anything_that_imports_torch() -> None:
     """flow_grpo stops torch from loading device plug-ins on import, so it must be imported first."""
     without_torch = {*sys.stdlib_module_names, "__future__", "psutil", "tqdm"}
-    programs = [s for s in sources("train_grpo.py", "examples", "tools", "benchmarks", "tests/saboteur.py") if _is_program(s)]
+    programs = [
+        s for s in sources("train_grpo.py", "examples", "tools", "benchmarks", "tests/saboteur.py") if _is_program(s)
+    ]
     assert len(programs) > 20
     wrong = []
     for program in programs:

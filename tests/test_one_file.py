@@ -78,7 +78,7 @@ CONSTANTS = {
     "eval.num_steps": "STEPS",
     "eval.gold": "room_pose",
 }
-# Fewer and other numbers for the comparison, so that it is cheap and reaches every branch: several passes over the data,
+# Fewer and other numbers for the comparison, cheap, and to reach every branch: several passes over the data,
 # micro-batches of unequal size, warm-up, gradients beyond either bound, advantages beyond theirs.
 SMALL = {
     "num_epochs": 7,
