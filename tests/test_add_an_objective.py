@@ -42,7 +42,7 @@ class LastStepObjective:
 
     def loss(self, micro, memory, number):
         new, recorded = self._log_prob(micro), micro.trajectory.log_probs[:, -1]
-        terms = grpo_loss(new[:, None], new.detach()[:, None], micro.advantages.to(new), clip_range=1.0)
+        terms = grpo_loss(new[:, None], new.detach()[:, None], micro.advantages.to(new), clip_range=0.5)
         return Loss(terms, new.detach() - recorded)
 
     @torch.no_grad()

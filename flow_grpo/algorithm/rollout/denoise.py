@@ -189,7 +189,7 @@ def prefix(
     last = len(settings.sigmas) - 1
     counts = steps[:, 0] if steps.shape[1] else torch.full((len(latents),), last)
     levels = settings.sigmas.expand(len(latents), -1)
-    return _solve(policy, latents, conditioning, levels, counts, calls=settings.calls and settings.calls[0])
+    return _euler(policy, latents, conditioning, levels, counts, settings.calls and settings.calls[0])
 
 
 def _tail(
@@ -197,25 +197,21 @@ def _tail(
 ) -> Tensor:
     """Return clean latents of samples at noise levels `sigmas[starts]`, starts (B,)."""
     if settings.tails is not None:
-        levels = settings.tails[starts]
-        counts = torch.full_like(starts, levels.shape[1] - 1)
-        return _solve(policy, latents, conditioning, levels, counts, second_order=True)
+        return _second_order(policy, latents, conditioning, settings.tails[starts])
     last = len(settings.sigmas) - 1
     levels = settings.sigmas[(starts[:, None] + torch.arange(last + 1)).clamp(max=last)]
-    return _solve(policy, latents, conditioning, levels, last - starts, calls=settings.calls and settings.calls[1])
+    return _euler(policy, latents, conditioning, levels, last - starts, settings.calls and settings.calls[1])
 
 
-def _solve(
+def _euler(
     policy: Policy,
     latents: Tensor,
     conditioning: Conditioning,
     levels: Tensor,
     counts: Tensor,
-    *,
-    second_order: bool = False,
-    calls: int | None = None,
+    calls: int | None,
 ) -> Tensor:
-    """Follow the ODE: each sample takes its own number of steps along its own noise levels.
+    """Follow the ODE by first-order steps: each sample takes its own number along its own noise levels.
 
     Args:
         policy: predicts the velocity.
@@ -223,30 +219,39 @@ def _solve(
         conditioning: B rows.
         levels: (B, n+1) CPU noise levels.
         counts: (B,) CPU steps of each sample, at most n.
-        second_order: use the previous step's velocity as well; all samples then take equally many steps.
-        calls: calls to make, at least the largest count; those that no sample needs are made and dropped.
+        calls: of the network, at least the largest count; None for no more than that.
     """
-    previous: Tensor | None = None
-    for step in range(int(counts.max()) if calls is None else calls):
+    most = int(counts.max())
+    for step in range(most):
         rows = (counts > step).nonzero().flatten()
-        everyone, nobody = len(rows) == len(latents), len(rows) == 0
-        if nobody:
-            rows, step = torch.zeros(1, dtype=torch.int64), 0
-        places = rows.to(latents.device, non_blocking=True)
-        own = latents if everyone else latents[places]
-        sigma, after = levels[rows, step], levels[rows, step + 1]
-        own_conditioning = conditioning if everyone else conditioning.rows(rows)
-        velocity = policy.velocity(own, sigma.to(own, non_blocking=True), own_conditioning)
-        if second_order and previous is not None:
-            moved = second_order_step(own, velocity, previous, levels[:, step - 1], sigma, after)
+        if len(rows) == len(latents):
+            latents = _ode_step(policy, latents, conditioning, levels[:, step], levels[:, step + 1])
         else:
-            moved = transition(velocity, own, sigma, after, kind="ode", noise_level=0.0).mean
-        previous = velocity
-        if everyone:
-            latents = moved
-        elif not nobody:
+            places = rows.to(latents.device, non_blocking=True)
+            own, ends = conditioning.rows(rows), levels[rows]
+            moved = _ode_step(policy, latents[places], own, ends[:, step], ends[:, step + 1])
             latents = latents.index_copy(0, places, moved)
+    for _ in range(most if calls is None else calls, most, -1):
+        # A sharded network gathers its weights in every call, so all ranks must make equally many.
+        policy.velocity(latents[:1], levels[:1, 0].to(latents, non_blocking=True), conditioning.rows(slice(0, 1)))
     return latents
+
+
+def _second_order(policy: Policy, latents: Tensor, conditioning: Conditioning, levels: Tensor) -> Tensor:
+    """Follow the ODE along (B, n+1) CPU noise levels by steps that use the previous velocity as well."""
+    sigma, after = levels[:, 0], levels[:, 1]
+    velocity = policy.velocity(latents, sigma.to(latents, non_blocking=True), conditioning)
+    latents = transition(velocity, latents, sigma, after, kind="ode", noise_level=0.0).mean
+    for step in range(1, levels.shape[1] - 1):
+        before, sigma, after = levels[:, step - 1], levels[:, step], levels[:, step + 1]
+        previous, velocity = velocity, policy.velocity(latents, sigma.to(latents, non_blocking=True), conditioning)
+        latents = second_order_step(latents, velocity, previous, before, sigma, after)
+    return latents
+
+
+def _ode_step(policy: Policy, latents: Tensor, conditioning: Conditioning, sigma: Tensor, after: Tensor) -> Tensor:
+    velocity = policy.velocity(latents, sigma.to(latents, non_blocking=True), conditioning)
+    return transition(velocity, latents, sigma, after, kind="ode", noise_level=0.0).mean
 
 
 def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) -> None:
