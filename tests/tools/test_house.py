@@ -1,9 +1,8 @@
 """`tools/dev/house.py`: what is counted in a small checkout, and what its epoch enters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
+from flow_grpo.runtime.atomic_file import write_atomically
 from tools.dev.house import count, run_epoch
 
 MODEL = '''
@@ -22,8 +21,8 @@ def step():
     velocity()
     thread = threading.Thread(target=velocity)
     thread.start()
-    thread.join()
-    assert thread
+    thread.join(9)
+    assert not thread.is_alive()
 velocity()
 train_epoch()
 """
@@ -33,9 +32,7 @@ def test_a_small_checkout_is_counted_and_its_epoch_traced(tmp_path: Path) -> Non
     texts = {"flow_grpo/models/model.py": MODEL, "train_grpo.py": TRAIN, "tests/test_it.py": "\n\n"}
     texts |= {f"flow_grpo/models/{name}.py": "" for name in ["__init__", *"abcdefghijklmn"]}
     for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    counted, traced = count(tmp_path), run_epoch(tmp_path)
+        write_atomically(tmp_path / name, text)
     # One caller have one, train_epoch and step, whose body has five lines; not twice, which is called three times.
-    assert list(counted.values()) == [19, 2, 12, 6, 3, 2, 1, {"models": 15}]
-    assert list(traced.values()) == [4, 2, 6, 4, 2, 4, [2, 2]]  # the call before the epoch left out
+    assert list(count(tmp_path).values()) == [19, 2, 12, 6, 3, 2, 1, {"models": 15}]
+    assert list(run_epoch(tmp_path).values()) == [4, 2, 6, 4, 2, 4, [2, 2]]  # the call before the epoch left out

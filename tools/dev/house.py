@@ -16,7 +16,9 @@ entry to its return. Counted are calls of the checkout's own code in `flow_grpo`
 item. The other threads, which draw and write, differ a little from run to run. The depth of `velocity` is the number of
 such frames below `train_epoch`, `velocity` included: the least and the most of all calls.
 
-benchmarks/house_34686a4.json holds the figures of commit 34686a4, which later ones are compared with.
+benchmarks/house_34686a4.json holds the figures of commit 34686a4. Counted by hand it had 584 functions with one caller,
+151 of them small, and an epoch that entered 601 code objects of 80 files in 6,036 calls, velocity 9 frames deep:
+compare figures of this program with one another only.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ import argparse
 import ast
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,18 +63,18 @@ def count(root: Path) -> dict[str, Any]:
     texts = {path: path.read_text(encoding="utf-8") for path in python_files(root, SOURCE)}
     functions, single = one_caller([ast.parse(text) for text in texts.values()])
     rooms = [path.parent for path in sorted((root / "flow_grpo").glob("*/__init__.py"))]
-    doors = {room.name: len([*room.glob("*.py"), *room.glob("*/__init__.py")]) - 1 for room in rooms}
+    doors = {
+        room.name: len([*room.glob("*.py"), *room.glob("*/__init__.py")]) - 1 for room in rooms if room.name != "maths"
+    }
     return {
         "lines of source": sum(len(text.splitlines()) for text in texts.values()),
         "lines of tests": sum(len(path.read_text("utf-8").splitlines()) for path in python_files(root, ("tests",))),
         "lines of train_grpo.py": len(texts.get(root / "train_grpo.py", "").splitlines()),
         "functions": functions,
         "functions with one caller": len(single),
-        "small functions with one caller": sum(lines_of_body(function) <= SMALL for function in single),
-        "occurrences of .everyone": sum(text.count(".everyone") for text in texts.values()),
-        "rooms with more than 14 doors": {
-            room: number for room, number in doors.items() if number > MOST and room != "maths"
-        },
+        "small functions with one caller": sum(lines_of_body(one) <= SMALL for one in single),
+        "occurrences of .everyone": sum(len(re.findall(r"\w\.everyone\b", text)) for text in texts.values()),
+        "rooms with more than 14 doors": {room: found for room, found in doors.items() if found > MOST},
     }
 
 
@@ -84,10 +88,8 @@ def one_caller(trees: Sequence[ast.Module]) -> tuple[int, list[ast.FunctionDef]]
     """Return the number of functions, and those with one caller, as the module's text defines it."""
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     bearers = Counter(function.name for function in functions if not function.name.startswith("__"))
-    read, called = Counter[str](), Counter[str]()
-    for tree in trees:
-        read.update(names_in(tree, called=False))
-        called.update(names_in(tree, called=True))
+    read = Counter(name for tree in trees for name in names_in(tree, called=False))
+    called = Counter(name for tree in trees for name in names_in(tree, called=True))
     for function in functions:  # leave out what calls itself
         read[function.name] -= names_in(function, called=False).count(function.name)
         called[function.name] -= names_in(function, called=True).count(function.name)
@@ -98,8 +100,7 @@ def names_in(tree: ast.AST, *, called: bool) -> list[str]:
     """Return the names and attributes that stand in a tree, or only those that are called."""
     nodes = list(ast.walk(tree))
     nodes = [node.func for node in nodes if isinstance(node, ast.Call)] if called else nodes
-    attributes = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-    return attributes + [node.id for node in nodes if isinstance(node, ast.Name)]
+    return [getattr(node, "attr", None) or node.id for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
 
 
 def lines_of_body(function: ast.FunctionDef) -> int:
@@ -112,12 +113,11 @@ def run_epoch(root: Path) -> dict[str, Any]:
     """Return what one epoch of a checkout's demo enters, run in a process of its own; RuntimeError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "trace.json"
-        knobs = [*EPOCH, f"data.root={folder}/world", f"output_root={folder}/outputs"]
         program = "import sys, house; house.trace(*sys.argv[1:3], sys.argv[3:])"
         command = [sys.executable, "-c", program, str(root), str(result), "--config", "config/grpo.py:tiny_recam"]
         paths = os.pathsep.join([str(root), str(Path(__file__).resolve().parent)])
         environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command += [f"--config.{knob}" for knob in knobs]
+        command += [f"--config.{knob}" for knob in (*EPOCH, f"data.root={folder}/world", f"output_root={folder}/runs")]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
         if done.returncode or not result.exists():
             raise RuntimeError(f"the demo ended with code {done.returncode}, traced: {result.exists()}\n{done.stderr}")
@@ -141,7 +141,8 @@ def trace(root: str, result: str, words: Sequence[str]) -> None:
             entered[code] += 1
             in_main[code] += threading.get_ident() == main_thread
             if code.co_name == "velocity" and threading.get_ident() == main_thread:
-                depths.add(depth(frame, epoch[0], ours))
+                above = [one for one, _ in traceback.walk_stack(frame)]
+                depths.add(sum(one.f_code.co_filename.startswith(ours) for one in above[: above.index(epoch[0])]))
 
     sys.argv = [f"{root}/train_grpo.py", *words]
     threading.setprofile(profile)
@@ -158,15 +159,6 @@ def trace(root: str, result: str, words: Sequence[str]) -> None:
         if entered:
             figures["epoch: depth of velocity"] = [min(depths), max(depths)] if depths else []
             Path(result).write_text(json.dumps(figures), encoding="utf-8")
-
-
-def depth(frame: FrameType | None, epoch: FrameType, ours: tuple[str, str]) -> int:
-    """Return how many of the checkout's frames lie from `frame` up to the epoch's, which does not count."""
-    frames = 0
-    while frame is not None and frame is not epoch:
-        frames += frame.f_code.co_filename.startswith(ours)
-        frame = frame.f_back
-    return frames
 
 
 if __name__ == "__main__":
