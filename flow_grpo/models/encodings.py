@@ -52,19 +52,13 @@ class Encodings:
         self._texts, self._images, self._store = texts, images, store
         self._max_prompt_tokens = max_prompt_tokens
 
-    def source(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> Tensor:
-        """Return (C, F, H, W) fp32 CPU latents of a source video.
-
-        Args:
-            source_id: identifies the video's content.
-            size: (T, h, w) after resizing.
-            video: returns (3, T, h, w) in [0, 1]; called only on a cache miss.
-        """
-        return self._store.get("sources", self._source_key(source_id, size), lambda: self.codec.encode(video()))
-
     def sources(self, conditions: Sequence[Condition]) -> Tensor:
         """Return (B, C, F, H, W) fp32 CPU latents of the source videos; each distinct video is encoded once."""
-        return _of_distinct(conditions, self.source)
+        return self._of_distinct("sources", self._source_key, self.codec.encode, conditions)
+
+    def first_frames(self, conditions: Sequence[Condition]) -> Tensor:
+        """Return (B, I, D) fp32 CPU features of the source videos' first frames; each distinct one is encoded once."""
+        return self._of_distinct("images", self._frame_key, self._embed_first, conditions)
 
     def lacking(self, conditions: Sequence[Condition]) -> dict[str, Callable[[], Tensor]]:
         """Return key -> encoder of the source videos that are neither in memory nor on disk, each video once."""
@@ -73,24 +67,14 @@ class Encodings:
             source_id = condition.source_id or content_key(condition.need_source())
             key = self._source_key(source_id, condition.size)
             if key not in found and not self._store.knows("sources", key):
-                found[key] = functools.partial(self.source, source_id, condition.size, condition.need_source)
+                encode = functools.partial(self.codec.encode, condition.need_source())
+                found[key] = functools.partial(self._store.get, "sources", key, encode)
         return found
 
     def learn(self, latents: Mapping[str, Tensor]) -> None:
         """Take over what another process has encoded, by the keys of `lacking`."""
         for key, tensor in latents.items():
             self._store.put("sources", key, tensor)
-
-    def first_frame(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> Tensor:
-        """Return (I, D) fp32 CPU features of a source video's first frame; arguments as in `source`."""
-        assert self._images is not None, "the model has no image encoder"
-        images = self._images
-        key = self._frame_key(images, source_id, size)
-        return self._store.get("images", key, lambda: images.embed(video()[:, 0]))
-
-    def first_frames(self, conditions: Sequence[Condition]) -> Tensor:
-        """Return (B, I, D) fp32 CPU features of the source videos' first frames, each distinct one encoded once."""
-        return _of_distinct(conditions, self.first_frame)
 
     def prompt(self, prompt: str) -> Tensor:
         """Return (L, D) fp32 CPU embeddings, zero-padded after the prompt's own tokens.
@@ -105,15 +89,20 @@ class Encodings:
         return embeds
 
     def prepare_source(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> None:
-        """Encode what there is to encode of a source video, see `source`, if it is not in the store."""
-        self.source(source_id, size, video)
+        """Encode what there is to encode of a source video that is not in the store.
+
+        Args:
+            source_id: identifies the video's content.
+            size: (T, h, w) after resizing.
+            video: returns (3, T, h, w) in [0, 1]; called only where something is missing.
+        """
+        self._store.get("sources", self._source_key(source_id, size), lambda: self.codec.encode(video()))
         if self._images is not None:
-            self.first_frame(source_id, size, video)
+            self._store.get("images", self._frame_key(source_id, size), lambda: self._embed_first(video()))
 
     def knows_source(self, source_id: str, size: Size) -> bool:
         """Return whether all that `prepare_source` makes is on disk, undamaged."""
-        images = self._images
-        seen = images is None or self._store.has("images", self._frame_key(images, source_id, size))
+        seen = self._images is None or self._store.has("images", self._frame_key(source_id, size))
         return seen and self._store.has("sources", self._source_key(source_id, size))
 
     def knows_prompt(self, prompt: str) -> bool:
@@ -123,9 +112,31 @@ class Encodings:
     def _source_key(self, source_id: str, size: Size) -> str:
         return _video_key(f"codec {self.codec.identity}", source_id, size)
 
-    def _frame_key(self, images: ImageEncoder, source_id: str, size: Size) -> str:
+    def _frame_key(self, source_id: str, size: Size) -> str:
         # The frame is resized and cropped as the video is before the encoder sees it.
-        return _video_key(f"image {images.identity}", source_id, size)
+        assert self._images is not None, "the model has no image encoder"
+        return _video_key(f"image {self._images.identity}", source_id, size)
+
+    def _embed_first(self, video: Tensor) -> Tensor:
+        assert self._images is not None, "the model has no image encoder"
+        return self._images.embed(video[:, 0])
+
+    def _of_distinct(
+        self,
+        kind: str,
+        key_of: Callable[[str, Size], str],
+        encode: Callable[[Tensor], Tensor],
+        conditions: Sequence[Condition],
+    ) -> Tensor:
+        """Return what `encode` makes of the conditions' source videos, stacked; each distinct video is encoded once."""
+        found: dict[str | int, Tensor] = {}
+        copies = [condition.source_id or id(condition.source_video) for condition in conditions]  # they share a tensor
+        for copy, condition in zip(copies, conditions, strict=True):
+            if copy not in found:
+                video = condition.need_source()
+                key = key_of(condition.source_id or content_key(video), condition.size)
+                found[copy] = self._store.get(kind, key, functools.partial(encode, video))
+        return torch.stack([found[copy] for copy in copies])
 
     def _prompt_key(self, prompt: str) -> str:
         return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {clean_prompt(prompt)}"
@@ -134,22 +145,3 @@ class Encodings:
 def _video_key(encoder: str, source_id: str, size: Size) -> str:
     frames, height, width = size
     return f"{PREPROCESSING} {encoder} size {frames}x{height}x{width} video {source_id}"
-
-
-def _of_distinct(
-    conditions: Sequence[Condition], encode: Callable[[str, Size, Callable[[], Tensor]], Tensor]
-) -> Tensor:
-    """Return what `encode` makes of the conditions' source videos, stacked; each distinct video is encoded once."""
-
-    def encoded(condition: Condition) -> Tensor:
-        video = condition.need_source()
-        return encode(condition.source_id or content_key(video), condition.size, lambda: video)
-
-    distinct = {_source_key(condition): condition for condition in conditions}
-    results = {key: encoded(condition) for key, condition in distinct.items()}
-    return torch.stack([results[_source_key(condition)] for condition in conditions])
-
-
-def _source_key(condition: Condition) -> str | int:
-    """Return a key of the source video among the conditions of one call: copies share the tensor object."""
-    return condition.source_id or id(condition.source_video)

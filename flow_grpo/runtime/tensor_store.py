@@ -45,7 +45,18 @@ class TensorStore:
         Raises:
             OSError: the folder cannot be written.
         """
-        return self._memory(kind).get_or_make(key, lambda: self._read_or_make(kind, key, make))
+        memory = self._memory(kind)
+        if key in memory:
+            return memory[key]
+        path = None if self.folder is None else self.path(kind, key)
+        found = None if path is None else self._read(path, key)
+        if found is None:
+            found = make()
+            if path is not None:
+                found = found.cpu().contiguous()
+                self._write(path, key, found)
+        memory[key] = found
+        return found
 
     def knows(self, kind: str, key: str) -> bool:
         """Return whether `get` would find an entry, in memory or valid on disk."""
@@ -60,23 +71,13 @@ class TensorStore:
         return self.folder is not None and self._read(self.path(kind, key), key) is not None
 
     def _memory(self, kind: str) -> LruCache[str, Tensor]:
-        return self._cached.setdefault(kind, LruCache(self._limit, _bytes))
+        return self._cached.setdefault(kind, LruCache(self._limit, lambda tensor: tensor.nbytes))
 
     def path(self, kind: str, key: str) -> Path:
         """Return the file of an entry, whether or not it exists."""
         assert self.folder is not None
         name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
         return self.folder / kind / name[:2] / f"{name}.safetensors"
-
-    def _read_or_make(self, kind: str, key: str, make: Callable[[], Tensor]) -> Tensor:
-        if self.folder is None:
-            return make()
-        path = self.path(kind, key)
-        found = self._read(path, key)
-        if found is None:
-            found = make().cpu().contiguous()
-            self._write(path, key, found)
-        return found
 
     def _read(self, path: Path, key: str) -> Tensor | None:
         """Return a valid entry, or None if it is missing or, with a warning, damaged."""
@@ -103,10 +104,6 @@ class TensorStore:
                 f"encoding {path} cannot be written ({error}); free some space, name another folder with "
                 "--config.model.encodings, or pass an empty one to keep nothing"
             ) from error
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.nbytes
 
 
 def content_key(tensor: Tensor) -> str:
