@@ -10,9 +10,9 @@ import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import train_grpo
 from flow_grpo.models.model_files import read_checkpoint
@@ -167,8 +167,7 @@ def test_a_pickle_among_encodings_is_made_again(tmp_path, proof, caplog):
     assert "is made again" in caplog.text
 
 
-def test_an_array_of_objects_is_no_upload(proof):
-    content = io.BytesIO()
-    np.save(content, np.array([Payload(proof)], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match="holds object"):
-        protocol.read_npy(memoryview(content.getvalue()), "videos")
+@pytest.mark.parametrize("made", [as_pickle, as_torch_file])
+def test_a_pickle_is_no_request_to_a_reward_server(proof, made):
+    with pytest.raises(SafetensorError):
+        protocol.read_request(made(proof))

@@ -14,7 +14,8 @@ from PIL import Image
 import train_grpo
 from flow_grpo.reporting import plots
 from flow_grpo.rewards.base import build_reward
-from flow_grpo.rewards.remote.http_client import TOKEN, Client
+from flow_grpo.rewards.remote.http_client import Client
+from flow_grpo.rewards.remote.protocol import TOKEN
 from flow_grpo.settings.errors import ConfigError
 from tests.bad_input_cases import Setup
 from tests.scripted_server import HEALTH, ScriptedServer, answer, serving

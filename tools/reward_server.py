@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from flow_grpo.rewards.base import REWARDS, build_reward
 from flow_grpo.runtime import device
 from flow_grpo.settings.own_code import is_own
-from tools.serving.adapters import ADAPTERS, Settings, build_adapter, refuse_downloads
+from tools.serving.adapters import ADAPTERS, Settings, refuse_downloads
 from tools.serving.scoring_service import Judge, LocalJudge, ScoringService
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def build(args: argparse.Namespace) -> RewardServer:
     else:
         found = device.resolve(args.device)
         device.select(found)
-        judge = build_adapter(args.reward, Settings(args.weights, args.code, found, args.frames))
+        judge = ADAPTERS[args.reward](Settings(args.weights, args.code, found, args.frames))
     service = ScoringService(judge, args.max_mb * 2**20)
     return RewardServer((args.host, args.port), service, timeout_s=args.timeout, token=token)
 

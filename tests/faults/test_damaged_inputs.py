@@ -12,15 +12,13 @@ import hashlib
 import json
 import random
 import shutil
-import socket
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.exclude import read_verdicts, write_verdicts
@@ -36,24 +34,27 @@ from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.transformers import load_transformer
 from flow_grpo.records import Condition
 from flow_grpo.reporting.metric_files import MetricFiles
+from flow_grpo.rewards.base import RewardSet, build_reward
 from flow_grpo.rewards.remote import protocol
-from flow_grpo.rewards.remote.http_client import Client, ServiceError
+from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
 from flow_grpo.run.run_state import RunState, fingerprint
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
+from tests import scripted_server
 from tests.damage import damaged_bytes, damaged_json, damaged_text, ends
 from tests.data.test_multicam import FRAMES, extrinsics, write_scene
-from tests.scripted_server import HEALTH, scores
+from tests.scripted_server import HEALTH, ScriptedServer, scores, silent
 from tests.tiny_models import CPU, make_tiny_folder
 from tests.toy import ToyPolicy
+from tools.serving.scoring_service import LocalJudge, RefusedError, ScoringService
 
 TOKEN = "t0ken-of-the-judge"
 ROOT = Path(__file__).parents[2]
 
 Attempt = Callable[[random.Random], object]
-"""Damages an input, opens it and asserts the rule of what is accepted; ValueError or ServiceError for a refusal."""
+"""Damages an input, opens it and asserts the rule of what is accepted; ValueError for a refusal."""
 
 
 @pytest.fixture(scope="module")
@@ -249,65 +250,67 @@ def checkpoint(place: Path) -> Attempt:
 # --- the network
 
 
+ONE = Condition(
+    index=0, gid=0, slot=0, prompt="a room", source_video=torch.zeros(3, 2, 8, 8), scene="val/scene1",
+    target_poses=torch.eye(4, dtype=torch.float64).expand(2, 4, 4), source_camera="cam01", target_camera="cam02",
+)  # fmt: skip
+VIDEO = torch.zeros(1, 3, 2, 8, 8)
+
+
+def damaged_file(content: bytes, draw: random.Random) -> bytes:
+    """Damage the metadata of a message, its bytes, or both."""
+    meta, tensors = protocol.decode(content)
+    if draw.random() < 0.7:
+        content = save(tensors, {"json": json.dumps(damaged_json(meta, draw))})
+    return damaged_bytes(content, draw) if draw.random() < 0.5 else content
+
+
+def judge(server: ScriptedServer) -> RemoteReward:
+    return RemoteReward("beauty", server.url, RetryPolicy(timeout_s=20.0, delays_s=()))
+
+
 def answer(place: Path) -> Attempt:
-    """Answers of a server, as bytes on the wire."""
-    body = json.dumps(scores(0.5, None, model=f"judge {TOKEN}")).encode()
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    listening = socket.create_server(("127.0.0.1", 0))
-    said = [b""]
-
-    def serve() -> None:
-        while True:
-            connection, _ = listening.accept()
-            with connection, contextlib.suppress(OSError):
-                connection.recv(65536)
-                connection.sendall(said[0])
-
-    threading.Thread(target=serve, daemon=True).start()
-    client = Client("http://{}:{}".format(*listening.getsockname()), delays_s=())
+    """Replies of a server, as bytes on the wire."""
+    server = ScriptedServer(silent).__enter__()
 
     def attempt(draw: random.Random) -> None:
-        content = damaged_text(json.loads(body), draw) if draw.random() < 0.7 else body
-        whole = head % len(content) + content
-        said[0] = whole if draw.random() < 0.6 else damaged_bytes(whole, draw)
-        reply = protocol.read_reply(client.ask("/score", 20.0), "beauty", 2)
-        assert len(reply.values) == len(reply.causes) == 2 and reply.values.dtype == torch.float32
-        assert all(
-            bool(value.isfinite()) != bool(cause) for value, cause in zip(reply.values, reply.causes, strict=True)
-        )
-        assert TOKEN not in str(reply)
+        content = damaged_file(scores([ONE], 0.5, model=f"judge {TOKEN}"), draw)
+        whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+        whole = whole if draw.random() < 0.6 else damaged_bytes(whole, draw)
+        server.health = scripted_server.answer(HEALTH | {"model": f"judge {TOKEN}"})
+        server.acts = [lambda connection, _: connection.sendall(whole)]
+        reward = judge(server)
+        result = RewardSet([reward], {reward.name: 1.0})(VIDEO, [ONE])[reward.name]
+        assert TOKEN not in str(reward.identity)
+        if not result.valid.all():
+            raise ValueError(result.causes[0])
+        assert result.values.isfinite().all() and result.values.dtype == torch.float32
 
     return attempt
 
 
 def health(place: Path) -> Attempt:
+    server = ScriptedServer(silent).__enter__()
+
     def attempt(draw: random.Random) -> None:
-        found = protocol.read_health(protocol.read_object(damaged_text(HEALTH, draw), "health"), "beauty")
-        assert "beauty" in found.rewards and isinstance(found.max_bytes, int)
+        server.health = scripted_server.answer(damaged_text(HEALTH, draw))
+        reward = judge(server)
+        reward.try_server()
+        assert reward.identity
 
     return attempt
 
 
 def request(place: Path) -> Attempt:
     """Requests to a server."""
-    pixels = np.zeros((1, 2, 8, 8, 3), np.uint8)
-    eye = torch.eye(4, dtype=torch.float64)
-    one = Condition(
-        index=0, gid=0, slot=0, prompt="a room", source_video=torch.zeros(3, 2, 8, 8), target_poses=eye.expand(2, 4, 4),
-        scene="val/scene1", source_camera="cam01", target_camera="cam02",
-    )  # fmt: skip
-    meta = {"protocol": 1, "reward": "beauty", "fps": 15.0, "samples": [protocol.describe(one)]}
+    service = ScoringService(LocalJudge(build_reward("motion_mag", data_root=place)), 2**20)
 
     def attempt(draw: random.Random) -> None:
-        message = protocol.encode(damaged_json(meta, draw) if draw.random() < 0.5 else meta, {"videos": pixels})
-        body = b"".join(message.chunks)
-        body = body if draw.random() < 0.4 else damaged_bytes(body, draw)
-        found, arrays = protocol.decode(message.content_type, bytearray(body))
-        assert found["protocol"] == 1
-        samples = found.get("samples")
-        for sample in samples if isinstance(samples, list) else ():
-            protocol.rebuild(sample, None, None, (2, 8, 8))
-        assert all(array.dtype == np.uint8 for array in arrays.values())
+        try:
+            found = service.read(damaged_file(protocol.encode_request("motion_mag", VIDEO, [ONE], ("source",)), draw))
+        except RefusedError as error:
+            raise ValueError(str(error)) from error
+        assert len(found.videos) == len(found.conditions) == 1 and found.videos.dtype == torch.float32
 
     return attempt
 
@@ -381,7 +384,7 @@ def tally(name: str, place: Path, numbers: range, monkeypatch: pytest.MonkeyPatc
                 attempt(random.Random(f"{name} {number}"))
             accepted += 1
             continue
-        except (ValueError, ServiceError) as error:
+        except ValueError as error:
             said = str(error)
         except Exception as error:  # noqa: BLE001 - listed below
             wrong.append(f"{name} {number}: {type(error).__name__}: {error!s:.300}")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
-import io
-import json
 import math
 import pickle
 import re
-import select
 import shutil
 import socket
 import subprocess
@@ -20,15 +16,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
+import httpx
 import pytest
 import torch
 
 from flow_grpo import rewards
 from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import build_reward
-from flow_grpo.rewards.remote.http_client import TOKEN
-from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy, protocol
+from flow_grpo.rewards.remote import protocol
+from flow_grpo.rewards.remote.protocol import TOKEN
+from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
 from tests.limits import LIMIT_S
 from tests.room_films import conditions, film, like_a_codec
 from tests.scripted_server import serving
@@ -79,25 +76,17 @@ def ask(server: RewardServer, name: str = "first"):
     return RemoteReward(name, server.url, POLICY)(VIDEOS, judged_conditions())
 
 
-def request(reward: str = "first", samples: int = 2, **changes) -> protocol.Message:
-    described = [protocol.describe(condition) for condition in judged_conditions()][:samples]
-    meta = {"protocol": 1, "reward": reward, "fps": 15.0, "samples": described}
-    return protocol.encode(meta | changes, {"videos": protocol.to_pixels(VIDEOS)})
+def request(reward: str = "first", **changes) -> bytes:
+    meta, tensors = protocol.decode(protocol.encode_request(reward, VIDEOS, judged_conditions(), ()))
+    return protocol.encode(meta | changes, tensors)
 
 
-def post(
-    server: RewardServer, message: protocol.Message | bytes, path: str = "/score", **headers: str
-) -> tuple[int, str]:
+def post(server: RewardServer, body: bytes, path: str = "/score", **headers: str) -> tuple[int, str]:
     """Send a request by hand and return status and error."""
-    connection = http.client.HTTPConnection(*server.address, timeout=LIMIT_S)
-    kind = message.content_type if isinstance(message, protocol.Message) else "multipart/form-data; boundary=x"
-    body = b"".join(message.chunks) if isinstance(message, protocol.Message) else message
-    connection.request("POST", path, body, {"Content-Type": kind, **headers})
-    response = connection.getresponse()
-    said = json.loads(response.read())
-    connection.close()
-    assert "\n" not in said.get("error", "")
-    return response.status, said.get("error", "")
+    said = httpx.post(server.url + path, content=body, headers=headers, timeout=LIMIT_S, trust_env=False)
+    error = "" if said.status_code == 200 else said.json()["error"]
+    assert "\n" not in error
+    return said.status_code, error
 
 
 @pytest.mark.parametrize("name", ["target_view", "target_psnr", "source_match", "motion_mag", "room_pose"])
@@ -204,12 +193,9 @@ def test_the_program_refuses_to_start_in_one_line(words, error, monkeypatch):
     assert str(caught.value).startswith(error) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost"])
-def test_loopback_needs_no_token_and_other_addresses_do(host):
-    assert is_loopback(host)
+def test_only_loopback_needs_no_token():
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "localhost", "::1")))
     assert not any(map(is_loopback, ("", "0.0.0.0", "10.0.0.1", "example.org", "::", "localhost.evil")))
-    with serving(RewardServer(("0.0.0.0", 0), ScoringService(Fake(), 1), token="token")) as server:
-        assert server.address[1] > 0
 
 
 def test_only_the_token_opens(monkeypatch, capfd):
@@ -217,7 +203,7 @@ def test_only_the_token_opens(monkeypatch, capfd):
     with hosting(Fake(), token="secret") as server:
         assert "refused, status 401: the token is missing or wrong" in ask(server).causes[0]
         assert post(server, request())[0] == 401
-        for wrong in ("Bearer secre", "Bearer secret2", "secret", "Bearer \xe4"):
+        for wrong in ("Bearer secre", "Bearer secret2", "secret"):
             assert post(server, request(), Authorization=wrong)[0] == 401
         assert server.service.judge.calls == 0
         monkeypatch.setenv(TOKEN, "secret")
@@ -226,98 +212,35 @@ def test_only_the_token_opens(monkeypatch, capfd):
     assert "secret" not in out.out + out.err and "POST /score 200" in out.out
 
 
-def test_too_large_a_request_is_refused_before_it_is_read():
+def test_too_large_a_request_is_refused_and_the_refusal_arrives():
     with hosting(Fake(), max_bytes=10_000) as server:
-        head = b"POST /score HTTP/1.1\r\nHost: here\r\nContent-Length: 10001\r\n\r\n"  # and nothing of the body
-        assert " 413 " in raw(server, head)
         large = ask(server)  # every video alone is still too large
-        assert "refused, status 413: request of" in large.causes[0] and not large.valid.any()
+        assert "refused, status 413: request of more than 10000 bytes" in large.causes[0] and not large.valid.any()
+        assert post(server, b"x" * 2**24)[0] == 413
         assert server.service.judge.calls == 0
 
 
-def test_a_large_body_that_is_refused_does_not_hide_the_refusal():
-    with hosting(Fake(), max_bytes=10_000) as server:
-        assert post(server, b"x" * 2**24)[0] == 413
-
-
-class Bomb:
-    def __reduce__(self):
-        return (pytest.fail, ("it was unpickled",))
-
-
-def npy_of_objects() -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.array([Bomb()], dtype=object), allow_pickle=True)
-    return stream.getvalue()
-
-
-def with_videos(content: bytes) -> protocol.Message:
-    message = request()
-    return dataclasses.replace(message, chunks=(*message.chunks[:-3], content, message.chunks[-1]))
+MULTIPART = b'--x\r\nContent-Disposition: form-data; name="meta"\r\n\r\n{"protocol": 1}\r\n--x--\r\n'
 
 
 @pytest.mark.parametrize(
-    ("message", "error"),
+    ("body", "error"),
     [
-        (pickle.dumps(Bomb()), "multipart body"),
-        (with_videos(npy_of_objects()), "holds object"),
-        (with_videos(pickle.dumps(Bomb())), "no .npy file"),
-        (b"", "multipart body"),
-        (request(samples=1), "meta must list as many samples as there are videos, 2"),
-        (request("third"), "reward is 'third', hosted here: first, second"),
-        (request(samples=None, protocol=7), "protocol is 7, this server speaks 1"),
-        (protocol.encode({"protocol": 1, "reward": "first"}, {}), "part 'videos' is missing"),
-        (
-            protocol.encode({"protocol": 1, "reward": "first"}, {"videos": np.zeros((1, 2, 3), np.uint8)}),
-            "not of shape",
-        ),
+        (b"", "request cannot be read: SafetensorError: "),
+        (pickle.dumps({"videos": VIDEOS}), "request cannot be read: SafetensorError: "),
+        (request()[:-1], "request cannot be read: SafetensorError: "),
+        (request(samples=[]), "request cannot be read: videos have shape (2, 3, 5, 24, 32), must be "),
+        (request(samples=[1, 2]), "request cannot be read: TypeError: "),
+        (request("third"), "request cannot be read: it asks for third, hosted here: first, second"),
+        (request(protocol=7), "request cannot be read: the other side speaks protocol 7, this one 2"),
+        (MULTIPART, "request cannot be read: the other side speaks protocol 1, this one 2: update the older"),
     ],
 )
-def test_a_request_of_another_form_is_a_400_and_never_unpickled(message, error):
+def test_a_request_of_another_form_is_a_400(body, error):
     with hosting(Fake()) as server:
-        status, said = post(server, message)
+        status, said = post(server, body)
         assert status == 400 and error in said
         assert server.service.judge.calls == 0
-
-
-def test_a_video_that_belongs_to_no_sample_is_refused():
-    message = request()
-    meta, arrays = protocol.decode(message.content_type, bytearray(b"".join(message.chunks)))
-    for name, shape in (("target.2", (1, 2, 2, 3)), ("extra", (1,)), ("source.0", (2, 2, 3))):
-        with hosting(Fake()) as server:
-            status, said = post(server, protocol.encode(meta, {**arrays, name: np.zeros(shape, np.uint8)}))
-            assert status == 400 and ("belong to no sample" in said or "a source or target has shape" in said)
-
-
-def raw(server: RewardServer, content: bytes, *, drips: int = 0) -> str:
-    """Send bytes by hand, then single ones, and return the first line of the answer; "" if the connection is closed."""
-    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
-        connection.sendall(content)
-        with contextlib.suppress(ConnectionError):
-            for _ in range(drips):
-                connection.sendall(b"x")
-                if select.select([connection], [], [], 0.05)[0]:
-                    break
-            return connection.recv(65536).decode().partition("\r\n")[0]
-        return ""
-
-
-@pytest.mark.parametrize(
-    ("head", "status"),
-    [
-        ("Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "411"),
-        ("Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", "411"),
-        ("\r\n", "411"),
-        ("Content-Length: -1\r\n\r\n", "400"),
-        ("Content-Length: 1e3\r\n\r\n", "400"),
-        (f"Content-Length: {'9' * 30}\r\n\r\n", "4"),
-        ("X: " + "x" * 2**17, "400"),
-    ],
-)
-def test_a_malformed_length_or_header_is_refused(head, status):
-    with hosting(Fake()) as server:
-        assert f" {status}" in raw(server, f"POST /score HTTP/1.1\r\nHost: here\r\n{head}".encode())
-        assert ask(server).valid.all()
 
 
 def test_other_paths_and_methods_are_refused():
@@ -326,12 +249,15 @@ def test_other_paths_and_methods_are_refused():
         assert post(server, request(), "/health")[0] == 404
 
 
-@pytest.mark.parametrize("drips", [0, 100])
-def test_a_sender_that_stalls_or_drips_is_given_up(drips):
+def test_a_sender_that_stalls_is_given_up_and_one_that_leaves_is_forgotten():
+    head = b"POST /score HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n"
     with hosting(Fake(), timeout_s=0.3) as server:
-        body = b"POST /score HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n"
-        assert " 408 " in raw(server, body, drips=drips)
-        assert raw(server, b"POST /score HTTP/1.1\r\nX: ", drips=drips) == ""  # its headers never end
+        with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
+            connection.sendall(head)
+            assert b" 503 " in connection.recv(65536)
+        with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
+            connection.sendall(head)
+        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
 
 
 def test_connections_are_capped_and_a_freed_one_serves_again(monkeypatch):
@@ -401,12 +327,9 @@ def test_a_busy_server_says_so_and_health_is_answered_meanwhile():
         thread = threading.Thread(target=lambda: held.append(post(server, request())[0]))
         thread.start()
         assert begun.wait(LIMIT_S)
-        connection = http.client.HTTPConnection(*server.address, timeout=LIMIT_S)
-        connection.request("GET", "/health")
-        assert json.loads(connection.getresponse().read())["rewards"] == ["first", "second"]
-        connection.close()
+        assert httpx.get(f"{server.url}/health", trust_env=False).json()["rewards"] == ["first", "second"]
         status, said = post(server, request(extra=1))
-        assert status == 503 and "busy for more than 0.3 s" in said
+        assert status == 503 and said == "not arrived, or not at its turn, within 0.3 s"
         go_on.set()
         thread.join(LIMIT_S)
         assert held == [200]

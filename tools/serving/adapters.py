@@ -6,20 +6,17 @@ is downloaded: an error names what is missing and how to get it. Licences: docs/
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
@@ -29,6 +26,7 @@ from flow_grpo.rewards.camera.pose import compare, rotation_value, translation_v
 from flow_grpo.rewards.remote.protocol import FPS, to_pixels
 from flow_grpo.rewards.results import all_valid
 from flow_grpo.runtime.video_file import write_video
+from tools.serving.scoring_service import checksum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,27 +46,22 @@ class Settings:
     frames: int = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Need:
-    """Requirements of an adapter.
+class Adapter:
+    """A published model that scores videos; subclasses implement `load` and `score`.
 
     Attributes:
         module: module to import.
         install: how to get it.
         weights: what `--weights` must name.
         files: files that this folder must hold; none if it is a single file.
+        scores: names of its scores.
+        needs: companion videos it looks at: any of "source", "target".
     """
 
     module: str
     install: str
     weights: str
     files: tuple[str, ...] = ()
-
-
-class Adapter:
-    """A published model that scores videos; subclasses implement `load` and `score`."""
-
-    need: Need
     scores: tuple[str, ...]
     needs: tuple[str, ...] = ()
 
@@ -79,11 +72,27 @@ class Adapter:
             ValueError: either is missing.
         """
         self._settings = settings
-        self._weights = _weights(self.need, settings.weights)
-        package = _package(self.need, settings.code)
+        self._weights = self._find_weights()
         self.model = f"{self.scores[0].partition('_')[0]}:{self._weights.name}"
+        package = self._import_package()
         self.version = checksum(self._weights)
         self.load(package)
+
+    def _find_weights(self) -> Path:
+        path, files = self._settings.weights, self.files
+        missing = [name for name in files if path is not None and not (path / name).is_file()]
+        if path is None or missing or not (path.is_dir() if files else path.is_file()):
+            got = f"{path}{' without ' + ', '.join(missing) if missing else ''}"
+            raise ValueError(f"--weights is {got}, must be {self.weights}; nothing is downloaded here")
+        return path.resolve()
+
+    def _import_package(self) -> ModuleType:
+        if self._settings.code is not None:
+            sys.path.insert(0, str(self._settings.code.resolve()))
+        try:
+            return importlib.import_module(self.module)
+        except ImportError as error:
+            raise ValueError(f"package {self.module!r} cannot be imported ({error}): {self.install}") from None
 
     def load(self, package: ModuleType) -> None:
         """Load the model from `self._weights`."""
@@ -103,12 +112,14 @@ class Adapter:
 class VideoAlign(Adapter):
     """VideoAlign (arXiv 2501.13918): visual and motion quality, not text alignment, as the source sets the content."""
 
-    need = Need(
-        "inference",
-        "git clone https://github.com/KwaiVGI/VideoAlign, make the environment of its environment.yaml, pass --code",
-        "the folder of KwaiVGI/VideoReward (model_config.json); Qwen/Qwen2-VL-2B-Instruct must be in the local cache",
-        ("model_config.json",),
+    module = "inference"
+    install = (
+        "git clone https://github.com/KwaiVGI/VideoAlign, make the environment of its environment.yaml, pass --code"
     )
+    weights = (
+        "the folder of KwaiVGI/VideoReward (model_config.json); Qwen/Qwen2-VL-2B-Instruct must be in the local cache"
+    )
+    files = ("model_config.json",)
     scores = ("videoalign_vq", "videoalign_mq")
 
     def load(self, package: ModuleType) -> None:
@@ -128,11 +139,9 @@ class VideoAlign(Adapter):
 class Hpsv3(Adapter):
     """Human preference (2508.03789), the mean over some frames."""
 
-    need = Need(
-        "hpsv3",
-        "pip install hpsv3, in an environment of its own",
-        "the file HPSv3.safetensors of MizzenAI/HPSv3; Qwen/Qwen2-VL-7B-Instruct must be in the local cache",
-    )
+    module = "hpsv3"
+    install = "pip install hpsv3, in an environment of its own"
+    weights = "the file HPSv3.safetensors of MizzenAI/HPSv3; Qwen/Qwen2-VL-7B-Instruct must be in the local cache"
     scores = ("hpsv3",)
 
     def load(self, package: ModuleType) -> None:
@@ -142,7 +151,11 @@ class Hpsv3(Adapter):
 
     def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
         """Score frames as files; the model returns a mean and a spread, of which the mean is used."""
-        with _frame_files(video, self._settings.frames) as paths:
+        with tempfile.TemporaryDirectory(prefix="frames_") as folder:
+            paths = []
+            for number, picture in enumerate(_frames(video, self._settings.frames)):
+                paths.append(f"{folder}/{number}.png")
+                picture.save(paths[-1])
             said = self._model.reward(prompts=[condition.prompt] * len(paths), image_paths=paths)
         return {"hpsv3": float(torch.as_tensor(said).float()[:, 0].mean())}
 
@@ -150,12 +163,10 @@ class Hpsv3(Adapter):
 class Clip(Adapter):
     """Agreement with the prompt: cosine times the model's scale, the mean over some frames."""
 
-    need = Need(
-        "transformers",
-        "pip install transformers",
-        "a folder of openai/clip-vit-large-patch14 with weights, tokenizer and preprocessor_config.json",
-        ("config.json", "preprocessor_config.json"),
-    )
+    module = "transformers"
+    install = "pip install transformers"
+    weights = "a folder of openai/clip-vit-large-patch14 with weights, tokenizer and preprocessor_config.json"
+    files = ("config.json", "preprocessor_config.json")
     scores: tuple[str, ...] = ("clip",)
 
     def load(self, package: ModuleType) -> None:
@@ -175,10 +186,7 @@ class Clip(Adapter):
 class PickScore(Clip):
     """The same score of a CLIP trained on human preferences."""
 
-    need = dataclasses.replace(
-        Clip.need,
-        weights="a folder of yuvalkirstain/PickScore_v1 with weights, tokenizer and preprocessor_config.json",
-    )
+    weights = "a folder of yuvalkirstain/PickScore_v1 with weights, tokenizer and preprocessor_config.json"
     scores = ("pickscore",)
 
 
@@ -189,12 +197,10 @@ class MapAnythingPoses(Adapter):
     `pose_rot` and `pose_trans`. The model gets the intrinsics if they are known, never the commanded poses.
     """
 
-    need = Need(
-        "mapanything.models",
-        "git clone https://github.com/facebookresearch/map-anything && pip install -e map-anything",
-        "a folder of facebook/map-anything-apache (config.json and model.safetensors)",
-        ("config.json", "model.safetensors"),
-    )
+    module = "mapanything.models"
+    install = "git clone https://github.com/facebookresearch/map-anything && pip install -e map-anything"
+    weights = "a folder of facebook/map-anything-apache (config.json and model.safetensors)"
+    files = ("config.json", "model.safetensors")
     scores = ("mapanything_rot", "mapanything_trans")
 
     def load(self, package: ModuleType) -> None:
@@ -209,7 +215,7 @@ class MapAnythingPoses(Adapter):
         if condition.intrinsics is not None:
             fx, fy, cx, cy = condition.intrinsics.tolist()
             known = {"intrinsics": torch.tensor([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])}
-        views: list[dict[str, Any]] = [{"img": frame, **known} for frame in torch.from_numpy(to_pixels(video))]
+        views: list[dict[str, Any]] = [{"img": frame, **known} for frame in to_pixels(video)]
         said = self._model.infer(self._preprocess(views))
         poses = torch.cat([view["camera_poses"].cpu() for view in said]).double()
         return pose_scores(condition.target_poses, poses)
@@ -231,15 +237,6 @@ ADAPTERS: Mapping[str, type[Adapter]] = {
 }
 
 
-def build_adapter(name: str, settings: Settings) -> Adapter:
-    """Return an adapter by name.
-
-    Raises:
-        ValueError: its package or weights are missing.
-    """
-    return ADAPTERS[name](settings)
-
-
 def refuse_downloads() -> None:
     """Make libraries of this process raise instead of downloading; call it before importing them."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
@@ -252,46 +249,7 @@ def _no_download(url: object, *_: object, **__: object) -> None:
     raise ValueError(f"a model wants to download {getattr(url, 'full_url', url)}: fetch it once beforehand, by hand")
 
 
-def checksum(path: Path) -> str:
-    """Return a hash of the content of a file, or of all files of a folder."""
-    digest = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    for file in files:
-        digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
-        with file.open("rb") as stream:
-            while piece := stream.read(2**24):
-                digest.update(piece)
-    return digest.hexdigest()[:16]
-
-
-def _weights(need: Need, path: Path | None) -> Path:
-    missing = [name for name in need.files if path is not None and not (path / name).is_file()]
-    if path is None or missing or not (path.is_dir() if need.files else path.is_file()):
-        got = f"{path}{' without ' + ', '.join(missing) if missing else ''}"
-        raise ValueError(f"--weights is {got}, must be {need.weights}; nothing is downloaded here")
-    return path.resolve()
-
-
-def _package(need: Need, code: Path | None) -> ModuleType:
-    if code is not None:
-        sys.path.insert(0, str(code.resolve()))
-    try:
-        return importlib.import_module(need.module)
-    except ImportError as error:
-        raise ValueError(f"package {need.module!r} cannot be imported ({error}): {need.install}") from None
-
-
 def _frames(video: Tensor, count: int) -> list[Image.Image]:
     """Return `count` evenly spread frames of a video (3, T, h, w), first and last included."""
     rows = torch.linspace(0, video.shape[1] - 1, min(count, video.shape[1])).round().long()
-    pictures = rearrange((video[:, rows] * 255).round().to(torch.uint8), "c t h w -> t h w c").numpy()
-    return [Image.fromarray(picture) for picture in pictures]
-
-
-@contextlib.contextmanager
-def _frame_files(video: Tensor, count: int) -> Iterator[list[str]]:
-    with tempfile.TemporaryDirectory(prefix="frames_") as folder:
-        paths = [f"{folder}/{number}.png" for number in range(min(count, video.shape[1]))]
-        for path, picture in zip(paths, _frames(video, count), strict=True):
-            picture.save(path)
-        yield paths
+    return [Image.fromarray(picture.numpy()) for picture in to_pixels(video[:, rows])]

@@ -1,19 +1,19 @@
 """A reward that another process computes, requested over HTTP.
 
 Learned reward models pin their own versions of torch and transformers, so each runs in a process of its own, such as
-`tools/reward_server.py`. Every failure ends as samples without a value and with a cause, never as a score. A request is
-bounded in time: (retries + 1) x `timeout_s` plus the delays between. Nothing here is a collective call, so one rank may
-fail without the others.
+`tools/reward_server.py`. Every failure ends as samples without a value and with a cause, never as a score. Nothing here
+is a collective call, so one rank may fail without the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ from flow_grpo.rewards.remote.http_client import Client, ServiceError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 HEALTH_S = 10.0  # timeout of /health, which a server answers while it scores
-MARGIN = 2**20  # bytes of a request that are no pixels: boundaries and the poses of its samples
+MARGIN = 2**20  # bytes of a request that are no pixels: the header and the poses of its samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class RetryPolicy:
     """Timeouts and retries of a server.
 
     Attributes:
-        timeout_s: seconds of one attempt from connecting to the reply's last byte; set it to twice the slowest.
+        timeout_s: seconds of one attempt without a sign of the server; set it to twice the slowest request.
         delays_s: seconds before each further attempt.
         failures: failed calls in a row that open the circuit breaker.
         cool_down_s: seconds without calls while it is open.
@@ -102,7 +104,11 @@ class RemoteReward:
                 causes[row] = f"{self.name} not asked: it failed {self.policy.failures} calls, next in {rest:.0f} s"
         elif left:
             try:
-                self._score_all(videos, conditions, left, values, causes, faulty)
+                for rows, result in self._results(videos, conditions, left):
+                    values[rows], faulty[rows] = result.values, result.faults
+                    for row, cause in zip(rows, result.causes, strict=True):
+                        causes[row] = cause
+                    left = left[len(rows) :]
                 self._breaker.record(failed=False)
             except ServiceError as error:
                 # After one failed request the rest of the batch is not sent, so that a call stays bounded in time.
@@ -137,91 +143,54 @@ class RemoteReward:
             stats[name] = seconds[math.ceil(share * len(seconds)) - 1] if seconds else math.nan
         return stats
 
-    def _score_all(
-        self,
-        videos: Tensor,
-        conditions: Sequence[Condition],
-        left: list[int],
-        values: Tensor,
-        causes: list[str],
-        faulty: Tensor,
-    ) -> None:
-        """Fill `values`, `causes` and `faulty` request by request, removing finished rows from `left`."""
+    def _results(
+        self, videos: Tensor, conditions: Sequence[Condition], rows: list[int]
+    ) -> Iterator[tuple[list[int], RewardResult]]:
+        """Yield rows and their result, request by request: as many rows as the server takes at once."""
         health = self._check_health()
-        size = max(_bytes(videos[row], conditions[row], health) for row in left)
-        share = max(1, (health.max_bytes - MARGIN) // size)
-        while left:
-            rows = left[:share]
-            message = self._message(videos[rows], [conditions[row] for row in rows], health)
-            with self._timed():
-                said = self._client.ask("/score", self.policy.timeout_s, message)
-                with _protocol_errors():
-                    reply = protocol.read_reply(said, self._score, len(rows))
-                self._check_identity(reply.identity)
-            values[rows], faulty[rows] = reply.values, reply.faulty
-            for row, cause in zip(rows, reply.causes, strict=True):
-                causes[row] = cause
-            del left[: len(rows)]
-
-    def _message(self, videos: Tensor, conditions: Sequence[Condition], health: protocol.Health) -> protocol.Message:
-        """Return the request for videos (b, 3, T, h, w), with the sources and targets that the server needs."""
-        arrays = {"videos": protocol.to_pixels(videos)}
-        for kind in health.needs:
-            for row, video in enumerate(_companion(condition, kind) for condition in conditions):
-                if video is not None:
-                    arrays[f"{kind}.{row}"] = protocol.to_pixels(video)
-        samples = [protocol.describe(condition) for condition in conditions]
-        meta = {"protocol": protocol.PROTOCOL, "reward": self._score, "fps": protocol.FPS, "samples": samples}
-        try:
-            return protocol.encode(meta, arrays)
-        except ValueError as error:
-            raise ServiceError(f"not asked: JSON cannot hold a condition: {error}") from None
+        share = max(1, (health.max_bytes - MARGIN) // max(_bytes(videos[row], conditions[row], health) for row in rows))
+        for start in range(0, len(rows), share):
+            part = rows[start : start + share]
+            asked = [conditions[row] for row in part]
+            body = protocol.encode_request(self._score, videos[part], asked, health.needs)
+            read = functools.partial(protocol.read_reply, name=self._score, conditions=asked)
+            begin = time.monotonic()
+            try:
+                result = self._ask("/score", self.policy.timeout_s, read, body)
+            except ServiceError:
+                self._failures += 1
+                raise
+            finally:
+                self._seconds.append(time.monotonic() - begin)
+            yield part, result
 
     def _check_health(self) -> protocol.Health:
-        """Return the server's description, requested at first use and after failures; check its identity."""
+        """Return the server's description, requested at first use and after failures."""
         if self._health is None:
-            said = self._client.ask("/health", min(HEALTH_S, self.policy.timeout_s))
-            with _protocol_errors():
-                health = protocol.read_health(said, self._score)
-            self._check_identity(health.identity)
-            self._health = health
+            read = functools.partial(protocol.read_health, name=self._score)
+            self._health = self._ask("/health", min(HEALTH_S, self.policy.timeout_s), read)
         return self._health
 
-    def _check_identity(self, identity: tuple[str, str]) -> None:
-        """Refuse scores of another model than the first: they are not comparable within a run."""
+    def _ask(
+        self, path: str, timeout_s: float, read: Callable[[bytes], tuple[tuple[str, str], T]], body: bytes | None = None
+    ) -> T:
+        """Return what `read` makes of the server's answer, which must be from the model that gave the first."""
+        content = self._client.ask(path, timeout_s, body)
+        try:
+            identity, answer = read(content)
+        except Exception as error:
+            raise ServiceError(f"cannot be believed: {protocol.why(error)}") from error
+        # Scores of another model are not comparable within a run.
         if self.identity is None:
             self.identity = identity
             logger.info("%s is %s, version %s", self.name, *identity)
         if identity != self.identity:
             now, first = (" ".join(pair) for pair in (identity, self.identity))
             raise ServiceError(f"is now {now}, the run began with {first}; host that again")
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        begin = time.monotonic()
-        try:
-            yield
-        except ServiceError:
-            self._failures += 1
-            raise
-        finally:
-            self._seconds.append(time.monotonic() - begin)
-
-
-def _companion(condition: Condition, kind: str) -> Tensor | None:
-    return {"source": condition.source_video, "target": condition.target_video}.get(kind)
+        return answer
 
 
 def _bytes(video: Tensor, condition: Condition, health: protocol.Health) -> int:
     """Return how many bytes of pixels a sample sends."""
-    sent = [video, *(_companion(condition, kind) for kind in health.needs)]
+    sent = [video, *(protocol.companion(condition, kind) for kind in health.needs)]
     return sum(tensor.numel() for tensor in sent if tensor is not None)
-
-
-@contextlib.contextmanager
-def _protocol_errors() -> Iterator[None]:
-    """Turn a reply that breaks the protocol into a ServiceError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ServiceError(f"cannot be believed: {error}") from None
