@@ -47,15 +47,13 @@ class Settings:
 
 
 class Adapter:
-    """A published model that scores videos; subclasses implement `load` and `score`.
+    """A published model as a `Judge`; subclasses implement `load` and `score`.
 
     Attributes:
         module: module to import.
         install: how to get it.
         weights: what `--weights` must name.
         files: files that this folder must hold; none if it is a single file.
-        scores: names of its scores.
-        needs: companion videos it looks at: any of "source", "target".
     """
 
     module: str
@@ -73,8 +71,8 @@ class Adapter:
         """
         self._settings = settings
         self._weights = self._find_weights()
-        self.model = f"{self.scores[0].partition('_')[0]}:{self._weights.name}"
         package = self._import_package()
+        self.model = f"{self.scores[0].partition('_')[0]}:{self._weights.name}"
         self.version = checksum(self._weights)
         self.load(package)
 

@@ -92,7 +92,8 @@ class Client:
             cause = json.loads(response.content)["error"]
         cause = f"status {status}: {one_line(cause)}"
         if status in RETRIED or status >= 500:
-            raise _RetryableError(cause, _seconds(response.headers.get("Retry-After", "")))
+            pause = response.headers.get("Retry-After", "")  # a date would need synchronised clocks
+            raise _RetryableError(cause, float(pause) if pause.isascii() and pause.isdigit() else 0.0)
         raise ServiceError(f"refused, {cause}")
 
 
@@ -101,8 +102,3 @@ def _authorization() -> dict[str, str]:
     if not (token().isascii() and token().isprintable()):
         raise ServiceError(f"not asked: {TOKEN} is no printable ASCII text")
     return {"Authorization": f"Bearer {token()}"} if token() else {}
-
-
-def _seconds(header: str) -> float:
-    """Return the delay in a Retry-After header in seconds, or 0 for a date, which needs synchronised clocks."""
-    return float(header) if header.isascii() and header.isdigit() else 0.0

@@ -37,7 +37,8 @@ class RetryPolicy:
     Attributes:
         timeout_s: seconds of one attempt without a sign of the server; set it to twice the slowest request.
         delays_s: seconds before each further attempt.
-        failures: failed calls in a row that open the circuit breaker.
+        failures: failed calls in a row that open the circuit breaker, so that a dead server does not cost every batch its
+            timeouts.
         cool_down_s: seconds without calls while it is open.
     """
 
@@ -45,28 +46,6 @@ class RetryPolicy:
     delays_s: tuple[float, ...] = (0.5, 2.0)
     failures: int = 3
     cool_down_s: float = 60.0
-
-
-class CircuitBreaker:
-    """Stops calls after several failures in a row, so that a dead server does not cost every batch its timeouts."""
-
-    def __init__(self, policy: RetryPolicy) -> None:
-        self._policy = policy
-        self._failures = 0
-        self._open_until = -math.inf
-
-    def rest_s(self) -> float:
-        """Return seconds until the next call may be made, 0 if now."""
-        return max(0.0, self._open_until - time.monotonic())
-
-    def record(self, *, failed: bool) -> bool:
-        """Record the outcome of a call; return True if it opens the breaker."""
-        # The count survives the cool-down: a failure of the first call afterwards starts the next one.
-        self._failures = self._failures + 1 if failed else 0
-        if self._failures < self._policy.failures:
-            return False
-        self._open_until = time.monotonic() + self._policy.cool_down_s
-        return True
 
 
 class RemoteReward:
@@ -87,7 +66,8 @@ class RemoteReward:
         self.identity: tuple[str, str] | None = None  # model and version, from the first reply on
         self._score = name
         self._client = Client(url, policy.delays_s)
-        self._breaker = CircuitBreaker(policy)
+        self._failed_calls = 0  # in a row
+        self._open_until = -math.inf  # end of the circuit breaker's cool-down
         self._health: protocol.Health | None = None
         self._seconds: list[float] = []  # of the requests since the last `stats`, retries included
         self._failures = 0
@@ -99,7 +79,7 @@ class RemoteReward:
         causes = ["" if fine else "video holds values outside [0, 1], not sent" for fine in inside]
         left = [row for row, fine in enumerate(inside) if fine]
         faulty = torch.tensor(inside)  # rows to send count as failed until there is a reply
-        if left and (rest := self._breaker.rest_s()):
+        if left and (rest := self._open_until - time.monotonic()) > 0:
             for row in left:
                 causes[row] = f"{self.name} not asked: it failed {self.policy.failures} calls, next in {rest:.0f} s"
         elif left:
@@ -109,12 +89,15 @@ class RemoteReward:
                     for row, cause in zip(rows, result.causes, strict=True):
                         causes[row] = cause
                     left = left[len(rows) :]
-                self._breaker.record(failed=False)
+                self._failed_calls = 0
             except ServiceError as error:
                 # After one failed request the rest of the batch is not sent, so that a call stays bounded in time.
                 self._health = None  # the next reply may come from another server
                 logger.warning("%s %s: %d samples have no value", self.name, error, len(left))
-                if self._breaker.record(failed=True):
+                # The count survives the cool-down: a failure of the first call afterwards starts the next one.
+                self._failed_calls += 1
+                if self._failed_calls >= self.policy.failures:
+                    self._open_until = time.monotonic() + self.policy.cool_down_s
                     logger.warning("%s gets no calls for %g s", self.name, self.policy.cool_down_s)
                 for row in left:
                     causes[row] = f"{self.name} {error}"
