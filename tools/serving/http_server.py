@@ -31,7 +31,7 @@ class RewardServer:
     Args:
         address: host and port; port 0 takes a free one.
         service: decodes and scores.
-        timeout_s: for a request to arrive and to wait for its turn.
+        timeout_s: for a request to arrive, and to wait for its turn.
         token: that requests must carry, or "".
 
     Raises:
@@ -120,6 +120,7 @@ class RewardServer:
                 await held.enter_async_context(self._admitted)
                 body = await self._body(request)
                 asked = await asyncio.to_thread(self.service.read, body)
+            with anyio.fail_after(self._timeout_s):
                 await held.enter_async_context(self._scoring)
             return await asyncio.to_thread(self.service.score, asked)
 

@@ -37,9 +37,8 @@ class RetryPolicy:
     Attributes:
         timeout_s: seconds of one attempt without a sign of the server; set it to twice the slowest request.
         delays_s: seconds before each further attempt.
-        failures: failed calls in a row that open the circuit breaker, so that a dead server does not cost every batch its
-            timeouts.
-        cool_down_s: seconds without calls while it is open.
+        failures: failed calls in a row that open the circuit breaker.
+        cool_down_s: seconds without calls while it is open: a dead server does not cost every batch its timeouts.
     """
 
     timeout_s: float = 120.0
