@@ -179,6 +179,8 @@ def test_another_model_is_refused_until_the_first_is_back():
         assert judge(VIDEOS, CONDITIONS).valid.all()
         assert unknown(judge(VIDEOS, CONDITIONS), "is now other v1, the run began with judge v1; host that again")
         assert judge(VIDEOS, CONDITIONS).valid.all()
+        # After a failure the server is asked again who it is.
+        assert [line.split()[1] for line, _, _ in server.asked] == ["/health", "/score", "/score", "/health", "/score"]
 
 
 def test_a_server_that_does_not_answer_is_refused_before_a_run():
