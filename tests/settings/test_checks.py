@@ -21,10 +21,10 @@ def load(settings: str) -> Config:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ("data.eval_split=train", ["data.eval_split: got 'train'", "must differ from data.train_split"]),
-        ("data.eval_split=train/part", ["data.eval_split: got 'train/part'", "must differ"]),
-        ("data.eval_split=./train", ["data.eval_split: got 'train'", "must differ"]),
-        ("data.train_split=val/part", ["data.eval_split: got 'val'", "must differ"]),
+        ("data.eval_split=train", ["data.eval_split: got 'train'", "must lie apart from data.train_split='train'"]),
+        ("data.eval_split=train/part", ["data.eval_split: got 'train/part'", "must lie apart"]),
+        ("data.eval_split=./train", ["data.eval_split: got './train'", "must lie apart"]),
+        ("data.train_split=val/part", ["data.eval_split: got 'val'", "must lie apart"]),
         ("model.vae_tiles=recammaster", ["model.vae_tiles: got 'recammaster'", "--config.model.vae_tiling=true"]),
         ("model.trained=lora model.lora_targets=", ["model.lora_targets: got ''", "model.trained=camera"]),
         ("sample.num_image_per_prompt=3", ["sample.num_image_per_prompt: got 3", "sample.k=8"]),
