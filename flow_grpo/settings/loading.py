@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -20,12 +19,24 @@ from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.errors import ConfigError, refusal
 from flow_grpo.settings.own_code import import_file, why_it_fails
 from flow_grpo.settings.schema import KNOBS, Config
-from flow_grpo.settings.values import notation, parse
+from flow_grpo.settings.values import MOST, notation, parse
 
 __all__ = ["ConfigError", "check_world", "load_config", "to_dict"]
 
 PREFIX = "--config."
 SCHEMA = TypeAdapter(Config)
+# What a value must be, by the type of pydantic's error, with what it adds; of any other type the value's form is wrong.
+BOUNDS = {
+    "greater_than_equal": "must be at least {ge:.10g}",
+    "greater_than": "must be above {gt:.10g}",
+    "less_than_equal": "must be at most {le:.10g}",
+    "less_than": "must be below {lt:.10g}",
+    "multiple_of": "must be a multiple of {multiple_of}",
+    "finite_number": "must be a finite number",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must have at least {min_length} character",
+    "value_error": "{error}",
+}
 
 
 def load_config(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] | None = None) -> Config:
@@ -52,12 +63,11 @@ def unchecked(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] 
         ConfigError: for a knob that is no knob, missing, or out of its own bounds.
     """
     values = _run_recipe(spec).to_dict()
-    _check_complete(set(_paths(values)))
+    _check_complete(set(knob_values(values)))
     for path, value in (kept or {}).items():
         _set(values, path, copy.deepcopy(value))
     size = values["sample"]["k"]
-    for path, text in _assignments(overrides):
-        _set(values, path, _parsed(path, text))
+    _override(values, overrides)
     if values["sample"]["num_image_per_prompt"] == size:  # follows k, as in the recipe, unless it was set itself
         values["sample"]["num_image_per_prompt"] = values["sample"]["k"]
     return _validated(values)
@@ -76,8 +86,7 @@ def from_dict(plain: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config
     for path, value in knob_values(plain).items():
         if path in KNOBS:
             _set(values, path, value)
-    for path, text in _assignments(overrides):
-        _set(values, path, _parsed(path, text))
+    _override(values, overrides)
     config = _validated(values)
     check(config)
     return config
@@ -98,13 +107,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def knob_values(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted path -> value of every knob that `to_dict` gave, knobs that no longer exist included."""
-    found: dict[str, Any] = {}
-    for path in _paths(plain):
-        value: Any = plain
-        for name in path.split("."):
-            value = value[name]
-        found[path] = value
-    return found
+    return dict(_leaves(plain))
 
 
 def _run_recipe(spec: str) -> ConfigDict:
@@ -146,21 +149,18 @@ def _recipe_fails(what: str, file: Path, error: BaseException) -> ConfigError:
     return ConfigError(f"--config: {why_it_fails(what, file, error)}; correct it or choose another")
 
 
-def _assignments(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield (path, text) of every override; the text is None for a flag without a value."""
+def _override(values: dict[str, Any], words: Sequence[str]) -> None:
     position = 0
     while position < len(words):
-        path, equals, text = words[position].removeprefix(PREFIX).partition("=")
+        path, equals, value = words[position].removeprefix(PREFIX).partition("=")
         if not words[position].startswith(PREFIX):
             raise ConfigError(f"argument {words[position]!r} is not understood; settings look like {PREFIX}sample.k=8")
         position += 1
-        if equals:
-            yield path, text
-        elif position < len(words) and not words[position].startswith("--"):
-            yield path, words[position]
+        text: str | None = value if equals else None  # None: a flag without a value
+        if not equals and position < len(words) and not words[position].startswith("--"):
+            text = words[position]
             position += 1
-        else:
-            yield path, None
+        _set(values, path, _parsed(path, text))
 
 
 def _parsed(path: str, text: str | None) -> Any:
@@ -197,14 +197,14 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
         ) from None
 
 
-def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every knob that a recipe sets."""
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted path and value of every knob, and of whatever is in the place of one."""
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and path not in KNOBS:
-            yield from _paths(value, f"{path}.")
+            yield from _leaves(value, f"{path}.")
         else:
-            yield path
+            yield path, value
 
 
 def _check_complete(paths: set[str]) -> None:
@@ -232,15 +232,15 @@ def _refused(found: ErrorDetails) -> ConfigError:
     """Return the error to raise for what pydantic found."""
     names = [str(part) for part in found["loc"] if not isinstance(part, int)]
     path = ".".join(names[:-2] if names[-1] == "[key]" else names)
-    value, limits = found["input"], found.get("ctx", {})
-    text = re.sub(r"^\w+ should", "must", found["msg"]).removeprefix("Value error, ")
-    close = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", limits.get("expected", "")), n=1)
+    value, limits, form = found["input"], found.get("ctx", {}), notation(_kind(path))
+    text = BOUNDS.get(found["type"], f"must be {form}").format_map(limits)
+    close = difflib.get_close_matches(str(value), limits.get("expected", "").split("'")[1::2], n=1)
     if close:
         text += f"; did you mean {close[0]!r}?"
-    elif "multiple_of" in limits and abs(value) < 10**18:  # above that it is refused for its size, too
-        text += f"; pass {PREFIX}{path}={round(value / limits['multiple_of']) * limits['multiple_of']}"
+    elif unit := limits.get("multiple_of"):
+        text += f"; pass {PREFIX}{path}={max(1, round(min(value, MOST) / unit)) * unit}"
     elif ";" not in text:
-        text += f"; pass {PREFIX}{path}={notation(_kind(path))}"
+        text += f"; pass {PREFIX}{path}={form}"
     return refusal(path, value, text)
 
 

@@ -42,7 +42,7 @@ LONGEST = 10**7  # seconds that a process can be told to wait: four months
 
 
 def knob(default: Any, meaning: str, **bounds: Any) -> Any:
-    """Declare a knob; `bounds` are pydantic's: ge, gt, le, lt, multiple_of, min_length, pattern."""
+    """Declare a knob; `bounds` are pydantic's: ge, gt, le, lt, multiple_of, min_length."""
     metadata = {"description": meaning, **bounds}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)

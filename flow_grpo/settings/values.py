@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, StrictBool, StrictFloat, StrictInt, StrictStr
 
 MOST = 10**6  # of counts, factors and tolerances, so that their products are finite in fp32
 MOST_FRAMES, MOST_PIXELS = 10_001, 16_384  # of a video, and of its sides
@@ -116,7 +116,13 @@ RunName = Annotated[
         "pass --config.output_root for another place",
     ),
 ]
-ServerName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,49}$")]  # files are named after it
+ServerName = Annotated[
+    Text,
+    _must(
+        lambda name: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}", name),
+        "must be at most 50 letters, digits, '_' and '-', beginning with a letter or digit: files are named after it",
+    ),
+]
 Address = Annotated[Text, _must(_is_address, "must be an address such as http://127.0.0.1:8000, without a password")]
 Place = Annotated[
     Text,

@@ -159,7 +159,7 @@ def test_an_unknown_recipe_is_refused_with_what_there_is(spec: str, parts: list[
         ("--config.sample.sde_steps=1,x", ["got '1,x'", "INTEGER,..."]),
         ("--config.reward.weights=target_view", ["got 'target_view'", "NAME=NUMBER,..."]),
         ("--config.reward.weights.target_view=much", ["config.reward.weights.target_view: got 'much'", "NUMBER"]),
-        ("--config.reward.remote=../hps=http://h:1", ["config.reward.remote: got '../hps", "must match"]),
+        ("--config.reward.remote=../hps=http://h:1", ["config.reward.remote: got '../hps", "at most 50 letters"]),
         ("--config.reward.schedules=0:1", ["got '0:1'", "NAME=INTEGER:NUMBER,...,..."]),
         ("--config.reward.schedules=a=0:0,b", ["got 'a=0:0,b'"]),
         ("--config.reward.schedules.target_view=0.5:1", ["got '0.5:1'", "=INTEGER:NUMBER,..."]),
