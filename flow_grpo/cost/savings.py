@@ -89,13 +89,6 @@ def in_words(values: Values) -> str:
     return " ".join(words)
 
 
-def each_alone(config: Config, devices: int, rate: float) -> list[tuple[Knob, Plan]]:
-    """Return the knobs that lower a recipe's peak, each with the plan of the recipe with it alone."""
-    most = make_plan(config, devices, rate).most_gib
-    plans = [(knob, make_plan(turned(config, [knob])[0], devices, rate)) for knob in knobs(config, devices)]
-    return [(knob, plan) for knob, plan in plans if most - plan.most_gib > NOT_SEEN]
-
-
 def smallest_set(config: Config, devices: int, rate: float, limit: float) -> tuple[Values, Plan] | None:
     """Return the values of the fewest knobs with which a recipe fits `limit` GiB, and its plan; None without any.
 
@@ -163,16 +156,15 @@ def _assumptions(config: Config, devices: int, rate: float, limit: float) -> lis
 
 
 def _table(config: Config, devices: int, rate: float, plan: Plan) -> list[str]:
-    found = each_alone(config, devices, rate)
-    if not found:
-        return ["no knob saves memory"]
-    head = f"what saves memory, each alone (now {plan.most_gib:.1f} GiB at the peak, {plan.epoch_s:.0f} s an epoch):"
     lines = []
-    for knob, other in found:
+    for knob in knobs(config, devices):
+        other = make_plan(turned(config, [knob])[0], devices, rate)
         note = "" if knob.exact else "  changes what is trained"
         saved, slower = other.most_gib - plan.most_gib, other.epoch_s - plan.epoch_s
-        lines.append(f"  {saved:+7.2f} GiB {slower:+8.1f} s  {in_words(knob.values(config))}{note}")
-    return [head, *lines]
+        if -saved > NOT_SEEN:
+            lines.append(f"  {saved:+7.2f} GiB {slower:+8.1f} s  {in_words(knob.values(config))}{note}")
+    head = f"what saves memory, each alone (now {plan.most_gib:.1f} GiB at the peak, {plan.epoch_s:.0f} s an epoch):"
+    return [head, *lines] if lines else ["no knob saves memory"]
 
 
 def _fixed(values: Values, *, exact: bool = True) -> Knob:
