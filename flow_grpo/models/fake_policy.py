@@ -119,9 +119,6 @@ def fake_transformer(
 
     Call it inside a `FakeTensorMode`. Weights of adapted layers are marked as trained in place of the adapters, which
     fake networks do not support.
-
-    Raises:
-        ValueError: an unknown training mode.
     """
     with _default_dtype(dtype):
         network = video_model.network(**{n: value for n, value in config.items() if not n.startswith("_")})

@@ -69,12 +69,10 @@ class Tracker:
             deciding: likewise.
 
         Raises:
-            ValueError: a tracker is unknown or not installed.
+            ValueError: a tracker is not installed.
         """
         libraries = list(trackers)
         for name in libraries:
-            if name not in SINKS:
-                raise ValueError(f"trackers={name!r} is not known; use any of {', '.join(SINKS)}")
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
         self._folder, self._is_main, self.direction, self.deciding = run_folder, world.is_main, direction, deciding

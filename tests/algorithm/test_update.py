@@ -79,11 +79,6 @@ def test_recompute_and_detach_give_the_same_single_update_as_the_rollout_s_log_p
         torch.testing.assert_close(updated(old_log_prob=mode)[0], wanted, rtol=0, atol=1e-8)
 
 
-def test_detach_is_refused_with_several_updates_per_epoch():
-    with pytest.raises(ValueError, match="updates_per_epoch=1 only, got 2"):
-        updater(ToyPolicy(), old_log_prob="detach", updates_per_epoch=2)
-
-
 @pytest.mark.parametrize("micro", [1, 3, 12])
 def test_micro_batch_size_does_not_change_the_update(micro):
     wanted, *_ = updated(batch_size=4)

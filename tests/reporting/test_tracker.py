@@ -83,9 +83,7 @@ def test_ranks_other_than_zero_write_nothing(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_an_unknown_or_missing_tracker_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="'mlflow' is not known; use any of wandb, tensorboard, swanlab, trackio"):
-        Tracker(tmp_path, CONFIG, ("mlflow",), ALONE)
+def test_a_tracker_that_is_not_installed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ValueError, match="trackers='wandb' is not installed; pip install wandb"):
         Tracker(tmp_path, CONFIG, ("wandb",), ALONE)

@@ -63,8 +63,6 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["checkpoint_000010", "checkpoint_1000000"]
     assert [path.name for path in checkpoint.published(tmp_path)] == names(tmp_path)
-    with pytest.raises(ValueError, match=r"checkpoint\.keep=0 must be at least 1"):
-        save(tmp_path, 11, keep=0)
 
 
 def test_the_best_checkpoint_is_kept_as_well_as_the_newest(tmp_path: Path) -> None:

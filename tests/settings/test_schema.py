@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from config.base import get_config
-from flow_grpo.algorithm.groups.selection import POLICIES
 from flow_grpo.maths import advantages, schedule, sde
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.reference import help_text, page
@@ -158,7 +157,6 @@ def test_choices_are_those_that_the_code_knows() -> None:
 
     assert choices("reward.adv_norm") == set(advantages.ADV_NORMS)
     assert choices("sample.sde") | {"ode"} == set(sde.KINDS)
-    assert choices("dynamic_sampling.policy") == set(POLICIES)
     assert choices("train.step_weight") < set(schedule.STEP_WEIGHTS)
 
 

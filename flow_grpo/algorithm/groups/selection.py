@@ -15,8 +15,6 @@ from torch import Tensor
 from flow_grpo.maths.keys import generator
 from flow_grpo.settings.errors import RunStoppedError
 
-POLICIES = ("fallback_original", "pad", "rebalance", "fill_flat", "raise")
-
 
 class ShortageError(RunStoppedError):
     """Too few groups carry a signal and the policy is "raise"; a resumed run samples other groups."""
@@ -47,7 +45,7 @@ class Rules:
         target: samples an epoch trains on, over all ranks; a multiple of k.
         k: group size.
         max_resample_times: most rounds after the first.
-        policy: one of POLICIES.
+        policy: `dynamic_sampling.policy`.
         seed: of the random choice under "pad".
     """
 
@@ -63,8 +61,6 @@ class Rules:
                 f"the pool's target of {self.target} samples is no multiple of k={self.k}; change "
                 "sample.train_batch_size or sample.num_batches_per_epoch"
             )
-        if self.policy not in POLICIES:
-            raise ValueError(f"dynamic_sampling.policy is {self.policy!r}, must be one of {', '.join(POLICIES)}")
 
 
 @dataclasses.dataclass(frozen=True)

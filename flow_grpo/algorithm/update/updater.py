@@ -68,9 +68,6 @@ class Updater:
         world: who takes part.
         after_step: called after every optimizer step, for example to update a moving average of the weights.
         on_pass: called after every pass over a micro-batch, for progress.
-
-    Raises:
-        ValueError: `old_log_prob="detach"` with more than one update per epoch, for which it would be wrong.
     """
 
     def __init__(
@@ -84,11 +81,6 @@ class Updater:
         after_step: Callable[[], None] = lambda: None,
         on_pass: Callable[[], None] = lambda: None,
     ) -> None:
-        updates = settings.train.updates_per_epoch
-        if settings.train.old_log_prob == "detach" and updates != 1:
-            raise ValueError(
-                f'train.old_log_prob="detach" allows train.updates_per_epoch=1 only, got {updates}: use "auto"'
-            )
         self.policy = policy
         self.objective = objective
         self.optimizer = optimizer

@@ -131,10 +131,7 @@ def begin(
 
     Raises:
         RuntimeError: on every rank, if the folder cannot be made on rank 0 or a state cannot be saved.
-        ValueError: `keep` is below 1.
     """
-    if keep < 1:
-        raise ValueError(f"checkpoint.keep={keep} must be at least 1, or no checkpoint would survive")
     final = path_of(folder, step)
     partial = folder / world.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
     trees = ({"state": state} if world.is_main else {}) | {f"rank_{world.all.rank}": per_rank}
