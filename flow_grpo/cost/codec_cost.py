@@ -16,27 +16,25 @@ from flow_grpo.settings.schema import Config, ModelConfig
 # Operations a second of the codec as a share of the transformer's in bf16, by `model.vae_dtype`: 27, 84 and 131 of 450
 # TFLOP/s on an H100 (docs/devices.md). No NPU has measured it.
 _BESIDE_BF16 = {"fp32": 0.06, "tf32": 0.19, "bf16": 0.29}
-_CHUNK = 4  # frames that diffusers' Wan codec encodes at once after the first
 
 
 @dataclasses.dataclass(frozen=True)
 class CodecCost:
-    """Costs of one video.
+    """Operations of encoding and of decoding one video."""
 
-    Attributes:
-        latents: (C, F, H, W) of it.
-        encode_flops: operations of encoding.
-        decode_flops: operations of decoding.
-    """
-
-    latents: tuple[int, int, int, int]
+    latents: tuple[int, int, int, int]  # (C, F, H, W) of it
     encode_flops: float
     decode_flops: float
 
 
 def codec_cost(model: ModelConfig, size: tuple[int, int, int]) -> CodecCost:
     """Return the costs of a video of (frames, rows, columns); each is counted once."""
-    return _cost(model.kind, model.path, size)
+    return _codec_cost(settings_of(model, "kind", "path"), size)
+
+
+def decoding_peak(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> float:
+    """Return the peak bytes of decoding a batch of so many videos, weights left out; counted once."""
+    return _decoding_peak(settings_of(model, "kind", "path", "vae_slicing", "vae_dtype"), latents, rows)
 
 
 def rate_beside_transformer(model: ModelConfig) -> float:
@@ -44,75 +42,41 @@ def rate_beside_transformer(model: ModelConfig) -> float:
     return 1.0 if model.dtype == "fp32" else _BESIDE_BF16[model.vae_dtype]
 
 
-def decoding_peak(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> float:
-    """Return the peak bytes of decoding a batch of so many videos, weights left out; counted once."""
-    return _decoding_peak(_codec_of(model), latents, rows)
-
-
-def _codec_of(model: ModelConfig) -> ModelConfig:
-    """Return the settings that decide what the codec costs; all others have their defaults."""
-    names = ("kind", "path", "vae_slicing", "vae_dtype")
+def settings_of(model: ModelConfig, *names: str) -> ModelConfig:
+    """Return the settings that decide a count; all others have their defaults."""
     return ModelConfig(**{name: getattr(model, name) for name in names})
 
 
 @functools.cache
-def _cost(kind: str, path: str, size: tuple[int, int, int]) -> CodecCost:
-    policy = FakePolicy(dataclasses.replace(Config(), model=ModelConfig(kind=kind, path=path)))
-    latents = policy.latent_size(size)
-    return CodecCost(latents, encoding_flops(policy, size), decoding_flops(policy, latents))
+def _codec_cost(model: ModelConfig, size: tuple[int, int, int]) -> CodecCost:
+    policy = FakePolicy(dataclasses.replace(Config(), model=model))
+    frames, *pixels = size
+    latents = channels, latent_frames, *latent_pixels = policy.latent_size(size)
+
+    def flops(call: Callable[[int], object], frames: int, chunk: int) -> float:
+        """Return the operations of so many frames: beyond the first one, every chunk of them costs the same."""
+        counts = []
+        for counted in (1, 1 + chunk):
+            with FlopCounterMode(display=False) as counter, policy.fake_mode:
+                call(counted)
+            counts.append(counter.get_total_flops())
+        return float(counts[0] + (frames - 1) / chunk * (counts[1] - counts[0]))
+
+    # The first frame is encoded alone, then four at a time; latent frames are decoded one by one.
+    encoding = flops(lambda n: policy.codec.encode(torch.empty(3, n, *pixels)), frames, 4)
+    decoding = flops(lambda n: policy.decode(torch.empty(1, channels, n, *latent_pixels)), latent_frames, 1)
+    return CodecCost(latents, encoding, decoding)
 
 
 @functools.cache
 def _decoding_peak(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> float:
-    return decoding_bytes(FakePolicy(dataclasses.replace(Config(), model=model)), latents, rows)
-
-
-def encoding_flops(policy: FakePolicy, size: tuple[int, int, int]) -> float:
-    """Return the operations of encoding one video.
-
-    The codec encodes the first frame and then four at a time at the same cost: one chunk is counted.
-    """
-    frames, height, width = size
-    first, both = (count_encoding(policy, (n, height, width)) for n in (1, 1 + _CHUNK))
-    return first + (frames - 1) / _CHUNK * (both - first)
-
-
-def decoding_flops(policy: FakePolicy, latents: tuple[int, int, int, int]) -> float:
-    """Return the operations of decoding one sample.
-
-    The codec decodes latent frames one by one, all but the first at the same cost: two are counted.
-    """
-    channels, frames, height, width = latents
-    first, both = (count_decoding(policy, (channels, n, height, width)) for n in (1, 2))
-    return first + (frames - 1) * (both - first)
-
-
-def decoding_bytes(policy: FakePolicy, latents: tuple[int, int, int, int], rows: int) -> float:
-    """Return the peak of decoding a batch, weights left out.
-
-    After the third latent frame only the videos grow, which exist twice: as the codec returns them and as fp32 copies.
-    """
+    policy = FakePolicy(dataclasses.replace(Config(), model=model))
     channels, frames, height, width = latents
     counted = min(frames, 3)
     with policy.fake_mode:
         given = torch.empty(rows, channels, counted, height, width)
         policy.decode(given[:, :, :1])  # loads the decoder
         peak = peak_bytes(lambda: policy.decode(given))
+    # After the third latent frame only the videos grow, which exist twice: as the codec returns them, and in fp32.
     scale = policy.codec.temporal * policy.codec.spatial**2
     return peak + 2.0 * 4 * 3 * rows * (frames - counted) * height * width * scale
-
-
-def count_encoding(policy: FakePolicy, size: tuple[int, int, int]) -> float:
-    """Return the operations of encoding one video, with every frame counted."""
-    return _flops(policy, lambda: policy.codec.encode(torch.empty(3, *size)))
-
-
-def count_decoding(policy: FakePolicy, latents: tuple[int, int, int, int]) -> float:
-    """Return the operations of decoding one sample, with every frame counted."""
-    return _flops(policy, lambda: policy.decode(torch.empty(1, *latents)))
-
-
-def _flops(policy: FakePolicy, call: Callable[[], object]) -> float:
-    with FlopCounterMode(display=False) as counter, policy.fake_mode:
-        call()
-    return float(counter.get_total_flops())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,28 +28,16 @@ from flow_grpo.settings.schema import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Costs of one call on B rows.
+    """Costs of one call on B rows; a multiply-add counts as two operations."""
 
-    Attributes:
-        tokens: of one row, target and source together.
-        parameters: of the whole transformer.
-        trained: trainable parameters.
-        forward_flops: of a forward on B rows; a multiply-add counts as two.
-        attention_flops: of them, those of attention proper: scores and weighted sums.
-        kept_bytes: activations that are kept for the backward in a training forward on B rows.
-        block_bytes: transient bytes of the backward of one block: activations that it recomputes, and gradients of
-            activations.
-        forward_bytes: peak of a forward on B rows without gradients.
-    """
-
-    tokens: int
-    parameters: int
-    trained: int
+    tokens: int  # of one row, target and source together
+    parameters: int  # of the whole transformer
+    trained: int  # of these, trainable
     forward_flops: int
-    attention_flops: int
-    kept_bytes: int
-    block_bytes: int
-    forward_bytes: int
+    attention_flops: int  # of these, in attention proper: scores and weighted sums
+    kept_bytes: int  # activations kept for the backward of a training forward
+    block_bytes: int  # transient in the backward of one block: recomputed activations, and gradients of activations
+    forward_bytes: int  # peak of a forward without gradients
 
 
 def footprint(
@@ -74,9 +61,6 @@ def footprint(
         model: training mode, checkpointing (of which "auto" counts as "blocks") and prompt length.
         rows: B.
         dtype: of frozen weights and autocast.
-
-    Raises:
-        ValueError: an unknown training mode.
     """
     one, two = (
         count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2)
@@ -139,8 +123,7 @@ def forward_flops(
         with FakeTensorMode(), torch.no_grad():
             small = {**config, "num_layers": blocks}
             counts.append(_operations(_fake_call(video_model, small, latent_shape, model, 1, torch.float32)[2])[0])
-    total: float = counts[0] + (config["num_layers"] - 1) * (counts[1] - counts[0])
-    return total
+    return float(counts[0] + (config["num_layers"] - 1) * (counts[1] - counts[0]))
 
 
 def _fake_call(
@@ -159,7 +142,7 @@ def _fake_call(
     inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
 
     def call() -> Tensor:
-        with _autocast(dtype):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             return video_model.call(network, latents, timesteps, prompts, inputs)
 
     return network, adapted, call
@@ -169,7 +152,9 @@ def _operations(call: Callable[[], object]) -> tuple[int, AttentionCount]:
     """Return the operations of a call, and what of it is attention."""
     with FlopCounterMode(display=False) as counter, AttentionCount() as attention:
         call()
-    return counter.get_total_flops() - _counted_attention(counter) + attention.flops, attention
+    operators = counter.get_flop_counts().get("Global", {})
+    counted = sum(count for operator, count in operators.items() if "attention" in str(operator))
+    return counter.get_total_flops() - counted + attention.flops, attention
 
 
 def peak_bytes(call: Callable[[], object], network: nn.Module | None = None) -> int:
@@ -253,12 +238,3 @@ def saved_bytes(network: nn.Module, call: Callable[[], Tensor]) -> int:
 
 def _storages(network: nn.Module) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *network.buffers())}
-
-
-def _autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
-    return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
-
-
-def _counted_attention(counter: FlopCounterMode) -> int:
-    found = counter.get_flop_counts().get("Global", {})
-    return sum(count for operation, count in found.items() if "attention" in str(operation))

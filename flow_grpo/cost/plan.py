@@ -14,11 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from flow_grpo.cost import traffic
-from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer
+from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer, settings_of
 from flow_grpo.cost.footprint import Footprint, footprint, forward_flops
 from flow_grpo.maths.schedule import windows
 from flow_grpo.models.fake_policy import transformer_config
@@ -37,65 +36,37 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Costs of one rank and one epoch without resampling; GiB are of one device.
+    """Costs of one rank and one epoch without resampling; GiB are of one device, seconds at the stated rate."""
 
-    Attributes:
-        tokens: target and source together, of one sample.
-        samples_per_epoch: over all ranks.
-        rollout_calls: of the transformer, at most one batch each.
-        update_calls: of the transformer with a backward, one micro-batch each.
-        forward_equivalents_per_sample: transformer work in forwards of one sample: 2 more for a backward, 1 more for
-            recomputing all activations, twice as many with guidance; evaluation is left out.
-        forward_tflop: 1e12 operations of a forward on one sample.
-        encode_tflop: of encoding one source video.
-        decode_tflop: of decoding one sample.
-        trained_parameters: how many.
-        encode_s: seconds of source videos, each for the first time, at the codec's share of the stated rate
-            (`rate_beside_transformer`); 0 where `model.encodings` has them.
-        rollout_s: seconds at the stated rate.
-        decode_s: seconds at the codec's share of the stated rate.
-        update_s: seconds at the stated rate.
-        epoch_s: the sum of these.
-        weights_gib: all networks.
-        optimizer_gib: gradients, moments, EMA, communication buffers, reference weights.
-        activations_gib: saved for the backward of a micro-batch.
-        trajectories_gib: stored latents and conditioning.
-        update_gib: peak of the update.
-        rollout_gib: peak of denoising in the rollout.
-        decode_gib: peak of decoding a batch, without tiling.
-        sent_gradients_gib: by a rank in an epoch, like the three that follow.
-        sent_weights_gib: of sharded weights.
-        sent_tokens_gib: between ranks that share samples.
-        sent_prefixes_gib: shared ones.
-        host_gib: CPU memory: offloaded trajectories and frozen networks, and videos.
-    """
-
-    tokens: int
-    samples_per_epoch: int
-    rollout_calls: int
-    update_calls: float
+    tokens: int  # of one sample, target and source together
+    samples_per_epoch: int  # over all ranks
+    rollout_calls: int  # of the transformer, at most one batch each
+    update_calls: float  # of the transformer with a backward, one micro-batch each
+    # Transformer work in forwards of one sample: 2 more for a backward, 1 more for recomputing all activations, twice
+    # as many with guidance; evaluation is left out.
     forward_equivalents_per_sample: float
-    forward_tflop: float
-    encode_tflop: float
-    decode_tflop: float
+    forward_tflop: float  # 1e12 operations of a forward on one sample
+    encode_tflop: float  # of encoding one source video
+    decode_tflop: float  # of decoding one sample
     trained_parameters: int
+    # Of source videos, each for the first time, at the codec's share of the rate; 0 where `model.encodings` has them.
     encode_s: float
     rollout_s: float
-    decode_s: float
+    decode_s: float  # at the codec's share of the rate, `rate_beside_transformer`
     update_s: float
-    epoch_s: float
-    weights_gib: float
-    optimizer_gib: float
-    activations_gib: float
-    trajectories_gib: float
-    update_gib: float
-    rollout_gib: float
-    decode_gib: float
-    sent_gradients_gib: float
-    sent_weights_gib: float
-    sent_tokens_gib: float
-    sent_prefixes_gib: float
-    host_gib: float
+    epoch_s: float  # the sum of these
+    weights_gib: float  # all networks
+    optimizer_gib: float  # gradients, moments, EMA, communication buffers, reference weights
+    activations_gib: float  # saved for the backward of a micro-batch
+    trajectories_gib: float  # stored latents and conditioning
+    update_gib: float  # peak of the update
+    rollout_gib: float  # peak of denoising in the rollout
+    decode_gib: float  # peak of decoding a batch, without tiling
+    sent_gradients_gib: float  # by a rank in an epoch, like the three that follow
+    sent_weights_gib: float  # sharded ones
+    sent_tokens_gib: float  # between ranks that share samples
+    sent_prefixes_gib: float  # shared ones
+    host_gib: float  # CPU memory: offloaded trajectories and frozen networks, and videos
 
     @property
     def most_gib(self) -> float:
@@ -125,7 +96,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     decode_bytes = decoding_peak(model, latents, most)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     rows = {sample.train_batch_size, train.batch_size}
-    counted = {n: _counted(_network_of(model), latents, DTYPES[model.dtype], n * copies) for n in rows}
+    counted = {n: _counted(model, latents, n * copies) for n in rows}
     rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
     calls = sample.num_batches_per_epoch * longest_rollout(config)
     replays, extra = _replays(config), traits_of(config).forwards(config)
@@ -171,7 +142,7 @@ def recomputed_share(config: Config) -> float:
     if not is_video_model(model.kind):
         return 1.0
     latents = codec_cost(model, largest_size(config)).latents
-    counted = _counted(_network_of(model), latents, DTYPES[model.dtype], 1)
+    counted = _counted(model, latents, 1)
     return 1 - counted.attention_flops / counted.forward_flops
 
 
@@ -194,22 +165,22 @@ def flops_of_rows(config: Config) -> Callable[[tuple[int, ...]], float] | None:
     return flops
 
 
+def _counted(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> Footprint:
+    lora = ("lora_rank", "lora_targets", "lora_full_modules")
+    names = ("kind", "path", "dtype", "trained", *lora, "checkpointing", "max_prompt_tokens")
+    return _footprint(settings_of(model, *names), latents, rows)
+
+
 # Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
 @functools.cache
-def _counted(model: ModelConfig, latents: tuple[int, int, int, int], dtype: torch.dtype, rows: int) -> Footprint:
-    return footprint(video_model(model.kind), _transformer(model), latents, model, rows=rows, dtype=dtype)
+def _footprint(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> Footprint:
+    own = video_model(model.kind)
+    return footprint(own, _transformer(model), latents, model, rows=rows, dtype=DTYPES[model.dtype])
 
 
 def _transformer(model: ModelConfig) -> dict[str, Any]:
     """Return the configuration of the transformer that a recipe names."""
     return transformer_config(video_model(model.kind), model.path)
-
-
-def _network_of(model: ModelConfig) -> ModelConfig:
-    """Return the settings that decide what a call of the transformer costs; all others have their defaults."""
-    lora = ("lora_rank", "lora_targets", "lora_full_modules")
-    names = ("kind", "path", "trained", *lora, "checkpointing", "max_prompt_tokens")
-    return ModelConfig(**{name: getattr(model, name) for name in names})
 
 
 def _replays(config: Config) -> float:
@@ -272,19 +243,19 @@ def _memory(
     """Return the fields of `Plan` that count memory, in bytes."""
     sample, model, train = config.sample, config.model, config.train
     shards = devices if train.sharding == "fsdp2" else 1
-    width = DTYPES[model.dtype].itemsize
+    width, network = DTYPES[model.dtype].itemsize, _transformer(model)
     transformer = update.parameters * width + update.trained * (4 - width if model.trained != "lora" else 4)
     reference = 4 * update.trained if train.kl_coef > 0 and model.trained != "lora" else 0
     # Gradient, two moments, DDP's communication buffer; EMA and reference weights.
     states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / shards
     states += (4 * update.trained * (train.ema_decay > 0) + (0 if model.offload else reference)) / shards
     # FSDP holds two gathered blocks: the current one and the next, which is prefetched.
-    gathered = 0 if shards == 1 else 2 * transformer / _transformer(model)["num_layers"]
+    gathered = 0 if shards == 1 else 2 * transformer / network["num_layers"]
     encoders, decoder = _frozen(config)
     frozen = 0 if model.offload else encoders + decoder
     prompts = 1 if sample.guidance_scale == 1.0 else 2
-    prompt = prompts * model.max_prompt_tokens * _transformer(model)["text_dim"]
-    inputs = video_model(model.kind).input_shapes(1, latents, _transformer(model)).values()
+    prompt = prompts * model.max_prompt_tokens * network["text_dim"]
+    inputs = video_model(model.kind).input_shapes(1, latents, network).values()
     # The states, the final latents and the conditioning.
     kept = window_length(config) + 1 if traits_of(config).replays_steps else 0
     one = 4 * (math.prod(latents) * (kept + 1) + sum(map(math.prod, inputs)) + prompt)

@@ -91,12 +91,6 @@ def test_twice_the_rows_cost_twice_as_many_operations():
     assert two == pytest.approx(2 * one, rel=1e-6)
 
 
-def test_an_unknown_training_mode_is_refused():
-    model = dataclasses.replace(LORA, trained="some")
-    with pytest.raises(ValueError, match=r"model\.trained is 'some'"):
-        footprint(RECAM, MIDDLE, SHAPE, model, rows=1, dtype=torch.float32)
-
-
 def test_the_peak_counts_tensors_alive_at_once_and_views_are_free():
     def call():
         first = torch.empty(1000)  # 4,000 bytes
