@@ -73,8 +73,8 @@ RULES: tuple[Rule, ...] = (
     ("dynamic_sampling.policy",
      lambda c: (c.dynamic_sampling.enabled and c.dynamic_sampling.policy == "rebalance"
                 and (c.train.copies or c.train.sharding != "ddp")),
-     "leaves ranks with different numbers of samples, which train.copies and train.sharding={train.sharding!r} "
-     "do not allow", "pass --config.dynamic_sampling.policy=pad"),
+     "leaves ranks with different numbers of samples, which train.copies and sharded weights do not allow",
+     "pass --config.dynamic_sampling.policy=pad"),
     ("train.updates_per_epoch", lambda c: c.sample.expanded_batch_size % c.train.updates_per_epoch,
      f"must divide {HELD}", "pass --config.train.updates_per_epoch=1"),
     ("train.batch_size", lambda c: c.train.batch_size > c.sample.expanded_batch_size // c.train.updates_per_epoch,
