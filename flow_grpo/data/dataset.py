@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from flow_grpo.data.k_repeat_sampler import SampleKey
 from flow_grpo.data.video_io import Size
 from flow_grpo.records import Condition
+from flow_grpo.runtime.json_files import regular_file
 from flow_grpo.runtime.processes import live_as_long_as_the_parent
 from flow_grpo.runtime.ranks.process_group import InputError
 
@@ -111,13 +111,11 @@ class Split(ConditionDataset):
 
 
 def file_id(file: Path) -> str:
-    """Return a hash of a file's content; ValueError if it cannot be read or is a pipe, which would be waited for."""
+    """Return a hash of a file's content; ValueError if it cannot be read."""
     try:
-        found = file.stat()
+        found = regular_file(file).stat()
     except OSError as error:
         raise ValueError(f"video {file} cannot be read ({error.strerror}); check the dataset folder") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"video {file} is no regular file; check the dataset folder")
     return _content_hash(file, found.st_size, found.st_mtime_ns)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.runtime.json_files import read_json_object, regular_file
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"  # diffusers' name for unsharded weights
 WAY_OUT = "download it again"
@@ -49,11 +49,9 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"no weights in {folder}: expected .safetensors files; download the folder again")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(weights):
-        if file.exists() and not file.is_file():
-            raise ValueError(f"{file} is no regular file; {WAY_OUT}")
         try:
             # Opening checks that the header accounts for every byte of the file.
-            with safe_open(file, framework="pt") as opened:
+            with safe_open(regular_file(file), framework="pt") as opened:
                 parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} is missing or damaged: {error}; {WAY_OUT}") from None
@@ -125,14 +123,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file; ValueError if it is damaged."""
-    if not file.is_file():
-        raise ValueError(f"{file} is no regular file; save, copy or download it again")
+    """Return the tensors and the metadata of a safetensors file; ValueError if it is missing or damaged."""
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(regular_file(file), framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata() or {})  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}; save, copy or download it again") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is missing or damaged: {error}; save, copy or download it again") from None
 
 
 def _read_torch(file: Path) -> dict[str, Tensor]:
@@ -155,8 +151,6 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     shards = read_index(index)
     state: dict[str, Tensor] = {}
     for shard in sorted(set(shards.values())):
-        if not (index.parent / shard).is_file():
-            raise ValueError(f"{index} names the shard {shard}, which does not exist; download it too")
         tensors = read_tensors(index.parent / shard)[0]
         differing = sorted(tensors.keys() ^ {name for name, file in shards.items() if file == shard})
         if differing:

@@ -67,8 +67,6 @@ class MetricFiles:
         """Return the records up to a step; ValueError if the file is there and cannot be read."""
         if not self._lines.exists():
             return []
-        if not self._lines.is_file():
-            raise ValueError(f"{self._lines} is no regular file; move it away")
         try:
             lines = self._lines.read_bytes().splitlines()
         except OSError as error:
@@ -107,7 +105,7 @@ def _record(text: bytes) -> tuple[int, Row] | None:
     """Return step and metrics of a line that `_line` wrote, or None for any other."""
     try:
         record = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     step = record.pop("step", None) if isinstance(record, dict) else None
     if type(step) is not int or not all(value is None or type(value) in (int, float) for value in record.values()):

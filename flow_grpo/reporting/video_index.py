@@ -31,7 +31,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for text in file.read_bytes().splitlines() if file.is_file() else []:
         try:
             line = json.loads(text)
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
         if isinstance(line, dict) and isinstance(line.get("file"), str) and type(line.get("step")) is int:
             found.append(line)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import stat
 from pathlib import Path
 from typing import Any
+
+
+def regular_file(file: Path) -> Path:
+    """Return a path that can be opened; FileNotFoundError also for a pipe, which would be waited for without end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise FileNotFoundError(errno.ENOENT, "no regular file", str(file))
+    return file
 
 
 def read_text(file: Path, way_out: str) -> str:
@@ -14,9 +23,7 @@ def read_text(file: Path, way_out: str) -> str:
         ValueError: the file cannot be read; the message ends with `way_out`, such as "export it again".
     """
     try:
-        if file.exists() and not file.is_file():  # a pipe would be waited for without end
-            raise ValueError(f"{file} is no regular file; {way_out}")
-        return file.read_bytes().decode("utf-8-sig")
+        return regular_file(file).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"file {file} cannot be read ({error}); {way_out}") from error
 

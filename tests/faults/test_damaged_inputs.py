@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import random
 import shutil
 import warnings
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import save
 
 from flow_grpo.data.camera_files import read_cameras
+from flow_grpo.data.dataset import file_id
 from flow_grpo.data.exclude import read_verdicts, write_verdicts
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
@@ -29,6 +31,7 @@ from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.poses import check_poses
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.codec import Codec
+from flow_grpo.models.model_files import read_tensors, stored_shapes
 from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.transformers import load_transformer
@@ -39,6 +42,8 @@ from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
 from flow_grpo.run.run_state import RunState, fingerprint
 from flow_grpo.runtime.checkpoints import resume
+from flow_grpo.runtime.checkpoints.checkpoint import identity_of
+from flow_grpo.runtime.json_files import read_json
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
@@ -410,3 +415,22 @@ def test_ten_times_as_many_damaged_inputs_are_refused_or_accepted_by_rule(name, 
 
 def test_the_suite_tries_at_least_300_damaged_inputs():
     assert sum(kind.cases for kind in KINDS.values()) >= 300
+
+
+def test_a_pipe_is_refused_where_a_file_is_opened_and_never_waited_for(place, tmp_path):
+    pipe = tmp_path / "model.safetensors"
+    os.mkfifo(pipe)
+    shutil.copytree(place / "saved" / "checkpoint_000000", tmp_path / "saved")
+    (tmp_path / "saved" / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "saved" / "manifest.json")
+    for opens in (
+        lambda: read_json(pipe, "write it again"),
+        lambda: read_tensors(pipe),
+        lambda: stored_shapes(tmp_path),
+        lambda: file_id(pipe),
+        lambda: read_video(pipe, FRAMES),
+        lambda: video_size(pipe),
+        lambda: identity_of(tmp_path / "saved"),
+    ):
+        with ends(), pytest.raises(ValueError, match=r"no regular file|does not exist"):
+            opens()

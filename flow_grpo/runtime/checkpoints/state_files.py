@@ -83,7 +83,7 @@ def misfits(stem: Path) -> Iterator[None]:
     """Raise ValueError naming the files where the block finds a skeleton that `write` did not write."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise ValueError(
             f"{paths(stem)[1]} is no state, or not that of its file of tensors ({type(error).__name__}: {error}); "
             "resume from another checkpoint"
