@@ -1,4 +1,4 @@
-"""The panels of `curves.png` that show a run's health, each with the metrics that it is drawn from."""
+"""The plots over epochs that show a run's health, each with the metrics that it is drawn from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _WIDE = 50.0  # ratio of the largest to the smallest norm from which the axis is
 
 def draw_signal(axes: Any, rows: Rows) -> None:
     """Draw what the update can learn from: the credit share, and the rewards' spread over their floors."""
-    axes.set_title("signal\nhealthy: credit above 0.2, spread above the dotted 0.5")
     for name, colour in (("policy/credit_share", GREEN), ("train/zero_std_ratio", GREY)):
         steps, values = points(rows, name)
         if len(steps):
@@ -35,7 +34,6 @@ def draw_signal(axes: Any, rows: Rows) -> None:
 
 def draw_ratio(axes: Any, rows: Rows) -> None:
     """Draw how far updates move the policy: the ratio's range, and the share of clipped samples."""
-    axes.set_title("ratio and clip fraction\nclipped: 0 with one update an epoch, else < 0.5")
     steps, mean = points(rows, "policy/ratio_mean")
     if len(steps):
         low, lower, higher, high = (
@@ -62,7 +60,6 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
 
 def draw_advantages(axes: Any, rows: Rows) -> None:
     """Draw how the advantages of an epoch are distributed."""
-    axes.set_title("advantages\nhealthy: a wide band (flat groups have none)")
     steps, median = points(rows, "reward/advantage_p50")
     low, high = (values_at(rows, steps, f"reward/advantage_p{percent}") for percent in (10, 90))
     axes.fill_between(steps, low, high, color=PURPLE, alpha=0.2, lw=0, label="middle 80 %")
@@ -73,7 +70,6 @@ def draw_advantages(axes: Any, rows: Rows) -> None:
 
 def draw_gradient(axes: Any, rows: Rows) -> None:
     """Draw the gradient's norm."""
-    axes.set_title("gradient norm\nsteady is healthy")
     _, all_norms = points(rows, "train/grad_norm_max")
     steps, norms = points(rows, "train/grad_norm")
     if len(all_norms) == len(norms) and (all_norms > norms).any():
@@ -88,7 +84,6 @@ def draw_gradient(axes: Any, rows: Rows) -> None:
 
 def draw_time(axes: Any, rows: Rows) -> None:
     """Draw where an epoch's seconds go, phase upon phase."""
-    axes.set_title("time of an epoch\nby phase")
     phases = [phase for phase in PHASES if len(points(rows, f"time/{phase}_s")[0])]
     steps = sorted({int(step) for phase in phases for step in points(rows, f"time/{phase}_s")[0]})
     seconds = np.array([[rows[step].get(f"time/{phase}_s", 0.0) for step in steps] for phase in phases])
@@ -106,11 +101,22 @@ def draw_time(axes: Any, rows: Rows) -> None:
     axes.legend(ncols=3, loc="upper right", fontsize=7, columnspacing=1.0, handlelength=1.2)
 
 
-HEALTH: tuple[tuple[tuple[str, ...], Callable[[Any, Rows], None]], ...] = (
-    (("policy/credit_share", "policy/spread_over_floor", "train/zero_std_ratio"), draw_signal),
-    (("policy/ratio_mean", "policy/clip_fraction"), draw_ratio),
-    (("train/grad_norm",), draw_gradient),
-    (tuple(f"time/{phase}_s" for phase in PHASES), draw_time),
+# The metrics any of which a plot needs, its title, what is healthy, and what draws it.
+Plot = tuple[tuple[str, ...], str, str, Callable[[Any, Rows], None]]
+ADVANTAGES: Plot = (
+    *(("reward/advantage_p50",), "advantages", "healthy: a wide band (flat groups have none)", draw_advantages),
+)
+HEALTH: tuple[Plot, ...] = (
+    (
+        ("policy/credit_share", "policy/spread_over_floor", "train/zero_std_ratio"),
+        *("signal", "healthy: credit above 0.2, spread above the dotted 0.5", draw_signal),
+    ),
+    (
+        ("policy/ratio_mean", "policy/clip_fraction"),
+        *("ratio and clip fraction", "clipped: 0 with one update an epoch, else < 0.5", draw_ratio),
+    ),
+    (("train/grad_norm",), "gradient norm", "steady is healthy", draw_gradient),
+    (tuple(f"time/{phase}_s" for phase in PHASES), "time of an epoch", "by phase", draw_time),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,11 @@ from flow_grpo.maths.poses import relative
 from flow_grpo.reporting.style import BLUE, ORANGE, new_figure, styled
 from flow_grpo.runtime.atomic_file import atomic_path
 
-_COMMANDED, _ESTIMATED = BLUE, ORANGE
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COMMANDED: dict[str, Any] = {"color": BLUE, "lw": 5.0, "alpha": 0.35}
+_ESTIMATED: dict[str, Any] = {"color": ORANGE, "lw": 1.3, "alpha": 0.9}
 _SHOWN_VIEWS = 7  # viewing directions per path; more would hide it
 _MARGIN = 1.15  # size of the axes relative to the paths' bounding box
 
@@ -44,19 +48,39 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
     above, side = figure.add_subplot(1, 3, 2), figure.add_subplot(1, 3, 3)
     label = f"estimated, {len(aligned)} of {len(commanded)} frames"
     # The command is drawn first and wide, so that both are visible where they coincide.
-    curves = [(commanded, "commanded", _COMMANDED, 5.0), (aligned, label, _ESTIMATED, 1.3)]
-    for poses, name, colour, width in curves:
+    for poses, name, line in ((commanded, "commanded", _COMMANDED), (aligned, label, _ESTIMATED)):
+        style = {"label": name, "marker": "o", "ms": line["lw"] + 1.5, **line}
         x, y, z = poses[:, :3, column].unbind(-1)
-        style: dict[str, Any] = {"color": colour, "lw": width, "label": name, "marker": "o", "ms": width + 1.5}
-        style["alpha"] = 0.35 if poses is commanded else 0.9
         space.plot(x, z, -y, **style)
-        above.plot(x, z, **style)
-        side.plot(z, -y, **style)
+        _draw_flat(above, side, poses[:, :3, column], **style)
         if len(poses) and not turns_only:
-            _draw_views(space, poses, float(box[0, 1] - box[0, 0]) / 6, colour)
-    _finish(space, above, side, box, "viewing direction" if turns_only else "camera centre, m")
+            _draw_views(space, poses, float(box[0, 1] - box[0, 0]) / 6, line["color"])
+    what = "viewing direction" if turns_only else "camera centre, m"
+    _finish_flat(above, side, box, f": {what}")
+    right, forward, up = above.get_xlim(), above.get_ylim(), side.get_ylim()
+    space.set(xlim=right, ylim=forward, zlim=up, xlabel="right", ylabel="forward", zlabel="up")
+    space.legend(loc="upper left")
+    _make_small(space)
+    space.zaxis.label.set_fontsize(8)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png")
+
+
+def small_paths(commanded: Tensor, estimated: Tensor) -> Figure | None:
+    """Return a small figure of two paths from above and from the side; None for a camera that only turns.
+
+    Args:
+        commanded: (F, 3) camera centres in metres, x right, y down, z forward.
+        estimated: (F, 3) likewise, NaN for frames without an estimate.
+    """
+    if not len(commanded) or (commanded - commanded[0]).norm(dim=1).max() < LEAST_BASELINE_M:
+        return None
+    figure = new_figure(figsize=(3.6, 2.0), layout="constrained")
+    above, side = figure.subplots(1, 2)
+    _draw_flat(above, side, commanded, **_COMMANDED)
+    _draw_flat(above, side, estimated, **_ESTIMATED)
+    _finish_flat(above, side, _box(torch.cat([commanded, estimated[estimated.isfinite().all(1)]])))
+    return figure
 
 
 def _aligned(commanded: Tensor, estimated: Tensor) -> Tensor:
@@ -91,19 +115,26 @@ def _draw_views(space: Any, poses: Tensor, length: float, colour: str) -> None:
     space.quiver(x, z, -y, u, w, -v, length=length, color=colour, lw=0.8, arrow_length_ratio=0.25)
 
 
-def _finish(space: Any, above: Any, side: Any, box: Tensor, what: str) -> None:
+def _draw_flat(above: Any, side: Any, points: Tensor, **style: Any) -> None:
+    """Draw points (n, 3) from above and from the side."""
+    x, y, z = points.unbind(-1)
+    above.plot(x, z, **style)
+    side.plot(z, -y, **style)
+
+
+def _finish_flat(above: Any, side: Any, box: Tensor, what: str = "") -> None:
     """Label the axes (x right, z forward, y up) and give all of them the same scale."""
     right, forward, up = box[0].tolist(), box[2].tolist(), (-box[1].flip(0)).tolist()
-    space.set(xlim=right, ylim=forward, zlim=up, xlabel="right", ylabel="forward", zlabel="up")
-    above.set(xlim=right, ylim=forward, xlabel="right", ylabel="forward", title=f"from above: {what}")
-    side.set(xlim=forward, ylim=up, xlabel="forward", ylabel="up", title=f"from the side: {what}")
-    space.legend(loc="upper left")
+    above.set(xlim=right, ylim=forward, xlabel="right", ylabel="forward", title=f"from above{what}")
+    side.set(xlim=forward, ylim=up, xlabel="forward", ylabel="up", title=f"from the side{what}")
     for axes in (above, side):
         axes.set_aspect("equal")
-    for axes in (space, above, side):
-        axes.locator_params(nbins=5)
-        axes.tick_params(labelsize=7)
-        axes.xaxis.label.set_fontsize(8)
-        axes.yaxis.label.set_fontsize(8)
-        axes.title.set_fontsize(9)
-    space.zaxis.label.set_fontsize(8)
+        _make_small(axes)
+
+
+def _make_small(axes: Any) -> None:
+    axes.locator_params(nbins=5)
+    axes.tick_params(labelsize=7)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
+    axes.title.set_fontsize(9)

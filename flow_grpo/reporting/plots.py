@@ -2,78 +2,123 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flow_grpo.reporting.health_plots import HEALTH, draw_advantages
+from flow_grpo.reporting.health_plots import ADVANTAGES, HEALTH, Plot
+from flow_grpo.reporting.metric_names import HEALTH as HEALTH_METRICS
+from flow_grpo.reporting.metric_names import healthy_text, metric_of
 from flow_grpo.reporting.series import SMOOTH_FROM, Rows, names_of, points, running_mean, values_at
-from flow_grpo.reporting.style import BLUE, GREY, ORANGE, new_figure, round_ticks, styled
+from flow_grpo.reporting.style import BLUE, CYCLE, GREY, ORANGE, new_figure, round_ticks, styled
 from flow_grpo.runtime.atomic_file import atomic_path
 
 _ACROSS = 4  # panels
+_MOST_BANDS = 2  # runs in one plot; more bands would hide one another
 BETTER = {1: "higher is better", -1: "lower is better", 0: ""}
 _LIKENESS = "eval/target_view_psnr_db"
 _SHOWN_BY = {"eval/target_psnr", "eval/target_view", "eval/target_view_ssim"}  # where the likeness is drawn
-Panel = Callable[[Any], None]
+Direction = Callable[[str], int]
+"""1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where that is not known."""
+Deciding = Callable[[Iterable[str]], list[str]]
+"""Those of the held-out metrics that decide the verdict."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One plot over epochs.
+
+    Attributes:
+        title: what is drawn.
+        note: which values are good, or "".
+        names: metrics that are drawn.
+        draw: draws into matplotlib's axes, without title.
+    """
+
+    title: str
+    note: str
+    names: Sequence[str]
+    draw: Callable[[Any], None]
 
 
 @styled()
 def draw_curves(
-    rows: Rows,
-    path: Path,
-    title: str = "",
-    direction: Callable[[str], int] = lambda _: 0,
-    deciding: Callable[[Iterable[str]], list[str]] = list,
+    rows: Rows, path: Path, title: str = "", direction: Direction = lambda _: 0, deciding: Deciding = list
 ) -> None:
     """Write a PNG: held-out metrics that decide the verdict, rewards with a weight and advantages, the run's health.
 
     Args:
         rows: step -> metrics.
-        path: of the PNG, which is replaced atomically.
-        title: of the figure.
-        direction: returns 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where that is not
-            known.
-        deciding: returns those of the held-out metrics that decide the verdict.
+        path: PNG file, replaced atomically.
+        title: title of the figure.
+        direction: see `Direction`.
+        deciding: see `Deciding`.
     """
-    names = names_of(rows)
-    held_out = _distinct(rows, worth_a_panel([name for name in names if name.startswith("eval/")], deciding))
-    lines: list[list[Panel]] = [
-        [lambda axes, name=name: _draw_held_out(axes, rows, name, BETTER[direction(name)]) for name in held_out],  # type: ignore[misc]
-        [lambda axes, name=name: _draw_reward(axes, rows, name) for name in _rewards(rows, names)]
-        + [lambda axes: draw_advantages(axes, rows)] * ("reward/advantage_p50" in names),
-        [lambda axes, draw=draw: draw(axes, rows) for needs, draw in HEALTH if any(need in names for need in needs)],  # type: ignore[misc]
+    lines = [
+        line[first : first + _ACROSS]
+        for line in panels_of_run(rows, direction, deciding)
+        for first in range(0, len(line), _ACROSS)
     ]
-    lines = [line[first : first + _ACROSS] for line in lines for first in range(0, len(line), _ACROSS)]
     across = max(map(len, lines), default=1)
     figure = new_figure(figsize=(4.3 * across, 3.1 * max(1, len(lines)) + 0.5), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=12)
     figure.supxlabel(_label(rows), fontsize=9)
     for number, line in enumerate(lines):
-        for place, draw in enumerate(line):
+        for place, panel in enumerate(line):
             axes = figure.add_subplot(len(lines), across, number * across + place + 1)
-            draw(axes)
-            axes.xaxis.set_major_locator(round_ticks(integer=True, steps=[1, 2, 5, 10]))
+            axes.set_title(f"{panel.title}\n{panel.note}" if panel.note else panel.title)
+            draw_panel(axes, panel)
             if number == 0:
                 _add_minutes(axes, rows)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png")
 
 
-def worth_a_panel(names: Iterable[str], deciding: Callable[[Iterable[str]], list[str]]) -> list[str]:
+def draw_panel(axes: Any, panel: Panel) -> None:
+    """Draw a plot over whole epochs."""
+    panel.draw(axes)
+    axes.xaxis.set_major_locator(round_ticks(integer=True, steps=[1, 2, 5, 10]))
+
+
+def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[list[Panel]]:
+    """Return the plots of a run: held-out metrics that decide, rewards in use and advantages, health."""
+    names = names_of(rows)
+    held_out = [_panel_of_metric({"": rows}, name, direction) for name in _held_out(rows, names, deciding)]
+    rewards = [_panel_of_metric({"": rows}, name, direction) for name in _rewards(rows, names)]
+    advantages, *health = (
+        [_panel_of_health(rows, plot)] * any(need in names for need in plot[0]) for plot in (ADVANTAGES, *HEALTH)
+    )
+    return [held_out, [*rewards, *advantages], list(itertools.chain(*health))]
+
+
+def panels_of_runs(runs: Mapping[str, Rows], direction: Direction, deciding: Deciding) -> list[Panel]:
+    """Return the plots of several runs by name, one a metric, with the curves of all runs."""
+    names: dict[str, None] = {}
+    for find in (functools.partial(_held_out, deciding=deciding), _rewards):
+        for rows in runs.values():
+            names |= dict.fromkeys(find(rows, names_of(rows)))
+    known = {name for rows in runs.values() for name in names_of(rows)}
+    return [_panel_of_metric(runs, name, direction) for name in (*names, *HEALTH_METRICS) if name in known]
+
+
+def worth_a_panel(names: Iterable[str], deciding: Deciding) -> list[str]:
     """Return the held-out metrics `eval/...` to draw: those that decide the verdict, the likeness in decibels only."""
     found = deciding([name for name in names if not name.endswith("_valid")])
     return [name for name in found if not (_LIKENESS in found and name in _SHOWN_BY)]
 
 
-def _distinct(rows: Rows, names: Sequence[str]) -> list[str]:
-    """Return the metrics that are not the same numbers as an earlier one, nor one constant such as a share of 1."""
+def _held_out(rows: Rows, names: Iterable[str], deciding: Deciding) -> list[str]:
+    """Return the held-out metrics to draw, without copies of one another and constants such as a share of 1."""
     found: dict[bytes, str] = {}
-    for name in sorted(names, key=lambda name: name != _LIKENESS):
+    shown = worth_a_panel([name for name in names if name.startswith("eval/")], deciding)
+    for name in sorted(shown, key=lambda name: name != _LIKENESS):
         steps, values = points(rows, name)
         if len(values) < 2 or np.ptp(values) > 0:
             found.setdefault(steps.tobytes() + values.tobytes(), name)
@@ -122,38 +167,68 @@ def _add_minutes(axes: Any, rows: Rows) -> None:
     above.spines["top"].set_visible(False)
 
 
-def _draw_reward(axes: Any, rows: Rows, name: str) -> None:
-    steps, means = points(rows, name)
-    band = name.removesuffix("mean") + "group_std"
-    spread = values_at(rows, steps, band)
-    if np.isfinite(spread).any():
-        axes.fill_between(steps, means - spread, means + spread, color=BLUE, alpha=0.15, lw=0, label="± group std")
-    smooth = len(means) >= SMOOTH_FROM
-    axes.plot(steps, means, color=BLUE, lw=0.8 if smooth else 1.8, alpha=0.45 if smooth else 1.0, label="mean")
-    if smooth:
-        axes.plot(steps, running_mean(means), color=BLUE, label="running mean")
-    _set_title(axes, name, BETTER[1])
-    axes.legend(loc="best")
+def _panel_of_health(rows: Rows, plot: Plot) -> Panel:
+    names, title, note, draw = plot
+    return Panel(title, note, names, lambda axes: draw(axes, rows))
 
 
-def _draw_held_out(axes: Any, rows: Rows, name: str, better: str) -> None:
-    steps, values = points(rows, name)
-    change = name.replace("eval/", "eval_change/", 1)
-    middle, low, high = (values_at(rows, steps, f"{change}{end}") for end in ("", "_low", "_high"))
-    if np.isfinite(middle).any():
-        if math.isnan(middle[0]):  # the evaluation before training, where the change is 0
-            middle[0] = low[0] = high[0] = 0.0
-        start = values - middle
-        label = "95 % interval of the change"
-        axes.fill_between(steps, start + low, start + high, color=ORANGE, alpha=0.18, lw=0, label=label)
-    axes.plot(steps, values, color=ORANGE, marker="o", ms=4)
-    _, floor = points(rows, name.replace("eval/", "eval_floor/", 1))
-    if len(floor):
+def _panel_of_metric(runs: Mapping[str, Rows], name: str, direction: Direction) -> Panel:
+    title, alone = name, len(runs) == 1
+    if name.startswith("eval/"):
+        note = BETTER[direction(name)]
+        if alone:
+            values = points(next(iter(runs.values())), name)[1]
+            title = f"{name}: {values[0]:.4g} → {values[-1]:.4g}"
+        elif len(runs) <= _MOST_BANDS:
+            note += "; band: 95 % interval of the change"
+    elif name.startswith("reward/"):
+        note = BETTER[1] + "; band: ± group std" * (1 < len(runs) <= _MOST_BANDS)
+    else:
+        known = metric_of(name)
+        note = f"healthy: {healthy}" if known and (healthy := healthy_text(known)) else "steady is healthy"
+    return Panel(title, note, [name], functools.partial(_draw_metric, runs=runs, name=name))
+
+
+def _draw_metric(axes: Any, runs: Mapping[str, Rows], name: str) -> None:
+    """Draw a metric's curve of every run, with bands of few runs; one run's have a legend."""
+    held_out, alone = name.startswith("eval/"), len(runs) == 1
+    for rows, colour in zip(runs.values(), itertools.cycle(CYCLE)):
+        steps, values = points(rows, name)
+        if not len(values):
+            continue
+        if alone:
+            colour = ORANGE if held_out else BLUE
+        low, high, meaning = _interval(rows, name) if held_out else _spread(rows, name)
+        if np.isfinite(low).any() and len(runs) <= _MOST_BANDS:
+            label = meaning if alone else None
+            axes.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0, label=label)
+        if held_out:
+            axes.plot(steps, values, color=colour, marker="o", ms=4)
+            continue
+        smooth = len(values) >= SMOOTH_FROM
+        thin: dict[str, Any] = {"lw": 0.8, "alpha": 0.45} if smooth else {}
+        axes.plot(steps, values, color=colour, label="mean" if alone else None, **thin)
+        if smooth:
+            axes.plot(steps, running_mean(values), color=colour, label="running mean" if alone else None)
+    floors = [points(rows, name.replace("eval/", "eval_floor/", 1))[1] for rows in runs.values() if held_out]
+    for floor in [floor for floor in floors if len(floor)][:1]:
         axes.axhline(floor[-1], color=GREY, ls="--", lw=1.2, label="floor: the judge on true videos")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best")
-    _set_title(axes, f"{name}: {values[0]:.4g} → {values[-1]:.4g}", better)
 
 
-def _set_title(axes: Any, text: str, note: str) -> None:
-    axes.set_title(f"{text}\n{note}" if note else text)
+def _spread(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any], str]:
+    """Return a reward's mean less and plus its standard deviation within groups."""
+    steps, means = points(rows, name)
+    spread = values_at(rows, steps, name.removesuffix("mean") + "group_std")
+    return means - spread, means + spread, "± group std"
+
+
+def _interval(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any], str]:
+    """Return the ends of the interval of a held-out metric's change, on top of the value before training."""
+    steps, values = points(rows, name)
+    change = name.replace("eval/", "eval_change/", 1)
+    middle, low, high = (values_at(rows, steps, f"{change}{end}") for end in ("", "_low", "_high"))
+    if np.isfinite(middle).any() and math.isnan(middle[0]):  # the evaluation before training, where the change is 0
+        middle[0] = low[0] = high[0] = 0.0
+    return values - middle + low, values - middle + high, "95 % interval of the change"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +72,24 @@ def round_ticks(most: int | None = None, **settings: Any) -> MaxNLocator:
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(most, **settings)
+
+
+def as_svg(figure: Figure, name: str) -> str:
+    """Return a figure as an `<svg>` element for a page: no ground of its own, text as text, the same bytes each time.
+
+    Args:
+        figure: to be drawn.
+        name: unlike that of any other figure of the page, on which the identifiers within the element depend.
+    """
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    element = text.getvalue().partition("<svg")[2]
+    element = re.sub(r"\s*<(defs>\s*<style|metadata).*?</(style>\s*</defs|metadata)>", "", element, flags=re.DOTALL)
+    return "<svg" + re.sub(r' id="[A-Za-z0-9.]+_\d+"|\n *(?=<)', "", element)  # of groups, the same in every figure
 
 
 @functools.cache
