@@ -11,7 +11,9 @@ page of what there is. Exit code: 0, or 2 for a folder that is no run's or is da
 
 from __future__ import annotations
 
+import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +24,9 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.settings.loading import load_config
 from tools.common import fail, make_parser
+from tools.run_folder import STARTS, read_run, read_start
 from tools.run_report import acceptance
 from tools.run_report.page import render
-from tools.run_report.run_folder import read_run, started_by
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -52,6 +54,24 @@ def main(words: Sequence[str] | None = None) -> int:
         return fail(error)
     print(f"report: {out}")
     return 0
+
+
+def started_by(spec: str, overrides: Sequence[str]) -> Path:
+    """Return the folder of the run that a command line `--config SPEC OVERRIDES` started last.
+
+    Raises:
+        ValueError: there is none, or the command line cannot work.
+    """
+    root = Path(load_config(spec, overrides).output_root)
+    words = ["--config", spec, *overrides]
+    found = []
+    for file in root.glob(f"*/{STARTS}/[0-9]*.json"):
+        start = read_start(file)
+        if shlex.split(start.command)[1:] == words:
+            found.append((time.strptime(start.time, "%Y-%m-%d %H:%M:%S %z"), file))
+    if not found:
+        raise ValueError(f"no run in {root} was started with {shlex.join(words)}; give the folder of a run instead")
+    return max(found)[1].parent.parent
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from rich.text import Text
 
 from flow_grpo.reporting.metric_names import HEALTH, OUTSIDE_EPOCHS, healthy_text, metric_of, phase_of
 from tools.common import fail, make_parser
+from tools.run_folder import VIDEOS
 from tools.watching.snapshot import Snapshot, find_run, take
 
 BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-~=+*#"  # of a sparkline, the second where the terminal knows ASCII alone
@@ -134,33 +135,30 @@ def slept(seconds: float) -> str:
 def picture(run: Snapshot, which: str, look: Look) -> list[RenderableType]:
     """Return what is shown of a run, from top to bottom."""
     title = Text.assemble((str(run.folder), "bold"), f"  {which}".rstrip())
+    about = []
+    if run.starts:
+        device = run.start.device.partition(";")[0].removeprefix("device ")
+        about = [Text(f"{run.start.recipe}, {run.start.ranks} rank(s) on {device}")]
     parts = *progress(run, look), *metrics(run, look), *files(run)
-    return [title, *map(Text, about(run)), state(run), *warnings(run), *parts]
-
-
-def about(run: Snapshot) -> list[str]:
-    """Return one line: recipe, ranks and device; none before a start is on record."""
-    if "recipe" not in run.start:
-        return []
-    device = str(run.start["device"]).partition(";")[0].removeprefix("device ")
-    return [f"{run.start['recipe']}, {run.start['ranks']} rank(s) on {device}"]
+    return [title, *about, state(run), *warnings(run), *parts]
 
 
 def state(run: Snapshot) -> Text:
     """Return one line: whether the run lives, and what came of it."""
     quiet = f"{span(run.quiet_s)} ago"
     who = f", {run.holder}" if run.holder else ""
+    verdict = run.summary.verdict.in_words if run.summary and run.summary.verdict else "no verdict on record"
     said = {
         "running": f"running{who}; last record {quiet}",
         "starting": f"starting{who}; no metrics yet, begun {quiet}",
         "quiet": f"running{who}, but its last record was {quiet}: it may hang",
-        "ended": f"ended: verdict {run.verdict}",
+        "ended": f"ended: verdict {verdict}",
         "stopped": f"stopped or crashed after epoch {run.finished}, without a verdict; last record {quiet}",
     }[run.state]
     if run.held is None and run.state in ("running", "starting"):
         said += " (from its files alone: its lock cannot be seen from here)"
     if run.state == "stopped":
-        root, recipe = run.knob("output_root", "outputs"), shlex.quote(run.start.get("recipe", "RECIPE"))
+        root, recipe = run.knob("output_root", "outputs"), shlex.quote(run.start.recipe if run.starts else "RECIPE")
         elsewhere = [f"--config.output_root={root}"] if root != "outputs" else []
         place = shlex.join([f"--config.run_name={run.folder.name}", *elsewhere])
         said += f"\n  go on from {run.checkpoint or 'the beginning (nothing is saved)'}:"
@@ -170,16 +168,16 @@ def state(run: Snapshot) -> Text:
 
 def progress(run: Snapshot, look: Look) -> Iterator[RenderableType]:
     """Yield the bar of epochs with the time left, and where time and memory go."""
-    if run.num_epochs:
+    if num_epochs := run.knob("num_epochs", 0):
         line = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=run.num_epochs, completed=run.finished, width=BAR)
+        bar = ProgressBar(total=num_epochs, completed=run.finished, width=BAR)
         speed = "" if math.isnan(run.epoch_s) else f"{run.epoch_s:.3g} s an epoch"
         left = f"ETA {span(run.left_s)}" if run.state == "running" and speed else ""
         shown: RenderableType = bar
         if look.plain:
-            done = min(BAR, BAR * run.finished // run.num_epochs)
+            done = min(BAR, BAR * run.finished // num_epochs)
             shown = "#" * done + "." * (BAR - done)
-        line.add_row("epochs", shown, f"{run.finished}/{run.num_epochs}", speed, left)
+        line.add_row("epochs", shown, f"{run.finished}/{num_epochs}", speed, left)
         yield line
     if run.epochs:
         whole = run.mean("time/epoch_s")
@@ -198,8 +196,8 @@ def files(run: Snapshot) -> Iterator[Text]:
         yield Text(f"saved   {run.folder}/checkpoints/{run.checkpoint}")
     if (strip := run.folder / "filmstrip.png").exists():
         yield Text(f"strip   {strip}")
-    if run.video is not None:
-        yield Text(f"video   {run.video}" + (f"\n        {run.caption}" if run.caption else ""))
+    for video in run.videos[-1:]:
+        yield Text(f"video   {run.folder}/{VIDEOS}/{video.file}" + (f"\n        {video.caption}" * bool(video.caption)))
 
 
 def metrics(run: Snapshot, look: Look) -> Iterator[RenderableType]:
@@ -214,7 +212,7 @@ def metrics(run: Snapshot, look: Look) -> Iterator[RenderableType]:
     table.add_column("curve", min_width=length)
     table.add_column("", no_wrap=True)  # is cut where the terminal is too narrow
     for name in (*rewards(run), *held_out(run), *HEALTH):
-        values = run.series(name)
+        values = run.values(name)
         if values:
             curve = sparkline(values, letters, length)
             table.add_row(name, f"{values[0]:.4g}", f"{values[-1]:.4g}", Text(curve, style="cyan"), note(run, name))
@@ -223,13 +221,8 @@ def metrics(run: Snapshot, look: Look) -> Iterator[RenderableType]:
 
 def rewards(run: Snapshot) -> list[str]:
     """Return the metrics of the rewards that are trained on."""
-    weights = {name: values[-1] for name in run.names if is_weight(name) and (values := run.series(name))}
-    return [f"{name.removesuffix('_weight')}_mean" for name, weight in weights.items() if weight]
-
-
-def is_weight(name: str) -> bool:
-    """Return whether a metric is the weight of a reward."""
-    return name.startswith("reward/") and name.endswith("_weight")
+    weights = [name for name in run.names if name.startswith("reward/") and name.endswith("_weight")]
+    return [f"{name.removesuffix('_weight')}_mean" for name in weights if any(run.values(name)[-1:])]
 
 
 def held_out(run: Snapshot) -> list[str]:
@@ -242,10 +235,10 @@ def held_out(run: Snapshot) -> list[str]:
 
 def note(run: Snapshot, name: str) -> str:
     """Return what belongs beside a metric: a reward's spread within groups, a held-out metric's change."""
-    spread = run.series(f"{name.removesuffix('_mean')}_group_std")
+    spread = run.values(f"{name.removesuffix('_mean')}_group_std")
     if name.startswith("reward/") and spread:
         return f"+- {spread[-1]:.2g} within groups"
-    change = [run.series(name.replace("eval/", "eval_change/", 1) + end)[-1:] for end in ("", "_low", "_high")]
+    change = [run.values(name.replace("eval/", "eval_change/", 1) + end)[-1:] for end in ("", "_low", "_high")]
     if name.startswith("eval/") and all(change):
         (mean,), (low,), (high,) = change
         return f"{mean:+.2g} [{low:+.2g}, {high:+.2g}]"

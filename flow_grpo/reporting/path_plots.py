@@ -75,11 +75,13 @@ def small_paths(commanded: Tensor, estimated: Tensor) -> Figure | None:
     """
     if not len(commanded) or (commanded - commanded[0]).norm(dim=1).max() < LEAST_BASELINE_M:
         return None
-    figure = new_figure(figsize=(3.6, 2.0), layout="constrained")
+    figure = new_figure(figsize=(3.4, 1.9), layout="constrained")
     above, side = figure.subplots(1, 2)
     _draw_flat(above, side, commanded, **_COMMANDED)
     _draw_flat(above, side, estimated, **_ESTIMATED)
     _finish_flat(above, side, _box(torch.cat([commanded, estimated[estimated.isfinite().all(1)]])))
+    for axes in (above, side):
+        axes.locator_params(nbins=3)
     return figure
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +90,21 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[list[Panel]]:
     """Return the plots of a run: held-out metrics that decide, rewards in use and advantages, health."""
     names = names_of(rows)
-    held_out = [_panel_of_metric({"": rows}, name, direction) for name in _held_out(rows, names, deciding)]
-    rewards = [_panel_of_metric({"": rows}, name, direction) for name in _rewards(rows, names)]
+    held_out = [_panel_of_metric([rows], name, direction) for name in _held_out(rows, names, deciding)]
+    rewards = [_panel_of_metric([rows], name, direction) for name in _rewards(rows, names)]
     advantages, *health = (
         [_panel_of_health(rows, plot)] * any(need in names for need in plot[0]) for plot in (ADVANTAGES, *HEALTH)
     )
     return [held_out, [*rewards, *advantages], list(itertools.chain(*health))]
 
 
-def panels_of_runs(runs: Mapping[str, Rows], direction: Direction, deciding: Deciding) -> list[Panel]:
-    """Return the plots of several runs by name, one a metric, with the curves of all runs."""
+def panels_of_runs(runs: Sequence[Rows], direction: Direction, deciding: Deciding) -> list[Panel]:
+    """Return the plots of several runs, one a metric, with the curves of all runs in the order of `CYCLE`."""
     names: dict[str, None] = {}
     for find in (functools.partial(_held_out, deciding=deciding), _rewards):
-        for rows in runs.values():
+        for rows in runs:
             names |= dict.fromkeys(find(rows, names_of(rows)))
-    known = {name for rows in runs.values() for name in names_of(rows)}
+    known = {name for rows in runs for name in names_of(rows)}
     return [_panel_of_metric(runs, name, direction) for name in (*names, *HEALTH_METRICS) if name in known]
 
 
@@ -172,12 +172,12 @@ def _panel_of_health(rows: Rows, plot: Plot) -> Panel:
     return Panel(title, note, names, lambda axes: draw(axes, rows))
 
 
-def _panel_of_metric(runs: Mapping[str, Rows], name: str, direction: Direction) -> Panel:
+def _panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Panel:
     title, alone = name, len(runs) == 1
     if name.startswith("eval/"):
         note = BETTER[direction(name)]
         if alone:
-            values = points(next(iter(runs.values())), name)[1]
+            values = points(runs[0], name)[1]
             title = f"{name}: {values[0]:.4g} → {values[-1]:.4g}"
         elif len(runs) <= _MOST_BANDS:
             note += "; band: 95 % interval of the change"
@@ -189,10 +189,10 @@ def _panel_of_metric(runs: Mapping[str, Rows], name: str, direction: Direction) 
     return Panel(title, note, [name], functools.partial(_draw_metric, runs=runs, name=name))
 
 
-def _draw_metric(axes: Any, runs: Mapping[str, Rows], name: str) -> None:
+def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
     """Draw a metric's curve of every run, with bands of few runs; one run's have a legend."""
     held_out, alone = name.startswith("eval/"), len(runs) == 1
-    for rows, colour in zip(runs.values(), itertools.cycle(CYCLE)):
+    for rows, colour in zip(runs, itertools.cycle(CYCLE)):
         steps, values = points(rows, name)
         if not len(values):
             continue
@@ -210,7 +210,7 @@ def _draw_metric(axes: Any, runs: Mapping[str, Rows], name: str) -> None:
         axes.plot(steps, values, color=colour, label="mean" if alone else None, **thin)
         if smooth:
             axes.plot(steps, running_mean(values), color=colour, label="running mean" if alone else None)
-    floors = [points(rows, name.replace("eval/", "eval_floor/", 1))[1] for rows in runs.values() if held_out]
+    floors = [points(rows, name.replace("eval/", "eval_floor/", 1))[1] for rows in runs if held_out]
     for floor in [floor for floor in floors if len(floor)][:1]:
         axes.axhline(floor[-1], color=GREY, ls="--", lw=1.2, label="floor: the judge on true videos")
     if axes.get_legend_handles_labels()[0]:

@@ -89,7 +89,9 @@ def as_svg(figure: Figure, name: str) -> str:
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
     element = text.getvalue().partition("<svg")[2]
     element = re.sub(r"\s*<(defs>\s*<style|metadata).*?</(style>\s*</defs|metadata)>", "", element, flags=re.DOTALL)
-    return "<svg" + re.sub(r' id="[A-Za-z0-9.]+_\d+"|\n *(?=<)', "", element)  # of groups, the same in every figure
+    # Names of groups are the same in every figure; a hundredth of a point is enough for whatever stands in a tag.
+    element = re.sub(r' id="[A-Za-z0-9.]+_\d+"| transform="rotate\(-0 [^"]*"|\n *(?=<)', "", element)
+    return "<svg" + re.sub(r"(?<=\.\d\d)\d+(?=[^<>]*>)", "", element)
 
 
 @functools.cache

@@ -23,12 +23,12 @@ from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.checkpoints.resume import SUMMARY
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.settings.checks import check
+from flow_grpo.settings.differences import OF_EACH_START, as_written, differences
 from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.loading import from_dict, knob_values, load_config, to_dict, unchecked
 from flow_grpo.settings.schema import KNOBS, Config
 
 CONFIG, STARTS, CHECKPOINTS = "config.json", "starts", "checkpoints"
-OF_EACH_START = ("resume", "run_name", "output_root", "dry_run")  # knobs that are never taken from an earlier start
 LEAST_ROWS = 96  # of videos that tools/evaluate.py can measure
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -294,9 +294,6 @@ def _base_name(spec: str) -> str:
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], title: str) -> list[str]:
     """Return the title and a line "knob: before -> after" for every knob that differs; [] where none does."""
-    lines = []
-    for path in sorted(after):
-        if path not in OF_EACH_START and (path not in before or before[path] != after[path]):
-            old = "not known" if path not in before else json.dumps(before[path])
-            lines.append(f"  {path}: {old} -> {json.dumps(after[path])}")
+    found = sorted(differences(as_written(before), as_written(after)).items())
+    lines = [f"  {knob}: {was or 'not known'} -> {now}" for knob, (was, now) in found if now is not None]
     return [f"{title}:", *lines] if lines else []

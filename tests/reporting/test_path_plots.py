@@ -85,3 +85,13 @@ def test_a_missing_or_frozen_estimate_is_still_plotted(tmp_path, estimated):
     _, above, _ = drawn(commanded, poses, tmp_path / "a.png")
     assert (len(curves(above)[1]) == 0) == (estimated == "nothing found")
     assert not curves(above)[1].any() and (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_a_small_plot_has_a_gap_where_a_frame_is_not_located_and_is_none_of_a_camera_that_only_turns():
+    line = torch.tensor([(0.1 * step, 0.0, 0.2 * step) for step in range(4)])
+    gap = line.clone()
+    gap[2] = torch.nan
+    above, side = path_plots.small_paths(line, gap).axes
+    assert [np.isnan(curve).any(1).tolist() for curve in curves(above)] == [[False] * 4, [False, False, True, False]]
+    assert np.allclose(curves(side)[0], [(0.2 * step, 0.0) for step in range(4)])
+    assert path_plots.small_paths(torch.zeros(4, 3), gap) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from flow_grpo.reporting import camera_plots, plots
+from flow_grpo.reporting import camera_plots, plots, style
 
 
 def rows(count: int) -> dict[int, dict[str, float]]:
@@ -183,3 +184,44 @@ def test_a_run_without_values_is_still_plotted(data: dict[int, dict[str, float]]
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.size[0] > 100
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+
+
+def test_runs_on_top_of_one_another_have_a_colour_each_and_bands_where_they_are_few() -> None:
+    first, second = rows(3), rows(3)
+    second[1]["train/grad_norm"] = 1.0
+    panels = plots.panels_of_runs([first, second], lambda _: -1, list)
+    assert [panel.title for panel in panels] == ["eval/trans_err_m", "reward/a_mean", "train/grad_norm"]
+    assert panels[1].note == "higher is better; band: ± group std"
+    axes = Figure().add_subplot()
+    plots.draw_panel(axes, panels[1])
+    assert [line.get_color() for line in axes.lines] == list(style.CYCLE[:2]) and len(axes.collections) == 2
+    axes = Figure().add_subplot()
+    plots.draw_panel(axes, plots.panels_of_runs([first] * 3, lambda _: -1, list)[1])
+    assert len(axes.lines) == 3 and not axes.collections
+
+
+@pytest.mark.parametrize("last", [1, 2, 7, 40, 1234])
+def test_epochs_on_an_axis_are_whole_numbers(last: int) -> None:
+    axes = Figure().add_subplot()
+    plots.draw_panel(axes, plots.Panel("", "", [], lambda axes: axes.plot([0, last], [0, 1])))
+    marks = axes.get_xticks()
+    assert len(marks) >= 2 and all(place == round(place) for place in marks)
+
+
+def test_an_svg_for_a_page_is_the_same_each_time_and_holds_text_as_text() -> None:
+    def svg(name: str) -> str:
+        figure = Figure(figsize=(2, 1))
+        axes = figure.add_subplot()
+        axes.plot([0, 1], [0.123456, 1], marker="o", label="a curve")
+        axes.legend()
+        return style.as_svg(figure, name)
+
+    assert svg("a") == svg("a") and "a curve</text>" in svg("a") and svg("a").startswith("<svg ")
+    assert not set(ids(svg("a"))) & set(ids(svg("b")))
+    assert "<metadata" not in svg("a") and "<style" not in svg("a")
+
+
+def ids(svg: str) -> list[str]:
+    found = re.findall(r' id="([^"]*)"', svg)
+    assert len(found) > 2 and set(re.findall(r"(?:url\(|href=\")#(\w+)", svg)) <= set(found)
+    return found

@@ -78,11 +78,11 @@ def opened(browser, file):
 def test_nothing_is_logged_and_nothing_is_fetched(opened, file):
     opened.to_videos()
     opened.page.keyboard.press("Space")
-    opened.page.locator("svg[data-points]").first.hover()
     assert opened.said == []
     assert [url for url in opened.asked if not url.startswith("data:")] == [file.as_uri()]
 
 
+@pytest.mark.slow
 def test_the_space_bar_plays_all_videos_together_and_stops_them(opened):
     opened.to_videos()
     opened.page.keyboard.press("Space")
@@ -96,6 +96,7 @@ def test_the_space_bar_plays_all_videos_together_and_stops_them(opened):
     assert opened.page.locator("button.play").text_content() == "Play"
 
 
+@pytest.mark.slow
 def test_playing_begins_again_at_the_end(opened):
     opened.page.locator("button.play").click()
     opened.until_frame(2)
@@ -103,11 +104,13 @@ def test_playing_begins_again_at_the_end(opened):
     opened.until_frame(2)
 
 
+@pytest.mark.slow
 def test_the_last_frame_is_shown_first(opened):
     opened.until_frame(FRAMES)
     assert opened.times() == pytest.approx([(FRAMES - 0.5) / 15] * 3, abs=0.01)
 
 
+@pytest.mark.slow
 def test_arrows_and_the_scrub_bar_step_frames_of_all_videos(opened):
     opened.to_videos()
     opened.page.locator("input.scrub").fill("0")
@@ -132,6 +135,7 @@ def colour(opened, share):
     return np.array(picture.convert("RGB"))[picture.height // 3, int(share * (picture.width - 1))]
 
 
+@pytest.mark.slow
 def test_the_slider_uncovers_the_video_before_training(opened):
     def shows(share, panel):
         for _ in range(50):
@@ -150,46 +154,38 @@ def test_the_slider_uncovers_the_video_before_training(opened):
     assert shows(0.5, "base") and shows(0.75, "now")
 
 
+@pytest.mark.slow
 def test_the_other_panels_stand_below_with_their_names(opened):
     names = opened.page.locator(".clip").first.locator(".panel span").all_text_contents()
     assert names == ["before", "now", "source", "true view"]
 
 
-def test_the_tab_key_passes_the_links_then_the_player_then_the_plots(opened):
+@pytest.mark.slow
+def test_the_tab_key_passes_the_links_then_the_player(opened):
     passed = []
-    for _ in range(40):
+    while len(passed) < 40 and "rate" not in passed:
         opened.page.keyboard.press("Tab")
-        passed.append(
-            opened.page.evaluate("document.activeElement.className?.baseVal ?? document.activeElement.className")
-        )
-        if opened.page.evaluate("document.activeElement.matches('svg[data-points]')"):
-            break
+        passed.append(opened.page.evaluate("document.activeElement.className"))
     assert passed[0] == "skip"
-    controls = ["play", "back", "forward", "scrub", "wipe", "rate"]
-    first = passed.index("play")
-    assert passed[first : first + len(controls)] == controls and len(passed) < 40
+    assert passed[-6:] == ["play", "back", "forward", "scrub", "wipe", "rate"]
 
 
-def test_every_plot_has_a_size_and_shows_the_value_under_the_pointer(opened):
-    plots = opened.page.locator(".plot svg")
-    assert plots.count() >= 6
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_plot_has_a_size_and_letters_of_the_page_s_font(browser, file, scheme):
+    opened = Open(browser, file, width=390, scheme=scheme)
+    plots = opened.page.locator(".plot svg, .paths svg")
+    assert plots.count() >= 12
     for place in range(plots.count()):
         box = plots.nth(place).bounding_box()
-        assert box["width"] > 200 and box["height"] > 40
-    sizes = opened.page.evaluate(
-        "[...document.querySelectorAll('.plot path:not(.faint), .path path')].map((path) => path.getBBox().width)"
+        assert 200 < box["width"] <= 390 and box["height"] > 40
+    fonts = opened.page.evaluate(
+        "[...document.querySelectorAll('svg text')].map((text) => [getComputedStyle(text).fontFamily,"
+        " parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a])"
     )
-    assert len(sizes) >= 6 and min(sizes) > 20
-    plot = opened.page.locator(".plot", has_text="eval/trans_err_m").filter(has=opened.page.locator("[data-points]"))
-    readout = plot.locator(".readout")
-    note = readout.text_content()
-    plot.locator("svg").hover()
-    assert readout.text_content() == "epoch 20: 0.200 (0.180 to 0.220)"
-    plot.locator("svg").focus()
-    opened.page.keyboard.press("ArrowRight")
-    assert readout.text_content() == "epoch 40: 0.150 (0.130 to 0.170)"
-    opened.page.mouse.move(0, 0)
-    assert readout.text_content() == note
+    body = opened.page.evaluate("getComputedStyle(document.body).fontFamily")
+    assert {family for family, _ in fonts} == {body} and min(size for _, size in fonts) >= 8
+    opened.context.close()
 
 
 def long_numbers(run):
@@ -232,6 +228,7 @@ def outside(opened, selector):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["one", "two", "six"])
 @pytest.mark.parametrize("width", [360, 390, 768, 900, 1024, 1400])
 def test_the_page_never_scrolls_sideways(browser, pages, page, width):
@@ -243,6 +240,7 @@ def test_the_page_never_scrolls_sideways(browser, pages, page, width):
     opened.context.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 390, 761, 768, 900, 1024, 1400])
 def test_every_cell_is_in_sight(browser, pages, width):
     opened = Open(browser, pages["two"], width=width, height=800)
@@ -254,6 +252,7 @@ def test_every_cell_is_in_sight(browser, pages, width):
     opened.context.close()
 
 
+@pytest.mark.slow
 def test_a_phone_names_the_run_beside_each_of_its_values(browser, pages):
     opened = Open(browser, pages["two"], width=390, height=800)
     labels = opened.page.evaluate(
@@ -264,6 +263,7 @@ def test_a_phone_names_the_run_beside_each_of_its_values(browser, pages):
     opened.context.close()
 
 
+@pytest.mark.slow
 def test_a_table_that_is_too_wide_scrolls_in_its_box_and_says_so(browser, pages):
     opened = Open(browser, pages["six"], width=768, height=800)
     box, hint = opened.page.locator("#side-by-side .wide"), opened.page.locator("#side-by-side .hint")
@@ -280,6 +280,7 @@ def test_a_table_that_is_too_wide_scrolls_in_its_box_and_says_so(browser, pages)
     opened.context.close()
 
 
+@pytest.mark.slow
 def test_a_printed_page_has_whole_tables_on_white(browser, pages):
     opened = Open(browser, pages["two"], width=718, height=1000, scheme="dark")
     opened.page.emulate_media(media="print", color_scheme="dark")
@@ -291,6 +292,7 @@ def test_a_printed_page_has_whole_tables_on_white(browser, pages):
     opened.context.close()
 
 
+@pytest.mark.slow
 def test_dark_is_dark(browser, file):
     opened = Open(browser, file, scheme="dark")
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -298,6 +300,7 @@ def test_dark_is_dark(browser, file):
     opened.context.close()
 
 
+@pytest.mark.slow
 def test_the_page_prints_without_its_controls(opened):
     opened.page.emulate_media(media="print")
     assert not opened.page.locator(".controls").is_visible() and not opened.page.locator("nav").is_visible()
@@ -305,6 +308,7 @@ def test_the_page_prints_without_its_controls(opened):
     assert printed.startswith(b"%PDF") and len(printed) > 20_000
 
 
+@pytest.mark.slow
 def test_without_scripts_the_videos_have_the_browser_s_own_controls(browser, file):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()

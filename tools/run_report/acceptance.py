@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from tools.common import markdown_table
-from tools.run_report.held_out import held_out, judged, verdict_word
-from tools.run_report.run_folder import Run
+from tools.run_folder import Run
+from tools.run_report.held_out import held_out, judged, rewards, verdict_word
 from tools.run_report.words import duration, number, pair, percent, span
 from tools.run_report.work import device, largest, seconds_of, typical, versions
 
@@ -26,10 +26,10 @@ def record(run: Run) -> dict[str, Any]:
         "ranks": run.start.ranks,
         "recipe": run.start.recipe,
         "commit": run.start.commit,
-        "epochs": run.epochs,
-        "optimizer_steps": round(sum(value for _, value in run.series("train/updates"))),
+        "epochs": run.finished,
+        "optimizer_steps": round(sum(run.values("train/updates"))),
         "epoch_seconds": _known(seconds_of(run)),
-        "rewards": {name: _ends(run, name) for name in run.rewards},
+        "rewards": {name: _ends(run, name) for name in rewards(run)},
         "held_out": {
             name: {
                 "before": _known(changes[name].before),
@@ -61,7 +61,7 @@ def as_markdown(runs: Sequence[Run]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    rewards = [f"{name} {' → '.join(pair(*ends))}" for name, ends in row["rewards"].items()]
+    trained = [f"{name} {' → '.join(pair(*ends))}" for name, ends in row["rewards"].items()]
     measured = []
     for name, found in row["held_out"].items():
         interval = f" [{span(*found['change_ci95'])}]" if found["change_ci95"] else ""
@@ -72,7 +72,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['device']} x {row['ranks']}",
         f"{row['recipe']} at {row['commit'] or 'no commit'}",
         f"{row['epochs']} epochs, {row['optimizer_steps']} updates, {duration(row['epoch_seconds'] or math.nan)}",
-        "; ".join(rewards) or "–",
+        "; ".join(trained) or "–",
         "; ".join(measured) or "–",
         row["verdict"],
         number(row["samples_per_s"]),
@@ -84,7 +84,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _ends(run: Run, reward: str) -> list[float | None]:
     """Return the mean of a reward over the first and over the last epochs, None without any."""
-    values = [value for _, value in run.series(f"reward/{reward}_mean")]
+    values = run.values(f"reward/{reward}_mean")
     return [fmean(part) if part else None for part in (values[:ENDS], values[-ENDS:])]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import av
 
-from tools.run_report.charts import PathView, path_views
-from tools.run_report.run_folder import VIDEOS, Panel, Run, Video
+from tools.run_folder import VIDEOS, Panel, Run, Video
 from tools.run_report.words import number, pair
 
 KINDS = {"best": "improved most", "worst": "improved least", "eval": "held-out condition"}
@@ -30,7 +30,6 @@ class Clip:
         height: likewise.
         frames: how many.
         fps: of them a second.
-        views: of the camera's path.
     """
 
     video: Video
@@ -42,7 +41,12 @@ class Clip:
     height: int
     frames: int
     fps: float
-    views: list[PathView]
+
+    @property
+    def located(self) -> str:
+        """How many frames an estimator has located, in words."""
+        estimated = self.video.paths.estimated if self.video.paths else []
+        return f"{len(estimated) - estimated.count(None)} of {len(estimated)} frames"
 
     @property
     def compares(self) -> bool:
@@ -67,7 +71,7 @@ def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[Clip], list[str
             left_out += 1
             continue
         try:
-            clips.append(_clip(video, file.read_bytes(), *_form(str(file))))
+            clips.append(_clip(video, file))
         except (OSError, av.FFmpegError, IndexError):
             broken += 1
             continue
@@ -97,30 +101,19 @@ def _wanted(videos: Sequence[Video]) -> list[Video]:
     return [*in_turn, *latest["eval"]]
 
 
-def _form(file: str) -> tuple[int, int, int, float]:
-    """Return width, height, number of frames and frames a second of a video."""
-    with av.open(file) as container:
+def _clip(video: Video, file: Path) -> Clip:
+    with av.open(str(file)) as container:
         stream = container.streams.video[0]
-        return stream.width, stream.height, stream.frames, float(stream.average_rate or 15)
-
-
-def _in_words(video: Video, name: str) -> str:
-    """Return a score with its value before training where that is known."""
-    now, before = video.scores[name], video.before.get(name)
-    return f"{name} {number(now)}" if before is None else f"{name} {' → '.join(pair(before, now))}"
-
-
-def _clip(video: Video, content: bytes, width: int, height: int, frames: int, fps: float) -> Clip:
-    about = ", ".join(part for part in (video.scene, video.camera, video.preset.replace("_", " ")) if part)
+        form = stream.width, stream.height, max(stream.frames, 1), float(stream.average_rate or 15)
+    scores = []
+    for name, now in video.scores.items():
+        before = video.before.get(name)
+        scores.append(f"{name} {number(now)}" if before is None else f"{name} {' → '.join(pair(before, now))}")
     return Clip(
-        video=video,
-        title=f"{KINDS[video.kind]}, epoch {video.step}",
-        about=about,
-        scores=[_in_words(video, name) for name in video.scores],
-        data="data:video/mp4;base64," + base64.b64encode(content).decode("ascii"),
-        width=width,
-        height=height,
-        frames=max(frames, 1),
-        fps=fps,
-        views=path_views(video.paths) if video.paths else [],
+        video,
+        f"{KINDS[video.kind]}, epoch {video.step}",
+        ", ".join(part for part in (video.scene, video.camera, video.preset.replace("_", " ")) if part),
+        scores,
+        "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode("ascii"),
+        *form,
     )

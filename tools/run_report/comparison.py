@@ -6,20 +6,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from flow_grpo.settings.differences import differences
+from tools.run_folder import Run
 from tools.run_report.configuration import changes, settings
 from tools.run_report.held_out import Change, held_out
-from tools.run_report.run_folder import Run
 from tools.run_report.words import NOTHING, number
 
 FIRST_KNOBS = 12  # of those that differ; the others stand behind a fold
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """A knob that the runs have different values of: one a run, as JSON, with the changes on the way."""
-
-    name: str
-    values: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +53,10 @@ def compare(runs: Sequence[Run]) -> Comparison:
     return Comparison([run.name for run in same], rows, without)
 
 
-def differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return the knobs in which the runs differ; names and places of the runs are none."""
-    known = [settings(run) | {name: change.said for name, change in changes(run).items()} for run in runs]
-    names = dict.fromkeys(name for own in known for name in own)
-    found = [Difference(name, [own.get(name, NOTHING) for own in known]) for name in names]
-    return [knob for knob in found if len(set(knob.values)) > 1]
+def different_knobs(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return (knob, its value in each run) of those in which the runs differ; names and places of the runs are none."""
+    found = differences(*(settings(run) | changes(run) for run in runs))
+    return [(name, [value or NOTHING for value in values]) for name, values in found.items()]
 
 
 def _why_not(first: Run, run: Run) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from flow_grpo.reporting.metric_names import Metric, healthy_text, metric_of
-from tools.run_report.run_folder import Run
+from tools.run_folder import Run
 from tools.run_report.words import number, percent, tidy
 
 RECENT = 10  # values that count as the present state
@@ -39,9 +39,8 @@ class Finding:
 
 def findings(run: Run, look_up: Callable[[str], Metric | None] = metric_of) -> tuple[list[Finding], int]:
     """Return what is outside of its bounds, the present first, and how many metrics have bounds."""
-    names = sorted({name for row in run.rows.values() for name in row if not name.startswith(NOT_HERE)})
     found, known = [], 0
-    for name in names:
+    for name in sorted(name for name in run.names if not name.startswith(NOT_HERE)):
         metric, series = look_up(name), run.series(name)
         if metric is None or metric.healthy is None or not series:
             continue

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
+from flow_grpo.judging import verdict
 from flow_grpo.judging.verdict import LIKENESS, abridged, word_of
 from flow_grpo.reporting.metric_names import metric_of
 from flow_grpo.reporting.plots import worth_a_panel
-from tools.run_report.run_folder import Run
+from flow_grpo.settings.checks import largest_weights
+from tools.run_folder import Run
 from tools.run_report.words import changed, pair, signed, span, tidy
 
 NO_VERDICT = "no verdict"
@@ -64,9 +67,43 @@ class Change:
 GROUPS = ("independent judge", "likeness to the true view", "trained rewards", "other measurements")
 
 
+def rewards(run: Run) -> list[str]:
+    """Return the rewards with a weight in any epoch of training."""
+    return [name for name, weight in largest_weights(run.config).items() if weight]
+
+
+def direction(run: Run, name: str) -> int:
+    """Return 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where not known."""
+    return verdict.direction(name, _measured(run))
+
+
+def deciding(run: Run, names: Iterable[str]) -> list[str]:
+    """Return those of the held-out metrics `eval/...` that decide the verdict."""
+    gold = bool(run.config.eval.gold)
+    return verdict.deciding(names, _measured(run), largest_weights(run.config), gold=gold)
+
+
+def _measured(run: Run) -> list[str]:
+    """Return everything with a value of its own in an evaluation."""
+    return [*run.config.reward.weights, run.config.eval.gold, LIKENESS]
+
+
+def _steps(run: Run) -> list[int]:
+    """Return the steps of the evaluations."""
+    return [step for step, row in run.rows.items() if any(name.startswith("eval/") for name in row)]
+
+
+def _began_elsewhere(run: Run) -> bool:
+    """Whether "before training" was measured by the run whose checkpoint this one began from.
+
+    A run that measures it by itself does so at its first start.
+    """
+    return min(_steps(run), default=0) > run.starts[0].epoch
+
+
 def held_out(run: Run) -> list[Change]:
     """Return every held-out metric, by group, those with a known direction first."""
-    steps = [step for step, row in run.rows.items() if any(name.startswith("eval/") for name in row)]
+    steps = _steps(run)
     if not steps:
         return []
     names = [name for name in run.rows[steps[0]] if name.startswith("eval/")]
@@ -75,10 +112,30 @@ def held_out(run: Run) -> list[Change]:
     return sorted(changes, key=lambda change: (GROUPS.index(change.group), not change.word))
 
 
+def camera_changes(run: Run, name: str) -> list[Change]:
+    """Return the changes of a held-out metric, one for each kind of camera whose values before and after are known.
+
+    Of a run that began from another's checkpoint, the mean change tells what was before that one's training.
+    """
+    short, sign, found = name.removeprefix("eval/"), direction(run, name), []
+    known, changes = metric_of(name), run.summary.change_by_camera if run.summary else {}
+    for camera in sorted({key.split("/")[1] for key in run.names if key.startswith("eval_by_camera/")}):
+        values = run.values(f"eval_by_camera/{camera}/{short}")
+        change, low, high = (changes.get(camera, {}).get(name, []) + [math.nan] * 3)[:3]
+        if _began_elsewhere(run):
+            values = [value - change for value in values[-1:] if math.isfinite(change)] + values[-1:]
+        if len(values) > 1:
+            before, after = values[0], values[-1]
+            ends = before, after, change if math.isfinite(change) else after - before, low, high
+            word, unit = word_of(sign, low, high) if sign else "", known.unit if known else ""
+            found.append(Change(camera, "", unit, *ends, floor=math.nan, word=word, group=name))
+    return found
+
+
 def judged(run: Run) -> list[str]:
     """Return the few held-out metrics that tell most: those that decide the verdict and move, as in curves.png."""
     moving = [change.name for change in held_out(run) if change.before != change.after]
-    return worth_a_panel(moving, run.deciding)
+    return worth_a_panel(moving, functools.partial(deciding, run))
 
 
 def verdict_word(run: Run) -> str:
@@ -89,11 +146,11 @@ def verdict_word(run: Run) -> str:
 def sentence(run: Run) -> str:
     """Return what the run has achieved, with the interval of the clearest metric, or how far it has come."""
     changes = held_out(run)
-    decide = run.deciding(change.name for change in changes)
+    decide = deciding(run, (change.name for change in changes))
     lead = _clearest([change for change in changes if change.name in decide], verdict_word(run))
     said = _in_words(lead) if lead else "No held-out metric has an interval."
     if run.summary is None:
-        of = f"{run.epochs} of {run.config.num_epochs} epochs are on record"
+        of = f"{run.finished} of {run.config.num_epochs} epochs are on record"
         return f"The run has no summary.json: it is still training, or ended early. {of}. So far: {said}"
     if lead is None:
         return said
@@ -143,13 +200,12 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
         interval = run.summary.after.get(f"{name}_ci95")
         pair = interval if isinstance(interval, list) and len(interval) == 2 else [math.nan, math.nan]
         ends = [ends[0] if math.isfinite(ends[0]) else after - before, *pair]
-    elif run.began_elsewhere:
+    elif _began_elsewhere(run):
         before = after - ends[0]
     elif first == last:
         after, ends = math.nan, [math.nan] * 3
-    known, sign = metric_of(name), run.direction(name)
-    floor_name = name.replace("eval/", "eval_floor/", 1)
-    floor = [value for _, value in run.series(floor_name)]
+    known, sign = metric_of(name), direction(run, name)
+    floor = run.values(name.replace("eval/", "eval_floor/", 1))
     return Change(
         name=name,
         meaning=known.meaning if known else "",
@@ -173,6 +229,6 @@ def _group(run: Run, name: str, gold: bool) -> str:
     short = f"{name.removeprefix('eval/')}_"
     if gold:
         return GROUPS[0]
-    if any(short.startswith(f"{reward}_") for reward in run.rewards):
+    if any(short.startswith(f"{reward}_") for reward in rewards(run)):
         return GROUPS[2]
     return GROUPS[1] if short.startswith(f"{LIKENESS}_") else GROUPS[3]

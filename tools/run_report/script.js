@@ -198,61 +198,11 @@ document.addEventListener("keydown", (event) => {
   const player = players.find((one) => one.section.contains(target)) ?? players.find((one) => one.visible);
   if (!player) return;
   if (event.key === " " && !target.closest("button, select, summary, a")) player.toggle();
-  else if (event.key === "ArrowLeft" && !target.closest("input, select, svg")) player.step(-1);
-  else if (event.key === "ArrowRight" && !target.closest("input, select, svg")) player.step(1);
+  else if (event.key === "ArrowLeft" && !target.closest("input, select")) player.step(-1);
+  else if (event.key === "ArrowRight" && !target.closest("input, select")) player.step(1);
   else return;
   event.preventDefault();
 });
-
-// Values under the pointer, or under a mark that the arrow keys move.
-class Plot {
-  constructor(svg) {
-    this.svg = svg;
-    this.points = JSON.parse(svg.dataset.points);
-    this.readout = svg.parentElement.querySelector(".readout");
-    this.note = this.readout.textContent;
-    this.place = -1;
-    svg.addEventListener("pointermove", (event) => this.at(event));
-    svg.addEventListener("pointerdown", (event) => this.at(event));
-    svg.addEventListener("pointerleave", () => this.clear());
-    svg.addEventListener("blur", () => this.clear());
-    svg.addEventListener("keydown", (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      this.show(Math.min(this.points.length - 1, Math.max(0, this.place + step)));
-    });
-  }
-
-  at(event) {
-    const box = this.svg.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * this.svg.viewBox.baseVal.width;
-    const distance = (place) => Math.abs(this.points[place][0] - x);
-    this.show(this.points.reduce((best, _, place) => (distance(place) < distance(best) ? place : best), 0));
-  }
-
-  show(place) {
-    this.clear();
-    this.place = place;
-    const [x, heights, text] = this.points[place];
-    const make = (name, attributes) => {
-      const found = document.createElementNS("http://www.w3.org/2000/svg", name);
-      for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-      return found;
-    };
-    this.cursor = make("g", { class: "cursor" });
-    this.cursor.append(make("line", { x1: x, x2: x, y1: 10, y2: 166 }));
-    for (const y of heights) this.cursor.append(make("circle", { cx: x, cy: y, r: 4 }));
-    this.svg.append(this.cursor);
-    this.readout.textContent = text;
-  }
-
-  clear() {
-    this.cursor?.remove();
-    this.place = -1;
-    this.readout.textContent = this.note;
-  }
-}
 
 // A table that is wider than its box says so, and can be scrolled with the keyboard.
 const scrolls = (box, hint) => {
@@ -269,5 +219,3 @@ for (const box of document.querySelectorAll(".wide")) {
   box.before(hint);
   new ResizeObserver(() => scrolls(box, hint)).observe(box);
 }
-
-for (const svg of document.querySelectorAll("svg[data-points]")) new Plot(svg);

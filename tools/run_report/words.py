@@ -63,13 +63,6 @@ def changed(value: float, low: float, high: float) -> str:
     return _decimals(value, max(0, 2 - _power(largest)), sign=True, zeros=True)
 
 
-def mark(value: float, step: float) -> str:
-    """Return the label of a mark on an axis whose marks are `step` apart."""
-    if abs(value) <= step / 2:
-        return "0"
-    return number(round(value, 12), max(1, _power(value) - _power(step) + 1), zeros=True)
-
-
 def tidy(text: str) -> str:
     """Return a sentence that another part of the program wrote, with its numbers as this page writes them."""
 

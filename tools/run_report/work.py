@@ -7,7 +7,7 @@ import math
 from statistics import median
 
 from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, phase_of
-from tools.run_report.run_folder import Run
+from tools.run_folder import Run
 from tools.run_report.words import NOTHING, duration, number, percent
 
 SHOWN_VERSIONS = (
@@ -33,11 +33,8 @@ class Phase:
 
 def phases(run: Run) -> list[Phase]:
     """Return the phases of a run, the longest first; they add up to its seconds."""
-    totals = {}
-    for name in sorted({name for row in run.rows.values() for name in row}):
-        if phase := phase_of(name):
-            totals[phase] = sum(value for _, value in run.series(name))
-    every, epochs = sum(totals.values()) or 1.0, max(1, len(run.series("time/epoch_s")))
+    totals = {phase: sum(run.values(name)) for name in sorted(run.names) if (phase := phase_of(name))}
+    every, epochs = sum(totals.values()) or 1.0, max(1, len(run.epochs))
     found = [
         Phase(name, seconds, math.nan if name in OUTSIDE_EPOCHS else seconds / epochs, seconds / every)
         for name, seconds in totals.items()
@@ -47,37 +44,33 @@ def phases(run: Run) -> list[Phase]:
 
 def seconds_of(run: Run) -> float:
     """Return the seconds of the epochs on record, as in curves.png; else those of the summary, evaluations included."""
-    epochs = [value for _, value in run.series("time/epoch_s")]
+    epochs = run.values("time/epoch_s")
     return sum(epochs) if epochs or run.summary is None else run.summary.train_seconds
 
 
 def typical(run: Run, name: str) -> float:
     """Return the median of a metric, NaN without values."""
-    return median([value for _, value in run.series(name)] or [math.nan])
+    return median(run.values(name) or [math.nan])
 
 
 def largest(run: Run, name: str) -> float:
     """Return the largest value of a metric, NaN without values."""
-    return max([value for _, value in run.series(name)], default=math.nan)
+    return max(run.values(name), default=math.nan)
 
 
 def figures(run: Run) -> list[tuple[str, str, str]]:
     """Return (what, value, what that means where it is not plain) of the work of a run."""
-    traffic = {
-        name: typical(run, name)
-        for name in sorted({name for row in run.rows.values() for name in row if name.startswith("system/sent_")})
-    }
     kinds = [
         f"{name.removeprefix('system/sent_').removesuffix('_gib')} {number(gib * 1024)} MiB"
-        for name, gib in traffic.items()
-        if gib
+        for name in sorted(run.names)
+        if name.startswith("system/sent_") and (gib := typical(run, name))
     ]
     memory, total = largest(run, "system/memory_peak_gib"), largest(run, "system/memory_total_gib")
     mfu, rate = typical(run, "system/mfu"), typical(run, "system/tflops_per_device")
     work = largest(run, "system/forward_equivalents")
     found = [
         ("time in epochs", duration(seconds_of(run))),
-        ("epochs", f"{run.epochs} of {run.config.num_epochs}"),
+        ("epochs", f"{run.finished} of {run.config.num_epochs}"),
         ("samples a second", number(typical(run, "system/samples_per_s"))),
         ("forward-equivalents", number(work)),
         ("MFU", f"{percent(mfu)} ({number(rate)} TFLOP/s a device)" if math.isfinite(mfu) else NOTHING),

@@ -1,28 +1,29 @@
-"""What a run's folder holds: its configuration, starts, metrics, summary and videos, checked when they are read."""
+"""What a run's folder holds: its configuration, starts, metrics, summary and videos, checked as they are read.
+
+The report and the live view read it here. Nothing in the folder is changed, and torch is not loaded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import shlex
-import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flow_grpo.judging.verdict import LIKENESS, deciding, direction
 from flow_grpo.reporting import video_index
-from flow_grpo.reporting.metric_files import read_rows
-from flow_grpo.run.starts import CONFIG, STARTS, start_files
-from flow_grpo.runtime.checkpoints.resume import SUMMARY
+from flow_grpo.reporting.metric_files import Row, read_rows
 from flow_grpo.runtime.json_files import read_json_object
-from flow_grpo.settings.checks import largest_weights
-from flow_grpo.settings.loading import from_dict, load_config
-from flow_grpo.settings.schema import Config
 
-METRICS, VIDEOS = "metrics.jsonl", "videos"
+if TYPE_CHECKING:
+    from flow_grpo.settings.schema import Config
+
+# As in flow_grpo.run.starts and others, which load torch.
+METRICS, SUMMARY, CONFIG, STARTS, VIDEOS = "metrics.jsonl", "summary.json", "config.json", "starts", "videos"
+WAY_OUT = "restore the file, or give another run"
+adapter = functools.cache(TypeAdapter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Start:
     """The record of one start, as `flow_grpo.run.starts.record` writes it."""
 
     time: str
-    command: str
     recipe: str
     ranks: int
     device: str
-    commit: str
-    python: str
-    versions: dict[str, str]
     config: dict[str, Any]
+    command: str = ""
+    commit: str = ""
+    python: str = ""
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     epoch: int = 0
     checkpoint: str = ""
 
@@ -48,7 +49,7 @@ class Judgement:
 
     overall: str
     in_words: str
-    metrics: dict[str, str]
+    metrics: dict[str, str] = dataclasses.field(default_factory=dict)
     worse_by_camera: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -56,11 +57,10 @@ class Judgement:
 class Summary:
     """What a complete run reports."""
 
-    before: dict[str, float | None]
-    after: dict[str, float | list[float] | None]
+    before: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    after: dict[str, float | list[float] | None] = dataclasses.field(default_factory=dict)
     verdict: Judgement | None = None
     change_by_camera: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
-    floor: dict[str, float | None] = dataclasses.field(default_factory=dict)
     measured_on: dict[str, Any] = dataclasses.field(default_factory=dict)
     train_seconds: float = math.nan
 
@@ -89,9 +89,9 @@ class Video:
     """One line of videos/index.jsonl."""
 
     file: str
-    kind: str
     step: int
-    panels: list[Panel]
+    kind: str = ""
+    panels: list[Panel] = dataclasses.field(default_factory=list)
     scene: str = ""
     camera: str = ""
     preset: str = ""
@@ -106,117 +106,107 @@ class Run:
     """A run as its folder tells it.
 
     Attributes:
-        folder: of the run.
-        config: that it trained with last.
-        starts: at least one, in order.
+        folder: path of it.
+        plain: configuration that it trained with last.
+        starts: records of its starts, in order.
         rows: step -> metrics; a step is the number of finished epochs.
         summary: None of a run that is still training or broke off.
         videos: lines of videos/index.jsonl whose file is there.
-        without: sentences about what is missing or unreadable.
+        without: sentences about videos that are missing or unreadable.
     """
 
     folder: Path
-    config: Config
+    plain: dict[str, Any]
     starts: list[Start]
-    rows: dict[int, dict[str, float]]
+    rows: dict[int, Row]
     summary: Summary | None
     videos: list[Video]
     without: list[str]
 
+    @functools.cached_property
+    def config(self) -> Config:
+        """Configuration that the run trained with last, checked.
+
+        Raises:
+            ConfigError: a value is out of its knob's bounds.
+        """
+        from flow_grpo.settings.loading import from_dict  # loads torch, which takes seconds
+
+        return from_dict(self.plain)
+
     @property
     def name(self) -> str:
-        """The name of the folder."""
+        """Name of the folder."""
         return self.folder.resolve().name
 
     @property
     def start(self) -> Start:
-        """The latest start."""
+        """Record of the latest start."""
         return self.starts[-1]
 
-    @property
-    def epochs(self) -> int:
-        """Finished epochs on record."""
-        return max(self.rows)
+    @functools.cached_property
+    def names(self) -> dict[str, None]:
+        """Names of all metrics, in the order in which they came."""
+        return {name: None for row in self.rows.values() for name in row}
+
+    @functools.cached_property
+    def epochs(self) -> dict[int, Row]:
+        """Metrics of the finished epochs."""
+        return {step: row for step, row in self.rows.items() if "time/epoch_s" in row}
 
     @property
-    def rewards(self) -> list[str]:
-        """Rewards with a weight in any epoch of training."""
-        return [name for name, weight in largest_weights(self.config).items() if weight]
-
-    @property
-    def began_elsewhere(self) -> bool:
-        """Whether "before training" was measured by the run whose checkpoint this one began from.
-
-        A run that measures it by itself does so at its first start.
-        """
-        measured = (step for step, row in self.rows.items() if any(name.startswith("eval/") for name in row))
-        return next(measured, 0) > self.starts[0].epoch
+    def finished(self) -> int:
+        """Number of finished epochs, those of another run that it began from included."""
+        return max(self.epochs, default=self.start.epoch if self.starts else 0)
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric, finite values only."""
         return [(step, row[name]) for step, row in self.rows.items() if math.isfinite(row.get(name, math.nan))]
 
-    def direction(self, name: str) -> int:
-        """Return 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where not known."""
-        return direction(name, self._measured)
-
-    def deciding(self, names: Iterable[str]) -> list[str]:
-        """Return those of the held-out metrics `eval/...` that decide the verdict."""
-        weights, gold = largest_weights(self.config), bool(self.config.eval.gold)
-        return deciding(names, self._measured, weights, gold=gold)
-
-    @property
-    def _measured(self) -> list[str]:
-        """Everything with a value of its own in an evaluation."""
-        return [*self.config.reward.weights, self.config.eval.gold, LIKENESS]
+    def values(self, name: str) -> list[float]:
+        """Return the finite values of a metric, by step."""
+        return [value for _, value in self.series(name)]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, *, live: bool = False) -> Run:
     """Return a run.
 
+    Args:
+        folder: the run's.
+        live: take what is missing or damaged for not there yet, as while a run is watched.
+
     Raises:
-        ValueError: the folder is no run's, or a file of it is damaged; the message names the file.
+        ValueError: the folder is no run's, or a file of it is damaged; the message names the file. Never if `live`.
     """
-    if not (folder / METRICS).is_file():
+    files = sorted((folder / STARTS).glob("[0-9]*.json"))
+    if not live and not (folder / METRICS).is_file():
         raise ValueError(f"{folder} holds no {METRICS}, must be the folder of a run; for example outputs/first")
-    starts = read_starts(folder)
-    if not starts:
+    if not live and not files:
         raise ValueError(f"{folder / STARTS} holds no record of a start; restore it, or give another run")
-    plain = read_json_object(folder / CONFIG, "restore it, or give another run")
-    summary = folder / SUMMARY
-    videos, without = _videos(folder / VIDEOS)
+    starts = [start for file in files if (start := _content(Start, file, live=live))]
+    summary, videos, without = folder / SUMMARY, *_videos(folder / VIDEOS)
     return Run(
         folder=folder,
-        config=from_dict(plain),
+        plain=_content(dict, folder / CONFIG, live=live) or {},
         starts=starts,
-        rows=read_rows(folder / METRICS),
-        summary=checked(Summary, read_json_object(summary, "remove it"), summary) if summary.exists() else None,
+        rows=_rows(folder / METRICS, changed(folder / METRICS), live=live),
+        summary=_content(Summary, summary, live=live) if summary.exists() else None,
         videos=videos,
         without=without,
     )
 
 
-def read_starts(folder: Path) -> list[Start]:
-    """Return the records of a run's starts, [] where there are none; ValueError for a damaged one."""
-    return [checked(Start, read_json_object(file, "remove it"), file) for file in start_files(folder)]
+def read_start(file: Path) -> Start:
+    """Return the record of a start; ValueError for a damaged one."""
+    return checked(Start, read_json_object(file, WAY_OUT), file)
 
 
-def started_by(spec: str, overrides: Sequence[str]) -> Path:
-    """Return the folder of the run that a command line `--config SPEC OVERRIDES` started last.
-
-    Raises:
-        ValueError: there is none, or the command line cannot work.
-    """
-    root = Path(load_config(spec, overrides).output_root)
-    words = ["--config", spec, *overrides]
-    found = []
-    for file in root.glob(f"*/{STARTS}/[0-9]*.json"):
-        start = checked(Start, read_json_object(file, "remove it"), file)
-        if shlex.split(start.command)[1:] == words:
-            found.append((time.strptime(start.time, "%Y-%m-%d %H:%M:%S %z"), file))
-    if not found:
-        raise ValueError(f"no run in {root} was started with {shlex.join(words)}; give the folder of a run instead")
-    return max(found)[1].parent.parent
+def changed(path: Path) -> float:
+    """Return when a file was written last, in seconds since 1970; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def checked(kind: type, content: object, file: Path) -> Any:
@@ -226,11 +216,30 @@ def checked(kind: type, content: object, file: Path) -> Any:
         ValueError: in one line, for content that does not have its form.
     """
     try:
-        return TypeAdapter(kind).validate_python(content)
+        return adapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{file}: {place}: {first['msg']}; restore the file, or give another run") from None
+        raise ValueError(f"{file}: {place}: {first['msg']}; {WAY_OUT}") from None
+
+
+def _content(kind: type, file: Path, *, live: bool) -> Any:
+    try:
+        return checked(kind, read_json_object(file, WAY_OUT), file)
+    except ValueError:
+        if live:
+            return None
+        raise
+
+
+@functools.lru_cache(maxsize=1)  # a long run's file is large: it is read again only when it has changed
+def _rows(file: Path, written: float, *, live: bool) -> dict[int, Row]:  # noqa: ARG001 - part of the key
+    try:
+        return read_rows(file)
+    except ValueError:
+        if live:
+            return {}
+        raise
 
 
 def _videos(folder: Path) -> tuple[list[Video], list[str]]:
