@@ -78,7 +78,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         run, which = find_run(args.run)
         if args.once or not terminal:
-            show_once(run, which, console, look)
+            for part in picture(take(run), which, look):
+                console.print(part, soft_wrap=isinstance(part, Text))  # lines keep their length: paths stay whole
         else:
             show_live(run, f"{which}  (q: leave)".strip(), console, look, every=args.every)
     except ValueError as error:
@@ -86,12 +87,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         pass
     return 0
-
-
-def show_once(run: Path, which: str, console: Console, look: Look) -> None:
-    """Print the run as it is now; lines keep their length, so that paths stay whole."""
-    for part in picture(take(run), which, look):
-        console.print(part, soft_wrap=isinstance(part, Text))
 
 
 def show_live(run: Path, which: str, console: Console, look: Look, *, every: float) -> None:
@@ -109,7 +104,7 @@ def show_live(run: Path, which: str, console: Console, look: Look, *, every: flo
 def keys() -> Iterator[Callable[[float], str]]:
     """Give a function that waits so many seconds for a key and returns it, "" where none was pressed."""
     if not sys.stdin.isatty():
-        yield slept
+        yield lambda seconds: time.sleep(seconds) or ""  # no keyboard, no key
         return
     import termios  # here: Windows has none, and --once needs none
     import tty
@@ -124,12 +119,6 @@ def keys() -> Iterator[Callable[[float], str]]:
         yield pressed
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def slept(seconds: float) -> str:
-    """Wait where there is no keyboard: no key."""
-    time.sleep(seconds)
-    return ""
 
 
 def picture(run: Snapshot, which: str, look: Look) -> list[RenderableType]:

@@ -25,22 +25,25 @@ def rows(count: int) -> dict[int, dict[str, float]]:
     return made
 
 
-def drawn(path: Path, data: dict[int, dict[str, float]], **given: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the figure and its axes by their title, in order."""
-    figure = Figure(layout="constrained")
-    with mock.patch.object(plots, "new_figure", return_value=figure):
-        plots.draw_curves(data, path, "run", **given)
-    titled = {axes.get_title(loc="left"): axes for axes in figure.axes}
-    return figure, {title: axes for title, axes in titled.items() if title}
+def drawn(data: dict[int, dict[str, float]], **given: Any) -> dict[str, Any]:
+    """Return the axes of a run's plots by their title, in order."""
+    settings: dict[str, Any] = {"direction": lambda _: 0, "deciding": list} | given
+    return {panel.title: axes_of(panel) for line in plots.panels_of_run(data, **settings) for panel in line}
 
 
-def test_held_out_metrics_stand_before_the_rewards_and_those_before_the_run_s_health(tmp_path: Path) -> None:
+def axes_of(panel: plots.Panel) -> Any:
+    axes = Figure().add_subplot()
+    plots.draw_panel(axes, panel)
+    return axes
+
+
+def test_held_out_metrics_stand_before_the_rewards_and_those_before_the_run_s_health() -> None:
     data = rows(3)
     for step in (1, 2, 3):
         data[step] |= {"train/grad_norm": 1.0, "time/epoch_s": 2.0, "time/rollout_s": 2.0, "policy/credit_share": 1.0}
         data[step] |= {"policy/clip_fraction": 0.0, "policy/ratio_mean": 1.0, "policy/ratio_after_max_abs_log": 1e-3}
-    _, axes = drawn(tmp_path / "curves.png", data)
-    assert [title.partition("\n")[0] for title in axes] == [
+    axes = drawn(data)
+    assert list(axes) == [
         *("eval/trans_err_m: 0.5 → 0.25", "reward/a_mean"),
         *("signal", "ratio and clip fraction", "gradient norm", "time of an epoch"),
     ]
@@ -49,21 +52,27 @@ def test_held_out_metrics_stand_before_the_rewards_and_those_before_the_run_s_he
 
 @pytest.mark.parametrize(("sign", "said"), [(1, "\nhigher is better"), (-1, "\nlower is better"), (0, "")])
 def test_a_held_out_metric_s_direction_stands_in_its_title(tmp_path: Path, sign: int, said: str) -> None:
-    _, axes = drawn(tmp_path / "curves.png", rows(3), direction=lambda _: sign)
-    assert next(iter(axes)) == f"eval/trans_err_m: 0.5 → 0.25{said}"
+    figure = curves(tmp_path / "curves.png", rows(3), direction=lambda _: sign)
+    assert figure.axes[0].get_title(loc="left") == f"eval/trans_err_m: 0.5 → 0.25{said}"
 
 
-def test_a_reward_without_weight_is_measured_and_not_drawn(tmp_path: Path) -> None:
+def curves(path: Path, data: dict[int, dict[str, float]], **given: Any) -> Any:
+    figure = Figure(layout="constrained")
+    with mock.patch.object(plots, "new_figure", return_value=figure):
+        plots.draw_curves(data, path, "run", **given)
+    return figure
+
+
+def test_a_reward_without_weight_is_measured_and_not_drawn() -> None:
     data = rows(3)
     for step in (1, 2, 3):
         data[step] |= {"reward/b_mean": 2.0, "reward/b_weight": 0.0, "reward/mean": 0.1}
-    assert "reward/a_mean\nhigher is better" in drawn(tmp_path / "a.png", data)[1]
-    assert len(drawn(tmp_path / "a.png", data)[1]) == 2
+    assert list(drawn(data)) == ["eval/trans_err_m: 0.5 → 0.25", "reward/a_mean"]
     unknown = {step: {name: row[name] for name in row if "weight" not in name} for step, row in data.items()}
-    assert len(drawn(tmp_path / "b.png", unknown)[1]) == 3  # of an earlier version: every reward, without their sum
+    assert len(drawn(unknown)) == 3  # of an earlier version: every reward, without their sum
 
 
-def test_only_what_decides_the_verdict_is_drawn_and_equal_numbers_once(tmp_path: Path) -> None:
+def test_only_what_decides_the_verdict_is_drawn_and_equal_numbers_once() -> None:
     data = rows(3)
     for step, value in ((0, 24.0), (3, 25.0)):
         data[step] |= dict.fromkeys(("eval/target_psnr", "eval/target_view_psnr_db", "eval/twin"), value)
@@ -73,19 +82,17 @@ def test_only_what_decides_the_verdict_is_drawn_and_equal_numbers_once(tmp_path:
             "eval/located_valid": value,
             "eval/b": value + 1,
         }
-    _, axes = drawn(tmp_path / "a.png", data, deciding=lambda names: [name for name in names if name != "eval/b"])
-    assert [title.partition(":")[0] for title in axes if title.startswith("eval")] == [
-        *("eval/target_view_psnr_db", "eval/trans_err_m"),
-    ]
+    axes = drawn(data, deciding=lambda names: [name for name in names if name != "eval/b"])
+    assert [title.partition(":")[0] for title in axes][:-1] == ["eval/target_view_psnr_db", "eval/trans_err_m"]
     del data[0]["eval/target_view_psnr_db"], data[3]["eval/target_view_psnr_db"], data[0]["eval/b"], data[3]["eval/b"]
-    names = [title.partition(":")[0] for title in drawn(tmp_path / "b.png", data)[1] if title.startswith("eval")]
-    assert names == ["eval/target_psnr", "eval/target_view", "eval/trans_err_m"]
+    names = [title.partition(":")[0] for title in drawn(data)]
+    assert names[:-1] == ["eval/target_psnr", "eval/target_view", "eval/trans_err_m"]
 
 
-def test_the_judge_s_floor_is_a_dashed_line(tmp_path: Path) -> None:
+def test_the_judge_s_floor_is_a_dashed_line() -> None:
     data = rows(3)
     data[0]["eval_floor/trans_err_m"] = 0.04
-    axes = next(iter(drawn(tmp_path / "curves.png", data)[1].values()))
+    axes = next(iter(drawn(data).values()))
     assert [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] == [[0.04, 0.04]]
 
 
@@ -93,38 +100,35 @@ def test_epochs_are_also_counted_in_minutes_and_forwards(tmp_path: Path) -> None
     data = rows(4)
     for step in (1, 2, 3, 4):
         data[step] |= {"time/epoch_s": 60.0 * step, "system/forward_equivalents": 1000.0 * step}
-    figure, axes = drawn(tmp_path / "curves.png", data)
+    figure = curves(tmp_path / "curves.png", data)
     assert figure.get_supxlabel() == (
         "epoch   (4 epochs: 10 minutes of training, 4,000 forward equivalents of the network)"
     )
-    (above,) = next(iter(axes.values())).child_axes
+    (above,) = figure.axes[0].child_axes
     ticks = dict(zip([text.get_text() for text in above.get_xticklabels()], above.get_xticks(), strict=True))
     assert ticks["10"] == pytest.approx(4) and ticks["6"] == pytest.approx(3) and ticks["0"] == pytest.approx(0)
 
 
-def test_a_line_along_0_is_seen_and_a_wide_gradient_norm_is_drawn_by_its_logarithm(tmp_path: Path) -> None:
+def test_a_line_along_0_is_seen_and_a_wide_gradient_norm_is_drawn_by_its_logarithm() -> None:
     data = rows(3)
     for step in (1, 2, 3):
         data[step] |= {"train/zero_std_ratio": 0.0, "policy/clip_fraction": 0.0, "train/grad_norm": 100.0**step}
-    _, axes = drawn(tmp_path / "curves.png", data)
-    by_name = {title.partition("\n")[0]: found for title, found in axes.items()}
-    assert by_name["signal"].get_ylim()[0] < 0
-    assert by_name["gradient norm"].get_yscale() == "log"
+    axes = drawn(data)
+    assert axes["signal"].get_ylim()[0] < 0 and axes["gradient norm"].get_yscale() == "log"
 
 
-def test_advantages_and_ratios_show_the_middle_of_their_distribution(tmp_path: Path) -> None:
+def test_advantages_and_ratios_show_the_middle_of_their_distribution() -> None:
     data = rows(2)
     for step in (1, 2):
         data[step] |= {f"reward/advantage_p{percent}": (percent - 40) * step for percent in (10, 50, 90)}
         data[step] |= {"policy/ratio_mean": 1.0, "policy/ratio_min": 0.5, "policy/ratio_max": 1.5}
         data[step] |= {"policy/ratio_p10": 0.75, "policy/ratio_p90": 1.25}
-    axes = {title.partition("\n")[0]: found for title, found in drawn(tmp_path / "curves.png", data)[1].items()}
+    axes = drawn(data)
     bands = [bounds(band) for band in axes["advantages"].collections]
     assert bands == [(-60, 100)] and list(axes["advantages"].lines[0].get_ydata()) == [10, 20]
     assert [bounds(band) for band in axes["ratio and clip fraction"].collections] == [(-0.5, 0.5), (-0.25, 0.25)]
     old = {step: {name: value for name, value in row.items() if "_p" not in name} for step, row in data.items()}
-    titles = [title.partition("\n")[0] for title in drawn(tmp_path / "old.png", old)[1]]
-    assert "ratio and clip fraction" in titles and "advantages" not in titles  # of a run before these were logged
+    assert "ratio and clip fraction" in drawn(old) and "advantages" not in drawn(old)  # from before these were logged
 
 
 def bounds(band: Any) -> tuple[float, float]:
@@ -133,29 +137,22 @@ def bounds(band: Any) -> tuple[float, float]:
     return float(heights.min()), float(heights.max())
 
 
-def test_the_band_is_the_within_group_standard_deviation(tmp_path: Path) -> None:
-    axes = drawn(tmp_path / "curves.png", rows(3))[1]["reward/a_mean\nhigher is better"]
-    band = axes.collections[0].get_paths()[0].vertices
-    assert band[:, 1].min() == pytest.approx(0.1 - 0.2) and band[:, 1].max() == pytest.approx(0.3 + 0.2)
+def test_the_band_is_the_within_group_standard_deviation() -> None:
+    assert bounds(drawn(rows(3))["reward/a_mean"].collections[0]) == pytest.approx((0.1 - 0.2, 0.3 + 0.2))
 
 
-def test_the_band_of_a_held_out_metric_is_the_interval_of_its_change(tmp_path: Path) -> None:
+def test_the_band_of_a_held_out_metric_is_the_interval_of_its_change() -> None:
     data = rows(3)
-    change = {
-        "eval_change/trans_err_m": -0.25,
-        "eval_change/trans_err_m_low": -0.3,
-        "eval_change/trans_err_m_high": -0.1,
-    }
-    data[3] |= change
-    axes = next(iter(drawn(tmp_path / "curves.png", data)[1].values()))
+    for end, value in (("", -0.25), ("_low", -0.3), ("_high", -0.1)):
+        data[3][f"eval_change/trans_err_m{end}"] = value
+    axes = next(iter(drawn(data).values()))
     band = axes.collections[0].get_paths()[0].vertices
     assert sorted({(float(x), round(float(y), 6)) for x, y in band}) == [(0.0, 0.5), (3.0, 0.2), (3.0, 0.4)]
 
 
-def test_a_running_mean_of_the_reward_is_drawn_from_twenty_points(tmp_path: Path) -> None:
-    name = "reward/a_mean\nhigher is better"
-    assert len(drawn(tmp_path / "curves.png", rows(19))[1][name].lines) == 1
-    smooth = drawn(tmp_path / "curves.png", rows(30))[1][name].lines[1].get_ydata()
+def test_a_running_mean_of_the_reward_is_drawn_from_twenty_points() -> None:
+    assert len(drawn(rows(19))["reward/a_mean"].lines) == 1
+    smooth = drawn(rows(30))["reward/a_mean"].lines[1].get_ydata()
     assert smooth[10] == pytest.approx(0.1 * 11) and smooth[0] == pytest.approx(0.15)  # up to the ends
 
 
@@ -192,19 +189,15 @@ def test_runs_on_top_of_one_another_have_a_colour_each_and_bands_where_they_are_
     panels = plots.panels_of_runs([first, second], lambda _: -1, list)
     assert [panel.title for panel in panels] == ["eval/trans_err_m", "reward/a_mean", "train/grad_norm"]
     assert panels[1].note == "higher is better; band: ± group std"
-    axes = Figure().add_subplot()
-    plots.draw_panel(axes, panels[1])
+    axes = axes_of(panels[1])
     assert [line.get_color() for line in axes.lines] == list(style.CYCLE[:2]) and len(axes.collections) == 2
-    axes = Figure().add_subplot()
-    plots.draw_panel(axes, plots.panels_of_runs([first] * 3, lambda _: -1, list)[1])
+    axes = axes_of(plots.panels_of_runs([first] * 3, lambda _: -1, list)[1])
     assert len(axes.lines) == 3 and not axes.collections
 
 
 @pytest.mark.parametrize("last", [1, 2, 7, 40, 1234])
 def test_epochs_on_an_axis_are_whole_numbers(last: int) -> None:
-    axes = Figure().add_subplot()
-    plots.draw_panel(axes, plots.Panel("", "", [], lambda axes: axes.plot([0, last], [0, 1])))
-    marks = axes.get_xticks()
+    marks = axes_of(plots.Panel("", "", [], lambda axes: axes.plot([0, last], [0, 1]))).get_xticks()
     assert len(marks) >= 2 and all(place == round(place) for place in marks)
 
 

@@ -75,15 +75,7 @@ def opened(browser, file):
     opened.context.close()
 
 
-def test_nothing_is_logged_and_nothing_is_fetched(opened, file):
-    opened.to_videos()
-    opened.page.keyboard.press("Space")
-    assert opened.said == []
-    assert [url for url in opened.asked if not url.startswith("data:")] == [file.as_uri()]
-
-
-@pytest.mark.slow
-def test_the_space_bar_plays_all_videos_together_and_stops_them(opened):
+def test_the_space_bar_plays_all_videos_and_stops_them_and_nothing_is_logged_or_fetched(opened, file):
     opened.to_videos()
     opened.page.keyboard.press("Space")
     opened.until("[...document.querySelectorAll('video')].every((video) => video.currentTime > 0.1)")
@@ -94,6 +86,8 @@ def test_the_space_bar_plays_all_videos_together_and_stops_them(opened):
     opened.page.wait_for_timeout(300)
     assert opened.times() == times
     assert opened.page.locator("button.play").text_content() == "Play"
+    assert opened.said == []
+    assert [url for url in opened.asked if not url.startswith("data:")] == [file.as_uri()]
 
 
 @pytest.mark.slow
@@ -105,13 +99,9 @@ def test_playing_begins_again_at_the_end(opened):
 
 
 @pytest.mark.slow
-def test_the_last_frame_is_shown_first(opened):
-    opened.until_frame(FRAMES)
-    assert opened.times() == pytest.approx([(FRAMES - 0.5) / 15] * 3, abs=0.01)
-
-
-@pytest.mark.slow
 def test_arrows_and_the_scrub_bar_step_frames_of_all_videos(opened):
+    opened.until_frame(FRAMES)  # the last is shown first
+    assert opened.times() == pytest.approx([(FRAMES - 0.5) / 15] * 3, abs=0.01)
     opened.to_videos()
     opened.page.locator("input.scrub").fill("0")
     opened.until_frame(1)
@@ -185,6 +175,8 @@ def test_every_plot_has_a_size_and_letters_of_the_page_s_font(browser, file, sch
     )
     body = opened.page.evaluate("getComputedStyle(document.body).fontFamily")
     assert {family for family, _ in fonts} == {body} and min(size for _, size in fonts) >= 8
+    ground = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (max(int(part) for part in ground[4:-1].split(",")) < 60) == (scheme == "dark")
     opened.context.close()
 
 
@@ -289,14 +281,6 @@ def test_a_printed_page_has_whole_tables_on_white(browser, pages):
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert min(int(part) for part in background[4:-1].split(",")) > 200
     assert opened.page.locator(".held-out thead").first.is_visible()  # as a table, not restacked as on a phone
-    opened.context.close()
-
-
-@pytest.mark.slow
-def test_dark_is_dark(browser, file):
-    opened = Open(browser, file, scheme="dark")
-    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert max(int(part) for part in background[4:-1].split(",")) < 60
     opened.context.close()
 
 

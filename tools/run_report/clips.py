@@ -18,19 +18,7 @@ MOST_BYTES = 20_000_000  # of all videos of a page: 27 MB in base64
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """A video in a page.
-
-    Attributes:
-        video: its line of the index.
-        title: why it is shown.
-        about: scene, camera and preset.
-        scores: each in words.
-        data: a data URI.
-        width: of the picture, in pixels.
-        height: likewise.
-        frames: how many.
-        fps: of them a second.
-    """
+    """A video in a page, with why it is shown, its scores in words, a data URI, and its form."""
 
     video: Video
     title: str

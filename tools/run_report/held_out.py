@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from flow_grpo.judging import verdict
 from flow_grpo.judging.verdict import LIKENESS, abridged, word_of
@@ -20,20 +20,18 @@ NO_VERDICT = "no verdict"
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One held-out metric before and after training.
+    """One held-out metric before and after training; NaN for numbers that are not known.
 
     Attributes:
-        name: `eval/` name.
-        meaning: in words, "" where it is not known.
-        unit: "" where it has none or it is not known.
-        before: the training of the run, and of that which it began from, if any; NaN where that is not known.
-        after: at the last evaluation, NaN where there was only that before training.
-        change: mean over the conditions with a value both times, NaN where it is not known.
-        low: lower end of the 95 % interval of the change, NaN where there is none.
-        high: its upper end.
-        floor: what the gold estimator finds on perfect videos, NaN where it measures none.
+        name: `eval/` name, or a kind of camera.
+        before: value before the training of the run, and of that which it began from, if any.
+        after: value at the last evaluation, NaN where there was only that before training.
+        change: mean over the conditions with a value both times.
+        low: lower end of the 95 % interval of the change.
+        high: upper end.
+        floor: what the gold estimator finds on perfect videos.
         word: "better", "worse", "unclear", or "" where the better direction is not known.
-        group: under which heading the metric belongs.
+        group: heading under which it belongs.
     """
 
     name: str
@@ -117,8 +115,8 @@ def camera_changes(run: Run, name: str) -> list[Change]:
 
     Of a run that began from another's checkpoint, the mean change tells what was before that one's training.
     """
-    short, sign, found = name.removeprefix("eval/"), direction(run, name), []
-    known, changes = metric_of(name), run.summary.change_by_camera if run.summary else {}
+    short, found = name.removeprefix("eval/"), []
+    changes = run.summary.change_by_camera if run.summary else {}
     for camera in sorted({key.split("/")[1] for key in run.names if key.startswith("eval_by_camera/")}):
         values = run.values(f"eval_by_camera/{camera}/{short}")
         change, low, high = (changes.get(camera, {}).get(name, []) + [math.nan] * 3)[:3]
@@ -127,8 +125,7 @@ def camera_changes(run: Run, name: str) -> list[Change]:
         if len(values) > 1:
             before, after = values[0], values[-1]
             ends = before, after, change if math.isfinite(change) else after - before, low, high
-            word, unit = word_of(sign, low, high) if sign else "", known.unit if known else ""
-            found.append(Change(camera, "", unit, *ends, floor=math.nan, word=word, group=name))
+            found.append(_made(run, name, camera, ends, floor=math.nan, group=name))
     return found
 
 
@@ -204,21 +201,15 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
         before = after - ends[0]
     elif first == last:
         after, ends = math.nan, [math.nan] * 3
-    known, sign = metric_of(name), direction(run, name)
     floor = run.values(name.replace("eval/", "eval_floor/", 1))
-    return Change(
-        name=name,
-        meaning=known.meaning if known else "",
-        unit=known.unit if known else "",
-        before=before,
-        after=after,
-        change=ends[0],
-        low=ends[1],
-        high=ends[2],
-        floor=floor[-1] if floor else math.nan,
-        word=word_of(sign, ends[1], ends[2]) if sign else "",
-        group=_group(run, name, bool(floor)),
-    )
+    values = before, after, *ends
+    return _made(run, name, name, values, floor[-1] if floor else math.nan, _group(run, name, bool(floor)))
+
+
+def _made(run: Run, metric: str, label: str, values: Sequence[float], floor: float, group: str) -> Change:
+    known, sign = metric_of(metric), direction(run, metric)
+    word = word_of(sign, *values[-2:]) if sign else ""
+    return Change(label, known.meaning if known else "", known.unit if known else "", *values, floor, word, group)
 
 
 def _value(found: object) -> float:

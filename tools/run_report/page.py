@@ -24,7 +24,7 @@ from tools.run_report.configuration import changes, knobs
 from tools.run_report.figures import by_camera, camera_path, curves
 from tools.run_report.health import findings
 from tools.run_report.held_out import camera_changes, direction, held_out, judged, sentence, verdict_word
-from tools.run_report.work import device, figures, phases, tiles, versions
+from tools.run_report.work import device, figures, phases, versions
 
 HERE = Path(__file__).resolve().parent
 MOST_PAGE_BYTES = 30_000_000
@@ -98,7 +98,6 @@ def part(run: Run, name: str, most_bytes: int, asked: str) -> dict[str, Any]:
         "findings": found,
         "bounded": bounded,
         "phases": phases(run),
-        "tiles": tiles(run),
         "figures": figures(run),
         "knobs": particular,
         "changes": changes(run),

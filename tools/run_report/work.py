@@ -80,13 +80,6 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
     return [(what, value, NOTES.get(what, "")) for what, value in found]
 
 
-def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """Return (what, value, what that means) of the few figures at the top of a page."""
-    short = {"MFU": percent(typical(run, "system/mfu"))}
-    short["peak memory"] = f"{number(largest(run, 'system/memory_peak_gib'))} GiB"
-    return [(what, short.get(what, value), note) for what, value, note in figures(run)[:6]]
-
-
 def device(run: Run) -> str:
     """Return the device in a few words, without why no other was taken."""
     return run.start.device.split(";")[0].removeprefix("device ")
