@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,14 +184,13 @@ def read_run(folder: Path, *, live: bool = False) -> Run:
         raise ValueError(f"{folder} holds no {METRICS}, must be the folder of a run; for example outputs/first")
     if not live and not files:
         raise ValueError(f"{folder / STARTS} holds no record of a start; restore it, or give another run")
-    starts = [start for file in files if (start := _content(Start, file, live=live))]
-    summary, videos, without = folder / SUMMARY, *_videos(folder / VIDEOS)
+    summary, (videos, without) = folder / SUMMARY, _videos(folder / VIDEOS)
     return Run(
         folder=folder,
-        plain=_content(dict, folder / CONFIG, live=live) or {},
-        starts=starts,
-        rows=_rows(folder / METRICS, changed(folder / METRICS), live=live),
-        summary=_content(Summary, summary, live=live) if summary.exists() else None,
+        plain=_found(live, read_json_object, folder / CONFIG, WAY_OUT) or {},
+        starts=[start for file in files if (start := _found(live, read_start, file))],
+        rows=_found(live, _rows, folder / METRICS, changed(folder / METRICS)) or {},
+        summary=_found(live, _read_summary, summary) if summary.exists() else None,
         videos=videos,
         without=without,
     )
@@ -223,23 +223,22 @@ def checked(kind: type, content: object, file: Path) -> Any:
         raise ValueError(f"{file}: {place}: {first['msg']}; {WAY_OUT}") from None
 
 
-def _content(kind: type, file: Path, *, live: bool) -> Any:
+def _found(live: bool, read: Callable[..., Any], *words: Any) -> Any:
     try:
-        return checked(kind, read_json_object(file, WAY_OUT), file)
+        return read(*words)
     except ValueError:
         if live:
             return None
         raise
 
 
+def _read_summary(file: Path) -> Summary:
+    return checked(Summary, read_json_object(file, WAY_OUT), file)
+
+
 @functools.lru_cache(maxsize=1)  # a long run's file is large: it is read again only when it has changed
-def _rows(file: Path, written: float, *, live: bool) -> dict[int, Row]:  # noqa: ARG001 - part of the key
-    try:
-        return read_rows(file)
-    except ValueError:
-        if live:
-            return {}
-        raise
+def _rows(file: Path, _changed: float) -> dict[int, Row]:
+    return read_rows(file)
 
 
 def _videos(folder: Path) -> tuple[list[Video], list[str]]:

@@ -16,11 +16,12 @@ from tests.tools.run_files import EPOCHS, MEASURED_ON, RECIPE, ROOT, change, mak
 from tools import report
 from tools.run_folder import read_run
 from tools.run_report import figures
+from tools.run_report.acceptance import record
 from tools.run_report.clips import choose
 from tools.run_report.comparison import FIRST_KNOBS, different_knobs
 from tools.run_report.configuration import changes, knobs
 from tools.run_report.health import findings
-from tools.run_report.held_out import camera_changes, held_out
+from tools.run_report.held_out import camera_changes, deciding, held_out
 from tools.run_report.words import changed, duration, number, pair, percent, signed, span, tidy
 
 
@@ -149,6 +150,14 @@ def test_the_configuration_is_shown_where_it_departs_from_the_recipe(tmp_path):
     text = page_of(make_run(tmp_path / "other", "--config.train.learning_rate=0.001"))
     assert "Set otherwise than recipe config/grpo.py:tiny_recam says now" in text
     assert re.search(r"train\.learning_rate \S+ 0\.0004 0\.001", text)
+
+
+def test_a_reward_that_a_schedule_trains_is_a_trained_one(tmp_path):
+    scheduled = ("--config.reward.weights.room_rot=0", "--config.reward.schedules.room_rot=0:0,20:1")
+    run = read_run(make_run(tmp_path / "run", *scheduled, "--config.eval.gold=", videos=False))
+    assert deciding(run, ["eval/room_rot", "eval/trans_err_m"]) == ["eval/trans_err_m"]
+    assert {change.name: change.group for change in held_out(run)}["eval/room_rot"] == "trained rewards"
+    assert "room_rot" in record(run)["rewards"]
 
 
 def test_a_recipe_that_is_gone_is_named(run):

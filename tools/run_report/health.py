@@ -16,17 +16,7 @@ NOT_HERE = ("eval_change/", "eval_floor/", "reward_by_camera/")  # differences a
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A metric that is, or was, outside of its healthy bounds.
-
-    Attributes:
-        name: of the metric.
-        value: its mean over the last values, with its unit.
-        healthy: the bounds in words.
-        when: how often and since when it was outside.
-        meaning: of the metric.
-        advice: what to do.
-        now: whether the last values are outside.
-    """
+    """A metric that is `now`, in its last values, or was outside of its healthy bounds; in words."""
 
     name: str
     value: str

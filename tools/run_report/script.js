@@ -203,19 +203,3 @@ document.addEventListener("keydown", (event) => {
   else return;
   event.preventDefault();
 });
-
-// A table that is wider than its box says so, and can be scrolled with the keyboard.
-const scrolls = (box, hint) => {
-  hint.hidden = box.scrollWidth <= box.clientWidth + 1;
-  for (const [name, value] of [["tabindex", "0"], ["role", "region"], ["aria-label", "table, scrolls sideways"]]) {
-    if (hint.hidden) box.removeAttribute(name);
-    else box.setAttribute(name, value);
-  }
-};
-for (const box of document.querySelectorAll(".wide")) {
-  const hint = document.createElement("p");
-  hint.className = "hint";
-  hint.textContent = "scroll the table sideways →";
-  box.before(hint);
-  new ResizeObserver(() => scrolls(box, hint)).observe(box);
-}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from statistics import median
 
@@ -21,25 +20,14 @@ NOTES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """Seconds of a phase: in all, per epoch (NaN outside of epochs), and as a share of the run."""
-
-    name: str
-    seconds: float
-    per_epoch: float
-    share: float
-
-
-def phases(run: Run) -> list[Phase]:
-    """Return the phases of a run, the longest first; they add up to its seconds."""
+def phases(run: Run) -> list[tuple[str, float, float, float]]:
+    """Return (phase, seconds, those of an epoch, share of the run), the longest first; NaN for what is in no epoch."""
     totals = {phase: sum(run.values(name)) for name in sorted(run.names) if (phase := phase_of(name))}
     every, epochs = sum(totals.values()) or 1.0, max(1, len(run.epochs))
-    found = [
-        Phase(name, seconds, math.nan if name in OUTSIDE_EPOCHS else seconds / epochs, seconds / every)
-        for name, seconds in totals.items()
+    return [
+        (name, seconds, math.nan if name in OUTSIDE_EPOCHS else seconds / epochs, seconds / every)
+        for name, seconds in sorted(totals.items(), key=lambda phase: -phase[1])
     ]
-    return sorted(found, key=lambda phase: -phase.seconds)
 
 
 def seconds_of(run: Run) -> float:
