@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flow_grpo.reporting.health_plots import ADVANTAGES, HEALTH, Plot
-from flow_grpo.reporting.metric_names import HEALTH as HEALTH_METRICS
 from flow_grpo.reporting.metric_names import healthy_text, metric_of
 from flow_grpo.reporting.series import SMOOTH_FROM, Rows, names_of, points, running_mean, values_at
 from flow_grpo.reporting.style import BLUE, CYCLE, GREY, ORANGE, new_figure, round_ticks, styled
@@ -90,22 +89,30 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[list[Panel]]:
     """Return the plots of a run: held-out metrics that decide, rewards in use and advantages, health."""
     names = names_of(rows)
-    held_out = [_panel_of_metric([rows], name, direction) for name in _held_out(rows, names, deciding)]
-    rewards = [_panel_of_metric([rows], name, direction) for name in _rewards(rows, names)]
+    held_out = [panel_of_metric([rows], name, direction) for name in _held_out(rows, names, deciding)]
+    rewards = [panel_of_metric([rows], name, direction) for name in _rewards(rows, names)]
     advantages, *health = (
         [_panel_of_health(rows, plot)] * any(need in names for need in plot[0]) for plot in (ADVANTAGES, *HEALTH)
     )
     return [held_out, [*rewards, *advantages], list(itertools.chain(*health))]
 
 
-def panels_of_runs(runs: Sequence[Rows], direction: Direction, deciding: Deciding) -> list[Panel]:
-    """Return the plots of several runs, one a metric, with the curves of all runs in the order of `CYCLE`."""
-    names: dict[str, None] = {}
-    for find in (functools.partial(_held_out, deciding=deciding), _rewards):
-        for rows in runs:
-            names |= dict.fromkeys(find(rows, names_of(rows)))
-    known = {name for rows in runs for name in names_of(rows)}
-    return [_panel_of_metric(runs, name, direction) for name in (*names, *HEALTH_METRICS) if name in known]
+def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Panel:
+    """Return the plot of a metric: of one run, which has values, or of several in the colours of `CYCLE`."""
+    title, alone = name, len(runs) == 1
+    if name.startswith("eval/"):
+        note = BETTER[direction(name)]
+        if alone:
+            values = points(runs[0], name)[1]
+            title = f"{name}: {values[0]:.4g} → {values[-1]:.4g}"
+        elif len(runs) <= _MOST_BANDS:
+            note += "; band: 95 % interval of the change"
+    elif name.startswith("reward/"):
+        note = BETTER[1] + "; band: ± group std" * (1 < len(runs) <= _MOST_BANDS)
+    else:
+        known = metric_of(name)
+        note = f"healthy: {healthy}" if known and (healthy := healthy_text(known)) else "steady is healthy"
+    return Panel(title, note, [name], functools.partial(_draw_metric, runs=runs, name=name))
 
 
 def worth_a_panel(names: Iterable[str], deciding: Deciding) -> list[str]:
@@ -170,23 +177,6 @@ def _add_minutes(axes: Any, rows: Rows) -> None:
 def _panel_of_health(rows: Rows, plot: Plot) -> Panel:
     names, title, note, draw = plot
     return Panel(title, note, names, lambda axes: draw(axes, rows))
-
-
-def _panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Panel:
-    title, alone = name, len(runs) == 1
-    if name.startswith("eval/"):
-        note = BETTER[direction(name)]
-        if alone:
-            values = points(runs[0], name)[1]
-            title = f"{name}: {values[0]:.4g} → {values[-1]:.4g}"
-        elif len(runs) <= _MOST_BANDS:
-            note += "; band: 95 % interval of the change"
-    elif name.startswith("reward/"):
-        note = BETTER[1] + "; band: ± group std" * (1 < len(runs) <= _MOST_BANDS)
-    else:
-        known = metric_of(name)
-        note = f"healthy: {healthy}" if known and (healthy := healthy_text(known)) else "steady is healthy"
-    return Panel(title, note, [name], functools.partial(_draw_metric, runs=runs, name=name))
 
 
 def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:

@@ -183,16 +183,12 @@ def test_a_run_without_values_is_still_plotted(data: dict[int, dict[str, float]]
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
 
 
-def test_runs_on_top_of_one_another_have_a_colour_each_and_bands_where_they_are_few() -> None:
-    first, second = rows(3), rows(3)
-    second[1]["train/grad_norm"] = 1.0
-    panels = plots.panels_of_runs([first, second], lambda _: -1, list)
-    assert [panel.title for panel in panels] == ["eval/trans_err_m", "reward/a_mean", "train/grad_norm"]
-    assert panels[1].note == "higher is better; band: ± group std"
-    axes = axes_of(panels[1])
-    assert [line.get_color() for line in axes.lines] == list(style.CYCLE[:2]) and len(axes.collections) == 2
-    axes = axes_of(plots.panels_of_runs([first] * 3, lambda _: -1, list)[1])
-    assert len(axes.lines) == 3 and not axes.collections
+@pytest.mark.parametrize(("count", "bands", "note"), [(2, 2, "; band: ± group std"), (3, 0, "")])
+def test_runs_on_top_of_one_another_have_a_colour_each_and_bands_where_they_are_few(count, bands, note) -> None:
+    panel = plots.panel_of_metric([rows(3)] * count, "reward/a_mean", lambda _: -1)
+    axes = axes_of(panel)
+    assert (panel.title, panel.note) == ("reward/a_mean", f"higher is better{note}")
+    assert [line.get_color() for line in axes.lines] == list(style.CYCLE[:count]) and len(axes.collections) == bands
 
 
 @pytest.mark.parametrize("last", [1, 2, 7, 40, 1234])

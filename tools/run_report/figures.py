@@ -5,28 +5,30 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from markupsafe import Markup
 
 from flow_grpo.reporting.camera_plots import draw_bars
+from flow_grpo.reporting.metric_names import HEALTH
 from flow_grpo.reporting.path_plots import small_paths
-from flow_grpo.reporting.plots import Panel, draw_panel, panels_of_run, panels_of_runs
+from flow_grpo.reporting.plots import Panel, draw_panel, panel_of_metric, panels_of_run
 from flow_grpo.reporting.style import as_svg, new_figure, styled
 from tools.run_folder import Paths, Run
-from tools.run_report.held_out import Change, deciding, direction
+from tools.run_report.held_out import Change, deciding, direction, judged, rewards
 
 SIZE = 3.4, 2.4  # inches of a plot: at the width of a phone its letters are still legible
 
 
 def curves(runs: Sequence[Run]) -> list[tuple[Panel, Markup]]:
     """Return the plots of one run, as in its curves.png, or of several on top of one another."""
-    judge: tuple[Any, Any] = functools.partial(direction, runs[0]), functools.partial(deciding, runs[0])
+    judge = functools.partial(direction, runs[0])
     if len(runs) == 1:
-        panels = list(itertools.chain(*panels_of_run(runs[0].rows, *judge)))
+        panels = list(itertools.chain(*panels_of_run(runs[0].rows, judge, functools.partial(deciding, runs[0]))))
     else:
-        panels = panels_of_runs([run.rows for run in runs], *judge)
+        names = [name for run in runs for name in judged(run)]
+        names += [f"reward/{name}_mean" for run in runs for name in rewards(run)]
+        panels = [panel_of_metric([run.rows for run in runs], name, judge) for name in dict.fromkeys([*names, *HEALTH])]
     shown = [panel for panel in panels if any(len(run.values(name)) > 1 for run in runs for name in panel.names)]
     return [(panel, _curve(panel, f"curve {place}")) for place, panel in enumerate(shown)]
 
