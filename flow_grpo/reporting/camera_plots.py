@@ -38,7 +38,7 @@ def draw_cameras(
 
     Args:
         means: `eval_by_camera/<camera>/<name>` -> mean, before training and after it.
-        changes: of each kind of camera; the interval stands at the bar of "after".
+        changes: change of each kind of camera; the interval stands at the bar of "after".
         names: `eval/` names to draw.
         path: PNG file, replaced atomically.
         direction: see `plots.Direction`.

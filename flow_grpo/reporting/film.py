@@ -29,7 +29,7 @@ class Panel:
     """One video of a film.
 
     Attributes:
-        name: of the panel, such as "now".
+        name: label, such as "now".
         video: (3, T, rows, columns) uint8, all panels alike.
         note: said after the name where there is room for it.
     """

@@ -39,7 +39,7 @@ def sketch(poses: Tensor, size: int) -> list[Image.Image]:
 
     Args:
         poses: (T, 4, 4) camera-to-world in metres.
-        size: of a side, at least 90 for legible words.
+        size: pixels of a side, at least 90 for legible words.
     """
     name, points = flat_path(poses)
     lettering = font(size // 9)

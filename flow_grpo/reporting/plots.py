@@ -116,7 +116,10 @@ def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Pa
 
 
 def worth_a_panel(names: Iterable[str], deciding: Deciding) -> list[str]:
-    """Return the held-out metrics `eval/...` to draw: those that decide the verdict, the likeness in decibels only."""
+    """Return the held-out metrics `eval/...` to draw: those that decide the verdict.
+
+    Where the PSNR to the true view is among them, other measures of the same distance are left out.
+    """
     found = deciding([name for name in names if not name.endswith("_valid")])
     return [name for name in found if not (_LIKENESS in found and name in _SHOWN_BY)]
 

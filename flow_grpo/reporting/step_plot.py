@@ -15,7 +15,7 @@ def draw_steps(sigmas: Sequence[float], steps: Sequence[Mapping[str, float]], pa
 
     Args:
         sigmas: (S + 1,) noise levels, from 1 down to 0.
-        steps: of each stochastic step its index `step` and `std`, `excess`, `gain` and `weight`, which
+        steps: for each stochastic step its index `step` and `std`, `excess`, `gain` and `weight`, which
             `flow_grpo.preflight.doctor.schedule.Step` explains.
         path: the PNG file, replaced atomically.
     """

@@ -78,7 +78,7 @@ def as_svg(figure: Figure, name: str) -> str:
     """Return a figure as an `<svg>` element for a page: no ground of its own, text as text, the same bytes each time.
 
     Args:
-        figure: to be drawn.
+        figure: what is drawn.
         name: unlike that of any other figure of the page, on which the identifiers within the element depend.
     """
     import matplotlib

@@ -18,7 +18,7 @@ def number(
     """Return a number as every part of the page writes it, a dash for None and NaN.
 
     Args:
-        value: to write.
+        value: number to write.
         digits: significant ones; those before the decimal point are all written.
         differ: how far values that stand beside it are away: digits are added until that is seen,
             and zeros at the end are kept.
