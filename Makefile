@@ -38,7 +38,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --timeout 1800 $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,7 @@
-"""Every video model trains, resumes, spreads over ranks, is planned, examined, sampled from and exported alike."""
+"""Every video model trains, resumes, spreads over ranks, is planned, examined, sampled from and exported alike.
+
+`make test` runs each of these with one model, not that of the other tests; `make test-slow` with the others.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from flow_grpo.preflight.dry_run import epoch_tensors
 from flow_grpo.reporting import plots
 from flow_grpo.run.starts import configuration_of
 from flow_grpo.settings.loading import load_config
+from tests.some import some
 from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest
 from tests.workers import run_ranks
 from tools import doctor, export_adapter, generate, precompute, random_model
@@ -35,7 +39,12 @@ def without_curves(monkeypatch):
     monkeypatch.setattr(plots, "draw_curves", lambda *_, **__: None)
 
 
-@pytest.fixture(scope="module", params=list(VIDEO_MODELS))
+def every_model(chosen: str) -> pytest.MarkDecorator:
+    """Run a test with every model, all but the chosen one in `make test-slow`."""
+    return pytest.mark.parametrize("knobs", some(VIDEO_MODELS, chosen), indirect=True)
+
+
+@pytest.fixture(scope="module")
 def knobs(request, tmp_path_factory) -> dict[str, object]:
     """A small recipe of one kind on random weights."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -67,7 +76,8 @@ def words(knobs: dict[str, object], out: Path, **changes: object) -> list[str]:
     return ["--config", f"{ROOT}/config/grpo.py:{recipe}", *(f"--config.{name}={v}" for name, v in changed.items())]
 
 
-@pytest.mark.parametrize("objective", [{}, FORWARD], ids=["grpo", "forward"])
+@every_model("wan_t2v")
+@pytest.mark.parametrize("objective", [{}, pytest.param(FORWARD, marks=pytest.mark.slow)], ids=["grpo", "forward"])
 def test_a_resumed_run_equals_the_uninterrupted_one_and_the_first_ratio_is_1(knobs, objective, tmp_path):
     knobs = knobs | objective
     assert train_grpo.main(words(knobs, tmp_path / "whole")) == 0
@@ -79,6 +89,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_the_first_ratio_is_1(kno
     assert all(row["policy/ratio_first_max_abs_log"] == 0.0 for row in rows)
 
 
+@every_model("wan_t2v")
 def test_every_layout_trains_on_2_ranks_to_the_weights_of_one(knobs, tmp_path):
     layouts = ("spread", "shuffled", "contiguous")
     prefix = {"sample__same_initial_noise": True, "sample__share_prefix": True}
@@ -110,6 +121,7 @@ def first_rows(run: Path) -> dict[str, float]:
     return found
 
 
+@every_model("wan_t2v")
 def test_2_ranks_that_share_every_sample_train_as_one_and_a_run_goes_on_without_sharing(knobs, tmp_path):
     shared = {"train__context_parallel": 2, "sample__num_batches_per_epoch": 3, "eval__signal_groups": 1}
     assert train_grpo.main(words(knobs, tmp_path / "one", **shared | {"train__context_parallel": 1})) == 0
@@ -140,6 +152,7 @@ def test_2_ranks_that_share_every_sample_train_as_one_and_a_run_goes_on_without_
         )
 
 
+@every_model("redirector")
 def test_a_run_is_sampled_from_exported_and_loaded_by_the_same_tools(knobs, tmp_path):
     knobs = knobs | {"model.trained": "lora", "model.lora_full_modules": ""}
     assert train_grpo.main(words(knobs, tmp_path, num_epochs=1)) == 0
@@ -160,6 +173,7 @@ def test_a_run_is_sampled_from_exported_and_loaded_by_the_same_tools(knobs, tmp_
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@every_model("redirector")
 def test_the_doctor_finds_no_fault_and_encodings_are_made_before_a_run(knobs, tmp_path, capsys):
     given = words(knobs, tmp_path, model__encodings=tmp_path / "encodings")
     assert precompute.main(given) == 0
@@ -169,7 +183,7 @@ def test_the_doctor_finds_no_fault_and_encodings_are_made_before_a_run(knobs, tm
     assert "doctor: " in said and not re.search(r"^fail +(?!reward_order| )", said, re.M)  # which sharpness fails
 
 
-@pytest.mark.parametrize("kind", list(VIDEO_MODELS))
+@pytest.mark.parametrize("kind", some(VIDEO_MODELS, "wan_t2v"))
 def test_the_full_size_recipe_is_planned_and_traced(kind):
     config = load_config(f"{ROOT}/config/grpo.py:{PLANNED[kind]}", [])
     model, size = VIDEO_MODELS[kind], largest_size(config)

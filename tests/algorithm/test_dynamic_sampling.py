@@ -272,7 +272,7 @@ def _random_patterns(world: World, count: int, local: int) -> list[tuple]:
     return seen
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 60), (4, 40), (8, 36)])
+@pytest.mark.parametrize(("world", "count"), [(2, 60), (4, 40), pytest.param(8, 36, marks=pytest.mark.slow)])
 def test_no_pattern_of_validity_makes_two_ranks_disagree(world, count):
     results = run_ranks(_random_patterns, world, count, 4)
     outcomes = Counter()

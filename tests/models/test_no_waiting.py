@@ -53,8 +53,15 @@ def on_device(made: WanPolicy) -> WanPolicy:
     return made
 
 
-@pytest.mark.parametrize("settings", [{}, {"guidance_scale": 5.0}, {"round_timestep": True}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"tail": True}, {"windows": [()] * 4, "record": False}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {}),
+        ({"guidance_scale": 5.0}, {"tail": True}),
+        ({"round_timestep": True}, {"windows": [()] * 4, "record": False}),
+    ],
+    ids=str,
+)
 def test_a_rollout_waits_for_nothing(settings, options):
     made = policy(**settings)
     there, waits = rolled(on_device(policy(**settings)), **options)
@@ -77,7 +84,7 @@ def waits_of_an_update(batch_size: int, **changes) -> list[str]:
     return watch.waits
 
 
-@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.1}, {"guard": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.1, "guard": True}], ids=str)
 def test_an_update_waits_as_often_with_four_micro_batches_as_with_one(changes):
     one, four = (waits_of_an_update(batch_size, **changes) for batch_size in (4, 1))
     assert one == four

@@ -59,12 +59,11 @@ def test_fake_shapes_are_those_of_the_real_policy():
     [
         ["--config.model.trained=lora", "--config.model.dtype=bf16", "--config.train.kl_coef=0.1"],
         [
-            "--config.model.trained=attention",
+            "--config.model.trained=full",
             "--config.train.guard=true",
             "--config.train.updates_per_epoch=2",
             "--config.train.step_weight=none",
         ],
-        ["--config.model.trained=full", "--config.train.old_log_prob=detach"],
     ],
     ids=lambda changes: changes[0],
 )

@@ -22,6 +22,7 @@ from flow_grpo.rewards.camera.pose import (
     translation_value,
 )
 from flow_grpo.rewards.process_pool import CallPool
+from tests.some import some
 from tools.dev.hacking.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
 
 FRAMES = 3  # the fewest that leave one to check the anchors with
@@ -113,7 +114,7 @@ def test_frames_that_cannot_be_judged_have_no_weight_and_do_not_count_as_lost():
 # --- order and cheats on filmed rooms
 
 
-@pytest.mark.parametrize("preset", ["pan_right", "zoom_in", "arc_right"])
+@pytest.mark.parametrize("preset", some(["pan_right", "zoom_in", "arc_right"], "arc_right"))
 def test_faster_is_better_up_to_the_command(preset):
     videos = [shot(preset), *(shot(preset, speed=speed) for speed in (0.95, 0.8, 0.5)), static(preset)]
     rotation, translation = values(preset, videos)
@@ -126,7 +127,7 @@ def test_faster_is_better_up_to_the_command(preset):
     assert ((rotation + translation).diff() < -0.003).all()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", some(PRESETS, "pan_right", "zoom_in", "arc_left"))
 def test_a_static_video_scores_below_the_right_path_at_half_its_speed(preset):
     rotation, translation = values(preset, [shot(preset, speed=0.5), static(preset)])
     for value in [rotation] * (preset in TURNS) + [translation] * (preset in MOVES) + [rotation + translation]:
