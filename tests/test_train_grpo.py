@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -30,6 +31,7 @@ from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.rewards import target_view
 from flow_grpo.run.assemble import assemble, open_tracker
 from flow_grpo.run.command_line import read_command_line
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.ranks import process_group
@@ -47,6 +49,7 @@ SMALL = UNTUNED | {
     "max_minutes": 0,
     "log_videos_every": 0,
     "trackers": "",
+    "device_tflops": 1,  # or every run measures it
     "data.tiny_world": "unit_test",
     "data.tune_scenes": 0,
     "data.num_frames": 5,
@@ -58,12 +61,16 @@ SMALL = UNTUNED | {
     "train.batch_size": 4,
     "reward.weights": "target_view=1,motion_mag=1",
     "eval.every": 0,
-    "eval.num_conditions": 4,
+    "eval.num_conditions": 2,
     "eval.num_steps": 2,
     "eval.gold": "",
-    "eval.videos": 1,
+    "eval.videos": 0,
+    "eval.signal_groups": 0,
     "checkpoint.every": 1,
 }
+# Of the runs on one rank and on two that are compared: half a batch on each of two ranks.
+ON_ONE = {"sample__num_batches_per_epoch": 1, "train__kl_coef": 0.01, "train__ema_decay": 0.5}
+ON_TWO = ON_ONE | {"sample__train_batch_size": 2, "train__batch_size": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +98,40 @@ def words(places: dict[str, str], output: Path, recipe: str = "tiny_recam", **ch
     ]
 
 
+@pytest.fixture(scope="module")
+def made(places, tmp_path_factory) -> Callable[..., Path]:
+    """Return how to make a run with some changes and ranks: once each, and not to be changed."""
+    runs: dict[str, Path] = {}
+
+    def make(ranks: int = 1, **changes: object) -> Path:
+        name = f"{ranks} {sorted(changes.items())}"
+        if name not in runs:
+            root = tmp_path_factory.mktemp("made")
+            given = words(places, root, **changes)
+            with mock.patch.object(plots, "draw_curves"):
+                codes = [train_grpo.main(given)] if ranks == 1 else run_ranks(_train, ranks, given)
+            assert codes == [0] * ranks
+            runs[name] = root / "run"
+        return runs[name]
+
+    return make
+
+
+def as_after(epoch: int, run: Path, root: Path) -> Path:
+    """Copy a run, as if it had been killed after an epoch, to a folder of runs, which is returned."""
+    copy = Path(shutil.copytree(run, root / "run"))
+    for path in checkpoint.published(copy / "checkpoints"):
+        if path.name > f"checkpoint_{epoch:06d}":
+            shutil.rmtree(path)
+    shutil.rmtree(copy / "adapter")
+    for file in (copy / "summary.json", copy / "metrics.csv"):
+        file.unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = [line for line in lines if json.loads(line)["step"] <= epoch]
+    (copy / "metrics.jsonl").write_text("".join(lines))
+    return root
+
+
 def newest(run: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of the newest checkpoint by path."""
     return state_files.flatten(state_files.read(checkpoint.published(run / "checkpoints")[-1] / "state"))[0]
@@ -108,7 +149,8 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, tmp_path, capsys):
     begun = time.perf_counter()
-    assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", log_videos_every=2)) == 0
+    shown = {"log_videos_every": 2, "eval__videos": 1, "eval__num_conditions": 4, "eval__signal_groups": 1}
+    assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", **shown)) == 0
     wall, run = time.perf_counter() - begun, tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
     assert set(summary) == {"verdict", "before", "after", "floor", "measured_on", "train_seconds"}
@@ -143,30 +185,27 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert "held-out metrics" in capsys.readouterr().out
 
 
-def test_what_the_backward_recomputes_changes_no_number(places, tmp_path, capsys):
-    modes = ("none", "keep_attention", "auto")
-    for mode in modes:
-        given = words(places, tmp_path / mode, num_epochs=1, model__checkpointing=mode, doctor="off")
-        assert train_grpo.main(given) == 0
+def test_what_the_backward_recomputes_changes_no_number(made, capsys):
+    runs = {"none": made(num_epochs=1)}
+    runs |= {mode: made(num_epochs=1, model__checkpointing=mode) for mode in ("keep_attention", "auto")}
     assert "model.checkpointing=auto: none, planned " in capsys.readouterr().out
-    states = [newest(tmp_path / mode / "run") for mode in modes]
+    states = [newest(run) for run in runs.values()]
     for state in states[1:]:
         assert_equal_state(states[0], state)
-    rows = {mode: metrics_of(tmp_path / mode / "run") for mode in modes}
-    work = {m: next(r["system/forward_equivalents"] for r in rows[m] if "train/grad_norm" in r) for m in modes}
+    rows = {mode: metrics_of(run) for mode, run in runs.items()}
+    work = {m: next(r["system/forward_equivalents"] for r in rows[m] if "train/grad_norm" in r) for m in runs}
     assert work["none"] == work["auto"] < work["keep_attention"] < 2 * work["none"]
     # A resume on another device decides anew.
-    assert json.loads((tmp_path / "auto" / "run" / "config.json").read_text())["model"]["checkpointing"] == "auto"
+    assert json.loads((runs["auto"] / "config.json").read_text())["model"]["checkpointing"] == "auto"
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path, made):
     rules = {"reward__schedules": "motion_mag=0:1,2:0.5", "reward__gates": "target_view=motion_mag:-0.5"}
     given = rules | {"train__updates_per_epoch": 2, "train__guard": True, "train__warmup_steps": 4}
-    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=3, **given)) == 0
-    for epochs in (1, 3):
-        resumed = words(places, tmp_path / "parts", num_epochs=epochs, resume="auto", data__num_workers=0, **given)
-        assert train_grpo.main(resumed) == 0
-    whole, parts = newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run")
+    given |= {"num_epochs": 3}
+    uninterrupted = made(**given)
+    assert train_grpo.main(words(places, as_after(1, uninterrupted, tmp_path), resume="auto", **given)) == 0
+    whole, parts = newest(uninterrupted), newest(tmp_path / "run")
     assert_equal_state(whole, parts)
     moments = [value for name, value in whole.items() if name.endswith("exp_avg_sq")]
     assert all(value.abs().max() > 0 for value in moments)
@@ -174,38 +213,37 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path)
     assert any(name.startswith("learned/ema/") for name in whole)
     names = ("reward/mean", "reward/advantage_abs", "reward/motion_mag_weight", "reward/target_view_gated")
     rewards = [
-        {row["step"]: [row[name] for name in names] for row in metrics_of(tmp_path / part / "run") if names[0] in row}
-        for part in ("whole", "parts")
+        {row["step"]: [row[name] for name in names] for row in metrics_of(run) if names[0] in row}
+        for run in (uninterrupted, tmp_path / "run")
     ]
     assert rewards[0] == rewards[1]
     assert [weight for _, _, weight, _ in rewards[0].values()] == [1.0, 0.75, 0.5]
     assert any(0 < share < 1 for *_, share in rewards[0].values())
 
 
-def test_learning_on_the_forward_process_from_deterministic_samples_resumes_bit_by_bit(places, tmp_path):
+def test_learning_on_the_forward_process_from_deterministic_samples_resumes_bit_by_bit(places, tmp_path, made):
     given = {"train__objective": "forward", "sample__sde": "ode", "train__updates_per_epoch": 2}
-    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=3, **given)) == 0
-    for epochs in (1, 3):
-        assert train_grpo.main(words(places, tmp_path / "parts", num_epochs=epochs, resume="auto", **given)) == 0
-    assert_equal_state(newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run"))
-    rows = [row for row in metrics_of(tmp_path / "whole" / "run") if "policy/ratio_mean" in row]
+    whole = made(**given)
+    assert train_grpo.main(words(places, as_after(1, whole, tmp_path), resume="auto", **given)) == 0
+    assert_equal_state(newest(whole), newest(tmp_path / "run"))
+    rows = [row for row in metrics_of(whole) if "policy/ratio_mean" in row]
     assert all(row["policy/ratio_first_max_abs_log"] == 0 and row["train/grad_norm"] > 0 for row in rows)
 
 
-def test_scoring_concurrently_with_the_rollouts_changes_no_number(places, tmp_path):
-    runs = {}
-    for overlap in ("true", "false"):
-        assert train_grpo.main(words(places, tmp_path / overlap, reward__overlap=overlap)) == 0
-        rows = [row for row in metrics_of(tmp_path / overlap / "run") if "reward/mean" in row]
-        assert all(("time/score_hidden_s" in row) == (overlap == "true") for row in rows)
-        rewards = [{name: value for name, value in row.items() if name.startswith("reward/")} for row in rows]
-        runs[overlap] = rewards, newest(tmp_path / overlap / "run")
-    assert runs["true"][0] == runs["false"][0]
-    assert_equal_state(runs["true"][1], runs["false"][1])
+def test_scoring_concurrently_with_the_rollouts_changes_no_number(made):
+    rewards = []
+    for run, overlapped in ((made(), True), (made(reward__overlap="false"), False)):
+        rows = [row for row in metrics_of(run) if "reward/mean" in row]
+        assert rows and all(("time/score_hidden_s" in row) == overlapped for row in rows)
+        rewards.append([{name: value for name, value in row.items() if name.startswith("reward/")} for row in rows])
+    assert rewards[0] == rewards[1]
+    assert_equal_state(newest(made()), newest(made(reward__overlap="false")))
 
 
-def test_a_run_stopped_by_a_failing_reward_resumes_to_the_weights_of_an_uninterrupted_one(places, tmp_path, capsys):
-    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=2)) == 0
+def test_a_run_stopped_by_a_failing_reward_resumes_to_the_weights_of_an_uninterrupted_one(
+    places, tmp_path, made, capsys
+):
+    whole = made()
     calls, score = [], target_view.TargetView.__call__
 
     def breaking(self, videos, conditions):
@@ -215,23 +253,22 @@ def test_a_run_stopped_by_a_failing_reward_resumes_to_the_weights_of_an_uninterr
         return score(self, videos, conditions)
 
     with mock.patch.object(target_view.TargetView, "__call__", breaking):
-        assert train_grpo.main(words(places, tmp_path / "parts", num_epochs=2)) == 2
+        assert train_grpo.main(words(places, tmp_path)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "reward target_view failed to measure" in line and "ConnectionError: nobody there" in line
-    assert train_grpo.main(words(places, tmp_path / "parts", num_epochs=2, resume="auto")) == 0
-    assert_equal_state(newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run"))
+    assert train_grpo.main(words(places, tmp_path, resume="auto")) == 0
+    assert_equal_state(newest(whole), newest(tmp_path / "run"))
 
 
-def test_a_run_whose_last_evaluation_failed_can_be_resumed(places, tmp_path, capsys):
-    given = {"eval__every": 0, "data__num_workers": 0}
-    assert train_grpo.main(words(places, tmp_path, num_epochs=1, **given)) == 0
+def test_a_run_whose_last_evaluation_failed_can_be_resumed(places, tmp_path, made, capsys):
+    shutil.copytree(made(num_epochs=1), tmp_path / "run")
     summary, broken = tmp_path / "run" / "summary.json", InputError("video x.mp4 cannot be read")
     assert summary.is_file()
     with mock.patch.object(Evaluator, "run", side_effect=broken):
-        assert train_grpo.main(words(places, tmp_path, num_epochs=2, resume="auto", **given)) == 2
+        assert train_grpo.main(words(places, tmp_path, resume="auto")) == 2
     assert not summary.exists() and len(checkpoint.published(tmp_path / "run" / "checkpoints")) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if "x.mp4" in line] == [f"error: {broken}"]
-    assert train_grpo.main(words(places, tmp_path, num_epochs=2, resume="auto", **given)) == 0
+    assert train_grpo.main(words(places, tmp_path, resume="auto")) == 0
     assert summary.is_file()
 
 
@@ -248,7 +285,7 @@ def test_a_crash_in_the_last_evaluation_does_not_lose_the_checkpoint_that_is_bei
         evaluated.append(True)
         return evaluate(*args)
 
-    given = words(places, tmp_path, num_epochs=1, eval__every=0, data__num_workers=0, checkpoint__every=5)
+    given = words(places, tmp_path, num_epochs=1, checkpoint__every=5)
     with (
         mock.patch.object(Evaluator, "run", once),
         mock.patch.object(state_files, "write_copy", slowly),
@@ -285,7 +322,7 @@ def _train(world: World, given: list[str]) -> int:
 
 def test_policy_raise_saves_and_stops_with_one_line(places, tmp_path, capsys):
     """The random model scores the same everywhere, so the first epoch has no signal."""
-    given = {"dynamic_sampling__enabled": "true", "reward__weights": "target_view=1", "eval__signal_groups": 0}
+    given = {"dynamic_sampling__enabled": "true", "reward__weights": "target_view=1"}
     assert train_grpo.main(words(places, tmp_path, **given, dynamic_sampling__policy="raise")) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "only 0 of 8 samples lie in groups that carry a signal after 3 resample(s)" in line
@@ -318,6 +355,7 @@ def test_scenes_of_two_video_sizes_train_in_one_run(places, tmp_path):
     assert all(row["policy/ratio_first_max_abs_log"] < 1e-5 for row in rows)
 
 
+@pytest.mark.slow
 def test_8_ranks_of_the_dapo_twin_resample_and_fall_back(tmp_path):
     """The trained model on its own tiny world, with a coarse floor."""
     knobs = {
@@ -345,7 +383,7 @@ def test_8_ranks_of_the_dapo_twin_resample_and_fall_back(tmp_path):
         assert row["dyn/fallback"] == (row["dyn/pool_samples"] < 32)
 
 
-def test_a_resumed_run_with_dynamic_sampling_equals_the_uninterrupted_one(places, tmp_path):
+def test_a_resumed_run_with_dynamic_sampling_equals_the_uninterrupted_one(places, tmp_path, made):
     """Resampling advances the sampler by more than one round; the checkpoint holds its position."""
     pooled = {
         "dynamic_sampling__enabled": "true",
@@ -353,17 +391,14 @@ def test_a_resumed_run_with_dynamic_sampling_equals_the_uninterrupted_one(places
         "dynamic_sampling__policy": "pad",
     }
     # A floor that about half of the random model's groups pass.
-    pooled |= {"reward__flat_eps": 0.045, "train__batch_size": 2}
-    whole_words = words(places, tmp_path / "whole", num_epochs=3, **pooled)
-    assert train_grpo.main(whole_words) == 0
-    for epochs in (1, 3):
-        resumed = words(places, tmp_path / "parts", num_epochs=epochs, resume="auto", **pooled)
-        assert train_grpo.main(resumed) == 0
-    assert_equal_state(newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run"))
+    pooled |= {"reward__flat_eps": 0.045, "train__batch_size": 2, "num_epochs": 3}
+    whole = made(**pooled)
+    assert train_grpo.main(words(places, as_after(1, whole, tmp_path), resume="auto", **pooled)) == 0
+    assert_equal_state(newest(whole), newest(tmp_path / "run"))
     names = ("dyn/resample_rounds", "dyn/pool_samples", "dyn/fallback_rate", "dyn/padded_samples")
     seen = [
-        [[row[name] for name in names] for row in metrics_of(tmp_path / part / "run") if "dyn/fallback" in row]
-        for part in ("whole", "parts")
+        [[row[name] for name in names] for row in metrics_of(run) if "dyn/fallback" in row]
+        for run in (whole, tmp_path / "run")
     ]
     assert seen[0] == seen[1]
     assert len(seen[0]) == 3
@@ -381,50 +416,46 @@ def learned(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_two_ranks_make_the_run_of_one(places, tmp_path, sharding):
-    changes = {"sample__num_batches_per_epoch": 1, "train__kl_coef": 0.01, "train__ema_decay": 0.5}
-    assert train_grpo.main(words(places, tmp_path / "one", **changes)) == 0
-    changes |= {"sample__train_batch_size": 2, "train__batch_size": 2, "train__sharding": sharding}
-    assert run_ranks(_train, 2, words(places, tmp_path / "two", **changes)) == [0, 0]
-    one, two = (learned(tmp_path / part / "run") for part in ("one", "two"))
+def test_two_ranks_make_the_run_of_one(made, sharding):
+    runs = made(**ON_ONE), made(2, **ON_TWO, train__sharding=sharding)
+    one, two = map(learned, runs)
     assert set(one) == set(two)
     for name in (name for name in one if name.endswith("exp_avg_sq")):
         assert one[name].max() > 0
         torch.testing.assert_close(two[name], one[name], rtol=1e-2, atol=1e-3 * float(one[name].max()))
     for name in (name for name in one if name.startswith(("trained/", "ema/"))):
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-4)
-    folders = [tmp_path / part / "run" / "adapter" for part in ("one", "two")]
-    saved = [load_transformer(ReCamTransformer3DModel, folder).state_dict() for folder in folders]
+    saved = [load_transformer(ReCamTransformer3DModel, run / "adapter").state_dict() for run in runs]
     assert all(torch.allclose(saved[0][name], saved[1][name], rtol=0, atol=1e-4) for name in saved[0])
 
 
-def test_a_run_resumes_on_another_number_of_ranks_with_the_same_draws(places, tmp_path):
-    alone = {"sample__num_batches_per_epoch": 1, "train__kl_coef": 0.01, "train__ema_decay": 0.5}
-    of_two = alone | {"sample__train_batch_size": 2, "train__batch_size": 2}
-    assert train_grpo.main(words(places, tmp_path / "whole", num_epochs=2, **alone)) == 0
-    assert run_ranks(_train, 2, words(places, tmp_path / "parts", num_epochs=1, **of_two)) == [0, 0]
-    assert train_grpo.main(words(places, tmp_path / "parts", num_epochs=2, resume="auto", **alone)) == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "back")
-    shutil.rmtree(checkpoint.published(tmp_path / "back" / "run" / "checkpoints")[-1])
-    more = words(places, tmp_path / "back", num_epochs=2, resume="auto", **of_two)
-    assert run_ranks(_train, 2, more) == [0, 0]
-    whole, parts, back = (learned(tmp_path / name / "run") for name in ("whole", "parts", "back"))
-    assert set(whole) == set(parts) == set(back)
-    for other in (parts, back):
-        for name in (name for name in whole if name.startswith(("trained/", "ema/"))):
-            torch.testing.assert_close(other[name], whole[name], rtol=0, atol=2e-4)
+def test_a_run_resumes_on_another_number_of_ranks_with_the_same_draws(places, tmp_path, made):
+    whole, of_two = made(**ON_ONE), made(2, **ON_TWO, train__sharding="ddp")
+    on_one = words(places, as_after(1, of_two, tmp_path / "from_two"), resume="auto", **ON_ONE)
+    assert train_grpo.main(on_one) == 0
+    on_two = words(places, as_after(1, whole, tmp_path / "from_one"), resume="auto", **ON_TWO)
+    assert run_ranks(_train, 2, on_two) == [0, 0]
+    runs = whole, tmp_path / "from_two" / "run", tmp_path / "from_one" / "run"
+    expected, *others = map(learned, runs)
+    for other in others:
+        assert set(other) == set(expected)
+        for name in (name for name in expected if name.startswith(("trained/", "ema/"))):
+            torch.testing.assert_close(other[name], expected[name], rtol=0, atol=2e-4)
     # The draws are the same: other conditions, copies or noise would give other rewards at once.
-    rewards = [
-        [row["reward/mean"] for row in metrics_of(tmp_path / name / "run") if "reward/mean" in row]
-        for name in ("whole", "parts", "back")
-    ]
+    rewards = [[row["reward/mean"] for row in metrics_of(run) if "reward/mean" in row] for run in runs]
     assert len(rewards[0]) == 2
     assert rewards[1] == pytest.approx(rewards[0], abs=1e-3) and rewards[2] == pytest.approx(rewards[0], abs=1e-3)
 
 
-def test_a_run_that_starts_from_another_s_checkpoint_saves_its_own(places, tmp_path, capsys):
-    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
-    (first,) = checkpoint.published(tmp_path / "run" / "checkpoints")
+def test_a_sharded_run_resumes_bit_by_bit(places, tmp_path, made):
+    given = ON_TWO | {"train__sharding": "fsdp2"}
+    whole = made(2, **given)
+    assert run_ranks(_train, 2, words(places, as_after(1, whole, tmp_path), resume="auto", **given)) == [0, 0]
+    assert_equal_state(learned(whole), learned(tmp_path / "run"))
+
+
+def test_a_run_that_starts_from_another_s_checkpoint_saves_its_own(places, tmp_path, made, capsys):
+    (first,) = checkpoint.published(made(num_epochs=1) / "checkpoints")
     capsys.readouterr()
     assert train_grpo.main(words(places, tmp_path, num_epochs=1, resume=str(first), run_name="other")) == 0
     assert [path.name for path in checkpoint.published(tmp_path / "other" / "checkpoints")] == [first.name]
@@ -483,22 +514,13 @@ def test_a_file_that_may_not_be_read_is_a_refusal_with_its_name():
     assert str(caught.value) == said
 
 
-def test_the_time_left_counts_the_minutes_that_earlier_starts_of_a_run_have_used(places, tmp_path):
-    assert train_grpo.main(words(places, tmp_path, num_epochs=1)) == 0
+def test_the_time_left_counts_the_minutes_that_earlier_starts_of_a_run_have_used(places, tmp_path, made):
+    shutil.copytree(made(num_epochs=1), tmp_path / "run")
     again = words(places, tmp_path, resume="auto", max_minutes=2)
     config, recipe = read_command_line(again)
     trainer = assemble(config, recipe, torch.device("cpu"), World())
     used = trainer.state.train_seconds
     assert used > 0 and trainer.progress._seconds == 120 - used
-
-
-def test_a_sharded_run_resumes_bit_by_bit(places, tmp_path):
-    changes = {"sample__train_batch_size": 2, "train__batch_size": 2, "train__sharding": "fsdp2"}
-    for part, epochs in (("whole", (2,)), ("parts", (1, 2))):
-        for number in epochs:
-            more = changes | {"num_epochs": number, "resume": "auto"}
-            assert run_ranks(_train, 2, words(places, tmp_path / part, **more)) == [0, 0]
-    assert_equal_state(*(learned(tmp_path / part / "run") for part in ("whole", "parts")))
 
 
 def _train_into_a_broken_video(world: World, given: list[str], data: str) -> tuple[int, str]:
@@ -545,14 +567,14 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
             if output[0].requires_grad:
                 output[0].register_hook(lambda gradient: rows.update(backward=rows["backward"] + len(gradient)))
 
-    train_epoch = train_grpo.train_epoch
+    train_epoch = Trainer.train_epoch
 
     def counted_epoch(*given):
         rows["counting"] = True
         train_epoch(*given)
         rows["counting"] = False
 
-    monkeypatch.setattr(train_grpo, "train_epoch", counted_epoch)
+    monkeypatch.setattr(Trainer, "train_epoch", counted_epoch)
     changes = {"train__copies": 2, "sample__num_batches_per_epoch": 4, "sample__guidance_scale": 2.0, "num_epochs": 1}
     changes |= {"sample__sde_window": 1, "sample__tail_steps": 2}
     changes |= {"sample__same_initial_noise": True, "sample__share_prefix": True}
