@@ -1,11 +1,12 @@
-"""The recipe of eight devices as its users start it, small only in size: every shape on every rank.
+"""The recipe of eight devices, small only in size: every shape on every rank.
 
-A rank tells what it saw because `sitecustomize`, which Python imports before any program, makes it: what runs is
-train_grpo.py itself.
+`make test` runs it in ranks that have imported everything; `make test-slow` also as its users start it, by torchrun:
+there a rank tells what it saw because `sitecustomize`, which Python imports before any program, makes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -25,13 +26,16 @@ from config.grpo import my_recam_8npu
 from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import window_of, windows
+from flow_grpo.runtime.ranks.process_group import World
+from tests.test_train_grpo import _train
+from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
 WORLD_SIZE = 8
 FRAMES, HEIGHT, WIDTH = 9, 48, 80  # pixels; no two sides of the latents are alike, nor like a count of samples
 TEXT_DIM = 32
 LIMIT_S = 1200  # of a run, however busy 2 cores are; alone it takes about 90 s, half of that to import libraries
-EVAL_STEPS = 5  # of the recipe's 50: most of the time would be evaluation's
+EVAL_STEPS = 2  # of the recipe's 50: most of the time would be evaluation's
 CHANNELS, TEMPORAL, SPATIAL = 16, 4, 8  # of Wan 2.1's codec, which the recipe is for
 CAMERA = 12  # numbers of a 3x4 pose
 
@@ -156,12 +160,30 @@ def places(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def run(places, tmp_path_factory) -> Run:
     """The recipe's epoch. Its 16 loader processes would import everything once more each: a minute on 2 cores."""
-    return launch(tmp_path_factory.mktemp("run"), places | {"data.num_workers": "0"})
+    folder = tmp_path_factory.mktemp("run")
+    given = knobs(folder, places | {"data.num_workers": "0"})
+    assert run_ranks(_witnessed, WORLD_SIZE, folder, words(given), timeout=LIMIT_S, fresh=True) == [0] * WORLD_SIZE
+    return left_by((folder / "said").read_text(encoding="utf-8"), folder, given)
 
 
-def launch(folder: Path, changes: dict[str, str]) -> Run:
-    """Start the recipe by torchrun in `folder` and wait; fails unless it ends well on every rank."""
-    given = {
+def _witnessed(world: World, folder: Path, given: list[str]) -> int:
+    """Train on a rank, for good prepared to tell what it sees; what rank 0 prints goes to a file."""
+    os.environ.update(environment(folder))
+    os.environ.pop("WANDB_MODE", None)
+    bear_witness()
+    file = folder / "said" if world.is_main else Path(os.devnull)
+    with file.open("w", encoding="utf-8") as said, contextlib.redirect_stdout(said):
+        return _train(world, given)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return what a rank finds in its environment; whoever runs this has no key for the tracker."""
+    return {"FLOW_GRPO_DEVICE": "cpu", "WANDB_BASE_URL": "http://127.0.0.1:9", WITNESS: str(folder)}
+
+
+def knobs(folder: Path, changes: dict[str, str]) -> dict[str, str]:
+    """Return what makes the recipe small and writes to `folder`."""
+    return {
         "data.num_frames": str(FRAMES),
         "data.height": str(HEIGHT),
         "data.width": str(WIDTH),
@@ -172,21 +194,27 @@ def launch(folder: Path, changes: dict[str, str]) -> Run:
         "run_name": "run",
         "output_root": str(folder),
     } | changes
+
+
+def words(given: dict[str, str]) -> list[str]:
+    """Return the command line of the recipe."""
+    return ["--config", "config/grpo.py:my_recam_8npu", *(f"--config.{name}={value}" for name, value in given.items())]
+
+
+def launch(folder: Path, given: dict[str, str]) -> Run:
+    """Start the recipe by torchrun in `folder` and wait; fails unless it ends well on every rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
-    command += ["train_grpo.py", "--config", "config/grpo.py:my_recam_8npu"]
-    command += [f"--config.{name}={value}" for name, value in given.items()]
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {
-        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
-        "PYTHONUTF8": "1",
-        "OMP_NUM_THREADS": "1",
-        "FLOW_GRPO_DEVICE": "cpu",
-        "WANDB_BASE_URL": "http://127.0.0.1:9",  # whoever runs this has no key for it, and nothing could be sent
-        WITNESS: str(folder),
-    }
+    found = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    found |= environment(folder) | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONUTF8": "1"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+        [*command, "train_grpo.py", *words(given)],
+        cwd=ROOT,
+        env=found | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
     )
     try:
         out, errors = process.communicate(timeout=LIMIT_S)
@@ -194,8 +222,13 @@ def launch(folder: Path, changes: dict[str, str]) -> Run:
         process.terminate()  # torchrun then ends its ranks, which are no children of ours
         process.wait()
     assert process.returncode == 0, errors[-8000:]
+    return left_by(out, folder, given)
+
+
+def left_by(said: str, folder: Path, given: dict[str, str]) -> Run:
+    """Return what is left of a run that has ended well."""
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
-    return Run(out.splitlines(), folder / "run", ranks, given)
+    return Run(said.splitlines(), folder / "run", ranks, given)
 
 
 @dataclass(frozen=True)
@@ -386,6 +419,8 @@ def test_all_ranks_end_with_the_same_finite_weights_and_metrics(run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S + 60)
-def test_the_recipe_also_runs_with_its_own_loader_processes(places, tmp_path, run):
-    with_loaders = launch(tmp_path, places)
-    assert [seen["trained"] for seen in with_loaders.ranks] == [seen["trained"] for seen in run.ranks]
+def test_the_recipe_is_the_same_as_its_users_start_it_with_its_own_loader_processes(places, tmp_path, run):
+    started = launch(tmp_path, knobs(tmp_path, places))
+    assert [seen["trained"] for seen in started.ranks] == [seen["trained"] for seen in run.ranks]
+    assert [line for line in started.lines if line.startswith("  group ")]
+    assert list(started.folder.glob("wandb/offline-run-*"))
