@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.cost import plan as planning
+from flow_grpo.cost import savings
 from flow_grpo.cost.codec_cost import codec_cost
 from flow_grpo.cost.recomputation import USABLE
 from flow_grpo.models.fake_policy import FakePolicy
@@ -91,9 +92,12 @@ def test_the_codec_has_a_rate_of_its_own_and_a_source_is_encoded_once(capsys):
     assert fast["decode_gib"] < found["decode_gib"]
 
 
-def test_the_command_prints_the_report_and_its_exit_code_says_whether_it_fits(capsys):
+def test_the_command_prints_the_report_and_its_exit_code_says_whether_it_fits(capsys, monkeypatch):
+    numbers = dict.fromkeys((field.name for field in dataclasses.fields(planning.Plan)), 1) | {"update_gib": 3}
+    # The report plans every set of knobs; a network's count for each takes a minute.
+    monkeypatch.setattr(savings, "make_plan", lambda *_: planning.Plan(**numbers))
     words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", "--devices", "2"]
-    for memory, code, verdict in (("64GiB", 0, "fits: 0.1 of 64 GiB"), ("10MiB", 1, "does not fit: 0.1 of 0.009765")):
+    for memory, code, verdict in (("64GiB", 0, "fits: 3.0 of 64 GiB"), ("10MiB", 1, "does not fit: 3.0 of 0.009765")):
         assert plan.main([*words, "--memory", memory]) == code
         first, *_, last = capsys.readouterr().out.splitlines()
         assert first.startswith("counting the costs of ") and last.startswith(verdict)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from flow_grpo.data import dataset
 from flow_grpo.data.dataset import FilmDataset, file_id, make_loader, next_batch
-from tests.models.test_wan_policy import condition
+from flow_grpo.records import Condition
 
 
 class Two(FilmDataset):
@@ -27,7 +27,8 @@ class Two(FilmDataset):
         return 2
 
     def make(self, index, gid, slot):
-        return condition(index, slot=slot)
+        video, still = torch.full((3, 5, 16, 24), float(index)), torch.eye(4, dtype=torch.float64).repeat(5, 1, 1)
+        return Condition(index=index, gid=gid, slot=slot, prompt="a room", source_video=video, target_poses=still)
 
     def source_file(self, index):
         return self.file

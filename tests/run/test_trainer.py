@@ -535,15 +535,9 @@ def test_a_run_continues_after_a_fallback_with_fresh_conditions_every_time(a_tra
     assert trainer.state.shortages == [1, 1, 1]
 
 
-def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_path):
-    skipping = dataclasses.replace(DYNAMIC, skip_step_if_all_flat=True)
-    run(a_trainer(**everything_flat(num_epochs=1, dynamic_sampling=skipping)))
-    (row,) = metrics_of(tmp_path)
-    assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)
-
-
-def test_it_does_so_without_dynamic_sampling_too(a_trainer, tmp_path):
-    skipping = dataclasses.replace(DYNAMIC, enabled=False, skip_step_if_all_flat=True)
+@pytest.mark.parametrize("resampled", [True, False])
+def test_an_epoch_without_a_signal_takes_no_step_when_asked_to(a_trainer, tmp_path, resampled):
+    skipping = dataclasses.replace(DYNAMIC, enabled=resampled, skip_step_if_all_flat=True)
     run(a_trainer(**everything_flat(num_epochs=1, dynamic_sampling=skipping)))
     (row,) = metrics_of(tmp_path)
     assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 1.0)

@@ -26,10 +26,7 @@ RECIPE = ["--config", "config/grpo.py:tiny_recam"]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("world") / "data"
-    ensure_tiny_world(str(root), "tiny")
-    for split in ("train", "val"):  # two scenes each are enough
-        for scene in sorted(path.parent for path in (root / split).rglob("videos"))[2:]:
-            shutil.rmtree(scene)
+    ensure_tiny_world(str(root), "unit_test")
     return root
 
 
@@ -72,6 +69,9 @@ def test_training_and_evaluation_then_load_no_encoder(world, tmp_path, monkeypat
         "--config.eval.num_conditions=4",
         "--config.eval.videos=0",
         "--config.eval.batch_size=4",
+        "--config.eval.num_steps=2",
+        "--config.eval.signal_groups=0",
+        "--config.sample.num_batches_per_epoch=1",
     ]
     run += ["--config.sample.train_batch_size=8", "--config.train.batch_size=8", "--config.trackers="]
     run += [f"--config.output_root={tmp_path}", "--config.run_name=warm", "--config.eval.gold="]
