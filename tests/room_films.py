@@ -15,7 +15,7 @@ from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.poses import preset_path, rotation_matrix
 from flow_grpo.maths.room import Room, random_room, render_video, stack_rooms
 from flow_grpo.records import Condition
-from flow_grpo.rewards.room_fit import Viewpoints, make_viewpoints
+from flow_grpo.rewards.room.room_fit import Viewpoints, make_viewpoints
 
 HEIGHT, WIDTH = 24, 32
 FOCAL = 17 / 23.76 * WIDTH

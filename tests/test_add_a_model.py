@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import train_grpo
-from flow_grpo.models.adapter_files import WEIGHTS_FILE
-from flow_grpo.reporting import plots
+from flow_grpo.models.files.adapter_files import WEIGHTS_FILE
+from flow_grpo.reporting.drawing import plots
 from flow_grpo.runtime.ranks.process_group import RankError, World
 from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest, places  # noqa: F401 - a fixture
 from tests.workers import run_ranks

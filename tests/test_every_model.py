@@ -18,7 +18,7 @@ from flow_grpo.cost.plan import largest_size, make_plan
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.registry import VIDEO_MODELS
 from flow_grpo.preflight.dry_run import epoch_tensors
-from flow_grpo.reporting import plots
+from flow_grpo.reporting.drawing import plots
 from flow_grpo.run.starts import configuration_of
 from flow_grpo.settings.loading import load_config
 from tests.some import some

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 import train_grpo
-from flow_grpo.models.model_files import read_checkpoint
+from flow_grpo.models.files.model_files import read_checkpoint
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.runtime.tensor_store import TensorStore

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import train_grpo
 from examples import one_file
 from flow_grpo import load_config
-from flow_grpo.reporting import plots
+from flow_grpo.reporting.drawing import plots
 
 ROOT = Path(__file__).parents[1]
 RECIPE = f"{ROOT}/config/grpo.py:tiny_recam"

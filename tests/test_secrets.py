@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import train_grpo
-from flow_grpo.reporting import plots
+from flow_grpo.reporting.drawing import plots
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.remote.http_client import Client
 from flow_grpo.rewards.remote.protocol import TOKEN

@@ -9,7 +9,7 @@ import torch
 
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.reporting import plots
+from flow_grpo.reporting.drawing import plots
 from tests.test_train_grpo import _train, learned, metrics_of, words
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks

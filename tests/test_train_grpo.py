@@ -24,9 +24,9 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video
 from flow_grpo.judging.evaluate import Evaluator
 from flow_grpo.maths.poses import PRESETS
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
-from flow_grpo.reporting import plots
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
+from flow_grpo.reporting.drawing import plots
 from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.rewards import target_view
 from flow_grpo.run.assemble import assemble, open_tracker

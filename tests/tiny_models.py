@@ -12,11 +12,11 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from flow_grpo.models.codec import Codec
+from flow_grpo.models.encoders.codec import Codec
+from flow_grpo.models.encoders.texts import TextEncoder
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
-from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.wan_policy import Networks
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "room", "with", "the", "camera", "pan", "left", "right", "zoom", "slowly"]
@@ -150,7 +150,7 @@ def make_tiny_folder(path: str | Path, seed: int = 0) -> str:
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "T5TokenizerFast"],
-        "transformer": ["flow_grpo.models.recam_transformer", "ReCamTransformer3DModel"],
+        "transformer": ["flow_grpo.models.networks.recam_transformer", "ReCamTransformer3DModel"],
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2))

@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-from flow_grpo.models import convert, model_files
-from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
+from flow_grpo.models.files import convert
+from flow_grpo.models.files import model_files
+from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object

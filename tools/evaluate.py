@@ -65,7 +65,7 @@ from flow_grpo.rewards.camera.pose import LEAST_LOCATED
 from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
 from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
-from flow_grpo.reporting.path_plots import draw_paths
+from flow_grpo.reporting.drawing.path_plots import draw_paths
 from flow_grpo.runtime.atomic_file import write_atomically
 from tools.common import fail, make_parser
 from tools.evaluation.inputs import Task, find_generated, find_tasks

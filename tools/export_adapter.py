@@ -24,7 +24,7 @@ import torch
 from flow_grpo.run.run_state import load_weights
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
-from flow_grpo.models.adapter_files import save_adapter
+from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.models.registry import build_policy
 
 

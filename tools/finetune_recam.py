@@ -62,7 +62,7 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
 from flow_grpo.models import adapters
-from flow_grpo.models.adapter_files import save_adapter
+from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition

@@ -59,9 +59,9 @@ from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos, read
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import relative
 from flow_grpo.maths.schedule import flow_sigmas
-from flow_grpo.models import codec
+from flow_grpo.models.encoders import codec
 from flow_grpo.models.registry import video_model
-from flow_grpo.models.adapter_files import load_adapter
+from flow_grpo.models.files.adapter_files import load_adapter
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition

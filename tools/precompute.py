@@ -30,10 +30,10 @@ from flow_grpo.data.splits import whole_splits
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 from flow_grpo.data.dataset import ConditionDataset, FilmDataset
-from flow_grpo.models.codec import Codec, codec_settings
-from flow_grpo.models.encodings import Encodings
+from flow_grpo.models.encoders.codec import Codec, codec_settings
+from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.wan_policy import check_folder, open_images
-from flow_grpo.models.texts import TextEncoder
+from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World

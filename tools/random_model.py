@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.models.registry import VIDEO_MODELS, video_model
-from flow_grpo.models.transformers import is_camera_weight, stays_fp32
+from flow_grpo.models.networks.transformers import is_camera_weight, stays_fp32
 from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.device import DTYPES

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.models.fake_policy import fake_transformer
-from flow_grpo.models.recomputation import set_checkpointing
+from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.runtime import device as device_api
 from flow_grpo.settings.schema import ModelConfig

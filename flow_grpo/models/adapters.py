@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from flow_grpo.models.transformers import camera_modules
+from flow_grpo.models.networks.transformers import camera_modules
 from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.settings.schema import ModelConfig
 

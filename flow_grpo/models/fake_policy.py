@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
-from flow_grpo.models.codec import Codec, codec_settings, network_dtype, read_config
-from flow_grpo.models.encodings import Encodings
-from flow_grpo.models.recomputation import set_checkpointing
+from flow_grpo.models.encoders.codec import Codec, codec_settings, network_dtype, read_config
+from flow_grpo.models.encoders.encodings import Encodings
+from flow_grpo.models.encoders.texts import TextEncoder
+from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.registry import video_model
-from flow_grpo.models.texts import TextEncoder
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.models.wan_policy import Networks, WanPolicy
 from flow_grpo.records import Condition, Conditioning, Guidance

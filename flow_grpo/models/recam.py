@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.maths.poses import camera_tokens
-from flow_grpo.models.encodings import Encodings
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.encoders.encodings import Encodings
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.video_model import WAN_1_3B, Inputs, Shape, VideoModel
 from flow_grpo.records import Condition
 

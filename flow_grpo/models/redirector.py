@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.maths.rays import CAMERA_NUMBERS, camera_pair
-from flow_grpo.models.encodings import Encodings
-from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
+from flow_grpo.models.encoders.encodings import Encodings
+from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel
 from flow_grpo.models.video_model import COMPONENTS, WAN_1_3B, Inputs, Shape, VideoModel
 from flow_grpo.records import Condition
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
-from flow_grpo.models.encodings import Encodings
+from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.records import Condition
 from flow_grpo.runtime.ranks.context import Context
 

@@ -18,12 +18,12 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
-from flow_grpo.models.codec import Codec, codec_settings
-from flow_grpo.models.encodings import Encodings
-from flow_grpo.models.images import ImageEncoder
-from flow_grpo.models.recomputation import set_checkpointing
-from flow_grpo.models.texts import TextEncoder
-from flow_grpo.models.transformers import is_camera_weight, load_transformer
+from flow_grpo.models.encoders.codec import Codec, codec_settings
+from flow_grpo.models.encoders.encodings import Encodings
+from flow_grpo.models.encoders.images import ImageEncoder
+from flow_grpo.models.encoders.texts import TextEncoder
+from flow_grpo.models.networks.recomputation import set_checkpointing
+from flow_grpo.models.networks.transformers import is_camera_weight, load_transformer
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api

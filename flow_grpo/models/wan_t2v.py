@@ -8,9 +8,9 @@ from typing import Any, cast
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
-from flow_grpo.models.encodings import Encodings
+from flow_grpo.models.encoders.encodings import Encodings
+from flow_grpo.models.networks.wan_blocks import Positions, SelfAttnProcessor, rotary_pairs
 from flow_grpo.models.video_model import WAN_1_3B, Inputs, Shape, VideoModel
-from flow_grpo.models.wan_blocks import Positions, SelfAttnProcessor, rotary_pairs
 from flow_grpo.records import Condition
 from flow_grpo.runtime.ranks.context import Context
 

@@ -14,8 +14,8 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from flow_grpo.reporting.path_sketch import sketch
-from flow_grpo.reporting.style import GROUND, SOFT, TEXT, font
+from flow_grpo.reporting.drawing.path_sketch import sketch
+from flow_grpo.reporting.drawing.style import GROUND, SOFT, TEXT, font
 
 LEAST_ROWS = 240  # pixels of a panel: smaller videos are enlarged by a whole factor
 LEAST_SECONDS = 2.0  # of a file: a clip of a few frames is shown slowly

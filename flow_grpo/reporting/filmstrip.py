@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from flow_grpo.reporting import video_index
 from flow_grpo.reporting.clips import BASE, NOW, TRUE
-from flow_grpo.reporting.style import GROUND, SOFT, TEXT, font
+from flow_grpo.reporting.drawing.style import GROUND, SOFT, TEXT, font
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.video_file import read_frames
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import ScoredBatch
-from flow_grpo.reporting import camera_plots, video_index
+from flow_grpo.reporting import video_index
 from flow_grpo.reporting.clips import BASE, NOW, Clip, file_name, group_clip, training_clips
+from flow_grpo.reporting.drawing import camera_plots
+from flow_grpo.reporting.drawing.path_plots import draw_paths
+from flow_grpo.reporting.drawing.step_plot import draw_steps
 from flow_grpo.reporting.film import Panel, as_dicts, enlargement, film, rate
 from flow_grpo.reporting.filmstrip import draw_filmstrip
-from flow_grpo.reporting.path_plots import draw_paths
-from flow_grpo.reporting.step_plot import draw_steps
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.video_file import read_frames, write_video
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.reporting import plots, video_index
+from flow_grpo.reporting import video_index
 from flow_grpo.reporting.background import Background
+from flow_grpo.reporting.drawing import plots
 from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.reporting.metric_names import SECTIONS
 from flow_grpo.reporting.sinks.sink import Opening, Sink

@@ -20,7 +20,7 @@ from torch import Tensor
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.own import KNOB, build_own, find_own
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
-from flow_grpo.rewards.room_fit import ROOM_FILE
+from flow_grpo.rewards.room.room_fit import ROOM_FILE
 from flow_grpo.runtime.ranks.process_group import InputError
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.own_code import is_own, why_it_fails
@@ -73,9 +73,9 @@ REWARDS: Mapping[str, str] = {
     "view_disp": "camera.view_disp:ViewDisp",
     "smooth": "camera.smooth:Smooth",
     "exposure": "exposure:Exposure",
-    "room_pose": "room_pose:RoomPose",
-    "room_rot": "room_path:RoomRot",
-    "room_trans": "room_path:RoomTrans",
+    "room_pose": "room.room_pose:RoomPose",
+    "room_rot": "room.room_path:RoomRot",
+    "room_trans": "room.room_path:RoomTrans",
 }
 # File in a scene's folder that a reward reads in addition to the videos; such a class is built with the data folder.
 SCENE_FILES: Mapping[str, str] = dict.fromkeys(("room_pose", "room_rot", "room_trans"), ROOM_FILE)

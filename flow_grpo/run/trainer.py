@@ -32,7 +32,7 @@ from flow_grpo.judging.reward_signal import NoSignalError, is_silent, measure_sp
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.maths.percentiles import percentiles
-from flow_grpo.models.adapter_files import save_adapter
+from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.reporting.clips import log_rows
 from flow_grpo.reporting.console import Progress

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.cost.footprint import count_network, footprint, peak_bytes, saved_bytes
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.recomputation import set_checkpointing
 from flow_grpo.models.video_model import WAN_1_3B
 from tests.models.test_adapters import LORA
 from tests.some import some

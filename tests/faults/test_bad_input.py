@@ -10,7 +10,7 @@ from torch._utils import ExceptionWrapper
 
 import train_grpo
 from flow_grpo.data.multicam import MultiCamDataset
-from flow_grpo.reporting import plots
+from flow_grpo.reporting.drawing import plots
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import LOCK

@@ -30,11 +30,11 @@ from flow_grpo.data.trajectories import read_path
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.poses import check_poses
 from flow_grpo.models.adapters import Ema
-from flow_grpo.models.codec import Codec
-from flow_grpo.models.model_files import read_tensors, stored_shapes
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.texts import TextEncoder
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.encoders.codec import Codec
+from flow_grpo.models.encoders.texts import TextEncoder
+from flow_grpo.models.files.model_files import read_tensors, stored_shapes
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.records import Condition
 from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.rewards.base import RewardSet, build_reward

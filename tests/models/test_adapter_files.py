@@ -13,9 +13,10 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 from torch import nn
 
-from flow_grpo.models import adapter_files, adapters
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models import adapters
+from flow_grpo.models.files import adapter_files
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import parallelize

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flow_grpo.models.codec import Codec
+from flow_grpo.models.encoders.codec import Codec
 from tests.tiny_models import CPU, tiny_vae
 
 

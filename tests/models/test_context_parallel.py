@@ -10,8 +10,8 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 
+from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recomputation import set_checkpointing
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.video_model import share_tokens
 from flow_grpo.models.wan_t2v import WAN_T2V

@@ -7,9 +7,9 @@ import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from flow_grpo.models import convert
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
+from flow_grpo.models.files import convert
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel
 from tests.tiny_models import tiny_redirector, tiny_transformer
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate
 
-from flow_grpo.models.images import ImageEncoder, preprocess
+from flow_grpo.models.encoders.images import ImageEncoder, preprocess
 from tests.tiny_models import CPU, add_tiny_image_encoder, tiny_image_encoder
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flow_grpo.models.model_files import check_component, check_json, read_checkpoint, read_tensors
+from flow_grpo.models.files.model_files import check_component, check_json, read_checkpoint, read_tensors
 
 STATE = {name: torch.randn(2, 3).to(torch.bfloat16) for name in ("a.weight", "blocks.0.norm2.weight", "norm22.weight")}
 

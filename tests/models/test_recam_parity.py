@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from tests import reference_recam as reference
 from tests.parity import (
     assert_same_gradients,

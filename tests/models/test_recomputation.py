@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recomputation import set_checkpointing
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.runtime import device as device_api

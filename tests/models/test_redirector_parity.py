@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flow_grpo.maths import poses
-from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
+from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel
 from tests.parity import (
     assert_same_gradients,
     distance,

@@ -10,10 +10,10 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 
-from flow_grpo.models import redirector_transformer, wan_blocks
+from flow_grpo.models.networks import redirector_transformer, wan_blocks
+from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.redirector import REDIRECTOR
-from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
 from flow_grpo.models.wan_policy import load_networks
 from tests.tiny_models import CHANNELS, CPU, make_tiny_redirector_folder, tiny_redirector, tiny_transformer
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
-from flow_grpo.models.codec import Codec
+from flow_grpo.models.encoders.codec import Codec
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.records import Condition

@@ -12,7 +12,7 @@ import torch
 import train_grpo
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import fast
-from flow_grpo.reporting import plots
+from flow_grpo.reporting.drawing import plots
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
 from tests import doctor_cases

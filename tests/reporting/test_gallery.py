@@ -16,9 +16,9 @@ from flow_grpo.maths.poses import preset_path
 from flow_grpo.records import Condition
 from flow_grpo.reporting import filmstrip, video_index
 from flow_grpo.reporting.clips import Clip, make_clip
+from flow_grpo.reporting.drawing.path_sketch import flat_path
 from flow_grpo.reporting.film import Panel, film, rate
 from flow_grpo.reporting.gallery import Gallery
-from flow_grpo.reporting.path_sketch import flat_path
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.video_file import read_frames

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
-from flow_grpo.reporting import path_plots
+from flow_grpo.reporting.drawing import path_plots
 
 
 def elsewhere(poses: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from flow_grpo.reporting import camera_plots, plots, style
+from flow_grpo.reporting.drawing import camera_plots, plots, style
 
 
 def rows(count: int) -> dict[int, dict[str, float]]:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from matplotlib.figure import Figure
 
-from flow_grpo.reporting import step_plot
+from flow_grpo.reporting.drawing import step_plot
 
 SIGMAS = (1.0, 0.8, 0.4, 0.0)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flow_grpo.maths.poses import pose, rotation_matrix
-from flow_grpo.rewards.room_fit import find_rooms, guess, load_room, make_view, make_viewpoints, viewpoints_of
-from flow_grpo.rewards.room_pose import initial_poses
+from flow_grpo.rewards.room.room_fit import find_rooms, guess, load_room, make_view, make_viewpoints, viewpoints_of
+from flow_grpo.rewards.room.room_pose import initial_poses
 from tests.room_films import INTRINSICS, conditions, film, viewpoints
 
 SHORT = film(["pan_right", "zoom_in", "arc_left"], frames=2)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix, trans_err
 from flow_grpo.maths.room import render_video
-from flow_grpo.rewards import room_path
-from flow_grpo.rewards.room_path import PathEstimator, RoomRot, RoomTrans, estimate_path, scored_frames
+from flow_grpo.rewards.room import room_path
+from flow_grpo.rewards.room.room_path import PathEstimator, RoomRot, RoomTrans, estimate_path, scored_frames
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, conditions, film, like_a_codec, viewpoints
 
 FEW = film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2)

@@ -12,9 +12,9 @@ from torch import Tensor
 from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix, trans_err
 from flow_grpo.maths.room import random_room, render_video, stack_rooms
-from flow_grpo.rewards import room_pose
-from flow_grpo.rewards.room_fit import RoomPoses, make_viewpoints
-from flow_grpo.rewards.room_pose import RoomPose, estimate_poses
+from flow_grpo.rewards.room import room_pose
+from flow_grpo.rewards.room.room_fit import RoomPoses, make_viewpoints
+from flow_grpo.rewards.room.room_pose import RoomPose, estimate_poses
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, Film, conditions, film, like_a_codec, reference_pose, viewpoints
 
 FEW = ["pan_right", "zoom_in", "arc_left", "translate_up"]

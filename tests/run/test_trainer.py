@@ -24,8 +24,8 @@ from flow_grpo.judging.evaluate import EvalSettings, Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError
 from flow_grpo.judging.stop_rules import BrokenPolicyError
 from flow_grpo.records import RewardResult
-from flow_grpo.reporting import plots
 from flow_grpo.reporting.console import Progress
+from flow_grpo.reporting.drawing import plots
 from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.reporting.tracker import Tracker

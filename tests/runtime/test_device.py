@@ -255,7 +255,8 @@ def test_importing_the_models_loads_torch_npu_first_with_its_environment_or_does
     (tmp_path / "torch_npu.py").write_text(
         "import os\nprint(os.environ['HCCL_CONNECT_TIMEOUT'])\nraise ImportError('x')"
     )
-    code = "import flow_grpo.models.codec; from flow_grpo.runtime.device import resolve; resolve('cpu'); resolve('npu')"
+    load = "import flow_grpo.models.encoders.codec; from flow_grpo.runtime.device import resolve"
+    code = f"{load}; resolve('cpu'); resolve('npu')"
     done = run_python(code, tmp_path)
     assert done.stdout.split() == ["1200"]  # once
     assert "ValueError: device='npu' was requested, but torch_npu is installed but cannot" in done.stderr

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from flow_grpo.models.adapters import Ema, apply_training_mode
-from flow_grpo.models.transformers import stays_fp32
+from flow_grpo.models.networks.transformers import stays_fp32
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.ranks.sharding import (

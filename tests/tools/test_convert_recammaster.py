@@ -12,10 +12,10 @@ import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from flow_grpo.models import convert, model_files
+from flow_grpo.models.files import convert, model_files
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
 from flow_grpo.models.wan_policy import load_networks
 from tests.models.test_convert import checkpoint, same
 from tests.models.test_recam_transformer import base_wan, inputs
@@ -77,7 +77,7 @@ def test_the_converted_folder_is_the_model_it_was_made_from(tmp_path, wan, link,
     assert networks.transformer.config["camera_dim"] == 12
     assert all((tmp_path / "out" / component).is_symlink() == link for component in tool.COMPONENTS)
     index = json.loads((tmp_path / "out" / "model_index.json").read_text())
-    assert index["transformer"] == ["flow_grpo.models.recam_transformer", "ReCamTransformer3DModel"]
+    assert index["transformer"] == ["flow_grpo.models.networks.recam_transformer", "ReCamTransformer3DModel"]
     said = capsys.readouterr().out
     size = sum(value.numel() for value in state.values())
     for part in ("77 tensors", f"{size:,} parameters: 77 float32", "8 camera tensors, 1,824 p", "prefix 'dit.'", " GB"):

@@ -10,9 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from flow_grpo.models import model_files
-from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.files import model_files
+from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from tests.models.test_convert import redirector_files, same
 from tests.models.test_redirector_transformer import inputs
 from tests.tiny_models import make_tiny_redirector_folder, tiny_redirector
@@ -56,7 +56,7 @@ def test_the_converted_folder_is_base_and_step_together_and_converts_back(tmp_pa
     assert torch.equal(loaded(*inputs())[0], expected(*inputs())[0])
     assert all((out / part).is_symlink() == link and (out / part).is_dir() for part in tool.COMPONENTS)
     index = json.loads((out / "model_index.json").read_text())
-    assert index["transformer"] == ["flow_grpo.models.redirector_transformer", "ReDirectorTransformer3DModel"]
+    assert index["transformer"] == ["flow_grpo.models.networks.redirector_transformer", "ReDirectorTransformer3DModel"]
     said = capsys.readouterr().out
     for part in ("97 tensors", "4 phase tensors, 768 parameters", "93 tensors of the base, 24 of the step, 20 of"):
         assert part in said

@@ -21,8 +21,8 @@ from packaging.utils import canonicalize_name
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.runtime import device as device_api
 from tests.limits import LIMIT_S

@@ -13,8 +13,8 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.judging.evaluate import held_out_indices
 from flow_grpo.maths.keys import key
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.run import starts
 from flow_grpo.settings.loading import load_config
 from tools import evaluate

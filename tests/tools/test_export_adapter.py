@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import train_grpo
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.reporting import plots
+from flow_grpo.reporting.drawing import plots
 from tests.tiny_models import make_tiny_folder
 from tools import evaluate, export_adapter
 from tools.evaluation import videos

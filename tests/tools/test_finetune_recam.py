@@ -15,9 +15,9 @@ import torch
 
 import train_grpo
 from flow_grpo.data.tiny_world import WorldSpec, ensure_tiny_world, write_tiny_world
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
 from flow_grpo.models.wan_policy import load_networks
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.checkpoints.run_lock import RunLock

@@ -17,9 +17,10 @@ import torch
 
 from flow_grpo.data.video_io import fit_video, read_video, video_size
 from flow_grpo.maths.poses import preset_path
-from flow_grpo.models import adapter_files, adapters
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models import adapters
+from flow_grpo.models.files import adapter_files
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.run import starts
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import load_config

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import train_grpo
 from flow_grpo.data.splits import multicam_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.models import codec, texts
+from flow_grpo.models.encoders import codec, texts
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.runtime.ranks.process_group import World

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.maths.rays import camera_pair
-from flow_grpo.models.images import ImageEncoder
+from flow_grpo.models.encoders.images import ImageEncoder
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.redirector_transformer import ReDirectorTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
 from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition

@@ -171,7 +171,7 @@ def test_every_plot_has_a_size_and_letters_of_the_page_s_font(browser, file, sch
         assert 200 < box["width"] <= 390 and box["height"] > 40
     fonts = opened.page.evaluate(
         "[...document.querySelectorAll('svg text')].map((text) => [getComputedStyle(text).fontFamily,"
-        " parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a])"
+        " parseFloat(getComputedStyle(text).fontSize) * Math.hypot(text.getScreenCTM().a, text.getScreenCTM().b)])"
     )
     body = opened.page.evaluate("getComputedStyle(document.body).fontFamily")
     assert {family for family, _ in fonts} == {body} and min(size for _, size in fonts) >= 8

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.models import model_files
+from flow_grpo.models.files import model_files
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object

@@ -22,7 +22,7 @@ from torch import Tensor
 from flow_grpo.data.video_io import read_video
 from flow_grpo.reporting import video_index
 from flow_grpo.reporting.clips import BASE, NOW, SOURCE, TRUE
-from flow_grpo.reporting.style import styled
+from flow_grpo.reporting.drawing.style import styled
 from tools.common import make_parser
 
 Line = Mapping[str, Any]

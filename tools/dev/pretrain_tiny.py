@@ -40,8 +40,8 @@ from flow_grpo.data.dynamic_batch import DistributedWeightedSampler, DynamicBatc
 from flow_grpo.data.tiny_world import WorldSpec, caption, film, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, preset_path
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 
 WIDE = WorldSpec(seed=12, scenes={}, translation=(0.12, 0.65), rotation=(0.3, 1.0))  # labelled as it is
 LABELLED = dataclasses.replace(WIDE, translation=(0.35, 0.65))  # what the second source labels

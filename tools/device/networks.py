@@ -19,11 +19,11 @@ from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import Transition, log_prob, sample
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.recomputation import set_checkpointing
+from flow_grpo.models.networks.transformers import stays_fp32
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.recomputation import set_checkpointing
-from flow_grpo.models.transformers import stays_fp32
 from flow_grpo.models.wan_policy import TIMESTEPS
 from flow_grpo.records import Conditioning
 from flow_grpo.runtime import device as device_api

@@ -15,7 +15,7 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.judging.evaluate import held_out_indices
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
-from flow_grpo.models.codec import codec_settings
+from flow_grpo.models.encoders.codec import codec_settings
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.run import parts as parts

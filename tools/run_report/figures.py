@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from markupsafe import Markup
 
-from flow_grpo.reporting.camera_plots import draw_bars
+from flow_grpo.reporting.drawing.camera_plots import draw_bars
+from flow_grpo.reporting.drawing.path_plots import small_paths
+from flow_grpo.reporting.drawing.plots import Panel, draw_panel, panel_of_metric, panels_of_run
+from flow_grpo.reporting.drawing.style import as_svg, new_figure, styled
 from flow_grpo.reporting.metric_names import HEALTH
-from flow_grpo.reporting.path_plots import small_paths
-from flow_grpo.reporting.plots import Panel, draw_panel, panel_of_metric, panels_of_run
-from flow_grpo.reporting.style import as_svg, new_figure, styled
 from tools.run_folder import Paths, Run
 from tools.run_report.held_out import Change, deciding, direction, judged, rewards
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from flow_grpo.judging import verdict
 from flow_grpo.judging.verdict import LIKENESS, abridged, word_of
+from flow_grpo.reporting.drawing.plots import worth_a_panel
 from flow_grpo.reporting.metric_names import metric_of
-from flow_grpo.reporting.plots import worth_a_panel
 from flow_grpo.settings.checks import largest_weights
 from tools.run_folder import Run
 from tools.run_report.words import changed, pair, signed, span, tidy

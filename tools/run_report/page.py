@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from flow_grpo.reporting.plots import BETTER
-from flow_grpo.reporting.style import BLUE, CYCLE, GREY, ORANGE
+from flow_grpo.reporting.drawing.plots import BETTER
+from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREY, ORANGE
 from tools.run_folder import Run
 from tools.run_report import words
 from tools.run_report.clips import MOST_BYTES, choose

@@ -25,9 +25,9 @@ from flow_grpo.algorithm.groups import compare, metrics, subset
 from flow_grpo.cost import traffic
 from flow_grpo.cost.footprint import forward_flops, peak_bytes
 from flow_grpo.cost.plan import make_plan
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.transformers import load_transformer
 from flow_grpo.models.video_model import share_tokens
 from flow_grpo.records import Conditioning, RewardResult, Samples, ScoredBatch, Trajectory
 from flow_grpo.run.assemble import assemble

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.recomputation import set_checkpointing
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.recomputation import set_checkpointing
+from flow_grpo.models.networks.transformers import load_transformer
 
 # Latent frames, rows and columns of one video: 120, 640 and 2,560 tokens with its source.
 VIDEOS = {120: (5, 3, 4), 640: (5, 8, 8), 2560: (5, 16, 16)}

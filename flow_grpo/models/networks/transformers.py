@@ -13,7 +13,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 
-from flow_grpo.models.model_files import check_component
+from flow_grpo.models.files.model_files import check_component
 
 TransformerType = TypeVar("TransformerType", bound=WanTransformer3DModel)
 

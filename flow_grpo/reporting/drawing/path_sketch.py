@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M, baseline_m
 from flow_grpo.maths.poses import relative
-from flow_grpo.reporting.style import FAINT, MARK, PLATE, SOFT, font
+from flow_grpo.reporting.drawing.style import FAINT, MARK, PLATE, SOFT, font
 
 Point = tuple[float, float]
 SMOOTH = 4  # drawn so much larger and shrunk, for smooth lines

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.models.model_files import summarize
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.redirector_transformer import PHASE_MODULES
-from flow_grpo.models.transformers import is_camera_weight, stays_fp32
-from flow_grpo.models.wan_blocks import VideoToVideoWan
+from flow_grpo.models.files.model_files import summarize
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.redirector_transformer import PHASE_MODULES
+from flow_grpo.models.networks.transformers import is_camera_weight, stays_fp32
+from flow_grpo.models.networks.wan_blocks import VideoToVideoWan
 
 LINEAR, NORM, WHOLE = ("weight", "bias"), ("weight",), ("",)
 

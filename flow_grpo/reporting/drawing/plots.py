@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flow_grpo.reporting.health_plots import ADVANTAGES, HEALTH, Plot
+from flow_grpo.reporting.drawing.health_plots import ADVANTAGES, HEALTH, Plot
+from flow_grpo.reporting.drawing.series import SMOOTH_FROM, Rows, names_of, points, running_mean, values_at
+from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREY, ORANGE, new_figure, round_ticks, styled
 from flow_grpo.reporting.metric_names import healthy_text, metric_of
-from flow_grpo.reporting.series import SMOOTH_FROM, Rows, names_of, points, running_mean, values_at
-from flow_grpo.reporting.style import BLUE, CYCLE, GREY, ORANGE, new_figure, round_ticks, styled
 from flow_grpo.runtime.atomic_file import atomic_path
 
 _ACROSS = 4  # panels

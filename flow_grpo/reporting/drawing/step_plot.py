@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flow_grpo.reporting.style import BLUE, GREEN, GREY, ORANGE, new_figure, round_ticks, styled
+from flow_grpo.reporting.drawing.style import BLUE, GREEN, GREY, ORANGE, new_figure, round_ticks, styled
 from flow_grpo.runtime.atomic_file import atomic_path
 
 

@@ -18,7 +18,7 @@ from flow_grpo.maths.poses import pose, rot_deg_frame_mean, rot_err, rotation_ma
 from flow_grpo.maths.soft_room import draw
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
-from flow_grpo.rewards.room_fit import (
+from flow_grpo.rewards.room.room_fit import (
     Fit,
     RoomPoses,
     View,

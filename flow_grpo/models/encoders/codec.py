@@ -17,7 +17,7 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor
 
-from flow_grpo.models.model_files import check_component, stored_shapes, summarize
+from flow_grpo.models.files.model_files import check_component, stored_shapes, summarize
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 from flow_grpo.settings.schema import ModelConfig

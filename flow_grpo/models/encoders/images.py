@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from transformers import CLIPVisionModel, PreTrainedModel
 
-from flow_grpo.models.frozen import load_frozen
-from flow_grpo.models.model_files import WAY_OUT, check_component
+from flow_grpo.models.encoders.frozen import load_frozen
+from flow_grpo.models.files.model_files import WAY_OUT, check_component
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.tensor_store import files_key

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from flow_grpo.models.model_files import summarize
+from flow_grpo.models.files.model_files import summarize
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # otherwise a folder's own code asks to be run
 

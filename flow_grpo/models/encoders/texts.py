@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from flow_grpo.models.frozen import LOCAL, load_frozen, not_loaded
-from flow_grpo.models.model_files import check_component, check_json
+from flow_grpo.models.encoders.frozen import LOCAL, load_frozen, not_loaded
+from flow_grpo.models.files.model_files import check_component, check_json
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 

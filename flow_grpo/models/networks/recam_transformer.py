@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from einops import rearrange
 from torch import Tensor, nn
 
-from flow_grpo.models.wan_blocks import Positions, SelfAttnProcessor, VideoToVideoWan, cast_norms, rotary_pairs
+from flow_grpo.models.networks.wan_blocks import Positions, SelfAttnProcessor, VideoToVideoWan, cast_norms, rotary_pairs
 
 
 class ReCamTransformerBlock(WanTransformerBlock):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flow_grpo.reporting.series import Rows, points, values_at
-from flow_grpo.reporting.style import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE
+from flow_grpo.reporting.drawing.series import Rows, points, values_at
+from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE
 
 PHASES = ("rollout", "update", "score", "encode", "fetch", "gather", "other")
 _WIDE = 50.0  # ratio of the largest to the smallest norm from which the axis is logarithmic

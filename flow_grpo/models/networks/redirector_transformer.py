@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flow_grpo.maths.rays import CAMERA_NUMBERS, RAY_CHANNELS, by_latent_frame, packed_rays
-from flow_grpo.models.wan_blocks import (
+from flow_grpo.models.networks.wan_blocks import (
     Positions,
     Rotary,
     VideoToVideoWan,

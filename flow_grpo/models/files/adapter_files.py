@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flow_grpo.models.adapters import has_lora, trained_parameters
-from flow_grpo.models.model_files import WEIGHTS_FILE, read_tensors
-from flow_grpo.models.policy import Policy
-from flow_grpo.models.transformers import (
+from flow_grpo.models.files.model_files import WEIGHTS_FILE, read_tensors
+from flow_grpo.models.networks.transformers import (
     TransformerType,
     camera_modules,
     is_camera_weight,
     load_transformer,
     variant_of,
 )
+from flow_grpo.models.policy import Policy
 from flow_grpo.runtime.atomic_file import replace_folder, temporary_path
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
@@ -48,7 +48,7 @@ An adapter trained with GRPO on a camera-controlled video-to-video model ({{kind
   `transformer.load_lora_adapter(folder, prefix=None, weight_name="{LORA_FILE}")`
 - `{CAMERA_FILE}`: the trained camera modules ({{modules}}), which only this project's model has:
 
-      from flow_grpo.models.adapter_files import load_adapter
+      from flow_grpo.models.files.adapter_files import load_adapter
       from {{module}} import {{kind}}
       transformer = load_adapter({{kind}}.from_pretrained("MODEL/transformer"), "THIS FOLDER")
 

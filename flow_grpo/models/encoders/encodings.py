@@ -16,9 +16,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from flow_grpo.models.codec import Codec
-from flow_grpo.models.images import ImageEncoder
-from flow_grpo.models.texts import TextEncoder, clean_prompt
+from flow_grpo.models.encoders.codec import Codec
+from flow_grpo.models.encoders.images import ImageEncoder
+from flow_grpo.models.encoders.texts import TextEncoder, clean_prompt
 from flow_grpo.records import Condition
 from flow_grpo.runtime.tensor_store import TensorStore, content_key
 

@@ -21,7 +21,7 @@ from flow_grpo.maths.poses import pose, rot_err, rotation_matrix, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.frames import frame_numbers
 from flow_grpo.rewards.results import scored_rows
-from flow_grpo.rewards.room_fit import (
+from flow_grpo.rewards.room.room_fit import (
     RoomPoses,
     Viewpoints,
     best,

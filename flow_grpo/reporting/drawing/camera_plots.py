@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flow_grpo.reporting.plots import BETTER, Deciding, Direction, worth_a_panel
-from flow_grpo.reporting.style import BLUE, GREY, new_figure, styled
+from flow_grpo.reporting.drawing.plots import BETTER, Deciding, Direction, worth_a_panel
+from flow_grpo.reporting.drawing.style import BLUE, GREY, new_figure, styled
 from flow_grpo.runtime.atomic_file import atomic_path
 
 Changes = Mapping[str, Mapping[str, Sequence[float]]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M, baseline_m
 from flow_grpo.maths.poses import relative
-from flow_grpo.reporting.style import BLUE, ORANGE, new_figure, styled
+from flow_grpo.reporting.drawing.style import BLUE, ORANGE, new_figure, styled
 from flow_grpo.runtime.atomic_file import atomic_path
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Model folders, adapters and checkpoints of others as files."""

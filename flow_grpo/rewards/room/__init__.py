@@ -1,0 +1,1 @@
+"""The tiny world's own measures: cameras found by its exact renderer."""
