@@ -24,8 +24,8 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     command_line(__doc__).print_help()  # now: what follows takes seconds to import
     sys.exit()
 
+from flow_grpo.preflight.doctor.examine import examine
 from flow_grpo.preflight.dry_run import show_plan
-from flow_grpo.preflight.examine import examine
 from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
 from flow_grpo.run.starts import rewards_in_words

@@ -20,12 +20,11 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import probe
-from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding
-from flow_grpo.preflight.examine import doctor_context
 from flow_grpo.run import assemble as assemble_module
 from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients
 from tests.tiny_models import make_tiny_folder
@@ -66,10 +65,10 @@ def words(places: dict[str, str], **changes: object) -> list[str]:
     return ["--config", f"{ROOT}/config/grpo.py:tiny_recam", *(f"--config.{n}={v}" for n, v in knobs.items())]
 
 
-def build_context(given: list[str], world: World | None = None) -> DoctorContext:
-    """Return what the doctor examines of a run with this command line, on the CPU."""
+def build_trainer(given: list[str], world: World | None = None) -> Trainer:
+    """Return a run with this command line, on the CPU."""
     config, recipe = read_command_line(given)
-    return doctor_context(assemble(config, recipe, torch.device("cpu"), world or World()))
+    return assemble(config, recipe, torch.device("cpu"), world or World())
 
 
 def statuses(findings: Iterable[Finding]) -> dict[str, str]:

@@ -56,7 +56,7 @@ def bear_witness() -> None:
     """Note the shapes that pass through the verbs of the loop, and write them down when the run is finished."""
     from flow_grpo.algorithm import debug_print
     from flow_grpo.models.wan_policy import WanPolicy
-    from flow_grpo.preflight.doctor import fast
+    from flow_grpo.preflight.doctor import examine
     from flow_grpo.rewards.base import RewardSet
     from flow_grpo.run.trainer import Trainer
 
@@ -105,7 +105,7 @@ def bear_witness() -> None:
     spy(WanPolicy, "velocity", on_velocity)
     spy(RewardSet, "__call__", lambda _, rewards, videos, *__: seen["videos"].append([phase[0], *videos.shape]))
     spy(debug_print, "repeat_over_steps", lambda result, *_: seen["repeated"].append(list(result.shape)))
-    spy(fast, "examine", lambda *_: None, during="doctor")
+    spy(examine, "run_checks", lambda *_: None, during="doctor")
     spy(Trainer, "sample", on_sample, during="sample")
     spy(Trainer, "gather", on_gather)
     spy(Trainer, "compare", on_compare)

@@ -29,20 +29,18 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 
-from flow_grpo.preflight.examine import doctor_context
+from flow_grpo.models.adapters import AdapterError
+from flow_grpo.preflight.doctor.examine import full, run_checks
+from flow_grpo.preflight.doctor.findings import Finding, as_table, failed, finding, summary
 from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
-from flow_grpo.runtime.ranks.start_up import refuse
-from flow_grpo.runtime.ranks.start_up import set_up_rank
-from flow_grpo.preflight.doctor.findings import Finding, as_table, failed, finding, summary
-from flow_grpo.preflight.doctor.full import examine_fully
-from flow_grpo.settings.loading import ConfigError
-from flow_grpo.settings.checks import check, check_world
-from flow_grpo.settings.schema import Config
-from flow_grpo.models.adapters import AdapterError
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.runtime.ranks.start_up import refuse, set_up_rank
+from flow_grpo.settings.checks import check, check_world
+from flow_grpo.settings.loading import ConfigError
+from flow_grpo.settings.schema import Config
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -67,7 +65,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return refuse(error, world)
     if world.is_main:
-        show(findings, time.perf_counter() - begun, as_json=known.json)
+        seconds = time.perf_counter() - begun
+        rows = [dataclasses.asdict(found) for found in findings]
+        told = json.dumps({"failed": failed(findings), "seconds": seconds, "findings": rows})
+        print(told if known.json else "\n".join([*as_table(findings), summary(findings, seconds)]), flush=True)
     process_group.shut_down(world)
     return 1 if failed(findings) else 0
 
@@ -100,16 +101,9 @@ def examine(config: Config, spec: str, device: torch.device, world: World) -> li
             if not isinstance(error.__cause__, AdapterError):
                 raise
             return [finding("adapters", str(error), fail="set model.lora_targets to names like those")]
-        # The folder whose disk is checked; nothing is written there.
-        run_folder = Path(config.output_root) / "doctor"
-        context = dataclasses.replace(doctor_context(trainer), run_folder=run_folder)
-        so_far: list[Finding] = []
-        try:
-            findings = examine_fully(context, config.train.updates_per_epoch, so_far)
-        except RuntimeError:
-            if world.is_main:
-                print(as_table(so_far), file=sys.stderr, flush=True)
-            raise
+        # Its disk is checked; nothing is written there.
+        trainer.run_folder = Path(config.output_root) / "doctor"
+        findings = run_checks(trainer, full(config.train.updates_per_epoch))
         trainer.tracker.close()
     return findings
 
@@ -127,16 +121,6 @@ def shortened(config: Config, world_size: int) -> Config:
             continue
         return short
     return dataclasses.replace(config, train=train)
-
-
-def show(findings: Sequence[Finding], seconds: float, *, as_json: bool) -> None:
-    """Print the findings."""
-    if as_json:
-        rows = [dataclasses.asdict(found) for found in findings]
-        print(json.dumps({"failed": failed(findings), "seconds": seconds, "findings": rows}), flush=True)
-    else:
-        print(as_table(findings))
-        print(summary(findings, seconds), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,20 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
 import torch
-from flow_grpo.preflight.examine import doctor_context
-from flow_grpo.run.assemble import assemble
-from flow_grpo.run.command_line import read_command_line
-from flow_grpo.runtime.ranks.start_up import refuse
-from flow_grpo.runtime.ranks.start_up import set_up_rank
 from torch import Tensor
 
-from flow_grpo.judging.reward_signal import measure_spread, sample_group
+from flow_grpo.judging.reward_signal import measure_signal, sample_group
 from flow_grpo.maths.schedule import tail_levels
-from flow_grpo.preflight.doctor.context import DoctorContext
-from flow_grpo.preflight.doctor.full import log_ratio_of_one_update
+from flow_grpo.preflight.doctor.epoch import log_ratio_of_one_update
+from flow_grpo.preflight.doctor.probe import training_data
 from flow_grpo.preflight.doctor.schedule import trained_steps
+from flow_grpo.run.assemble import assemble
+from flow_grpo.run.command_line import read_command_line
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
+from flow_grpo.runtime.ranks.start_up import refuse, set_up_rank
 from tools.common import make_parser, markdown_table
 
 
@@ -60,8 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with world.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
             try:
                 trainer = assemble(dataclasses.replace(config, output_root=folder), spec, device, world)
-                context = doctor_context(trainer)
-                found = measure(context, asked.groups) | {"tails": compare_tails(context, asked.groups, asked.tails)}
+                found = measure(trainer, asked.groups) | {"tails": compare_tails(trainer, asked.groups, asked.tails)}
                 trainer.tracker.close()
             except ValueError as error:  # every rank raised it: the peers need not be told
                 return refuse(error, world)
@@ -73,39 +71,33 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(context: DoctorContext, groups: int) -> dict[str, Any]:
+def measure(trainer: Trainer, groups: int) -> dict[str, Any]:
     """Return rewards, steps and the log-ratio of one update; collective call: every rank must call it."""
-    spreads = measure_spread(
-        context.policy, context.data, context.rewards, context.sampling, context.world, groups=groups
-    )
+    weights = trainer.config.reward.weights
+    spreads = measure_signal(trainer.collector, training_data(trainer), weights, groups=groups, both=True).spreads
     rewards = {
         name: dataclasses.asdict(spread) | {"credit_share": spread.credit_share} for name, spread in spreads.items()
     }
-    found: dict[str, Any] = {"rewards": rewards, "steps": [], "log_ratio_over_clip_range": None}
-    if context.grpo is not None:
-        found["steps"] = [dataclasses.asdict(step) for step in trained_steps(context)]
-        found["log_ratio_over_clip_range"] = log_ratio_of_one_update(context) / context.config.train.clip_range
-    return found
+    steps = [dataclasses.asdict(step) for step in trained_steps(trainer)]
+    moved = log_ratio_of_one_update(trainer) / trainer.config.train.clip_range if steps else None
+    return {"rewards": rewards, "steps": steps, "log_ratio_over_clip_range": moved}
 
 
-def compare_tails(context: DoctorContext, groups: int, tails: Sequence[int]) -> list[dict[str, Any]]:
+def compare_tails(trainer: Trainer, groups: int, tails: Sequence[int]) -> list[dict[str, Any]]:
     """Return rewards of the same samples finished by tails of several lengths; collective call.
 
     One entry per reward and tail: its mean over `groups` groups a rank, that with all steps of the schedule, and the
     correlation of the two inside groups, NaN where a group's rewards are all equal.
     """
-    sample, world = context.sampling.sample, context.world
+    collector, data, world = trainer.collector, training_data(trainer), trainer.world
+    sample = collector.settings.sample
     found: dict[int, dict[str, Tensor]] = {}
     for tail in dict.fromkeys((0, *tails)) if tails else ():
         levels = tail_levels(sample.num_steps, sample.shift, tail) if tail else None
-        rollout = dataclasses.replace(context.sampling.rollout, tails=levels, record=False)
-        sampling = dataclasses.replace(context.sampling, rollout=rollout)
-        parts = [
-            sample_group(
-                context.policy, context.data, context.rewards, sampling, world, world.data.rank * groups + number
-            )
-            for number in range(groups)
-        ]
+        rollout = dataclasses.replace(collector.settings.rollout, tails=levels, record=False)
+        sampling = dataclasses.replace(collector.settings, rollout=rollout)
+        first = world.data.rank * groups
+        parts = [sample_group(collector, data, sampling, gid) for gid in range(first, first + groups)]
         found[tail] = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
     return [
         {
@@ -135,33 +127,29 @@ def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
         print(json.dumps(found), flush=True)
         return
     head = ["reward", "own noise", "shared noise", "floor", "credit share", "shared / floor"]
-    rows = [
-        [
-            name,
-            *(f"{row[kind]:.4g}" for kind in ("own", "shared", "floor")),
-            f"{row['credit_share']:.1%}",
-            f"{row['shared'] / row['floor']:.1f}" if row["floor"] else "-",
-        ]
-        for name, row in found["rewards"].items()
-    ]
+    rows = []
+    for name, row in found["rewards"].items():
+        over_floor = f"{row['shared'] / row['floor']:.1f}" if row["floor"] else "-"
+        rows.append([name, *cells(row, ".4g", "own", "shared", "floor"), f"{row['credit_share']:.1%}", over_floor])
     print("\n".join(markdown_table(head, rows)))
     if found["steps"]:
         head = ["step", "sigma", "std", "gain", "weight"]
-        rows = [
-            [str(row["step"])] + [f"{row[name]:.3f}" for name in ("sigma", "std", "gain", "weight")]
-            for row in found["steps"]
-        ]
+        rows = [[str(row["step"]), *cells(row, ".3f", *head[1:])] for row in found["steps"]]
         print("\n" + "\n".join(markdown_table(head, rows)))
         moved = found["log_ratio_over_clip_range"]
         print(f"\none update moves the log-ratio by {moved:.2g} x train.clip_range (root mean square)")
     if found["tails"]:
         head = ["reward", "tail steps", "mean", "mean with all steps", "correlation inside groups"]
         rows = [
-            [row["reward"], str(row["tail_steps"])]
-            + [f"{row[name]:.4g}" for name in ("mean", "mean_of_all_steps", "correlation")]
+            [row["reward"], str(row["tail_steps"]), *cells(row, ".4g", "mean", "mean_of_all_steps", "correlation")]
             for row in found["tails"]
         ]
         print("\n" + "\n".join(markdown_table(head, rows)))
+
+
+def cells(row: dict[str, Any], form: str, *names: str) -> list[str]:
+    """Return some values of a row, formatted."""
+    return [format(row[name], form) for name in names]
 
 
 if __name__ == "__main__":

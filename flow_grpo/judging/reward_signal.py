@@ -14,16 +14,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.judging.evaluate import ConditionSource
 from flow_grpo.maths.keys import key
-from flow_grpo.models.policy import Policy
 from flow_grpo.records import RewardResult
-from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import RunStoppedError
 
 
@@ -63,62 +61,103 @@ class Spread:
 
     @property
     def credit_share(self) -> float:
-        """Return the share of the variance that recorded noise caused, NaN where nothing varies."""
+        """The share of the variance that recorded noise caused, NaN where nothing varies."""
         return (self.shared / self.own) ** 2 if self.own > 0 else math.nan
 
-    def inside(self, *, shared: bool) -> float:
-        """Return the spread inside the groups of a recipe whose copies share their initial noise, or do not."""
-        return self.shared if shared else self.own
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """What a recipe's rewards can tell of the copies of a group; those without a weight do not count.
+
+    Attributes:
+        spreads: reward name -> spread.
+        weights: reward name -> weight.
+        shared: the copies of the recipe share their initial noise, so all of their spread is credited.
+    """
+
+    spreads: Mapping[str, Spread]
+    weights: Mapping[str, float]
+    shared: bool
+
+    @property
+    def inside(self) -> dict[str, float]:
+        """Reward name -> spread inside the groups of the recipe."""
+        used = {name: spread for name, spread in self.spreads.items() if self.weights.get(name)}
+        return {name: spread.shared if self.shared else spread.own for name, spread in used.items()}
+
+    @property
+    def credit_shares(self) -> dict[str, float]:
+        """Reward name -> share of its variance that the update can credit."""
+        return {name: 1.0 if self.shared else self.spreads[name].credit_share for name in self.inside}
+
+    @property
+    def silent(self) -> bool:
+        """Whether no reward spreads more inside groups than its floor: nothing can be learned then."""
+        return not any(inside > self.spreads[name].floor for name, inside in self.inside.items())
+
+    @property
+    def without_value(self) -> list[str]:
+        """The rewards with fewer than two valid copies in every group: measuring them fails."""
+        return [name for name, inside in self.inside.items() if math.isnan(inside)]
+
+    def metrics(self) -> dict[str, float]:
+        """Return `policy/credit_share` and `policy/spread_over_floor`, the least of any reward."""
+        floors = {name: self.spreads[name].floor for name in self.inside}
+        ratios = [inside / floors[name] for name, inside in self.inside.items() if floors[name] > 0]
+        named = {"policy/credit_share": self.credit_shares.values(), "policy/spread_over_floor": ratios}
+        finite = {name: list(filter(math.isfinite, values)) for name, values in named.items()}
+        return {name: min(values) for name, values in finite.items() if values}
+
+    def in_words(self) -> str:
+        """Return every reward's spread inside groups, its floor and its credit share in one line."""
+        said = []
+        for name, inside in self.inside.items():
+            credited = "" if self.shared else f", {self.credit_shares[name]:.0%} of its variance by recorded noise"
+            said.append(f"{name} spreads {inside:.3g} inside groups (floor {self.spreads[name].floor:.3g}){credited}")
+        return "; ".join(said)
 
 
-def measure_spread(
-    policy: Policy,
-    dataset: ConditionSource,
-    rewards: RewardSet,
-    sampling: SampleSettings,
-    world: World,
-    *,
-    groups: int,
-    own: bool = True,
-) -> dict[str, Spread]:
-    """Sample groups with own and with shared initial noise; return reward name -> spread (collective call).
+def measure_signal(
+    collector: Collector, dataset: ConditionSource, weights: Mapping[str, float], *, groups: int, both: bool = False
+) -> Signal:
+    """Sample groups as the run does, from noise of their own; return what the rewards tell (collective call).
+
+    The credit share needs groups with own and with shared initial noise; a recipe whose copies share theirs has none.
 
     Args:
-        policy: the model being trained.
+        collector: of the run.
         dataset: conditions to sample, the first ones of a fixed order.
-        rewards: measured on every copy.
-        sampling: of the run; the draws are others than the run's.
-        world: who shares the groups.
-        groups: how many on every rank.
-        own: sample with own initial noise, too; without, `Spread.own` is NaN.
+        weights: reward name -> weight.
+        groups: number of groups on every rank, for each kind of noise.
+        both: sample with own initial noise although the recipe's copies share theirs; without, `Spread.own` is NaN.
 
     Raises:
         RuntimeError: on every rank, if any failed.
     """
+    sampling, world, floors = collector.settings, collector.world, collector.rewards.floors
+    recipe_shares = sampling.sample.same_initial_noise
     seed = key("signal", sampling.rollout.seed)
-    found: dict[str, dict[bool, float]] = {name: {False: math.nan} for name in rewards.floors}
-    for shared in (False, True) if own else (True,):
-        settings = dataclasses.replace(sampling.rollout, seed=seed, same_initial_noise=shared, record=False)
-        columns: dict[str, list[Tensor]] = {name: [] for name in rewards.floors}
-        for number in range(groups):
-            gid = world.data.rank * groups + number
-            one = dataclasses.replace(sampling, rollout=settings)
-            for name, values in sample_group(policy, dataset, rewards, one, world, gid).items():
-                columns[name].append(_variance(values))
-        for name, variances in columns.items():
-            found[name][shared] = math.sqrt(float(world.data.all_gather(torch.stack(variances)).nanmean()))
-    return {name: Spread(found[name][False], found[name][True], floor) for name, floor in rewards.floors.items()}
+    found: dict[str, dict[bool, float]] = {name: {False: math.nan} for name in floors}
+    for shared in (True,) if recipe_shares and not both else (False, True):
+        rollout = dataclasses.replace(sampling.rollout, seed=seed, same_initial_noise=shared, record=False)
+        one = dataclasses.replace(sampling, rollout=rollout)
+        scored = [sample_group(collector, dataset, one, world.data.rank * groups + number) for number in range(groups)]
+        for name in floors:
+            variances = torch.stack([_variance(values[name]) for values in scored])
+            found[name][shared] = math.sqrt(float(world.data.all_gather(variances).nanmean()))
+    spreads = {name: Spread(found[name][False], found[name][True], floor) for name, floor in floors.items()}
+    return Signal(spreads, weights, recipe_shares)
 
 
 def sample_group(
-    policy: Policy, dataset: ConditionSource, rewards: RewardSet, sampling: SampleSettings, world: World, gid: int
+    collector: Collector, dataset: ConditionSource, sampling: SampleSettings, gid: int
 ) -> dict[str, Tensor]:
     """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call).
 
     Raises:
         RuntimeError: on every rank, if any failed.
     """
-    sample = sampling.sample
+    policy, rewards, world, sample = collector.policy, collector.rewards, collector.world, sampling.sample
     scored: list[dict[str, RewardResult]] = []
     for number, first in enumerate(range(0, sample.k, sample.train_batch_size)):
         slots = range(first, min(first + sample.train_batch_size, sample.k))
@@ -146,34 +185,3 @@ def _variance(values: Tensor) -> Tensor:
     """Return the () variance of the finite values, NaN with fewer than two."""
     finite = values[values.isfinite()]
     return finite.var() if len(finite) > 1 else torch.tensor(torch.nan, dtype=torch.float64)
-
-
-def spread_metrics(spreads: dict[str, Spread], weights: dict[str, float], *, shared: bool) -> dict[str, float]:
-    """Return `policy/credit_share` and `policy/spread_over_floor`, the least of any reward with a weight.
-
-    Args:
-        spreads: from `measure_spread`.
-        weights: reward name -> weight.
-        shared: copies of the run share their initial noise; the credit share is 1 then.
-    """
-    used = [spread for name, spread in spreads.items() if weights.get(name)]
-    shares = [1.0 if shared else spread.credit_share for spread in used]
-    ratios = [spread.inside(shared=shared) / spread.floor for spread in used if spread.floor > 0]
-    named = {"policy/credit_share": shares, "policy/spread_over_floor": ratios}
-    return {name: min(finite) for name, all_of in named.items() if (finite := _finite(all_of))}
-
-
-def is_silent(spreads: Mapping[str, Spread], weights: Mapping[str, float], *, shared: bool) -> bool:
-    """Return whether no reward with a weight spreads more inside groups than its floor: nothing can be learned then."""
-    used = [spread for name, spread in spreads.items() if weights.get(name)]
-    return not any(spread.inside(shared=shared) > spread.floor for spread in used)
-
-
-def without_value(spreads: Mapping[str, Spread], weights: Mapping[str, float], *, shared: bool) -> list[str]:
-    """Return the rewards with a weight that have fewer than two valid copies in every group: measuring them fails."""
-    used = {name: spread for name, spread in spreads.items() if weights.get(name)}
-    return [name for name, spread in used.items() if math.isnan(spread.inside(shared=shared))]
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]

@@ -56,11 +56,11 @@ class TensorInfo:
     """A tensor that one rank holds during an epoch.
 
     Attributes:
-        phase: of the epoch, such as "rollout".
-        name: of the tensor.
-        shape: its dimensions.
+        phase: phase of the epoch, such as "rollout".
+        name: name of the tensor.
+        shape: dimensions.
         dtype: such as "float32".
-        mib: its size.
+        mib: size in MiB.
     """
 
     phase: str
@@ -99,9 +99,20 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
 
 def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], found: list[TensorInfo]) -> ScoredBatch:
     """Run one batch from conditions to videos; its rewards are placeholders."""
-    rows = config.sample.train_batch_size
+    rows, prompt = config.sample.train_batch_size, config.data.prompt
     with policy.fake_mode:
-        conditions = tuple(_condition(policy.model.needs, size, row, config.data.prompt) for row in range(rows))
+        poses = torch.empty(size[0], 4, 4)
+        fields: dict[str, Any] = {
+            "source_video": torch.empty(3, *size),
+            "target_poses": poses,
+            "source_poses": poses,
+            "intrinsics": torch.empty(4),
+        }
+        given = {name: fields[name] for name in policy.model.needs}
+        conditions = tuple(
+            Condition(index=row, gid=row, slot=0, prompt=prompt, source_id=str(row), wanted_size=size, **given)
+            for row in range(rows)
+        )
     conditioning = policy.encode(conditions)
     sampling = parts.sample_settings(config)
     samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
@@ -115,18 +126,6 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     return ScoredBatch(conditions, samples, dict.fromkeys(config.reward.weights, reward), videos)
 
 
-def _condition(needs: Sequence[str], size: tuple[int, int, int], row: int, prompt: str) -> Condition:
-    poses = torch.empty(size[0], 4, 4)
-    fields: dict[str, Any] = {
-        "source_video": torch.empty(3, *size),
-        "target_poses": poses,
-        "source_poses": poses,
-        "intrinsics": torch.empty(4),
-    }
-    given = {name: fields[name] for name in needs}
-    return Condition(index=row, gid=row, slot=0, prompt=prompt, source_id=str(row), wanted_size=size, **given)
-
-
 def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[TensorInfo]) -> None:
     """Take the epoch's optimizer steps; every trained tensor must receive a gradient."""
     ones = torch.ones(len(samples))
@@ -134,7 +133,12 @@ def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[Te
     if config.train.kl_coef > 0:
         policy.keep_reference()
     optimizer = parts.build_optimizer(config, policy)
-    optimizer.register_step_pre_hook(lambda *_: _check_gradients(policy))
+
+    def check_gradients(*_: object) -> None:
+        learned = [parameter.grad is not None for parameter in policy.trained_parameters()]
+        assert all(learned), f"{learned.count(False)} of {len(learned)} trained tensors have no part in the loss"
+
+    optimizer.register_step_pre_hook(check_gradients)
     settings = UpdateSettings(config.sample.train_batch_size, config.seed, config.train)
     objective = build_objective(config, policy, parts.rollout_settings(config), contextlib.nullcontext)
     updater = Updater(policy, objective, optimizer, settings, World())
@@ -143,11 +147,6 @@ def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[Te
     _note(found, "micro-batch", micro_batch.trajectory.tensors())
     with _ScalarsAreOne():  # type: ignore[no-untyped-call]
         updater.run(batch, plan, UpdateHistory())
-
-
-def _check_gradients(policy: FakePolicy) -> None:
-    learned = [parameter.grad is not None for parameter in policy.trained_parameters()]
-    assert all(learned), f"{learned.count(False)} of {len(learned)} trained tensors have no part in the loss"
 
 
 class _ScalarsAreOne(TorchDispatchMode):

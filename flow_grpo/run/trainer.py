@@ -28,7 +28,7 @@ from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.cost.forward_count import ForwardCount
 from flow_grpo.judging.changes import as_metrics, paired_changes
 from flow_grpo.judging.evaluate import Evaluation, Evaluator
-from flow_grpo.judging.reward_signal import NoSignalError, is_silent, measure_spread, spread_metrics, without_value
+from flow_grpo.judging.reward_signal import NoSignalError, Signal, measure_signal
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.maths.percentiles import percentiles
@@ -111,7 +111,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.end, self.ended_by = EndRequest(), ""
         self._evaluated: tuple[int, Evaluation] | None = None
-        self._silent, self._without_value = False, list[str]()
+        self._reward_signal: Signal | None = None
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
 
     @property
@@ -349,8 +349,9 @@ class Trainer:
                     seconds = {"time/floor_s": self.ledger.since()}
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
-            if self._silent and self.config.doctor != "off" and self.config.num_epochs:
-                raise NoSignalError(self._without_value)
+            heard = self._reward_signal
+            if heard and heard.silent and self.config.doctor != "off" and self.config.num_epochs:
+                raise NoSignalError(heard.without_value)
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
             self.saver.forget()  # the checkpoint has no score yet
@@ -447,16 +448,12 @@ class Trainer:
 
     def _signal(self) -> dict[str, float]:
         """Return how much of the rewards' spread the update can credit, measured on held-out conditions."""
-        groups, shared = self.config.eval.signal_groups, self.config.sample.same_initial_noise
+        groups = self.config.eval.signal_groups
         if not groups or not traits_of(self.config).replays_steps:
             return {}
-        policy, dataset, sampling = self.updater.policy, self.evaluator.dataset, self.collector.settings
-        rewards, weights = self.collector.rewards, self.reward.weights
-        spreads = measure_spread(policy, dataset, rewards, sampling, self.world, groups=groups, own=not shared)
-        rewards.stats()  # of these requests, which are not training's
-        self._silent = is_silent(spreads, weights, shared=shared)
-        self._without_value = without_value(spreads, weights, shared=shared)
-        return spread_metrics(spreads, weights, shared=shared)
+        self._reward_signal = measure_signal(self.collector, self.evaluator.dataset, self.reward.weights, groups=groups)
+        self.collector.rewards.stats()  # of these requests, which are not training's
+        return self._reward_signal.metrics()
 
     def _has_evaluated(self) -> bool:
         """Return whether held-out metrics of the current state are on record."""

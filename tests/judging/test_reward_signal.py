@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 
+from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
-from flow_grpo.judging.reward_signal import Spread, measure_spread, spread_metrics
-from flow_grpo.preflight.doctor.signal import check_signal
+from flow_grpo.judging.reward_signal import Signal, Spread, measure_signal
+from flow_grpo.preflight.doctor.rewards import check_signal
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import World
@@ -26,12 +28,12 @@ class Data:
         return condition(index, gid, slot)
 
 
-def spread(noise_level: float, world: World | None = None, groups: int = 8, *, broken=(), own=True) -> Spread:
+def spread(noise_level, world=None, groups=8, *, broken=(), own=True, both=False) -> Spread:
     rollout = RolloutSettings(SIGMAS, SdeSettings("constant", noise_level), seed=3)
-    sampling = SampleSettings(sample_config(train_batch_size=2), rollout, debug=False)
+    sampling = SampleSettings(sample_config(train_batch_size=2, same_initial_noise=not own), rollout, debug=False)
     rewards = RewardSet([BrightnessReward(broken)], {"brightness": 1.0})
-    found = measure_spread(ToyPolicy(), Data(), rewards, sampling, world or World(), groups=groups, own=own)
-    return found["brightness"]
+    collector = Collector(ToyPolicy(), mock.Mock(), rewards, sampling, world or World())
+    return measure_signal(collector, Data(), {"brightness": 1.0}, groups=groups, both=both).spreads["brightness"]
 
 
 def test_more_noise_in_the_recorded_steps_is_credited_with_more_of_the_spread():
@@ -44,6 +46,7 @@ def test_only_shared_noise_is_sampled_where_that_is_all_there_is():
     found = spread(0.5, own=False)
     assert math.isnan(found.own) and math.isnan(found.credit_share)
     assert found.shared == spread(0.5).shared
+    assert spread(0.5, own=False, both=True) == spread(0.5)
 
 
 def test_copies_without_a_value_are_left_out():
@@ -66,14 +69,25 @@ def test_two_ranks_measure_the_groups_of_one(share):
 def test_metrics_are_those_of_the_weighted_reward_with_the_least_signal():
     spreads = {"a": Spread(2.0, 1.0, 0.5), "b": Spread(4.0, 3.0, 1.0), "unused": Spread(1.0, 0.0, 1.0)}
     weights = {"a": 1.0, "b": 0.5, "unused": 0.0}
-    assert spread_metrics(spreads, weights, shared=False) == {
-        "policy/credit_share": 0.25,
-        "policy/spread_over_floor": 4.0,
-    }
-    assert spread_metrics(spreads, weights, shared=True) == {
-        "policy/credit_share": 1.0,
-        "policy/spread_over_floor": 2.0,
-    }
+    for shared, least in ((False, (0.25, 4.0)), (True, (1.0, 2.0))):
+        found = Signal(spreads, weights, shared).metrics()
+        assert (found["policy/credit_share"], found["policy/spread_over_floor"]) == least
+
+
+def test_a_signal_without_a_weighted_reward_above_its_floor_is_silent_and_names_what_has_no_value():
+    alike, unknown = Spread(1.0, 0.1, 0.2), Spread(math.nan, math.nan, 0.2)
+    assert not Signal({"a": alike, "b": unknown}, {"a": 1.0, "b": 1.0}, shared=False).silent
+    assert Signal({"a": alike, "b": unknown}, {"a": 0.0, "b": 1.0}, shared=False).silent
+    found = Signal({"a": alike, "b": unknown}, {"a": 1.0, "b": 1.0}, shared=True)
+    assert (
+        found.silent
+        and found.without_value == ["b"]
+        and found.metrics()
+        == {
+            "policy/credit_share": 1.0,
+            "policy/spread_over_floor": pytest.approx(0.5),
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,6 +95,6 @@ def test_metrics_are_those_of_the_weighted_reward_with_the_least_signal():
     [(1.0, 0.6, False, "ok"), (1.0, 0.3, False, "warn"), (0.1, 0.09, False, "fail"), (1.0, 0.3, True, "ok")],
 )
 def test_the_doctor_warns_below_a_fifth_and_fails_at_the_floor(own, trained, shared, status):
-    found = check_signal({"a": Spread(own, trained, 0.2)}, shared=shared)
+    found = check_signal(Signal({"a": Spread(own, trained, 0.2)}, {"a": 1.0}, shared))
     assert found.status == status
     assert ("same_initial_noise=true" in found.way_out) == (status == "warn")

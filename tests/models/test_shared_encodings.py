@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import torch
 
+from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings
 from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
@@ -107,7 +108,7 @@ def _measured(world: World) -> tuple[int, int]:
     made.codec.encode = Mock(wraps=made.codec.encode)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     sampling = SampleSettings(sample_config(), RolloutSettings(SIGMAS, SDE, seed=3), debug=False)
-    sample_group(made, Held(), rewards, sampling, world, gid=2)
+    sample_group(Collector(made, Mock(), rewards, sampling, world), Held(), sampling, gid=2)
     of_group = made.codec.encode.call_count
     Evaluator(made, Held(), rewards, None, EvalSettings(SIGMAS, 3, 2, videos=0), world).run()
     return of_group, made.codec.encode.call_count

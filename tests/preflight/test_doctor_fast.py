@@ -11,57 +11,67 @@ import torch
 
 import train_grpo
 from flow_grpo.models.wan_policy import WanPolicy
-from flow_grpo.preflight.doctor import fast
+from flow_grpo.preflight.doctor import probe
+from flow_grpo.preflight.doctor.examine import FAST, full, run_checks
+from flow_grpo.preflight.doctor.probe import bit_exact, training_data
+from flow_grpo.preflight.doctor.weights import digest
 from flow_grpo.reporting.drawing import plots
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
 from tests import doctor_cases
-from tests.doctor_cases import build_context, statuses, words
+from tests.doctor_cases import build_trainer, statuses, words
 from tests.test_train_grpo import learned, newest
 from tests.workers import run_ranks
 
 
 @pytest.fixture(scope="module")
-def context(places, tmp_path_factory):
+def trainer(places, tmp_path_factory):
     """A run as built, which no test may change."""
-    return build_context(words(places, output_root=tmp_path_factory.mktemp("runs")))
+    return build_trainer(words(places, output_root=tmp_path_factory.mktemp("runs")))
 
 
-def state_of(context) -> dict[str, torch.Tensor]:
+def state_of(trainer) -> dict[str, torch.Tensor]:
     """Return everything that a run depends on."""
-    module = context.policy.module
+    module = trainer.updater.policy.module
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     gradients = {f"gradient {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
-    position = torch.tensor(context.sampler.next_step)
+    position = torch.tensor(trainer.state.sampler.next_step)
     return weights | gradients | {"random": torch.get_rng_state(), "sampler": position}
 
 
-def test_a_sound_run_passes_and_is_left_as_it_was(context):
-    before = state_of(context)
-    assert statuses(fast.examine(context, (1,))) == {}
-    after = state_of(context)
+def test_a_sound_run_passes_and_is_left_as_it_was(trainer):
+    before = state_of(trainer)
+    assert statuses(run_checks(trainer, {"rollout": full(1)["rollout"]})) == {}
+    after = state_of(trainer)
     assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
-    assert context.updater.optimizer.state_dict()["state"] == {}
+    assert trainer.updater.optimizer.state_dict()["state"] == {}
 
 
 def test_a_learning_rate_that_replaces_the_weights_fails_before_training(places, tmp_path):
-    context = build_context(words(places, output_root=tmp_path, train__learning_rate=1e3))
-    assert statuses(fast.examine(context)) == {"rate": "fail"}
+    trainer = build_trainer(words(places, output_root=tmp_path, train__learning_rate=1e3))
+    assert statuses(run_checks(trainer, FAST)) == {"rate": "fail"}
 
 
-def test_a_video_that_cannot_be_read_is_a_failed_rollout(context):
-    with mock.patch.object(type(context.data), "condition", side_effect=ValueError("video x is broken")):
-        (found,) = [found for found in fast.examine(context) if found.status == "fail"]
+def test_a_video_that_cannot_be_read_is_a_failed_rollout(trainer):
+    with mock.patch.object(type(training_data(trainer)), "condition", side_effect=ValueError("video x is broken")):
+        (found,) = [found for found in run_checks(trainer, FAST) if found.status == "fail"]
     assert found.name == "rollout" and "video x is broken" in found.measured
 
 
-def test_layers_are_compared_only_when_calls_differ(context):
-    with mock.patch.object(fast, "layer_differing_from_rollout", return_value="layer 3 differs first") as layer:
-        fast.examine(context)
+def test_layers_are_compared_only_when_calls_differ(trainer):
+    compare = probe.layer_differing_from_rollout
+    with mock.patch.object(probe, "layer_differing_from_rollout", side_effect=compare) as layer:
+        run_checks(trainer, FAST)
         layer.assert_not_called()
         with doctor_cases.rounded_latents():
-            found = {found.name: found for found in fast.examine(context) if found.status == "fail"}
-    assert set(found) == {"latents_fp32", "ratio"} and "layer 3 differs first" in found["ratio"].measured
+            found = {found.name: found for found in run_checks(trainer, FAST) if found.status == "fail"}
+    assert set(found) == {"latents_fp32", "ratio"} and "input 0 differs first" in found["ratio"].measured
+
+
+def test_replays_that_need_not_be_bit_exact_still_show_rounded_latents(trainer):
+    """As on an accelerator, where the ratio may not show them."""
+    with mock.patch.object(probe, "bit_exact", return_value=False), doctor_cases.rounded_latents():
+        assert statuses(run_checks(trainer, FAST))["latents_fp32"] == "fail"
 
 
 @pytest.mark.parametrize(("old_log_prob", "status"), [("rollout", "fail"), ("auto", "warn")])
@@ -69,28 +79,28 @@ def test_an_update_s_batch_size_is_examined_where_it_is_larger_than_the_rollout_
     places, tmp_path, old_log_prob, status
 ):
     given = {"sample__num_batches_per_epoch": 2, "train__batch_size": 4, "train__old_log_prob": old_log_prob}
-    context = build_context(words(places, output_root=tmp_path, **given))
+    trainer = build_trainer(words(places, output_root=tmp_path, **given))
     velocity = WanPolicy.velocity
 
     def by_rows(self, latents, sigma, conditioning):
         return velocity(self, latents, sigma, conditioning) * (1.5 if len(latents) == 4 else 1.0)
 
-    assert statuses(fast.examine(context)) == {}
+    assert statuses(run_checks(trainer, FAST)) == {}
     with mock.patch.object(WanPolicy, "velocity", by_rows):
-        assert statuses(fast.examine(context)) == {"ratio_by_batch_size": status}
+        assert statuses(run_checks(trainer, FAST)) == {"ratio_by_batch_size": status}
 
 
-def test_replays_must_be_bit_exact_on_the_cpu_in_fp32_without_compilation(context):
-    model = context.config.model
+def test_replays_must_be_bit_exact_on_the_cpu_in_fp32_without_compilation(trainer):
     for changes, exact in (({}, True), ({"dtype": "bf16"}, False), ({"compile": True}, False)):
-        config = dataclasses.replace(context.config, model=dataclasses.replace(model, **changes))
-        assert dataclasses.replace(context, config=config).bit_exact is exact
+        model = dataclasses.replace(trainer.config.model, **changes)
+        changed = dataclasses.replace(trainer.config, model=model)
+        assert bit_exact(mock.Mock(config=changed, device=trainer.device)) is exact
 
 
 def test_a_digest_tells_moved_weights_from_the_same():
     weights = [torch.ones(1000), torch.zeros(3)]
-    assert fast.digest(weights) == fast.digest([weight.clone() for weight in weights])
-    assert fast.digest(weights) != fast.digest([weights[0] * 1.001, weights[1]])
+    assert digest(weights) == digest([weight.clone() for weight in weights])
+    assert digest(weights) != digest([weights[0] * 1.001, weights[1]])
 
 
 # --- in a run

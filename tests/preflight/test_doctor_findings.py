@@ -1,21 +1,13 @@
-"""Findings: severity, agreement between ranks, and how they are printed."""
+"""Findings: severity, agreement between ranks, errors of checks, and how they are printed."""
 
 from __future__ import annotations
 
-import contextlib
+from unittest import mock
 
 import pytest
 
-from flow_grpo.preflight.doctor.findings import (
-    Finding,
-    as_table,
-    equal_on_ranks,
-    errors_as_finding,
-    failed,
-    finding,
-    merge_over_ranks,
-    summary,
-)
+from flow_grpo.preflight.doctor import examine
+from flow_grpo.preflight.doctor.findings import Finding, as_table, equal_on_ranks, failed, finding, summary
 from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.workers import run_ranks
 
@@ -33,17 +25,30 @@ def test_a_finding_is_as_severe_as_its_worst_way_out(ways_out, status, said):
     assert finding("x", "1", **ways_out) == Finding("x", status, "1", said)
 
 
+def examined(world: World, first, **checks) -> tuple[list[Finding], str]:
+    """Return the findings of a list of checks that begins with `first`, and what was printed on the way."""
+    trainer = mock.Mock(world=world)
+    with mock.patch.object(examine, "BEFORE_SAMPLING", (first,)):
+        found = examine.run_checks(trainer, checks)
+    return found, str(trainer.progress.say.call_args_list)
+
+
 def _on_two_ranks(world: World) -> list[Finding]:
-    own = [
-        finding("a", f"on {world.data.rank}", fail="mend" if world.data.rank else ""),
-        finding("b", f"on {world.data.rank}"),
-    ]
-    found = merge_over_ranks(own, world)
-    found += [equal_on_ranks(text, text[: 3 + world.data.rank], "texts", world, "mend") for text in ("one", "other")]
-    with errors_as_finding("reading", found, world, "look"), world.sync_errors("reading"):
-        if world.data.rank:
-            raise ValueError("no\nfile")
-    return found
+    rank = world.data.rank
+
+    def first(_):
+        yield finding("a", f"on {rank}", fail="mend" if rank else "")
+        yield finding("b", f"on {rank}")
+        for text in ("one", "other"):
+            yield equal_on_ranks(text, text[: 3 + rank], "texts", world, "mend")
+
+    def reading(_):
+        yield finding("c", "before the error")
+        with world.sync_errors("reading"):
+            if rank:
+                raise ValueError("no\nfile")
+
+    return examined(world, first, reading=reading)[0]
 
 
 def test_ranks_agree_on_the_worst_finding_on_differences_and_on_errors():
@@ -56,23 +61,45 @@ def test_ranks_agree_on_the_worst_finding_on_differences_and_on_errors():
             Finding("b", "ok", "on 0"),
             Finding("one", "ok", "texts identical on 2 rank(s)"),
             Finding("other", "fail", "texts in 2 versions on 2 rank(s)", "mend"),
-            Finding("reading", "fail", "rank 1 failed in reading: ValueError: no file", "look"),
+            Finding("c", "ok", "before the error"),
+            Finding("reading", "fail", "rank 1 failed in reading: ValueError: no file", examine.WAY_OUT),
         ]
     )
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_error_of_one_rank_alone_is_a_finding_only_when_there_are_no_other_ranks(number):
-    found: list[Finding] = []
-    raised = pytest.raises(RuntimeError) if number > 1 else contextlib.nullcontext()
-    with raised, errors_as_finding("update", found, World.of(Group(0, number)), "look"):
+def test_an_error_of_one_rank_alone_is_a_finding_only_when_there_are_no_other_ranks():
+    def first(_):
+        yield finding("a", "1")
+
+    def update(_):
+        yield finding("b", "2")
         raise RuntimeError("out of memory")
-    assert failed(found) == ["update"] * (number == 1)
+
+    assert failed(examined(World(), first, update=update)[0]) == ["update"]
+    trainer = mock.Mock(world=World.of(Group(0, 2)))
+    with mock.patch.object(examine, "BEFORE_SAMPLING", (first,)), pytest.raises(RuntimeError, match="out of memory"):
+        examine.run_checks(trainer, {"update": update})
+    (said,) = trainer.progress.say.call_args.args
+    assert "ok    a  1" in said and "ok    b  2" in said
+
+
+def test_nothing_is_sampled_with_steps_that_fail_but_the_rewards_are_examined():
+    def unsound(_):
+        yield finding("steps", "std 3", fail="lower the noise")
+
+    def named(name):
+        return lambda _: iter([finding(name, "1")])
+
+    checks = {name: named(name) for name in ("rollout", "rewards", "signal", "epoch")}
+    assert [found.name for found in examined(World(), unsound, **checks)[0]] == ["steps", "rewards"]
+    checks["rollout"] = lambda _: iter([finding("rollout", "1", fail="mend")])
+    found, _ = examined(World(), named("steps"), **checks)
+    assert [found.name for found in found] == ["steps", "rollout", "rewards"]
 
 
 def test_the_table_ends_with_the_worst_and_shows_every_way_out():
     findings = [finding("bad", "1", fail="mend"), finding("fine", "2\n3"), finding("odd", "4", warn="look")]
-    assert as_table(findings).splitlines() == [
+    assert as_table(findings) == [
         "ok    fine  2",
         "            3",
         "warn  odd   4",

@@ -25,22 +25,16 @@ def with_free(gib: float):
     return mock.patch.object(machine.shutil, "disk_usage", return_value=mock.Mock(free=int(gib * GIB)))
 
 
-@pytest.mark.parametrize(("free", "wanted"), [(10.0, "ok"), (6.0, "warn"), (3.0, "fail")])
-def test_checkpoints_must_fit_on_the_disk(tmp_path, free, wanted):
+@pytest.mark.parametrize(
+    ("written", "free", "wanted"),
+    [(0, 10.0, "ok"), (0, 6.0, "warn"), (0, 3.0, "fail"), (1, 3.5, "warn"), (5, 1.5, "warn"), (5, 0.5, "fail")],
+)
+def test_checkpoints_must_fit_on_the_disk_less_those_written_already(tmp_path, written, free, wanted):
+    folder = tmp_path / "not" / "yet"
+    for step in range(1, written + 1):  # one more is written before the oldest goes
+        (folder / "checkpoints" / f"checkpoint_{step:06}").mkdir(parents=True)
     with with_free(free):
-        assert status(machine.check_disk(tmp_path / "not" / "yet", GIB, keep=3)) == wanted
-
-
-def test_checkpoints_already_written_need_no_further_space(tmp_path):
-    (tmp_path / "checkpoints" / "checkpoint_000001").mkdir(parents=True)
-    with with_free(3.5):
-        assert status(machine.check_disk(tmp_path, GIB, keep=3)) == "warn"
-    for step in range(2, 6):
-        (tmp_path / "checkpoints" / f"checkpoint_{step:06}").mkdir()
-    with with_free(1.5):  # one more is written before the oldest goes
-        assert status(machine.check_disk(tmp_path, GIB, keep=3)) == "warn"
-    with with_free(0.5):
-        assert status(machine.check_disk(tmp_path, GIB, keep=3)) == "fail"
+        assert status(machine.check_disk(folder, GIB, keep=3)) == wanted
 
 
 def test_the_loaders_batches_must_fit_into_shared_memory(tmp_path):
@@ -63,33 +57,19 @@ def test_the_loaders_batches_must_fit_into_shared_memory(tmp_path):
     ],
 )
 def test_torch_npu_must_have_the_version_of_torch(versions, fits):
-    said = machine.mismatched(versions)
-    assert (said == "") is fits
-    assert fits or said == f"torch {versions['torch']} with torch-npu {versions['torch-npu']}"
-
-
-def test_a_vendor_s_package_for_another_torch_fails():
-    assert status(machine.check_versions(World())) == "ok"
     with (
-        mock.patch.object(machine, "version", lambda name: "2.9.0" if name == "torch-npu" else "2.13.0"),
-        mock.patch.object(device_api, "packages", return_value=("torch", "torch-npu")),
+        mock.patch.object(machine, "version", lambda name: versions.get(name, "1.0")),
+        mock.patch.object(device_api, "packages", return_value=tuple(versions)),
     ):
-        assert status(machine.check_versions(World())) == "fail"
+        found = machine.check_versions(World())
+    assert status(found) == ("ok" if fits else "fail")
+    assert fits or found.way_out.startswith(f"torch {versions['torch']} with torch-npu {versions['torch-npu']}")
 
 
 def test_a_package_that_no_installer_knows_is_no_reason_to_stop():
     with mock.patch.object(device_api, "packages", return_value=("torch", "torch-npu")):  # which is not installed here
         found = machine.check_versions(World())
     assert found.status == "ok" and "torch-npu absent" in found.measured
-
-
-def _with_own_versions(world: World) -> str:
-    with mock.patch.object(machine, "version", lambda name: "2.13" if name == "torch" else f"1.{world.data.rank}"):
-        return status(machine.check_versions(world))
-
-
-def test_other_versions_on_another_rank_fail():
-    assert run_ranks(_with_own_versions, 2) == ["fail", "fail"]
 
 
 def config(**changes):
@@ -157,6 +137,14 @@ def test_ranks_that_each_see_one_device_as_their_first_share_none(accelerators, 
     assert status(machine.check_device(accelerators, config(), two(said[1]))) == "fail"
 
 
+# --- between ranks
+
+
+def _versions(world: World) -> str:
+    with mock.patch.object(machine, "version", lambda name: "2.13" if name == "torch" else f"1.{world.data.rank}"):
+        return status(machine.check_versions(world))
+
+
 def _group(world: World) -> list[str]:
     fine = machine.check_backends(CPU, world)
     with mock.patch.object(Group, "all_gather", return_value=torch.tensor([0, 0])):
@@ -173,33 +161,40 @@ def _group(world: World) -> list[str]:
     return [f"{fine.status} {fine.measured}", mixed_up, f"{alone.status} {alone.way_out}", refused]
 
 
-def test_a_process_group_that_mixes_up_ranks_or_sums_wrongly_fails():
-    for rank, (fine, mixed_up, alone, refused) in enumerate(run_ranks(_group, 2)):
-        assert fine.startswith("ok cpu:gloo") and fine.endswith(" over 2 ranks, control over gloo")
-        assert mixed_up == refused == "fail"
-        assert alone.startswith(f"fail an all-reduce on cpu gives {rank + 1} instead of 3")
-    assert status(machine.check_backends(CPU, World())) == "ok"
+def _folders(world: World, nodes: list[Path]) -> list[str]:
+    """Look for the lock: before there is one, in one folder, in a folder of each rank's own, beside an older one."""
+    rank = world.data.rank
+
+    def look(folder: Path) -> str:
+        found = machine.check_run_folder(folder, world, timeout_s=0.1)
+        return f"{found.status}: {found.measured}"
+
+    looks = [look(nodes[0])]
+    if rank == 0:
+        (nodes[0] / ".lock").write_text("{}")
+    looks += [look(nodes[0]), look(nodes[rank])]
+    if rank == 1:
+        (nodes[1] / ".lock").write_text("{'of': 'a run before'}")
+    return [*looks, look(nodes[rank])]
 
 
-# --- the run's folder
+def _together(world: World, nodes: list[Path]) -> tuple[str, list[str], list[str]]:
+    return _versions(world), _group(world), _folders(world, nodes)
 
 
-def _looks(world: World, folders: list[Path]) -> list[str]:
-    found = machine.check_run_folder(folders[world.data.rank], world, timeout_s=0.1)
-    return [found.status, found.measured]
-
-
-def test_a_run_s_folder_must_be_one_for_all_ranks(tmp_path):
+def test_what_differs_between_ranks_is_found(tmp_path):
     nodes = [tmp_path / "a", tmp_path / "b"]
     for node in nodes:
         node.mkdir()
-    (told, why), _ = run_ranks(_looks, 2, [nodes[0], nodes[0]])
-    assert told == "ok" and why.startswith("not checked")
-    (nodes[0] / ".lock").write_text("{}")
-    assert [told for told, _ in run_ranks(_looks, 2, [nodes[0], nodes[0]])] == ["ok", "ok"]
-    assert [told for told, _ in run_ranks(_looks, 2, nodes)] == ["ok", "fail"]
-    (nodes[1] / ".lock").write_text("{'of': 'a run before'}")
-    assert [told for told, _ in run_ranks(_looks, 2, nodes)] == ["ok", "fail"]
+    for rank, (versions, group, folders) in enumerate(run_ranks(_together, 2, nodes)):
+        assert versions == "fail"
+        fine, mixed_up, alone, refused = group
+        assert fine.startswith("ok cpu:gloo") and fine.endswith(" over 2 ranks, control over gloo")
+        assert mixed_up == refused == "fail"
+        assert alone.startswith(f"fail an all-reduce on cpu gives {rank + 1} instead of 3")
+        assert folders[0].startswith("ok: not checked")
+        assert [look.partition(":")[0] for look in folders[1:]] == [["ok"] * 3, ["ok", "fail", "fail"]][rank]
+    assert status(machine.check_backends(CPU, World())) == "ok"
 
 
 def test_a_file_that_shows_up_late_is_waited_for(tmp_path):

@@ -12,17 +12,18 @@ from torch import nn
 
 from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.models.wan_policy import WanPolicy
-from flow_grpo.preflight.doctor import fast, probe
-from flow_grpo.preflight.doctor.full import guard_log_ratios
+from flow_grpo.preflight.doctor import probe
+from flow_grpo.preflight.doctor.epoch import guard_log_ratios
+from flow_grpo.preflight.doctor.examine import FAST, run_checks
 from flow_grpo.preflight.doctor.probe import RECORDED, first_difference, recorded_layers, replay, roll_out_probe
 from tests import doctor_cases
-from tests.doctor_cases import build_context, statuses, words
+from tests.doctor_cases import build_trainer, statuses, words
 
 
 @pytest.fixture(scope="module")
-def context(places, tmp_path_factory):
+def trainer(places, tmp_path_factory):
     """A run as built, which no test may change."""
-    return build_context(words(places, output_root=tmp_path_factory.mktemp("runs")))
+    return build_trainer(words(places, output_root=tmp_path_factory.mktemp("runs")))
 
 
 @pytest.fixture
@@ -38,18 +39,18 @@ def calls(monkeypatch):
     return seen
 
 
-def test_it_is_the_batch_that_training_takes_next_sampled_one_step_past_the_stochastic_ones(context, calls):
-    samples = roll_out_probe(context)
-    planned = [draw[1:] for draw in context.sampler.plan(context.sampler.next_step)[0]]
+def test_it_is_the_batch_that_training_takes_next_sampled_one_step_past_the_stochastic_ones(trainer, calls):
+    samples = roll_out_probe(trainer)
+    planned = [draw[1:] for draw in trainer.state.sampler.plan(trainer.state.sampler.next_step)[0]]
     assert [(gid, slot, index) for gid, slot, index in samples.keys.tolist()] == planned
-    sigmas, last = context.sampling.rollout.sigmas, context.sampling.last_step
-    windows = [context.sampling.window_of(gid) for gid in samples.keys[:, 0].tolist()]
+    sigmas, last = trainer.collector.settings.rollout.sigmas, trainer.collector.settings.last_step
+    windows = [trainer.collector.settings.window_of(gid) for gid in samples.keys[:, 0].tolist()]
     assert [tuple(steps) for steps in samples.trajectory.steps.tolist()] == windows
     assert {sigma for *_, sigma in calls} == set(sigmas[: last + 2].tolist()) and last + 2 < 6
 
 
-def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(context):
-    samples, objective = roll_out_probe(context), context.objective
+def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(trainer):
+    samples, objective = roll_out_probe(trainer), trainer.updater.objective
     later = dataclasses.replace(samples.trajectory, log_probs=samples.trajectory.log_probs - 1.0)
     samples = dataclasses.replace(samples, trajectory=later)
     torch.testing.assert_close(replay(objective, samples, 2).log_ratios, torch.ones(2, 2))
@@ -59,21 +60,21 @@ def test_under_guard_log_ratios_have_the_unit_of_its_clip_range(context):
 
 
 def test_log_ratios_under_the_guard_are_those_of_the_loss(places, tmp_path):
-    context = build_context(words(places, output_root=tmp_path, train__guard=True))
-    samples = roll_out_probe(context)
-    before = replay(context.objective, samples, 2)
+    trainer = build_trainer(words(places, output_root=tmp_path, train__guard=True))
+    samples = roll_out_probe(trainer)
+    before = replay(trainer.updater.objective, samples, 2)
     with torch.no_grad():
-        for weight in trained_parameters(context.policy.module).values():
+        for weight in trained_parameters(trainer.updater.policy.module).values():
             weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    after = replay(context.objective, samples, 2)
+    after = replay(trainer.updater.objective, samples, 2)
     bias = (before.residuals - after.residuals).square().flatten(2).mean(dim=2) / 2
     wanted = after.log_ratios + before.units * bias
     torch.testing.assert_close(guard_log_ratios(before, after), wanted, rtol=1e-3, atol=1e-7)
     assert bias.max() > 1e-6
 
 
-def test_a_replay_in_larger_calls_than_the_rollout_s_repeats_samples(context, calls):
-    found = replay(context.objective, roll_out_probe(context), 5)
+def test_a_replay_in_larger_calls_than_the_rollout_s_repeats_samples(trainer, calls):
+    found = replay(trainer.updater.objective, roll_out_probe(trainer), 5)
     assert [rows for rows, *_ in calls[-2:]] == [5, 5] and found.log_ratios.shape == (2, 2)
     assert len(found.residuals) == 2
 
@@ -87,7 +88,7 @@ class Saved:
 
 def test_gradients_are_kept_for_an_update_s_rows_and_one_call_only(places, tmp_path, calls):
     """A device has memory for the graph of one call of the update, not for more."""
-    context = build_context(words(places, output_root=tmp_path, train__batch_size=1))
+    trainer = build_trainer(words(places, output_root=tmp_path, train__batch_size=1))
     alive, at_call = weakref.WeakSet(), []
     velocity = WanPolicy.velocity
 
@@ -102,8 +103,8 @@ def test_gradients_are_kept_for_an_update_s_rows_and_one_call_only(places, tmp_p
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor)
     with hooks, mock.patch.object(WanPolicy, "velocity", noted):
-        assert statuses(fast.examine(context)) == {}
-        probe.layer_differing_from_rollout(context, context.grpo, roll_out_probe(context))
+        assert statuses(run_checks(trainer, FAST)) == {}
+        probe.layer_differing_from_rollout(trainer, trainer.updater.objective, roll_out_probe(trainer))
     assert {rows for rows, kept, _ in calls if kept} == {1}
     assert {rows for rows, kept, _ in calls if not kept} == {1, 2}
     assert set(at_call) == {0}, "a graph outlived its call"
@@ -112,7 +113,7 @@ def test_gradients_are_kept_for_an_update_s_rows_and_one_call_only(places, tmp_p
 def test_what_only_calls_with_gradients_do_is_found_where_they_have_fewer_rows(places, tmp_path):
     given = words(places, output_root=tmp_path, train__batch_size=1, sample__guidance_scale=3)
     with doctor_cases.guidance_in_the_rollout_only():
-        (found,) = [found for found in fast.examine(build_context(given)) if found.name == "ratio"]
+        (found,) = [found for found in run_checks(build_trainer(given), FAST) if found.name == "ratio"]
     assert found.status == "fail"
     assert "the same call without gradients and with: input 0 gave (2, " in found.measured
 

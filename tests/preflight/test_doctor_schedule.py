@@ -69,28 +69,41 @@ def test_a_sound_schedule_passes_and_prints_a_row_per_step():
     ]
 
 
-def test_a_std_that_blows_up_next_to_sigma_1_fails():
-    near_one = torch.cat([torch.tensor([0.9999990, 0.9999985]), SIGMAS[1:]])
-    assert status(checks.check_steps(near_one, [1], SdeSettings("flow", 0.7), None)) == "fail"
+NEAR_ONE = torch.cat([torch.tensor([0.9999990, 0.9999985]), SIGMAS[1:]])
 
 
-def test_more_noise_than_the_latents_have_fails_and_grain_warns():
-    assert status(checks.check_steps(SIGMAS, [8], SdeSettings("flow", 1.0, 0.45), None)) == "warn"
-    assert status(checks.check_steps(SIGMAS, [1], SdeSettings("flow", 0.96), None)) == "fail"
-    assert status(checks.check_steps(SIGMAS, [9], SdeSettings("flow", 0.7), None)) == "fail"
+@pytest.mark.parametrize(
+    ("sigmas", "step", "noise", "wanted", "way_out"),
+    [
+        (SIGMAS, 2, ("constant", 0.3), "ok", ""),
+        (SIGMAS, 8, ("flow", 1.0, 0.45), "warn", "leave grain"),
+        (SIGMAS, 1, ("flow", 0.96), "fail", "lower sample.noise_level"),  # more noise than the latents have
+        (SIGMAS, 9, ("flow", 0.7), "fail", "leave the step out"),  # the last
+        (NEAR_ONE, 1, ("flow", 0.7), "fail", "lower sample.noise_level"),  # the std blows up next to sigma = 1
+        (SIGMAS, 2, ("flow", 1e-4), "fail", "raise sample.noise_level"),  # explores nothing
+    ],
+)
+def test_steps_with_too_much_or_too_little_noise_come_with_the_knob_to_turn(sigmas, step, noise, wanted, way_out):
+    found = checks.check_steps(sigmas, [step], SdeSettings(*noise), None)
+    assert status(found) == wanted and way_out in found.way_out
 
 
 # --- which steps
 
 
-def test_stochastic_steps_must_be_allowed_and_exclude_the_last():
-    fine = checks.check_window([(1, 2), (2, 3)], (1, 2, 3), 10)
-    assert [(found.name, found.status) for found in fine] == [("window", "ok"), ("last_step", "ok")]
-    by_name = {found.name: found.status for found in checks.check_window([(8, 9)], (8, 9), 10)}
-    assert by_name == {"window": "ok", "last_step": "fail"}
-    outside = {found.name: found.status for found in checks.check_window([(5, 6)], (1, 2, 3), 10)}
-    assert outside == {"window": "fail", "last_step": "ok"}
-    assert checks.check_window([()], (1, 2), 10)[0].status == "fail"
+@pytest.mark.parametrize(
+    ("windows", "allowed", "failing"),
+    [
+        ([(1, 2), (2, 3)], (1, 2, 3), set()),
+        ([(8, 9)], (8, 9), {"last_step"}),
+        ([(5, 6)], (1, 2, 3), {"window"}),
+        ([()], (1, 2), {"window"}),
+    ],
+)
+def test_stochastic_steps_must_be_allowed_and_exclude_the_last(windows, allowed, failing):
+    found = checks.check_window(windows, allowed, 10)
+    assert {each.name for each in found} == {"window", "last_step"}
+    assert {each.name for each in found if status(each) == "fail"} == failing
 
 
 # --- where a step without noise leads
@@ -113,9 +126,3 @@ def test_a_step_that_goes_the_wrong_way_fails(part):
 
     with mock.patch.object(sde, "coefficients", wrong):
         assert status(checks.check_ode_limit(SIGMAS, [1, 2], SdeSettings("flow", 0.7))) == "fail"
-
-
-def test_noise_that_explores_nothing_fails_with_the_knob_to_turn():
-    found = checks.check_steps(SIGMAS, [1, 2], SdeSettings("flow", 1e-4), None)
-    assert status(found) == "fail" and found.way_out.endswith("raise sample.noise_level")
-    assert status(checks.check_steps(SIGMAS, [1, 2], SdeSettings("constant", 0.3), None)) != "fail"

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-import train_grpo
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.preflight.doctor.findings import Finding
 from flow_grpo.runtime.ranks import process_group
@@ -54,24 +53,14 @@ def test_a_sound_recipe_passes_every_check(places):
 
 def test_the_clip_range_is_checked_for_the_recipe_s_number_of_updates(places):
     changes = {"train__clip_range": 9e-3, "train__guard": True, "sample__num_batches_per_epoch": 2}
-    for updates, wanted in ((1, "ok"), (2, "warn")):
-        _, findings = examined(words(places, train__updates_per_epoch=updates, **changes))
-        assert findings["clip"]["status"] == wanted, findings["clip"]
+    _, findings = examined(words(places, train__updates_per_epoch=2, **changes))
+    assert findings["clip"]["status"] == "warn", findings["clip"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "changes", "name", "said"),
-    [
-        (doctor_cases.another_gaussian, {}, "residuals", "std 1.2"),
-        (doctor_cases.guidance_in_the_rollout_only, {"sample__guidance_scale": 3}, "ratio", "gave (4, "),
-        (doctor_cases.the_last_step_trained, {}, "last_step", "step 5 is trained"),
-        (doctor_cases.rounded_latents, {}, "ratio", "input 0 differs first"),
-    ],
-)
-def test_a_fault_planted_into_rollout_or_update_is_found(places, fault, changes, name, said):
-    code, findings = examined(words(places, **changes), fault)
-    assert code == 1
-    assert findings[name]["status"] == "fail" and said in findings[name]["measured"]
+def test_a_last_step_that_is_trained_fails(places):
+    code, findings = examined(words(places), doctor_cases.the_last_step_trained)
+    assert (code, findings["last_step"]["status"]) == (1, "fail")
+    assert "step 5 is trained" in findings["last_step"]["measured"]
 
 
 def test_lora_names_that_match_nothing_are_a_failed_check(places):
@@ -90,7 +79,7 @@ def test_one_adapter_without_gradient_is_found_and_named(places):
 def _examined(world: World, given: list[str], fault: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Examine on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), world)),
+        mock.patch.object(doctor, "set_up_rank", return_value=(torch.device("cpu"), world)),
         mock.patch.object(process_group, "shut_down"),
     ):
         return examined(given, getattr(doctor_cases, fault) if fault else contextlib.nullcontext)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from flow_grpo.runtime.ranks.process_group import RankError, World
+from flow_grpo.runtime.ranks.process_group import World
 
 STATUSES = ("ok", "warn", "fail")  # by severity
 
@@ -17,10 +16,10 @@ class Finding:
     """The outcome of one check.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         status: "ok", "warn" (training works, maybe not as intended) or "fail" (it would not learn what it should).
-        measured: what was measured, and its bound.
-        way_out: what to do about it; "" when all is well.
+        measured: measured value and its bound.
+        way_out: remedy; "" when all is well.
     """
 
     name: str
@@ -36,15 +35,7 @@ def finding(name: str, measured: str, *, fail: str = "", warn: str = "") -> Find
 
 
 def equal_on_ranks(name: str, value: str, what: str, world: World, way_out: str) -> Finding:
-    """Check that every rank passes the same value; collective call: every rank must call it.
-
-    Args:
-        name: of the check.
-        value: this rank's, such as a hash.
-        what: the value is of, in the plural.
-        world: this rank and its peers.
-        way_out: of ranks that differ.
-    """
+    """Check that every rank passes the same `value` of `what`, a plural; collective call."""
     values = world.all.gather_text(value)
     kinds = len(set(values))
     said = f"{what} identical" if kinds == 1 else f"{what} in {kinds} versions"
@@ -52,7 +43,7 @@ def equal_on_ranks(name: str, value: str, what: str, world: World, way_out: str)
 
 
 def merge_over_ranks(findings: Sequence[Finding], world: World) -> list[Finding]:
-    """Return the most severe finding of any rank per check; collective call: every rank must call it."""
+    """Return the most severe finding of any rank per check; collective call."""
     texts = world.all.gather_text(json.dumps([dataclasses.astuple(found) for found in findings]))
     merged: dict[str, Finding] = {}
     for rank, text in enumerate(texts):
@@ -65,42 +56,21 @@ def merge_over_ranks(findings: Sequence[Finding], world: World) -> list[Finding]
     return list(merged.values())
 
 
-@contextlib.contextmanager
-def errors_as_finding(name: str, findings: list[Finding], world: World, way_out: str) -> Iterator[None]:
-    """Inside, an error that is raised on all ranks, as by `World.sync_errors`, becomes a failed check.
-
-    With several ranks any other error is raised: the peers are waiting in a collective call.
-
-    Args:
-        name: of the check.
-        findings: the failed check is appended to them.
-        world: this rank and its peers.
-        way_out: of the failed check.
-    """
-    try:
-        yield
-    except (RuntimeError, ValueError, AssertionError) as error:
-        if world.all.size > 1 and not isinstance(error, RankError | ValueError):
-            raise
-        findings.append(finding(name, " ".join(str(error).split()), fail=way_out))
-
-
 def failed(findings: Iterable[Finding]) -> list[str]:
     """Return the names of the checks that failed."""
     return [found.name for found in findings if found.status == "fail"]
 
 
-def as_table(findings: Sequence[Finding]) -> str:
+def as_table(findings: Sequence[Finding]) -> list[str]:
     """Return one line per finding, the most severe last; ways out follow on lines of their own."""
     width = max((len(found.name) for found in findings), default=0)
     lines = []
     for found in sorted(findings, key=lambda found: STATUSES.index(found.status)):
         first, *more = found.measured.splitlines() or [""]
         lines.append(f"{found.status:<4}  {found.name:<{width}}  {first}")
+        more += [f"-> {found.way_out}"] if found.way_out else []
         lines += [f"{'':<4}  {'':<{width}}  {line}" for line in more]
-        if found.way_out:
-            lines.append(f"{'':<4}  {'':<{width}}  -> {found.way_out}")
-    return "\n".join(lines)
+    return lines
 
 
 def summary(findings: Sequence[Finding], seconds: float) -> str:

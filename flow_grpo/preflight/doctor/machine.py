@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flow_grpo.models.adapters import trained_parameters
-from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
-from flow_grpo.preflight.doctor.probe import planned_keys
+from flow_grpo.preflight.doctor.probe import planned_keys, training_data
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import LOCK
@@ -33,32 +35,23 @@ ABSENT = "absent"  # not installed, or not by a package installer
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # their versions affect numbers
 
 
-def examine_machine(context: DoctorContext) -> list[Finding]:
-    """Return the findings of this module; collective call: every rank must call it."""
-    config, device, world = context.config, context.device, context.world
-    copies = 3 + (context.ema is not None)  # weights, two moments, EMA
-    weights = sum(parameter.numel() for parameter in trained_parameters(context.policy.module).values())
-    pixels = sum(math.prod(context.data.size_of(index)) for *_, index in planned_keys(context))
+def examine_machine(trainer: Trainer) -> Iterator[Finding]:
+    """Check the machine of every rank; collective call: every rank must call it."""
+    config, device, world, folder = trainer.config, trainer.device, trainer.world, trainer.run_folder
+    copies = 3 + (trainer.state.ema is not None)  # weights, two moments, EMA
+    weights = sum(parameter.numel() for parameter in trained_parameters(trainer.updater.policy.module).values())
+    yield check_disk(folder, 4 * copies * weights, config.checkpoint.keep + bool(config.checkpoint.best))
+    pixels = sum(math.prod(training_data(trainer).size_of(index)) for *_, index in planned_keys(trainer))
     batch_bytes = pixels * 3 * 4 * 2  # channels, bytes of fp32, source and target
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return [
-        check_disk(context.run_folder, 4 * copies * weights, config.checkpoint.keep + bool(config.checkpoint.best)),
-        check_shared_memory(batch_bytes, config.data.num_workers, local_ranks),
-        check_versions(world),
-        check_device(device, config, world),
-        check_backends(device, world, gathers_bytes=config.train.sharding == "fsdp2"),
-        check_run_folder(context.run_folder, world),
-    ]
+    yield check_shared_memory(batch_bytes, config.data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    yield check_versions(world)
+    yield check_device(device, config, world)
+    yield check_backends(device, world, gathers_bytes=config.train.sharding == "fsdp2")
+    yield check_run_folder(folder, world)
 
 
 def check_disk(folder: Path, checkpoint_bytes: int, keep: int) -> Finding:
-    """Check the free space for checkpoints: those kept and the one being written, less those already written.
-
-    Args:
-        folder: of the run; it may not exist yet.
-        checkpoint_bytes: of one checkpoint.
-        keep: how many are kept.
-    """
+    """Check the space in a run's folder for `keep` checkpoints and the one being written, less those it has."""
     place = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
     more = max(1, keep + 1 - len(checkpoint.published(folder / "checkpoints")))
     free, needed = shutil.disk_usage(place).free, checkpoint_bytes * more
@@ -70,14 +63,7 @@ def check_disk(folder: Path, checkpoint_bytes: int, keep: int) -> Finding:
 
 
 def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place: Path = SHARED_MEMORY) -> Finding:
-    """Check the space for batches between loader workers and their rank; containers have 64 MiB by default.
-
-    Args:
-        batch_bytes: of one batch.
-        workers: loader workers per rank.
-        local_ranks: ranks on this machine.
-        place: the shared-memory file system.
-    """
+    """Check the space for batches between the workers of each rank and the rank; containers have 64 MiB by default."""
     if not workers or not place.is_dir():
         return finding("shared_memory", f"no {place} here" if workers else "not used: no loader workers")
     free, needed = shutil.disk_usage(place).free, PREFETCHED * batch_bytes * workers * local_ranks
@@ -91,20 +77,15 @@ def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place:
 def check_versions(world: World) -> Finding:
     """Check that torch and the vendor's package fit, and that versions are identical on every rank; collective call."""
     versions = {name: _version(name) for name in device_api.packages()}
-    wrong = mismatched(versions)
+    numbers = [re.split(r"[^\d.]", text)[0].rstrip(".") for text in versions.values() if text != ABSENT]
+    releases = {".".join(number.split(".")[:3]) for number in numbers}
+    pair = " with ".join(f"{name} {number}" for name, number in versions.items())
     versions |= {name: _version(name) for name in LIBRARIES}
     said = ", ".join(f"{name} {number}" for name, number in versions.items())
     same = equal_on_ranks("versions", said, said, world, "give every node the same environment")
-    if wrong:
-        return finding("versions", said, fail=f"{wrong}: install the pair that requirements-npu.txt names")
-    return same
-
-
-def mismatched(versions: Mapping[str, str]) -> str:
-    """Return which of the packages that must share a version number do not, or ""."""
-    numbers = {re.split(r"[^\d.]|\.(?=\D)", text)[0].rstrip(".") for text in versions.values() if text != ABSENT}
-    releases = {".".join(number.split(".")[:3]) for number in numbers}
-    return "" if len(releases) == 1 else " with ".join(f"{name} {number}" for name, number in versions.items())
+    if len(releases) == 1:
+        return same
+    return finding("versions", said, fail=f"{pair}: install the pair that requirements-npu.txt names")
 
 
 def check_device(device: torch.device, config: Config, world: World) -> Finding:
@@ -135,52 +116,40 @@ def check_backends(device: torch.device, world: World, *, gathers_bytes: bool = 
     """
     if world.all.gloo is None:
         return finding("backends", "one process, no process group")
-    heard: Sequence[int] = world.all.all_gather(torch.tensor([world.all.rank])).tolist()
-    said = f"{world.all.size} ranks, control over gloo"
-    wrong = [] if list(heard) == list(range(world.all.size)) else [f"ranks answer as {heard}"]
+    rank, size = world.all.rank, world.all.size
+    heard = world.all.all_gather(torch.tensor([rank])).tolist()
+    said = f"{size} ranks, control over gloo"
+    wrong = [] if heard == list(range(size)) else [f"ranks answer as {heard}"]
     if dist.is_initialized():
         said = f"{dist.get_backend_config()} over {said}"
-        places = dict.fromkeys((torch.device("cpu"), device))
-        wrong += [fault for place in places if (fault := _all_reduce_fault(place, world))]
-        if gathers_bytes and (fault := _gather_fault(device, world)):
-            wrong.append(fault)
+        for place in dict.fromkeys((torch.device("cpu"), device)):
+            total = torch.full((1,), rank + 1.0, device=place)  # as gradients are averaged
+            reduce = functools.partial(dist.all_reduce, total)
+            wrong += _fault(f"all-reduce on {place}", reduce, total, [size * (size + 1) / 2], world)
+        if gathers_bytes:
+            own = torch.full((1,), rank % 256, dtype=torch.uint8, device=device)
+            everyone = own.new_empty(size)
+            gather = functools.partial(dist.all_gather_into_tensor, everyone, own)
+            what = f"all-gather of uint8 on {device}, which train.sharding='fsdp2' needs,"
+            wrong += _fault(what, gather, everyone, [other % 256 for other in range(size)], world)
     return finding("backends", said, fail=f"{'; '.join(wrong)}: check RANK and MASTER_ADDR" if wrong else "")
 
 
-def _all_reduce_fault(place: torch.device, world: World) -> str:
-    """Return what is wrong with an all-reduce over the default group, which averages gradients, or ""."""
-    total = torch.full((1,), world.all.rank + 1.0, device=place)
-    wanted = world.all.size * (world.all.size + 1) / 2
+def _fault(what: str, call: Callable[[], object], result: Tensor, wanted: Sequence[float], world: World) -> list[str]:
+    """Return what is wrong with a collective call over the default group, or []."""
     try:
         with world.all.waiting_for_peers():
-            dist.all_reduce(total)
+            call()
     except RuntimeError as error:
-        return f"no all-reduce on {place}: {' '.join(str(error).split())}"
-    return "" if total.item() == wanted else f"an all-reduce on {place} gives {total.item():g} instead of {wanted:g}"
-
-
-def _gather_fault(place: torch.device, world: World) -> str:
-    """Return what is wrong with gathering uint8 over the default group, or ""."""
-    own = torch.full((1,), world.all.rank % 256, dtype=torch.uint8, device=place)
-    gathered = own.new_empty(world.all.size)
-    try:
-        with world.all.waiting_for_peers():
-            dist.all_gather_into_tensor(gathered, own)
-    except RuntimeError as error:
-        return f"no all-gather of uint8 on {place}, which train.sharding='fsdp2' needs: {' '.join(str(error).split())}"
-    heard, wanted = gathered.tolist(), [rank % 256 for rank in range(world.all.size)]
-    return "" if heard == wanted else f"an all-gather of uint8 on {place} gives {heard} instead of {wanted}"
+        return [f"no {what}: {' '.join(str(error).split())}"]
+    heard, due = (" ".join(f"{value:g}" for value in values) for values in (result.tolist(), wanted))
+    return [] if heard == due else [f"an {what} gives {heard} instead of {due}"]
 
 
 def check_run_folder(folder: Path, world: World, timeout_s: float = CACHED_S) -> Finding:
     """Check that every rank sees the files that rank 0 writes, by its lock file, which differs from start to start.
 
-    Collective call: every rank must call it.
-
-    Args:
-        folder: of the run.
-        world: this rank and its peers.
-        timeout_s: how long a shared file system may take to show a new file.
+    Collective call; `timeout_s` is how long a shared file system may take to show a new file.
     """
     wanted = world.broadcast_text(_text(folder / LOCK))
     if not wanted:

@@ -1,4 +1,4 @@
-"""One batch, rolled out as in training as far as its stochastic steps, and replayed as the update does.
+"""One batch, rolled out as in training as far as its stochastic steps, and replayed as the update does: its checks.
 
 Letters: B rows, K stochastic steps.
 """
@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
-from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
 from flow_grpo.data.k_repeat_sampler import SampleKey
+from flow_grpo.judging.evaluate import ConditionSource
 from flow_grpo.maths.sde import log_prob, per_sample
-from flow_grpo.preflight.doctor.context import DoctorContext
+from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.records import Condition, Samples
+from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, unwrap
 
+STANDARD_ERRORS = 5.0  # a false alarm with probability 6e-7
+KS_BOUND = 2.745  # the same probability under Kolmogorov's law, 2 exp(-2 x^2) (Smirnov 1948)
+KS_ELEMENTS = 1_000_000  # at most: sorting more finds nothing more
+SHARE_OF_CLIP = 0.1  # of clip_range that a mismatch may use up
 RECORDED = 4096  # elements recorded of every layer's output, evenly spaced: all of them would not fit in memory
 
 Layers = dict[str, tuple[tuple[int, ...], Tensor]]
@@ -44,30 +53,100 @@ class Replay:
     residuals: Tensor
 
 
-def planned_keys(context: DoctorContext) -> list[SampleKey]:
+def examine_probe(trainer: Trainer, batch_sizes: Iterable[int] = ()) -> Iterator[Finding]:
+    """Check a batch against its replays, also in calls of `batch_sizes`, and its noise; collective call.
+
+    Raises:
+        RuntimeError: on every rank, if it cannot be rolled out or replayed on any.
+    """
+    objective, probe = trainer.updater.objective, roll_out_probe(trainer)
+    if isinstance(objective, GrpoObjective):
+        yield from examine_replays(trainer, objective, probe, batch_sizes)
+    else:
+        yield examine_loss(trainer, objective, probe)
+    own = [[gid, slot, *ids] for (gid, slot, _), ids in zip(probe.keys.tolist(), probe.noise_ids.tolist(), strict=True)]
+    rows = [row for text in trainer.world.data.gather_text(json.dumps(own)) for row in json.loads(text)]
+    yield check_noise(rows, same_initial_noise=trainer.config.sample.same_initial_noise)
+
+
+def examine_replays(
+    trainer: Trainer, objective: GrpoObjective, probe: Samples, batch_sizes: Iterable[int]
+) -> Iterator[Finding]:
+    """Check a batch against its replays; collective call."""
+    train, world, full, exact = trainer.config.train, trainer.world, len(probe), bit_exact(trainer)
+    with world.sync_errors("the replay"):
+        rows = sorted({train.batch_size, full, *(n for n in batch_sizes if n <= full)})
+        replays = {n: replay(objective, probe, n) for n in rows}
+        by_grad_mode = grad_mode_gap(objective, probe, replays[train.batch_size].log_ratios)
+    gaps = {n: _largest(found.log_ratios) for n, found in replays.items()}
+    bound = ratio_bound(train.clip_range, exact=exact)
+    worst = world.data.all_gather(torch.tensor([[gaps[full], _largest(by_grad_mode)]])).amax(dim=0)
+    layer = ""
+    # Decided by the worst rank: with sharded weights the calls below are collective.
+    if not (worst <= bound).all():
+        with world.sync_errors("the comparison of layers"):
+            compare = layer_differing_by_grad_mode if worst[0] <= bound else layer_differing_from_rollout
+            layer = compare(trainer, objective, probe)
+    log_ratios = torch.cat([replays[full].log_ratios, by_grad_mode])
+    yield check_residuals(probe.trajectory.steps, replays[full].residuals)
+    yield check_latents_fp32(probe.trajectory.states)
+    yield check_ratio(log_ratios, train.clip_range, train.old_log_prob, exact=exact, layer=layer)
+    yield check_ratio_by_batch_size(gaps, train.clip_range, train.batch_size, train.old_log_prob)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def examine_loss(trainer: Trainer, objective: Objective, probe: Samples) -> Finding:
+    """Check that a loss without recorded steps repeats itself; collective call."""
+    train = trainer.config.train
+    rows = probe.rows(slice(0, train.batch_size))
+    micro = dataclasses.replace(rows, advantages=torch.ones(len(rows)), weights=torch.ones(len(rows)))
+    memory: Any = {}
+    with trainer.world.sync_errors("the loss"), torch.no_grad():
+        ratios = torch.stack([objective.loss(micro, memory, 0).drift for _ in range(2)], dim=1)
+    return check_ratio(ratios, train.clip_range, "recompute", exact=bit_exact(trainer))
+
+
+def bit_exact(trainer: Trainer) -> bool:
+    """Return whether replaying a rollout batch must reproduce its log-probabilities bit for bit."""
+    model = trainer.config.model
+    return trainer.device.type == "cpu" and model.dtype == "fp32" and not model.compile
+
+
+def training_data(trainer: Trainer) -> ConditionSource:
+    """Return the training conditions by index."""
+    return cast(ConditionSource, trainer.state.sampler.dataset)
+
+
+def planned_keys(trainer: Trainer) -> list[SampleKey]:
     """Return this rank's next batch as the sampler plans it, or its part of one video size; nothing is consumed."""
-    planned = context.sampler.plan(context.sampler.next_step)[context.sampler.rank]
-    first = full_batches([context.data.size_of(key[3]) for key in planned], len(planned))[0]
+    sampler = trainer.state.sampler
+    planned = sampler.plan(sampler.next_step)[sampler.rank]
+    first = full_batches([training_data(trainer).size_of(key[3]) for key in planned], len(planned))[0]
     return [planned[row] for row in first]
 
 
-def planned_conditions(context: DoctorContext) -> tuple[Condition, ...]:
+def planned_conditions(trainer: Trainer) -> tuple[Condition, ...]:
     """Load the conditions of `planned_keys`."""
-    return tuple(context.data.condition(index, gid, slot) for _, gid, slot, index in planned_keys(context))
+    data = training_data(trainer)
+    return tuple(data.condition(index, gid, slot) for _, gid, slot, index in planned_keys(trainer))
 
 
-def roll_out_probe(context: DoctorContext) -> Samples:
+def roll_out_probe(trainer: Trainer) -> Samples:
     """Return this rank's next batch, rolled out; collective call: every rank must call it.
 
     Raises:
         RuntimeError: on every rank, if any failed.
     """
-    with context.world.sync_errors("loading"):
-        conditions = planned_conditions(context)
-        conditioning = context.policy.encode(conditions)
-    with context.world.sync_errors("the rollout"):
-        windows = context.sampling.windows(conditions)
-        samples = rollout(context.policy, conditions, conditioning, windows, truncated_rollout(context))
+    policy, world = trainer.updater.policy, trainer.world
+    with world.sync_errors("loading"):
+        conditions = planned_conditions(trainer)
+        conditioning = policy.encode(conditions)
+    with world.sync_errors("the rollout"):
+        windows = trainer.collector.settings.windows(conditions)
+        samples = rollout(policy, conditions, conditioning, windows, truncated_rollout(trainer))
         if not torch.isfinite(samples.final_latents).all():
             raise ValueError(
                 "latents are not finite: the model's velocity is NaN or infinite; look at its weights, or pass "
@@ -76,25 +155,22 @@ def roll_out_probe(context: DoctorContext) -> Samples:
         return samples
 
 
-def truncated_rollout(context: DoctorContext) -> RolloutSettings:
+def truncated_rollout(trainer: Trainer) -> RolloutSettings:
     """Return settings whose schedule ends one step after the last stochastic one of any group, or after two steps."""
-    settings = context.sampling.rollout
+    sampling = trainer.collector.settings
+    settings = sampling.rollout
     if settings.sde.kind == "ode":
         return dataclasses.replace(settings, sigmas=settings.sigmas[:3])
-    return dataclasses.replace(settings, sigmas=settings.sigmas[: context.sampling.last_step + 3], tails=None)
+    return dataclasses.replace(settings, sigmas=settings.sigmas[: sampling.last_step + 3], tails=None)
 
 
 def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: bool | None = None) -> Replay:
     """Replay all stochastic steps of B samples in calls of `rows`; with more rows than samples, samples repeat.
 
-    Args:
-        objective: of the run.
-        samples: B of them.
-        rows: of a call.
-        gradients: whether to build the graph, as the update does. By default only in calls of at most as many rows as
-            the update's: the device may not have memory for more.
+    With `gradients` the graph is built, as in the update. By default only calls of at most as many rows as the update's
+    do so: the device may not have memory for more.
     """
-    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = []
+    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = []  # a step's graph is freed with its call
     for positions in (torch.arange(max(rows, len(samples))) % len(samples)).split(rows):
         micro = samples.rows(positions)
         parts.append([_scored(objective, micro, column, gradients) for column in range(objective.passes(micro))])
@@ -105,7 +181,7 @@ def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: 
 def _scored(
     objective: GrpoObjective, micro: Samples, column: int, gradients: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one step's (b,) log-ratios, their (b,) units and its residuals; its graph is freed on return."""
+    """Return one step's (b,) log-ratios, their (b,) units and its residuals."""
     with _grad_mode(objective, len(micro), gradients):
         step = objective.replay(micro, column)
         if torch.is_grad_enabled() and not step.mean.requires_grad:
@@ -130,12 +206,8 @@ def _grad_mode(objective: GrpoObjective, rows: int, gradients: bool | None = Non
 def grad_mode_gap(objective: GrpoObjective, samples: Samples, log_ratios: Tensor) -> Tensor:
     """Return (b, K) log-ratios of the update's calls with gradients to the same calls without.
 
-    b is 0 where a rollout batch fits into one call of the update: its own replay, with gradients, already covers this.
-
-    Args:
-        objective: of the run.
-        samples: B of them.
-        log_ratios: (B, K) to the rollout, replayed in the update's calls.
+    `log_ratios` are the (B, K) ones to the rollout, replayed in the update's calls. b is 0 where a rollout batch fits
+    into one call of the update: its own replay, with gradients, already covers this.
     """
     rows = objective.train.batch_size
     if len(samples) <= rows:
@@ -143,22 +215,22 @@ def grad_mode_gap(objective: GrpoObjective, samples: Samples, log_ratios: Tensor
     return log_ratios[:rows] - replay(objective, samples.rows(slice(0, rows)), rows, gradients=False).log_ratios
 
 
-def layer_differing_from_rollout(context: DoctorContext, objective: GrpoObjective, probe: Samples) -> str:
+def layer_differing_from_rollout(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
-    network, conditions = unwrap(context.policy.module), planned_conditions(context)
-    windows, settings = context.sampling.windows(conditions), truncated_rollout(context)
+    policy, conditions, settings = trainer.updater.policy, planned_conditions(trainer), truncated_rollout(trainer)
+    network, windows = unwrap(policy.module), trainer.collector.settings.windows(conditions)
     with recorded_layers(network) as rollout_calls:
-        rollout(context.policy, conditions, probe.conditioning, windows, settings)
+        rollout(policy, conditions, probe.conditioning, windows, settings)
     with recorded_layers(network) as replay_calls, _grad_mode(objective, len(probe)):
         objective.replay(probe, 0)
     prefix_calls = settings.calls[0] if settings.calls else int(probe.trajectory.steps[:, 0].max())
     return first_difference(rollout_calls[prefix_calls], replay_calls[0])
 
 
-def layer_differing_by_grad_mode(context: DoctorContext, objective: GrpoObjective, probe: Samples) -> str:
+def layer_differing_by_grad_mode(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between a call of the update with gradients and without."""
     few = probe.rows(slice(0, objective.train.batch_size))
-    with recorded_layers(unwrap(context.policy.module)) as calls:
+    with recorded_layers(unwrap(trainer.updater.policy.module)) as calls:
         for enabled in (False, True):
             with _grad_mode(objective, len(few), enabled):
                 objective.replay(few, 0)
@@ -169,13 +241,30 @@ def layer_differing_by_grad_mode(context: DoctorContext, objective: GrpoObjectiv
 def recorded_layers(network: nn.Module) -> Iterator[list[Layers]]:
     """Inside, every call of the network appends its inputs and its layers' outputs to the yielded list."""
     calls: list[Layers] = []
-    handles = [network.register_forward_pre_hook(_record_inputs(calls))]
-    handles += [layer.register_forward_hook(_record_output(calls, name)) for name, layer in network.named_modules()]
+
+    def note_inputs(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        calls.append({f"input {number}": _sampled(tensor) for number, tensor in enumerate(tensors)})
+
+    def note_output(name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor):
+            calls[-1][name] = _sampled(first)
+
+    handles = [network.register_forward_pre_hook(note_inputs)]
+    for name, layer in network.named_modules():
+        noted = functools.partial(note_output, f"layer {name}" if name else "the network")
+        handles.append(layer.register_forward_hook(noted))
     try:
         yield calls
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _sampled(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    flat = tensor.detach().flatten()
+    return tuple(tensor.shape), flat[:: max(1, flat.numel() // RECORDED)].float().cpu()
 
 
 def first_difference(rollout: Layers, update: Layers) -> str:
@@ -192,23 +281,106 @@ def first_difference(rollout: Layers, update: Layers) -> str:
     return "no layer differs: the step's Gaussian or its log-probability does"
 
 
-def _record_inputs(calls: list[Layers]) -> Any:
-    def hook(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        calls.append({f"input {number}": _sampled(tensor) for number, tensor in enumerate(tensors)})
-
-    return hook
-
-
-def _record_output(calls: list[Layers], name: str) -> Any:
-    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor):
-            calls[-1][f"layer {name}" if name else "the network"] = _sampled(first)
-
-    return hook
+def kolmogorov_smirnov(values: Tensor) -> float:
+    """Return sqrt(n) times the largest gap between the (n,) values' distribution and the standard normal."""
+    ordered = values.cpu().double().sort().values
+    count = len(ordered)
+    normal, ranks = torch.special.ndtr(ordered), torch.arange(count + 1) / count
+    gap = torch.maximum((ranks[1:] - normal).max(), (normal - ranks[:-1]).max())
+    return math.sqrt(count) * float(gap)
 
 
-def _sampled(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    flat = tensor.detach().flatten()
-    return tuple(tensor.shape), flat[:: max(1, flat.numel() // RECORDED)].float().cpu()
+def check_residuals(steps: Tensor, residuals: Tensor) -> Finding:
+    """Check that (B, K, ...) residuals of (B, K) denoising steps follow the Gaussian under which they are scored."""
+    said, wrong = [], False
+    for step in steps.unique().tolist():
+        flat = residuals[(steps == step).to(residuals.device)].flatten()
+        some = flat[:: max(1, flat.numel() // KS_ELEMENTS)].cpu().double()
+        count, mean, std = len(some), float(some.mean()), float(some.std(correction=0))
+        distance = kolmogorov_smirnov(some)
+        wrong |= not (
+            abs(mean) < STANDARD_ERRORS / math.sqrt(count)
+            and abs(std - 1) < STANDARD_ERRORS / math.sqrt(2 * count)
+            and distance < KS_BOUND
+        )
+        said.append(
+            f"step {step}: mean {mean:+.4f} std {std:.4f} Kolmogorov-Smirnov {distance:.2f} of {count} elements"
+        )
+    way_out = "the rollout draws from another Gaussian than it scores: its step must be maths.sde.sample of transition"
+    measured = f"(next latents - mean) / std must be standard normal; {'; '.join(said)}"
+    return finding("residuals", measured, fail=way_out if wrong else "")
+
+
+def check_latents_fp32(states: Tensor) -> Finding:
+    """Check by their values that (B, M, C, F, H, W) states are fp32: rounding to half precision must change them.
+
+    The ratio alone may not show rounded latents on devices where replays are not exact to the bit.
+    """
+    count = states.shape[1]
+    said, rounded = f"{count} stored latents per sample are fp32", False
+    for dtype in (torch.float16, torch.bfloat16):  # bf16 last: most of its values survive fp16 as well
+        short = sum(torch.equal(own, own.to(dtype).to(own.dtype)) for own in states.unbind(1))
+        if short:
+            said, rounded = f"{short} of {count} stored latents per sample were rounded to {dtype}", True
+    way_out = "keep the latents of stochastic steps in fp32: see Trajectory.states in flow_grpo/records.py"
+    return finding("latents_fp32", said, fail=way_out if rounded else "")
+
+
+def ratio_bound(clip_range: float, *, exact: bool) -> float:
+    """Return the largest acceptable |log-ratio| before the first update."""
+    return 0.0 if exact else SHARE_OF_CLIP * clip_range
+
+
+def check_ratio(log_ratios: Tensor, clip_range: float, old_log_prob: str, *, exact: bool, layer: str = "") -> Finding:
+    """Check the (B, K) log-ratios of a replay to the rollout; `layer` names the first layer that differs.
+
+    With `old_log_prob="detach"` the ratio is taken against the update's own call, so differences in rounding, such as
+    those of compiled blocks, only warn; beyond the clip range it is no rounding.
+    """
+    worst = float(log_ratios.abs().max())
+    bound = ratio_bound(clip_range, exact=exact)
+    said = f"largest |log-ratio| before the first update {worst:.2g}, bound {bound:.2g}"
+    way_out = (
+        "rollout and update must call the same network with the same latents: see flow_grpo/algorithm/update/updater.py"
+    )
+    hidden = old_log_prob == "detach" and not exact and worst <= clip_range
+    warn = "" if worst <= bound else way_out
+    return finding("ratio", f"{said}; {layer}" if layer else said, fail="" if hidden else warn, warn=warn)
+
+
+def check_ratio_by_batch_size(
+    gaps: Mapping[int, float], clip_range: float, micro_batch: int, old_log_prob: str
+) -> Finding:
+    """Check how much log-probabilities depend on the rows of a call: rows -> largest |log-ratio| to the rollout's."""
+    bound = SHARE_OF_CLIP * clip_range
+    said = ", ".join(f"{rows}: {gap:.2g}" for rows, gap in gaps.items())
+    harmful = old_log_prob == "rollout" and not gaps[micro_batch] <= bound
+    way_out = "pass --config.train.old_log_prob=auto: it recomputes old log-probabilities in the update's own batches"
+    shaky = not all(gap <= bound for gap in gaps.values())
+    corrected = "train.old_log_prob corrects for it; to lower it use fp32 or the rollout's batch size in the update"
+    return finding(
+        "ratio_by_batch_size",
+        f"largest |log-ratio| of the same samples replayed in batches of {said}; harmless up to {bound:.2g}",
+        fail=way_out if harmful else "",
+        warn=corrected if shaky else "",
+    )
+
+
+def check_noise(rows: Sequence[Sequence[int]], *, same_initial_noise: bool) -> Finding:
+    """Check that only copies that share their initial noise on purpose were drawn from the same noise.
+
+    Every row is a sample's group, its copy number, and the hashes of its initial noise and of its step noise.
+    """
+    shared = []
+    for column, what in ((2, "initial noise"), (3, "step noise")):
+        by_noise: dict[int, set[tuple[int, int]]] = {}
+        for row in rows:
+            owner = row[0], 0 if same_initial_noise and column == 2 else row[1]
+            by_noise.setdefault(row[column], set()).add(owner)
+        same = [sorted(users) for users in by_noise.values() if len(users) > 1]
+        if same:
+            shared.append(f"{len(same)} {what} shared, for example by (group, copy) {same[0][:3]}")
+    groups = len({row[0] for row in rows})
+    said = "; ".join(shared) or f"{len(rows)} samples of {groups} groups, each with its own noise"
+    way_out = "draw noise from (seed, gid, slot): from all three, and from nothing of the rank or the batch"
+    return finding("noise", said, fail=way_out if shared else "")

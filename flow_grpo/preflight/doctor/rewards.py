@@ -1,4 +1,4 @@
-"""Does the reward set prefer the true target view to the source view and to noise?
+"""What the rewards can tell apart: the true target view from source view and noise, and the copies of a group.
 
 In a group of two each reward's normalised advantage is +1 for the better copy and -1 for the other, or 0 for both where
 their rewards differ by less than the noise floor. A set with weights w prefers a view by the weighted mean of those
@@ -8,23 +8,27 @@ signs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.judging.reward_signal import Signal, measure_signal
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.reward_rules import gate
-from flow_grpo.preflight.doctor.context import DoctorContext
 from flow_grpo.preflight.doctor.findings import Finding, finding
-from flow_grpo.preflight.doctor.probe import planned_keys
-from flow_grpo.records import Condition, RewardResult
+from flow_grpo.preflight.doctor.probe import planned_keys, training_data
+from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.run.trainer import Trainer
+from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.schema import RewardConfig
 
 CONDITIONS = 2  # whose views the rewards are shown
 WRONG_VIEWS = ("source", "noise")  # what a camera that does not move shows; nothing of the scene
+LEAST_SHARE = 0.2  # of the variance inside groups: below, most of what is trained on was not caused by the policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,37 +49,32 @@ class Preference:
     fault: str
 
 
-def examine_rewards(context: DoctorContext) -> list[Finding]:
-    """Return the findings of this module, measured on rank 0; collective call: every rank must call it.
+def examine_rewards(trainer: Trainer) -> Iterator[Finding]:
+    """Check on rank 0 what the rewards prefer; collective call: every rank must call it.
 
     Raises:
         RuntimeError: on every rank, if rank 0 failed.
     """
-    with context.world.sync_errors("the rewards"):
-        if not context.world.is_main:
-            return []
-        shown = _conditions_with_true_view(context)
-        if not shown:
-            return [finding("reward_order", "no condition has a true view", warn="look at the videos instead")]
-        config = context.config.reward
-        return check_rewards(preferences(context.rewards, shown, config), _weights_by_epoch(context))
+    found: list[Finding] = []
+    with trainer.world.sync_errors("the rewards"):
+        if trainer.world.is_main:
+            found = _order_of_views(trainer)
+    yield from found
 
 
-def _conditions_with_true_view(context: DoctorContext) -> list[Condition]:
-    """Return a few conditions of one video size, those of the next batch first."""
-    data = context.data
-    indices = dict.fromkeys([*(key[3] for key in planned_keys(context)), *range(min(len(data), 4 * CONDITIONS))])
-    found = [condition for condition in map(data.condition, indices) if condition.target_video is not None]
-    return [condition for condition in found if condition.size == found[0].size][:CONDITIONS]
-
-
-def _weights_by_epoch(context: DoctorContext) -> dict[int, dict[str, float]]:
-    """Return the reward weights at the first epoch and at every later knot of their piecewise linear schedules."""
-    config, first = context.config.reward, context.epoch
-    last = max(first, context.config.num_epochs - 1)
+def _order_of_views(trainer: Trainer) -> list[Finding]:
+    data, config, first = training_data(trainer), trainer.config.reward, trainer.state.finished
+    indices = dict.fromkeys([*(key[3] for key in planned_keys(trainer)), *range(min(len(data), 4 * CONDITIONS))])
+    known = [condition for condition in map(data.condition, indices) if condition.target_video is not None]
+    if not known:
+        return [finding("reward_order", "no condition has a true view", warn="look at the videos instead")]
+    shown = [condition for condition in known if condition.size == known[0].size][:CONDITIONS]
+    # At the first epoch, and at every later knot of the piecewise linear schedules of weights.
+    last = max(first, trainer.config.num_epochs - 1)
     knots = {min(epoch, last) for points in config.schedules.values() for epoch, _ in points}
     epochs = [first, *sorted(epoch for epoch in knots if epoch > first)]
-    return {epoch: compare.in_epoch(config, epoch).weights for epoch in epochs}
+    by_epoch = {epoch: compare.in_epoch(config, epoch).weights for epoch in epochs}
+    return check_rewards(preferences(trainer.collector.rewards, shown, config), by_epoch)
 
 
 def views(conditions: Sequence[Condition]) -> tuple[Tensor, tuple[Condition, ...]]:
@@ -92,38 +91,29 @@ def preferences(rewards: RewardSet, conditions: Sequence[Condition], config: Rew
     """Return reward name -> what it prefers, behind its gate, on B conditions with a true view."""
     videos, owners = views(conditions)
     results, floors = rewards(videos, owners), rewards.floors
-    gated = {name: (result.values, result.valid) for name, result in results.items()}
-    groups = torch.arange(len(conditions)).repeat(1 + len(WRONG_VIEWS))
-    for name, (holder, threshold) in config.gates.items():
-        ours, theirs = results[name], results[holder]
-        floor = max(floors[name], config.flat_eps)
-        passed = gate(ours.values, ours.valid, theirs.values, theirs.valid, groups, threshold=threshold, floor=floor)
-        gated[name] = passed.values, passed.valid
-    return {name: _preference(result, *gated[name], floors[name]) for name, result in results.items()}
-
-
-def _preference(result: RewardResult, gated: Tensor, valid: Tensor, floor: float) -> Preference:
-    """Return what one reward prefers.
-
-    Args:
-        result: its values of the 3B videos of `views`.
-        gated: (3B,) values behind the gate.
-        valid: (3B,) bool, of `gated`.
-        floor: noise floor of the reward.
-    """
+    found: dict[str, Preference] = {}
     shown = ("true", *WRONG_VIEWS)
-    values, known = (dict(zip(shown, part.chunk(len(shown)), strict=True)) for part in (gated, valid))
-    signs = {}
-    for wrong in WRONG_VIEWS:
-        gap = values["true"] - values[wrong]
-        sign = torch.where(gap.abs() > floor, gap.sign(), 0.0)
-        # A video without a value ranks below one that has a value.
-        sign = torch.where(known["true"], torch.where(known[wrong], sign, 1.0), 0.0)
-        signs[wrong] = float(sign.mean())
-    own = zip(shown, result.values.chunk(len(shown)), result.valid.chunk(len(shown)), strict=True)
-    means = {name: float(part[measured].mean()) for name, part, measured in own}
-    fault = result.causes[int(result.faults.int().argmax())] if result.faults.any() else ""
-    return Preference(means, signs, float(known["true"].float().mean()), fault)
+    groups = torch.arange(len(conditions)).repeat(len(shown))
+    for name, result in results.items():
+        gated, valid = result.values, result.valid
+        if name in config.gates:
+            holder, threshold = config.gates[name]
+            theirs, floor = results[holder], max(floors[name], config.flat_eps)
+            passed = gate(gated, valid, theirs.values, theirs.valid, groups, threshold=threshold, floor=floor)
+            gated, valid = passed.values, passed.valid
+        values, known = (dict(zip(shown, part.chunk(len(shown)), strict=True)) for part in (gated, valid))
+        signs = {}
+        for wrong in WRONG_VIEWS:
+            gap = values["true"] - values[wrong]
+            sign = torch.where(gap.abs() > floors[name], gap.sign(), 0.0)
+            # A video without a value ranks below one that has a value.
+            sign = torch.where(known["true"], torch.where(known[wrong], sign, 1.0), 0.0)
+            signs[wrong] = float(sign.mean())
+        own = zip(shown, result.values.chunk(len(shown)), result.valid.chunk(len(shown)), strict=True)
+        means = {view: float(part[measured].mean()) for view, part, measured in own}
+        fault = result.causes[int(result.faults.int().argmax())] if result.faults.any() else ""
+        found[name] = Preference(means, signs, float(known["true"].float().mean()), fault)
+    return found
 
 
 def check_rewards(found: Mapping[str, Preference], by_epoch: Mapping[int, Mapping[str, float]]) -> list[Finding]:
@@ -141,7 +131,12 @@ def check_rewards(found: Mapping[str, Preference], by_epoch: Mapping[int, Mappin
         said.append(f"{name} ({weights[name]:g}): {means}" + (f" [{own.fault}]" if own.fault else ""))
     broken = [name for name, own in found.items() if own.fault and weights[name]]
     fail = f"{', '.join(broken)} could not be measured: start its server or repair the cause, or drop its weight"
-    answers = finding("rewards", "; ".join(said), fail=fail if broken else "", warn=_without_value(found, weights))
+    missing = [name for name, own in found.items() if own.valid < 1 and (weights[name] or own.fault)]
+    warn = (
+        f"{', '.join(missing)} has no value for some true views: see its causes, and tools/check_sources.py for pose "
+    )
+    warn += "rewards"
+    answers = finding("rewards", "; ".join(said), fail=fail if broken else "", warn=warn if missing else "")
     orders = [_order(found, weights, epoch) for epoch, weights in by_epoch.items()]
     return [answers, next((order for order in orders if order.status == "fail"), orders[0])]
 
@@ -159,7 +154,23 @@ def _order(found: Mapping[str, Preference], weights: Mapping[str, float], epoch:
     return finding("reward_order", said, fail=way_out if wrong else "")
 
 
-def _without_value(found: Mapping[str, Preference], weights: Mapping[str, float]) -> str:
-    names = [name for name, own in found.items() if own.valid < 1 and (weights[name] or own.fault)]
-    way_out = "has no value for some true views: see its causes, and tools/check_sources.py for pose rewards"
-    return f"{', '.join(names)} {way_out}" if names else ""
+def examine_signal(trainer: Trainer) -> Iterator[Finding]:
+    """Check how the rewards spread inside one group a rank; collective call: every rank must call it.
+
+    Raises:
+        RuntimeError: on every rank, if any failed.
+    """
+    if isinstance(trainer.updater.objective, GrpoObjective):
+        weights = largest_weights(trainer.config)
+        yield check_signal(measure_signal(trainer.collector, training_data(trainer), weights, groups=1))
+    else:
+        yield finding("signal", "train.objective='forward' learns from whole samples: all of the spread counts")
+
+
+def check_signal(signal: Signal) -> Finding:
+    """Check that a reward spreads more than its floor, and that the update can credit enough of every spread."""
+    more_noise = "raise sample.noise_level or let earlier steps be stochastic (sample.sde_steps)"
+    fail = f"the copies of a group score the same within measuring noise: {more_noise}" if signal.silent else ""
+    credited = all(share >= LEAST_SHARE for share in signal.credit_shares.values())
+    warn = f"below {LEAST_SHARE:.0%}: pass --config.sample.same_initial_noise=true, and {more_noise}"
+    return finding("signal", signal.in_words(), fail=fail, warn="" if credited else warn)

@@ -1,20 +1,26 @@
-"""Checks of noise levels and stochastic steps, before anything is sampled. S is the number of denoising steps."""
+"""Checks of how samples are drawn, before any is: guidance, noise levels, stochastic steps.
+
+S is the number of denoising steps.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.maths.sde import coefficients
-from flow_grpo.preflight.doctor.context import DoctorContext
-from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, failed, finding
+from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
+from flow_grpo.records import Guidance
+from flow_grpo.run.parts import eval_guidance, training_guidance
+from flow_grpo.run.trainer import Trainer
 
 GROUPS = 64  # groups whose stochastic steps are checked
 MAX_STD = 1.0  # of a step, in units of the latents: more than the noise at sigma = 1 destroys the video
@@ -31,18 +37,7 @@ LEGEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Scalars of one stochastic step; see `LEGEND`.
-
-    Attributes:
-        step: index, 0..S-1.
-        sigma: noise level before the step.
-        delta: sigma minus the next sigma.
-        std: of the added noise.
-        c: weight of the predicted noise.
-        excess: noise above the next sigma, as a share of it.
-        gain: |d mean / d velocity| / std.
-        weight: of the log-ratio in the policy loss; the step counts gain * weight in the gradient.
-    """
+    """Scalars of one stochastic step: its index, 0..S-1, its noise level before, and those of `LEGEND`."""
 
     step: int
     sigma: float
@@ -54,46 +49,41 @@ class Step:
     weight: float
 
 
-def examine_schedule(context: DoctorContext) -> list[Finding]:
-    """Return the findings of this module, none for the ODE; collective call: every rank must call it."""
-    rollout, allowed = context.sampling.rollout, context.config.sample.sde_steps
-    sigmas, sde = rollout.sigmas, rollout.sde
+def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
+    """Check guidance, and the noise and choice of stochastic steps unless the ODE is sampled; collective call."""
+    yield check_guidance(training_guidance(trainer.config), eval_guidance(trainer.config))
+    settings, allowed = trainer.collector.settings, trainer.config.sample.sde_steps
+    sigmas, sde = settings.rollout.sigmas, settings.rollout.sde
     if sde.kind == "ode":
-        return []
-    windows = [context.sampling.window_of(gid) for gid in range(GROUPS)]
-    findings = [check_steps(sigmas, allowed, sde, **_weighting(context))]
-    if not failed(findings):
-        findings.append(check_ode_limit(sigmas, allowed, sde))
-    return [
-        *findings,
-        *check_window(windows, allowed, len(sigmas) - 1),
-        equal_on_ranks(
-            "window_on_ranks",
-            str(windows),
-            f"stochastic steps of {GROUPS} groups, first {windows[0]},",
-            context.world,
-            "draw them from (seed, gid) only: the copies of a group must share them",
-        ),
-    ]
+        return
+    steps = check_steps(sigmas, allowed, sde, **_weighting(trainer))
+    yield steps
+    if steps.status != "fail":
+        yield check_ode_limit(sigmas, allowed, sde)
+    windows = [settings.window_of(gid) for gid in range(GROUPS)]
+    yield from check_window(windows, allowed, len(sigmas) - 1)
+    what = f"stochastic steps of {GROUPS} groups, first {windows[0]},"
+    way_out = "draw them from (seed, gid) only: the copies of a group must share them"
+    yield equal_on_ranks("window_on_ranks", str(windows), what, trainer.world, way_out)
 
 
-def trained_steps(context: DoctorContext) -> list[Step]:
+def trained_steps(trainer: Trainer) -> list[Step]:
     """Return the scalars of every step that may be trained; none where no step is replayed.
 
     Raises:
         ValueError: as `step_table`.
     """
-    if context.grpo is None:
+    if not isinstance(trainer.updater.objective, GrpoObjective):
         return []
-    rollout = context.sampling.rollout
-    return step_table(rollout.sigmas, context.config.sample.sde_steps, rollout.sde, **_weighting(context))
+    rollout = trainer.collector.settings.rollout
+    return step_table(rollout.sigmas, trainer.config.sample.sde_steps, rollout.sde, **_weighting(trainer))
 
 
-def _weighting(context: DoctorContext) -> dict[str, Any]:
-    """Return the last arguments of `step_table`."""
-    if context.grpo is None:
+def _weighting(trainer: Trainer) -> dict[str, Any]:
+    objective = trainer.updater.objective
+    if not isinstance(objective, GrpoObjective):
         return {"weights": None}
-    return {"weights": context.grpo.step_weight, "guard": context.config.train.guard}
+    return {"weights": objective.step_weight, "guard": trainer.config.train.guard}
 
 
 def step_table(
@@ -172,12 +162,24 @@ def check_ode_limit(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings) -> F
 
 def check_window(windows: Sequence[Sequence[int]], allowed: Sequence[int], num_steps: int) -> list[Finding]:
     """Check the stochastic steps of some groups: inside the schedule and `sde_steps`, and never the last step."""
-    steps = sorted({step for window in windows for step in window})
+    steps, last = sorted({step for window in windows for step in window}), num_steps - 1
     outside = [step for step in steps if not 0 <= step < num_steps or step not in allowed]
-    last = num_steps - 1 in steps
     wrong = "" if steps and not outside else f"steps {outside} are not in sample.sde_steps={tuple(allowed)}"
-    no_density = f"keep sample.sde_steps within 0..{num_steps - 2}: the last step has no density" if last else ""
+    trained = last in steps
+    no_density = f"keep sample.sde_steps within 0..{last - 1}: the last step has no density" if trained else ""
     return [
-        finding("window", f"steps {steps} of 0..{num_steps - 1} over {len(windows)} groups", fail=wrong),
-        finding("last_step", f"step {num_steps - 1} is {'trained' if last else 'deterministic'}", fail=no_density),
+        finding("window", f"steps {steps} of 0..{last} over {len(windows)} groups", fail=wrong),
+        finding("last_step", f"step {last} is {'trained' if trained else 'deterministic'}", fail=no_density),
     ]
+
+
+def check_guidance(training: Guidance, evaluation: Guidance) -> Finding:
+    """Check that training and the held-out evaluation sample with the same guidance."""
+    scales = training.scale, evaluation.scale
+    same = scales[0] == scales[1] and (scales[0] == 1 or training.negative_prompt == evaluation.negative_prompt)
+    said = f"training samples with guidance {scales[0]:g}, evaluation with {scales[1]:g}"
+    if not same and scales[0] == scales[1]:
+        said += " and another negative prompt"
+    way_out = "a rising reward/ may be guidance that the weights recover: look at the change of eval/, measured with "
+    way_out += "the same guidance before and after, and at the evaluation's videos"
+    return finding("guidance", said, warn="" if same else way_out)

@@ -1,0 +1,236 @@
+"""A short epoch with two updates: what becomes of its samples, and what the updates do to the policy.
+
+Advantages are replaced by +1 and -1 in turn: those of the rewards may all be 0, which would hide every fault of the
+gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.update.history import UpdateHistory
+from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.maths.sde import gaussian_kl
+from flow_grpo.preflight.doctor.findings import Finding, finding
+from flow_grpo.preflight.doctor.probe import (
+    SHARE_OF_CLIP,
+    Replay,
+    bit_exact,
+    check_latents_fp32,
+    replay,
+    roll_out_probe,
+)
+from flow_grpo.preflight.doctor.weights import examine_gradients, logged_gradients
+from flow_grpo.records import Samples, TrainingBatch
+from flow_grpo.run.trainer import Trainer
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, local
+
+PROBE_FACTOR = 10.0  # how much larger the maximum over an epoch may be than over one batch
+CLIP_USUAL = (1e-6, 1e-2)  # clip ranges of mean log-probabilities are 1e-5 to 1e-3, GRPO-Guard's 2e-6: a decade around
+BF16_KL = 1e-5  # rounding: 2^-9 of the velocity, at gains up to 1.5 a KL of 4e-6
+
+
+def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]:
+    """Check an epoch and its updates, and restore the weights; collective call: every rank must call it.
+
+    Args:
+        trainer: run with one update per epoch.
+        updates_per_epoch: number of updates in the recipe.
+
+    Raises:
+        RuntimeError: on every rank, for anything that ends an epoch.
+    """
+    updater, train, objective = trainer.updater, trainer.config.train, trainer.updater.objective
+    with restored_afterwards(trainer), logged_gradients(trainer) as gradients:
+        if isinstance(objective, GrpoObjective):
+            probe = roll_out_probe(trainer)
+            before = replay(objective, probe, train.batch_size)
+            kl_before, _ = kl_and_gradient(trainer, objective, probe)
+        batch = sample_epoch(trainer)
+        k, flat = trainer.config.sample.k, trainer.metrics["train/zero_std_ratio"]
+        said = f"{len(batch) * trainer.world.data.size // k} groups of {k} copies, {flat:.0%} of them flat"
+        way_out = "copies score the same: raise sample.noise_level or sample.k, or check the rewards' noise floors"
+        yield finding("groups", said, warn=way_out if flat == 1 else "")
+        first = update(updater, batch, 0)
+        if isinstance(objective, GrpoObjective):
+            after = replay(objective, probe, train.batch_size)
+            moved = guard_log_ratios(before, after) if train.guard else after.log_ratios - before.log_ratios
+            yield check_clip(moved, train.clip_range, updates_per_epoch)
+            if train.kl_coef:
+                kl, gradient = kl_and_gradient(trainer, objective, probe)
+                yield check_kl(train.kl_coef, kl_before, kl, gradient, exact=bit_exact(trainer))
+            else:
+                yield finding("kl", "train.kl_coef is 0: there is no reference policy")
+        # One factor of a LoRA adapter has no gradient until the other has moved. The ratio is 1 in this update:
+        # samples beyond the clip range would have no gradient.
+        unclipped = copy.copy(updater)
+        unclipped.objective = objective.with_settings(dataclasses.replace(train, old_log_prob="detach"))
+        second = update(unclipped, batch, 1)
+        if first["train/bad_steps"] or second["train/bad_steps"]:
+            way_out = "lower train.learning_rate or sample.noise_level, or compute in fp32 (model.dtype)"
+            yield finding("update", "a loss or a gradient was not finite, see above", fail=way_out)
+            return
+        if isinstance(objective, GrpoObjective):
+            yield from examine_transport(trainer, batch, before, first["policy/ratio_first_max_abs_log"])
+        yield from examine_gradients(trainer, gradients)
+        norms = first["train/grad_norm"], second["train/grad_norm"]
+        said = f"gradient norms of two updates {', '.join(f'{norm:.2g}' for norm in norms)}"
+        way_out = "no gradient reaches the weights: check train.step_weight and model.trained"
+        yield finding("update", said, fail="" if all(norm > 0 for norm in norms) else way_out)
+
+
+@contextlib.contextmanager
+def restored_afterwards(trainer: Trainer) -> Iterator[None]:
+    """Inside, weights may move; on exit weights, optimizer state and EMA are restored."""
+    optimizer, ema = trainer.updater.optimizer, trainer.state.ema
+    parameters = trainer.updater.policy.trained_parameters()
+    weights = [local(parameter).clone() for parameter in parameters]
+    moments = copy.deepcopy(optimizer.state_dict())
+    average = None if ema is None else ema.state_dict()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(parameters, weights, strict=True):
+                local(parameter).copy_(values)
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.load_state_dict(moments)
+        if ema is not None and average is not None:
+            ema.load_state_dict(average)
+
+
+def sample_epoch(trainer: Trainer) -> TrainingBatch:
+    """Sample, score and compare an epoch as training does; return it with signs as advantages; collective call.
+
+    Raises:
+        RuntimeError: on every rank, if groups are incomplete.
+    """
+    batches = trainer.sample()
+    gathered = trainer.gather(batches)
+    return with_signs(trainer.compare(compare.everything(batches, gathered, trainer.world)), trainer.world.data.rank)
+
+
+def with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
+    """Return the samples with weights 1 and advantages +1 and -1 in turn, on odd ranks -1 first."""
+    parts = []
+    for part in batch.parts:
+        signs: Tensor = 1.0 - 2.0 * ((part.places + rank) % 2).float()
+        parts.append(dataclasses.replace(part, advantages=signs, weights=torch.ones_like(signs)))
+    return dataclasses.replace(batch, parts=tuple(parts))
+
+
+def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, float]:
+    """Take the optimizer steps of an epoch after the warm-up and return their metrics; collective call."""
+    after_warm_up = UpdateHistory(taken=updater.settings.train.warmup_steps)
+    return updater.run(batch, updater.plan(batch, epoch), after_warm_up)
+
+
+def log_ratio_of_one_update(trainer: Trainer) -> float:
+    """Return the rms log-ratio of a batch after one update with signs as advantages; weights are restored.
+
+    Collective call: every rank must call it.
+    """
+    objective, rows = trainer.updater.objective, trainer.config.train.batch_size
+    assert isinstance(objective, GrpoObjective), "only recorded steps have a log-ratio"
+    with restored_afterwards(trainer):
+        probe = roll_out_probe(trainer)
+        before = replay(objective, probe, rows)
+        update(trainer.updater, sample_epoch(trainer), 0)
+        moved = replay(objective, probe, rows).log_ratios - before.log_ratios
+    return float(trainer.world.data.all_gather(moved.square().mean().cpu()[None]).mean().sqrt())
+
+
+def guard_log_ratios(before: Replay, after: Replay) -> Tensor:
+    """Return (B, K) GRPO-Guard log-ratios between two replays: the means of z_old * (mean - mean_old).
+
+    Computed from the means, because in a difference of log-probabilities the bias that the guard removes may dominate.
+    """
+    return before.units * (before.residuals * (before.residuals - after.residuals)).flatten(2).mean(dim=2).cpu()
+
+
+def check_clip(log_ratios: Tensor, clip_range: float, updates: int) -> Finding:
+    """Check the clip range against the (B, K) log-ratios after one of an epoch's updates.
+
+    Only from the second update on does the clip act.
+    """
+    values = log_ratios.flatten().cpu().double()
+    share = float((values.abs() > clip_range).float().mean())
+    said = f"after one update log-ratio {float(values.mean()):+.2g} +- {float(values.std(correction=0)):.2g}, "
+    said += f"{share:.0%} beyond train.clip_range={clip_range:g}"
+    if not values.any():
+        return finding("clip", said, fail="nothing moved: check train.learning_rate and model.trained")
+    low, high = CLIP_USUAL
+    warn, all_clipped = "", share > 0.99 and updates > 1
+    if not low <= clip_range <= high:
+        warn = f"log-probabilities are means over latent elements: use {low:g} to {high:g}, not the 0.2 usual for sums"
+    elif share > 0.5:
+        warn = "most of the signal is clipped: lower train.learning_rate or raise train.clip_range"
+    elif share == 0 and updates > 1:
+        warn = "the clip never acts: lower train.clip_range towards the spread"
+    return finding("clip", said, fail=warn if all_clipped else "", warn=warn)
+
+
+def kl_and_gradient(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> tuple[float, float]:
+    """Return the KL of the first stochastic step to the reference, and the norm of its gradient on this rank.
+
+    Computed on one micro-batch, since the device may not have memory for more. Both are 0 without a reference.
+    """
+    train, policy = trainer.config.train, trainer.updater.policy
+    if train.kl_coef == 0:
+        return 0.0, 0.0
+    part = probe.rows(slice(0, train.batch_size))
+    reference = objective.reference_mean(part, 0)
+    with averaging_gradients(policy.module, now=False):
+        current = objective.replay(part, 0)
+        value = gaussian_kl(current.mean, reference, current.std).mean()
+        value.backward()
+    norms = [float(local(p.grad).norm()) for p in policy.trained_parameters() if p.grad is not None]
+    trainer.updater.optimizer.zero_grad(set_to_none=True)
+    return float(value.detach()), math.hypot(*norms)
+
+
+def check_kl(coefficient: float, before: float, after: float, gradient: float, *, exact: bool) -> Finding:
+    """Check that the KL to the reference policy starts at 0, rises with an update, and has a gradient.
+
+    KL is in nats per latent element, `gradient` its gradient's norm over the trained weights after the update.
+    """
+    said = f"{before:.2g} before and {after:.2g} after one update (times train.kl_coef {coefficient * after:.2g}), "
+    said += f"gradient norm {gradient:.2g}"
+    starts = before == 0 if exact else before < BF16_KL
+    way_out = "the reference must be the starting policy, and the KL must carry the gradient of the current one"
+    return finding("kl", said, fail="" if starts and after > before and gradient > 0 else way_out)
+
+
+def examine_transport(trainer: Trainer, batch: TrainingBatch, probe: Replay, gap: float) -> Iterator[Finding]:
+    """Check that the samples of an epoch reached the update unchanged; collective call.
+
+    Args:
+        trainer: run that is examined.
+        batch: batch of the update.
+        probe: batch that was replayed directly, before the update.
+        gap: largest |log-ratio| of the first update to the rollout, in nats.
+    """
+    exact = bit_exact(trainer) and trainer.updater.plan(batch, 0).as_rolled_out
+    probe_gap = (probe.log_ratios.cpu() / probe.units).abs().max()
+    worst = float(trainer.world.data.all_gather(probe_gap[None]).max())
+    clip_range = trainer.config.train.clip_range / float(probe.units.max())
+    yield check_ratio_in_update(gap, worst, clip_range, exact=exact)
+    for part in batch.parts:
+        yield check_latents_fp32(part.trajectory.states)
+
+
+def check_ratio_in_update(gap: float, probe_gap: float, clip_range: float, *, exact: bool) -> Finding:
+    """Check the first update's largest |log-ratio| to the rollout by that of a batch replayed directly, all in nats."""
+    bound = 0.0 if exact else max(SHARE_OF_CLIP * clip_range, PROBE_FACTOR * probe_gap)
+    said = f"largest |log-ratio| between the rollout of an epoch and its first update {gap:.2g}, bound {bound:.2g}"
+    way_out = "latents or conditions change on their way into the update: see Collector and TrainingBatch.take"
+    return finding("ratio_in_update", said, fail="" if gap <= bound else way_out)
