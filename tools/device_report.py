@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -33,6 +32,7 @@ import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which 
 import torch
 
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.atomic_file import write_atomically
 from tools.device.kernels import Video
 from tools.device.tables import ROW_HEAD, row, said, table
 
@@ -92,8 +92,11 @@ def main(words: Sequence[str] | None = None) -> int:
         if size == "real" and device.type == "cpu":
             raise ValueError("--size real needs an accelerator, this is a CPU: use --size self-test")
         videos = tuple(Video.parse(text) for text in (options.videos or VIDEOS[size]).split(","))
-        parts = _parts(options.parts)
-        passed_on = _passed_on(options)
+        parts = options.parts.split(",")
+        if unknown := set(parts) - set(PARTS):
+            raise ValueError(f"--parts: got {', '.join(sorted(unknown))}, must be of {', '.join(PARTS)}")
+        if options.rows < 1 or options.repeat < 1:
+            raise ValueError(f"--rows {options.rows}, --repeat {options.repeat}: must be at least 1")
         if options.part:  # this process measures; the one that waits for it leaves the device alone
             device_api.setup(device)
     except ValueError as error:
@@ -103,8 +106,13 @@ def main(words: Sequence[str] | None = None) -> int:
         return run_part(options.part, size, device, videos, options)
     file = Path(options.out or ROOT / "benchmarks" / f"{size.replace('-', '_')}_{device.type}.json")
     report = new_report(size, device) | {"videos": [str(video) for video in videos]}
-    runner = in_a_process(["--size", size, "--device", device.type, *passed_on])
-    collect(report, list(jobs(parts, videos)), runner, options.budget_s, lambda: write(file, report))
+    passed_on = {"size": size, "device": device.type, "rows": options.rows, "repeat": options.repeat}
+    runner = in_a_process([f"--{name}={value}" for name, value in passed_on.items()])
+
+    def save() -> None:
+        write_atomically(file, f"{json.dumps(_rounded(report), indent=2)}\n")
+
+    collect(report, list(jobs(parts, videos)), runner, options.budget_s, save)
     sys.stdout.write(f"\n{table(report)}\n\n{ROW_HEAD}\n{row(report)}\n\nkept in {file}\n")
     return 1 if any("error" in record for record in report["parts"].values()) else 0
 
@@ -121,19 +129,6 @@ def _read(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="", help="JSON file; by default in benchmarks/, named by size and device")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # the process of one part
     return parser.parse_args(words)
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    wanted = text.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        raise ValueError(f"--parts: got {', '.join(sorted(unknown))}, must be of {', '.join(PARTS)}")
-    return tuple(wanted)
-
-
-def _passed_on(options: argparse.Namespace) -> list[str]:
-    if options.rows < 1 or options.repeat < 1:
-        raise ValueError(f"--rows {options.rows}, --repeat {options.repeat}: must be at least 1")
-    return ["--rows", str(options.rows), "--repeat", str(options.repeat)]
 
 
 def jobs(parts: Sequence[str], videos: Sequence[Video]) -> Iterator[Job]:
@@ -295,14 +290,6 @@ def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ..
         sys.stdout.write(f"{json.dumps(answer)}\n")
         sys.stdout.flush()
     return 0
-
-
-def write(file: Path, report: Report) -> None:
-    """Replace the file atomically: an interruption leaves the old or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f"{file.name}.{os.getpid()}.part")
-    beside.write_text(f"{json.dumps(_rounded(report), indent=2)}\n", encoding="utf-8")
-    beside.replace(file)
 
 
 def _rounded(value: Any) -> Any:

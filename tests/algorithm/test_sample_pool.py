@@ -10,9 +10,9 @@ from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import place
 from flow_grpo.records import Trajectory
 from flow_grpo.runtime.ranks.process_group import World
+from tests.memory import peak_mib, resident_mib
 from tests.rounds import Rounds, kinds_of, rows_by_position
 from tests.workers import run_ranks
-from tools.dev.bench_cases.exchange import peak_mib, resident_mib
 
 
 def parts_of(batches):

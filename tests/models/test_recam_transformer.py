@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
 from tests.tiny_models import CHANNELS, tiny_transformer
-from tools.dev.bench_cases.transformer import all_tokens
+from tools.dev.bench import all_tokens
 
 FRAMES, HEIGHT, WIDTH = 2, 4, 6  # F, latent rows and columns
 

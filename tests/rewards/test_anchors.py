@@ -22,7 +22,7 @@ from flow_grpo.rewards.camera.anchors import (
     view_rows,
 )
 from flow_grpo.rewards.camera.pnp import View, camera_matrix
-from tools.dev.hacking.textured_room import SMALL, WALKER, WALLS, film, grey, intrinsics, shoot, slowed, source_path
+from tests.textured_room import SMALL, WALKER, WALLS, film, grey, intrinsics, shoot, slowed, source_path
 
 FRAMES = 5
 CAMERA = camera_matrix(intrinsics(SMALL).tolist())

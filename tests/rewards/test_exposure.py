@@ -11,8 +11,8 @@ from torch import Tensor
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.rewards.exposure import PARTS, Exposure, grid, looks
 from tests.room_films import conditions, film
-from tools.dev.hacking.textured_room import shoot, slowed, source_path
-from tools.dev.hacking.tricks import gridded, pressed
+from tests.textured_room import shoot, slowed, source_path
+from tests.tricks import gridded, pressed
 
 TOLERANCE = {name: tolerance for name, tolerance, _ in PARTS}
 SCALE = {name: scale for name, _, scale in PARTS}

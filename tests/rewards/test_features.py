@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from flow_grpo.rewards.camera.features import MOST_FEATURES, find_features, match
-from tools.dev.hacking.textured_room import film, grey
+from tests.textured_room import film, grey
 
 
 def directions(count: int, seed: int = 0) -> np.ndarray:

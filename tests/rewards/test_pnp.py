@@ -15,7 +15,7 @@ from flow_grpo.rewards.camera.anchors import Film, Source, make_source
 from flow_grpo.rewards.camera.features import Features, find_features
 from flow_grpo.rewards.camera.pnp import GATE, Located, View, camera_matrix, locate, locate_video
 from tests.some import some
-from tools.dev.hacking.textured_room import LARGE, SMALL, film, grey, intrinsics, slowed, source_path, spoiled
+from tests.textured_room import LARGE, SMALL, film, grey, intrinsics, slowed, source_path, spoiled
 
 FRAMES, ALL_FRAMES = 5, 21
 DEGRADED = ("sprite, JPEG 70", "sprite, blur, JPEG 70")

@@ -23,7 +23,7 @@ from flow_grpo.rewards.camera.pose import (
 )
 from flow_grpo.rewards.process_pool import CallPool
 from tests.some import some
-from tools.dev.hacking.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
+from tests.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
 
 FRAMES = 3  # the fewest that leave one to check the anchors with
 TURNS = [name for name, preset in PRESETS.items() if any(preset.rotation)]

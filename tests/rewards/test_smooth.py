@@ -17,8 +17,8 @@ from flow_grpo.rewards.camera.pose import (
     translation_value,
 )
 from flow_grpo.rewards.camera.smooth import MOVE_NOISE_M, TURN_NOISE_DEG, Smooth, unsteadiness
-from tools.dev.hacking.textured_room import condition, film, shoot, source_path
-from tools.dev.hacking.tricks import along
+from tests.textured_room import condition, film, shoot, source_path
+from tests.tricks import along
 
 SIZE, FRAMES = (120, 208), 5
 SMOOTH = Smooth(PoseMeasurer())

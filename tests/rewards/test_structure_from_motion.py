@@ -17,7 +17,7 @@ from flow_grpo.rewards.camera.anchors import Film, make_source
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
 from flow_grpo.rewards.camera.structure_from_motion import Estimate, reconstruct
 from flow_grpo.runtime.video_file import write_video
-from tools.dev.hacking.textured_room import LARGE, SMALL, film, grey, intrinsics, shoot, source_path
+from tests.textured_room import LARGE, SMALL, film, grey, intrinsics, shoot, source_path
 from tools.evaluate import estimate
 
 TINY, FRAMES, ALL_FRAMES = (160, 288), 5, 21

@@ -15,7 +15,7 @@ from flow_grpo.rewards.camera.pnp import camera_matrix
 from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot, PoseTrans
 from flow_grpo.rewards.camera.smooth import Smooth
 from flow_grpo.rewards.camera.unposed import make_unposed_source
-from tools.dev.hacking.textured_room import condition, film, grey, intrinsics, source_path
+from tests.textured_room import condition, film, grey, intrinsics, source_path
 
 SIZE, FRAMES = (160, 288), 5
 MEASURER = PoseMeasurer()  # one for the file: all conditions have one source

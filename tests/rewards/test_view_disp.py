@@ -14,7 +14,7 @@ from flow_grpo.rewards.camera import view_disp
 from flow_grpo.rewards.camera.features import find_features
 from flow_grpo.rewards.camera.view_disp import ViewDisp, displacements, find_views
 from flow_grpo.rewards.process_pool import CallPool
-from tools.dev.hacking.textured_room import condition, film, grey, source_path
+from tests.textured_room import condition, film, grey, source_path
 
 SIZE, FRAMES = (120, 208), 3
 

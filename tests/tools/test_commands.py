@@ -36,7 +36,7 @@ def test_a_command_has_an_example_in_its_help(name):
     assert f"python tools/{name}.py" in (module.__doc__ or "") or f" tools/{name}.py " in (module.__doc__ or "")
 
 
-@pytest.mark.parametrize("name", ["dev/run_table", "dev/soak", "generate"])  # without and with processes of their own
+@pytest.mark.parametrize("name", ["export_adapter", "dev/soak", "generate"])  # without and with processes of their own
 def test_a_command_runs_from_any_directory(tmp_path, name):
     bare = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), "--help"]

@@ -17,12 +17,12 @@ from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import load_networks
+from tests.memory import peak_mib, resident_mib
 from tests.models.test_convert import checkpoint, same
 from tests.models.test_recam_transformer import base_wan, inputs
 from tests.tiny_models import make_tiny_folder, tiny_transformer
 from tools import convert_recammaster as tool
 from tools.conversion import model_folder
-from tools.dev.bench_cases.exchange import peak_mib, resident_mib
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.runtime import device as device_api
 from tests.limits import LIMIT_S
 from tools import device_report
-from tools.device import counts, kernels, networks
-from tools.device.kernels import SIZES, Setting, Video, breakdown
+from tools.device import counts, kernels, networks, timing
+from tools.device.kernels import SIZES, Setting, Video
 from tools.device_report import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ def test_the_self_test_measures_every_part_and_keeps_it(tmp_path, bare) -> None:
     assert parts["update_kernels_5x32x272"]["busy_share"] > 0 and parts["update_kernels_5x32x272"]["kernels"]
     assert {found["verdict"] for found in kept["aims"].values()} == {"not judged at this size"}
     assert kept["hardware"] and kept["torch"] == torch.__version__ and kept["sizes"]["blocks"] == 2
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob("*tmp-*"))
     assert "not judged at this size" in done.stdout and "forward_5x32x272" in done.stdout
 
 
@@ -320,7 +320,7 @@ def test_a_rate_that_is_not_there_judges_nothing() -> None:
 
 def test_a_breakdown_names_the_longest_kernels_first() -> None:
     left = torch.randn(200, 200)
-    found = breakdown(lambda: [left @ left for _ in range(20)], Setting(SIZES["self-test"], CPU, (SHORT,), 1, 1))
+    found = timing.breakdown(lambda: [left @ left for _ in range(20)], CPU)
     assert found["kernels"][0][0] == "aten::mm" and 0 < found["busy_share"] <= 1.5
     assert sum(share for *_, share in found["kernels"]) == pytest.approx(1, abs=0.05)
 
@@ -332,3 +332,18 @@ def test_the_row_for_the_table_has_as_many_cells_as_its_head() -> None:
     head, line = device_report.ROW_HEAD.splitlines()[0], device_report.row(kept)
     assert "| a card |" in line and "| 1 (50 %) |" in line
     assert head.count("|") == line.count("|")
+
+
+def test_calls_take_turns_and_the_first_turn_only_warms_up(monkeypatch) -> None:
+    clock, made = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def call(name: str, seconds: float) -> None:
+        made.append(name)
+        clock[0] += seconds if made.count(name) > 1 else 1000.0
+
+    calls = {"a": lambda: call("a", 2.0), "b": lambda: call("b", 4.0)}
+    seconds = timing.interleaved(calls, CPU, 3)
+    assert made == ["a", "b"] * 4 and seconds == {"a": [2.0] * 3, "b": [4.0] * 3}
+    assert timing.median_ratio({"a": [1.0, 9.0, 4.0], "b": [2.0, 3.0, 4.0]}, "a", "b") == 1.0
+    assert len(timing.interleaved(calls, CPU, 9, slice_s=10.0)["a"]) == 2  # 6 s a turn: the second exceeds it

@@ -1,109 +1,79 @@
 """Measure the overhead of the library, as ratios within one run; --json prints one object.
 
     python tools/dev/bench.py --config config/grpo.py:tiny_recam --json --config.sample.train_batch_size=32
-    python tools/dev/bench.py dynamic-sampling --json
-    python tools/dev/bench.py packing --json
     python tools/dev/bench.py transformer
-    python tools/dev/bench.py start
-    python tools/dev/bench.py growth --plot growth.png
-    python tools/dev/bench.py --all --plot growth.png
 
-The first command times the phases of an epoch against the transformer calls alone; the second moves a group of 32 MiB
-samples between 4 ranks, against gathering all samples as objects (`time_ratio`, `memory_ratio`); the third computes how
-long ranks wait for each other with cost-limited batches, against packing on each rank (`idle_share`,
-`naive_idle_share`); the fourth times an update step by what checkpointing recomputes; the fifth the start of a run
-beside importing its libraries; the sixth measures how time, memory, work and traffic grow (exponents of tokens, frames,
-k, window, steps, samples of a rank, ranks). `--all` runs these and epochs of the tiny recipe, within ten minutes on two
-cores.
-
-`rollout_update_over_bare` divides the rollout and update phases by the very calls of the network that they made, with
-their backward passes; `epoch_over_bare` divides the whole epoch. Epochs and bare calls alternate and their medians are
-compared, because the speed of a shared machine drifts.
+The first command times the phases of an epoch against the transformer calls alone: `rollout_update_over_bare` divides
+the rollout and update phases by the very calls of the network that they made, with their backward passes;
+`epoch_over_bare` divides the whole epoch. The second divides the seconds of an update step of the tiny model by those
+with another checkpointing, or with all tokens in the last block instead of the target's alone. What is compared takes
+turns, because the speed of a shared machine drifts.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import statistics
 import sys
 import tempfile
-import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which load accelerator plug-ins unguarded
 
 import torch
+from torch import Tensor
 
+from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.recomputation import set_checkpointing
+from flow_grpo.models.transformers import load_transformer
 from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
-from flow_grpo.runtime.ranks.start_up import set_up_rank
-from flow_grpo.runtime.clock import Clock
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.sharding import unwrap
-from tools.dev.bench_cases import exchange, growth, packing, start, transformer
+from flow_grpo.runtime.ranks.start_up import set_up_rank
 from tools.common import make_parser
+from tools.device.timing import interleaved, median_ratio
 
-CASES: dict[str, Callable[[Namespace], dict[str, float]]] = {
-    "dynamic-sampling": lambda _: exchange.measure(),
-    "packing": lambda _: packing.measure(),
-    "transformer": lambda _: transformer.measure(),
-    "start": lambda _: start.measure(),
-    "growth": lambda given: growth.measure(given.plot),
-}
-Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any], bool]
-TINY = f"{growth.ROOT}/config/grpo.py:tiny_recam"
+TINY = Path(__file__).resolve().parents[2] / "assets" / "tiny_recam" / "transformer"
+# Latent frames, rows and columns of one video: 120, 640 and 2,560 tokens with its source.
+VIDEOS = {120: (5, 3, 4), 640: (5, 8, 8), 2560: (5, 16, 16)}
+REPEATS = 7
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit code."""
     given = list(sys.argv[1:] if words is None else words)
-    case = given.pop(0) if given and given[0] in CASES else "all" if "--all" in given else "epoch"
-    parser = make_parser(__doc__, recipe=case == "epoch")
+    transformer = given[:1] == ["transformer"]
+    parser = make_parser(__doc__, recipe=not transformer)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    if case in ("growth", "all"):
-        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how everything grows")
-        parser.add_argument("--all", action="store_true", help="run every case")
-    if case == "epoch":
+    if transformer:
+        known = parser.parse_args(given[1:])
+        what = "steps of the transformer, up to a few minutes"
+    else:
         parser.add_argument("--epochs", type=int, default=5, help="measured epochs, after one warm-up epoch")
         known, overrides = parser.parse_known_args(given)
-        say(f"{known.config}: one epoch to warm up and {known.epochs} measured, each beside its bare calls")
-        result = measure_epochs(known.config, overrides, known.epochs)
-    else:
-        known, result = parser.parse_args(given), {}
-        for name in CASES if case == "all" else [case]:
-            say(f"the case {name}, up to a few minutes")
-            result |= CASES[name](known)
-        if case == "all":
-            say(f"{TINY}: one epoch to warm up and 3 measured, each beside its bare calls")
-            result |= measure_epochs(TINY, [], 3)
-    print(json.dumps(result) if known.json else table(result))
+        what = f"{known.config}: one epoch to warm up and {known.epochs} measured, each beside its bare calls"
+    print(f"measuring {what}", file=sys.stderr, flush=True)  # stdout is for the results
+    result = update_steps() if transformer else epochs_of(known.config, overrides, known.epochs)
+    print(json.dumps(result) if known.json else "\n".join(f"{name:28s} {result[name]:10.4f}" for name in result))
     return 0
 
 
-def say(what: str) -> None:
-    """Print what is measured, on standard error: the other one is for results."""
-    print(f"measuring {what}", file=sys.stderr, flush=True)
-
-
-def measure_epochs(spec: str, overrides: Sequence[str], epochs: int) -> dict[str, float]:
+def epochs_of(spec: str, overrides: Sequence[str], epochs: int) -> dict[str, float]:
     """Build a recipe's trainer in a temporary folder, and measure it."""
     with tempfile.TemporaryDirectory() as folder:
-        fixed = [
-            f"--config.output_root={folder}",
-            "--config.run_name=bench",
-            "--config.trackers=()",
-            "--config.resume=",
-        ]
-        config, spec = read_command_line(["--config", spec, *overrides, *fixed])
+        fixed = {"output_root": folder, "run_name": "bench", "trackers": "()", "resume": ""}
+        words = ["--config", spec, *overrides, *(f"--config.{name}={value}" for name, value in fixed.items())]
+        config, spec = read_command_line(words)
         device, world = set_up_rank(config)
         trainer = assemble(config, spec, device, world)
         result = measure(trainer, epochs)
@@ -117,67 +87,76 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
 
     One more epoch runs first as warm-up.
     """
+    policy, device = trainer.updater.policy, trainer.device
     phases: list[dict[str, float]] = []
-    bare: list[float] = []
-    for epoch in range(epochs + 1):
-        trainer.clock = Clock(trainer.device)
-        begun = time.perf_counter()
-        with recorded(unwrap(trainer.updater.policy.module)) as calls:
-            samples = trainer.sample()
-            batch = trainer.compare(trainer.choose(samples, trainer.gather(samples)))
-            trainer.update(batch, epoch)
-            trainer.finish_epoch(epoch)
-        spent = time.perf_counter() - begun
-        seconds = bare_seconds(trainer, calls)
-        if epoch:  # the first warms up
-            hidden = {f"{name}_hidden": value for name, value in trainer.clock.hidden.items()}
-            phases.append(dict(trainer.clock.seconds) | hidden | {"epoch": spent})
-            bare.append(seconds)
-    medians = {f"{name}_s": statistics.median(row[name] for row in phases) for name in phases[0]}
-    medians["bare_s"] = statistics.median(bare)
-    medians["rollout_update_over_bare"] = statistics.median(
-        (row["rollout"] + row["update"]) / seconds for row, seconds in zip(phases, bare, strict=True)
-    )
-    medians["epoch_over_bare"] = statistics.median(
-        row["epoch"] / seconds for row, seconds in zip(phases, bare, strict=True)
-    )
-    return medians
-
-
-@contextlib.contextmanager
-def recorded(network: torch.nn.Module) -> Iterator[list[Call]]:
-    """Context manager that collects the network's calls: arguments, and whether a backward pass follows."""
-    calls: list[Call] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], bool]] = []  # arguments, and whether a backward pass follows
 
     def record(_: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         calls.append((arguments, options, torch.is_grad_enabled()))
 
-    handle = network.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        yield calls
-    finally:
+    def epoch() -> None:
+        calls.clear()
+        trainer.clock.begin_epoch()
+        handle = unwrap(policy.module).register_forward_pre_hook(record, with_kwargs=True)
+        samples = trainer.sample()
+        batch = trainer.compare(trainer.choose(samples, trainer.gather(samples)))
+        trainer.update(batch, len(phases))
+        trainer.finish_epoch(len(phases))
         handle.remove()
+        clock = trainer.clock.epoch
+        phases.append(dict(clock.seconds) | {f"{name}_hidden": value for name, value in clock.hidden.items()})
+
+    def bare() -> None:
+        for arguments, options, train in calls:
+            with torch.set_grad_enabled(train), device_api.autocast(device, policy.dtype):
+                output = policy.module(*arguments, **options)[0]
+            if train:
+                output.float().mean().backward()
+        trainer.updater.optimizer.zero_grad(set_to_none=True)
+
+    seconds = interleaved({"epoch": epoch, "bare": bare}, device, epochs)
+    seconds = {name: [row[name] for row in phases[1:]] for name in phases[1]} | seconds
+    both = [rollout + update for rollout, update in zip(seconds["rollout"], seconds["update"], strict=True)]
+    return {f"{name}_s": statistics.median(row) for name, row in seconds.items()} | {
+        "rollout_update_over_bare": median_ratio(seconds | {"both": both}, "both", "bare"),
+        "epoch_over_bare": median_ratio(seconds, "epoch", "bare"),
+    }
 
 
-def bare_seconds(trainer: Trainer, calls: Sequence[Call]) -> float:
-    """Return the seconds that an epoch's transformer calls take by themselves."""
-    policy, device = trainer.updater.policy, trainer.device
-    device_api.synchronize(device)
-    begun = time.perf_counter()
-    for arguments, options, train in calls:
-        with torch.set_grad_enabled(train), device_api.autocast(device, policy.dtype):
-            output = policy.module(*arguments, **options)[0]
-        if train:
-            output.float().mean().backward()
-    device_api.synchronize(device)
-    seconds = time.perf_counter() - begun
-    trainer.updater.optimizer.zero_grad(set_to_none=True)
-    return seconds
+def update_steps() -> dict[str, float]:
+    """Return the seconds of an update step over those of the same step without a switch.
+
+    Checkpointing is compared with recomputing blocks, the target's tokens alone in the last block with all of them.
+    """
+    network = load_transformer(ReCamTransformer3DModel, TINY)
+    channels, text_width = network.config["in_channels"], network.config["text_dim"]
+    found = {}
+    for tokens, (frames, rows, columns) in VIDEOS.items():
+        draw = torch.Generator().manual_seed(0)
+        shapes = ((1, channels, 2 * frames, rows, columns), (1, 8, text_width), (1, frames, 12))
+        latents, prompts, cameras = (torch.randn(shape, generator=draw) for shape in shapes)
+        step = functools.partial(update_step, network, (latents, torch.full((1,), 500.0), prompts, cameras))
+        calls = {mode: functools.partial(step, mode) for mode in ("blocks", "keep_attention", "none")}
+        with_all_tokens = mock.patch.object(ReCamTransformer3DModel, "through_blocks", all_tokens)
+        calls["all_tokens"] = with_all_tokens(calls["none"])
+        seconds = interleaved(calls, torch.device("cpu"), REPEATS)
+        found[f"update_target_only_over_all_tokens_{tokens}"] = median_ratio(seconds, "none", "all_tokens")
+        for mode in ("keep_attention", "none"):
+            found[f"update_{mode}_over_blocks_{tokens}"] = median_ratio(seconds, mode, "blocks")
+    return found
 
 
-def table(result: dict[str, float]) -> str:
-    """Return one line of name and value per figure."""
-    return "\n".join(f"{name:28s} {value:10.4f}" for name, value in result.items())
+def update_step(network: ReCamTransformer3DModel, given: Sequence[Tensor], mode: str) -> None:
+    """Call the network forward and backward, with what `mode` recomputes."""
+    set_checkpointing(network, mode)
+    network(*given)[0].square().mean().backward()
+
+
+def all_tokens(self: ReCamTransformer3DModel, tokens: Tensor, *arguments: Any) -> Tensor:
+    """Return what `through_blocks` returns, without its shortcut in the last block."""
+    for block in self.blocks:
+        tokens = block(tokens, *arguments)
+    return tokens[:, : tokens.shape[1] // 2]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sizes, the stopwatch, and the parts that need no network: the matmul rate and attention.
+"""Sizes, and the parts that need no network: the matmul rate and attention.
 
 Every part is a generator of (name, record) for `device_report.py`, which runs it in a process of its own. A record
 holds `seconds` of one call, `flops` of one call where they are known here, and `peak_gib`; or why there is no figure.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,14 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flow_grpo.runtime import device as device_api
+from tools.device.timing import measure
 
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record]]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
 
-LONGEST = 16  # kernels named in a breakdown
-SLICE_S = 20.0  # repeats of one figure end here, so that a slow device still reaches the last part
 SDPA_KERNELS = ("flash_attention", "cudnn_attention", "efficient_attention", "overrideable", "math")
 _SCORE_BYTES = 16  # per query and key, where a kernel keeps scores: fp32 before and after the softmax, both with grads
 _TEMPORAL, _SPATIAL = 4, 8  # compression of Wan's codec
@@ -155,60 +152,6 @@ class Setting:
         return self.videos[0]
 
 
-def measure(call: Callable[[], object], setting: Setting) -> Record:
-    """Return the median seconds of a call, and the highest memory of all calls in GiB.
-
-    A CPU process has one peak for its whole life, loading of libraries included.
-    """
-    device, seconds = setting.device, list[float]()
-    device_api.reset_peak_memory(device)
-    for number in range(setting.repeat + 1):
-        device_api.synchronize(device)
-        begun = time.perf_counter()
-        call()
-        device_api.synchronize(device)
-        if number:  # the first warms up
-            seconds.append(time.perf_counter() - begun)
-        if sum(seconds) > SLICE_S:
-            break
-    memory = device_api.memory(device)
-    return {
-        "seconds": statistics.median(seconds),
-        "repeats": len(seconds),
-        "peak_gib": memory.get("peak"),
-        "reserved_gib": memory.get("reserved"),
-    }
-
-
-def breakdown(call: Callable[[], object], setting: Setting) -> Record:
-    """Return where the time of one call goes: the share in which the device works, and its longest kernels.
-
-    `kernels` holds (name, milliseconds, share of all kernels' time), longest first.
-    """
-    device = setting.device
-    activity = getattr(torch.profiler.ProfilerActivity, device.type.upper(), None)
-    if activity is None:
-        return {"unavailable": f"torch's own profiler does not know {device.type}"}
-    device_api.synchronize(device)
-    with torch.profiler.profile(activities=[activity]) as profile:
-        begun = time.perf_counter()
-        call()
-        device_api.synchronize(device)
-        seconds = time.perf_counter() - begun
-    spent: dict[str, float] = {}
-    for row in profile.key_averages():
-        own = row.self_cpu_time_total if device.type == "cpu" else row.self_device_time_total
-        spent[row.key] = spent.get(row.key, 0.0) + own / 1e6
-    total = sum(spent.values())
-    if not total:
-        return {"unavailable": "the profiler saw no kernels"}
-    longest = sorted(spent.items(), key=lambda pair: -pair[1])[:LONGEST]
-    return {
-        "busy_share": total / seconds,
-        "kernels": [(name[:100], 1e3 * own, own / total) for name, own in longest],
-    }
-
-
 def matmul(setting: Setting) -> Records:
     """Yield the measured rate of bf16 matrix products: the best of several sizes, which is what shares refer to."""
     calls = 10  # per timing, so that starting a kernel does not count
@@ -221,7 +164,7 @@ def matmul(setting: Setting) -> Records:
             for _ in range(calls):
                 torch.mm(left, right, out=out)
 
-        record = measure(products, setting) | {"flops": 2.0 * calls * side**3, "side": side}
+        record = measure(products, setting.device, setting.repeat) | {"flops": 2.0 * calls * side**3, "side": side}
         found.append((record["flops"] / record["seconds"], record))
         yield "matmul", max(found, key=lambda pair: pair[0])[1]
 
@@ -254,9 +197,9 @@ def attention(setting: Setting) -> Records:
         for label, timed, factor in ((name, alone, 1), (f"{name}_backward", with_backward, 3)):
             try:
                 with context():
-                    record = measure(timed, setting) | {"flops": factor * flops}
+                    record = measure(timed, setting.device, setting.repeat) | {"flops": factor * flops}
             except (ImportError, RuntimeError, TypeError, ValueError) as error:  # how a kernel is refused
-                yield f"attention_{label}_{video}", {"unavailable": _first_sentence(error)}
+                yield f"attention_{label}_{video}", {"unavailable": " ".join(str(error).split()).split(". ")[0][:160]}
                 device_api.empty_cache(setting.device)
                 break
             yield f"attention_{label}_{video}", record
@@ -282,10 +225,6 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]
         # The list grows with torch; skip kernels already measured under diffusers' name.
         if kernel.upper() in known and f"_native_{name}" not in backends:
             yield f"sdpa_{name}", functools.partial(sdpa_kernel, known[kernel.upper()]), own
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0][:160]
 
 
 PARTS: Mapping[str, Callable[[Setting], Records]] = {"matmul": matmul, "attention": attention}

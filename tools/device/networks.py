@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-from torch import Tensor, nn
+from torch import Tensor
 
 from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
 from flow_grpo.maths.loss import grpo_loss
@@ -30,7 +30,8 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.schema import Config
 from tools.device.counts import count, kept_whole_gib, recipe, transformer_config
-from tools.device.kernels import Record, Records, Setting, Size, breakdown, measure
+from tools.device.kernels import Record, Records, Setting, Size
+from tools.device.timing import breakdown, measure
 
 RATIO_SHARE = 0.1  # of the clip range, which log-ratios may reach before any update
 
@@ -97,19 +98,14 @@ def build_transformer(config: Mapping[str, Any], dtype: torch.dtype, device: tor
     assert not left, f"no values for the buffers {left}"
     network.to_empty(device=device)
     network.rope = tables.to(device)
-    for name, parameter in network.named_parameters():
-        _fill(name, parameter)
+    with torch.no_grad():  # activations of order one; never matrices of zeros, with which a device may run faster
+        for name, parameter in network.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
     network.eval()
     return network
-
-
-@torch.no_grad()
-def _fill(name: str, parameter: nn.Parameter) -> None:
-    """Draw a weight that keeps activations of order one; never zeros, with which a device may run faster."""
-    if parameter.ndim > 1:
-        parameter.normal_(std=0.02)
-    else:
-        parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
 
 def build_networks(size: Size, config: Config, device: torch.device) -> Networks:
@@ -162,12 +158,12 @@ def forward(setting: Setting) -> Records:
         scored[:] = [log_prob(sample(drawn_from, step.noise), drawn_from)]
 
     def named(name: str) -> Records:
-        record = measure(rollout_step, setting) | {"tokens": video.tokens}
+        record = measure(rollout_step, setting.device, setting.repeat) | {"tokens": video.tokens}
         yield f"{name}_{video}", record | {"finite": bool(scored[0].isfinite().all())}
         yield f"{name}_ratio_{video}", first_ratio(step)
 
     yield from named("forward")
-    yield f"forward_kernels_{video}", breakdown(rollout_step, setting)
+    yield f"forward_kernels_{video}", breakdown(rollout_step, setting.device)
     if device_api.supports_compile(setting.device):
         step.networks.transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
         yield from named("forward_compiled")
@@ -193,11 +189,11 @@ def update(setting: Setting) -> Records:
     transformer, optimizer_step = step.networks.transformer, Updating(step)
 
     def timed(name: str) -> Records:
-        record = measure(optimizer_step, setting)
+        record = measure(optimizer_step, setting.device, setting.repeat)
         yield f"{name}_{video}", record | {"finite": bool(0 < optimizer_step.norm < float("inf"))}
 
     yield from timed("update")
-    yield f"update_kernels_{video}", breakdown(optimizer_step, setting)
+    yield f"update_kernels_{video}", breakdown(optimizer_step, setting.device)
     set_checkpointing(transformer, "keep_attention")
     yield from timed("update_keep_attention")
     needed = kept_whole_gib(setting)
@@ -256,7 +252,7 @@ def decode(setting: Setting) -> Records:
     def tried() -> Record:
         device_api.empty_cache(setting.device)
         try:
-            return measure(decoded, setting)
+            return measure(decoded, setting.device, setting.repeat)
         except RuntimeError as error:  # out of memory, which the next way may not be
             return {"error": " ".join(str(error).split())[:300]}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.records import Condition
-from tools.dev.hacking.textured_room import condition, shoot, source_path
+from tests.textured_room import condition, shoot, source_path
 
 COMMANDS = ("arc_right", "pan_right", "zoom_in")
 EXACT, HARMLESS = "exact", "exact, as JPEG 70"
