@@ -49,13 +49,10 @@ lint: setup
 bench: setup
 	$(BIN)/python tools/dev/bench.py --config $(RECIPE) --json $(ARGS)
 
-# The generated pages (a test fails when one is stale), then the site: open site/index.html, no server and no network needed.
+# The pages of knobs and metrics (a test fails when one is stale), then the site: site/index.html needs no server and no network.
 docs: setup
-	$(BIN)/python tools/dev/docs_map.py
 	$(BIN)/python -m flow_grpo.settings.reference > docs/config.md
 	$(BIN)/python -m flow_grpo.reporting.metric_names > docs/metrics.md
-	$(BIN)/python tools/dev/docs_commands.py
-	$(BIN)/python tools/dev/docs_records.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Whether the working tree's runs give the numbers of commit REF; see CONTRIBUTING.md.
