@@ -29,9 +29,9 @@ import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which 
 import torch
 from torch import Tensor
 
-from flow_grpo.models.recam_transformer import ReCamTransformer3DModel
-from flow_grpo.models.recomputation import set_checkpointing
-from flow_grpo.models.transformers import load_transformer
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.recomputation import set_checkpointing
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
 from flow_grpo.run.trainer import Trainer
