@@ -128,7 +128,7 @@ def test_an_adapter_with_a_missing_or_damaged_file_is_refused(tmp_path):
     folder = saved(trained_model(), tmp_path)
     file = folder / adapter_files.CAMERA_FILE
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"camera_modules.safetensors is damaged"):
+    with pytest.raises(ValueError, match=r"camera_modules.safetensors is missing or damaged"):
         adapter_files.load_adapter(tiny_transformer(), folder)
     file.unlink()
     with pytest.raises(ValueError, match=r"lacks camera_modules.safetensors with 4 tensors; copy the whole folder"):
