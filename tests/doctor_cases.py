@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from flow_grpo.algorithm.rollout import collector, denoise
-from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.update import updater
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import trained_parameters
@@ -27,6 +26,7 @@ from flow_grpo.run.command_line import read_command_line
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients
+from flow_grpo.settings.sampling import Sampling
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
 
@@ -118,7 +118,7 @@ def the_last_step_trained() -> Iterator[None]:
     def window_of(self, gid):
         return (self.sample.num_steps - 2, self.sample.num_steps - 1)
 
-    with mock.patch.object(SampleSettings, "window_of", window_of):
+    with mock.patch.object(Sampling, "window_of", window_of):
         yield
 
 
@@ -155,12 +155,12 @@ def one_seed_for_every_rank() -> Iterator[None]:
 @contextlib.contextmanager
 def other_steps_on_every_rank() -> Iterator[None]:
     """The stochastic steps depend on the rank."""
-    window_of = SampleSettings.window_of
+    window_of = Sampling.window_of
 
     def by_rank(self, gid):
         return window_of(self, gid + int(os.environ["RANK"]))
 
-    with mock.patch.object(SampleSettings, "window_of", by_rank):
+    with mock.patch.object(Sampling, "window_of", by_rank):
         yield
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -18,6 +18,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy
 from flow_grpo.rewards.target_view import psnr_db
 from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.sampling import ODE, Sampling
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "assets" / "tiny_recam"
@@ -70,7 +71,7 @@ def test_the_codec_reconstructs_held_out_rooms(policy, conditions):
 def test_samples_match_the_true_view_for_pure_rotations(policy, conditions):
     """A rotation does not depend on the unit of length. Measured: 28.4 dB; an untrained model reaches about 10."""
     turning = [c for c in conditions if (c.target_poses[-1, :3, 3].norm() < 1e-6)]
-    settings = RolloutSettings(flow_sigmas(8, 3.0), SdeSettings("ode", 0.0), seed=0)
+    settings = Sampling(flow_sigmas(8, 3.0), ODE, seed=0)
     with torch.no_grad():
         samples = rollout(policy, turning, policy.encode(turning), [()] * len(turning), settings)
     videos = decode(policy, turning, samples.final_latents)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.algorithm.groups import compare
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.judging.evaluate import EvalSettings, Evaluator
 from flow_grpo.records import Condition, Conditioning, Guidance, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.sampling import Sampling
 from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, collector, condition, reward_config, update, updater
 from tests.workers import run_ranks
 
@@ -98,7 +99,7 @@ def test_every_sample_equals_the_one_rolled_out_alone_and_has_its_place():
         for row, (position, made) in enumerate(zip(batch.samples.places.tolist(), batch.conditions, strict=True)):
             assert (made.gid, made.slot) == wanted[position]
             steps = batch.samples.trajectory.steps[row].tolist()
-            alone = rollout(policy, [made], policy.encode([made]), [steps], RolloutSettings(SIGMAS, SDE, seed=1))
+            alone = rollout(policy, [made], policy.encode([made]), [steps], Sampling(SIGMAS, SDE, seed=1))
             assert torch.equal(alone.noise_ids[0], batch.samples.noise_ids[row])
             states = batch.samples.trajectory.states[row]
             torch.testing.assert_close(alone.trajectory.states[0], states, rtol=0, atol=1e-5)

@@ -82,7 +82,7 @@ def bear_witness() -> None:
         seen["calls"][f"{phase[0]} {kind} {list(result.shape)}"] += 1
 
     def on_sample(batches, trainer):
-        weights, sigmas = trainer.collector.rewards.weights, trainer.collector.settings.rollout.sigmas
+        weights, sigmas = trainer.collector.rewards.weights, trainer.collector.sampling.sigmas
         seen["batches"] = [shapes(debug_print.batch_view(b, sigmas, weights)) for b in batches]
         log_probs = torch.cat([batch.samples.trajectory.log_probs.flatten() for batch in batches])
         seen["finite"] = bool(log_probs.isfinite().all())

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.groups.compare import everything, gather, own_rows
-from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, SampleSettings, merge_sizes
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream, merge_sizes
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import GrpoObjective
-from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
-from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.maths.schedule import flow_sigmas, windows
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, Guidance, RewardResult, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import World
-from flow_grpo.settings.schema import RewardConfig, SampleConfig, TrainConfig
+from flow_grpo.settings.sampling import Sampling, SdeSettings
+from flow_grpo.settings.schema import Config, RewardConfig, SampleConfig, TrainConfig
 
 SHAPE = (2, 2, 2, 2)  # C, F, H, W
 FRAMES = 5  # T = 4 (F - 1) + 1
@@ -164,7 +165,7 @@ def scored(
 ) -> ScoredBatch:
     """Roll out and score one batch, whose places start at `first`."""
     samples = rollout(
-        policy, conditions, policy.encode(conditions), [window] * len(conditions), RolloutSettings(SIGMAS, SDE, seed)
+        policy, conditions, policy.encode(conditions), [window] * len(conditions), Sampling(SIGMAS, SDE, seed)
     )
     reward = reward or BrightnessReward()
     videos = policy.decode(samples.final_latents)
@@ -230,13 +231,17 @@ def reward_config(**changes: Any) -> RewardConfig:
     return RewardConfig(**(values | changes))
 
 
+def update_config(rollout_batch_size: int, train: TrainConfig) -> Config:
+    """Return a configuration of seed 5 whose rollout batches have so many rows."""
+    return dataclasses.replace(Config(), seed=5, train=train, sample=sample_config(train_batch_size=rollout_batch_size))
+
+
 def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, world: World | None = None, **changes: Any) -> Updater:
     """Return an Updater over plain SGD, so that an update is proportional to its gradient."""
     train = train_config(**changes)
-    settings = UpdateSettings(rollout_batch_size, seed=5, train=train)
     optimizer = torch.optim.SGD(policy.trained_parameters(), lr=train.learning_rate)
     objective = GrpoObjective(policy, SIGMAS, SDE, step_weight=None, train=train)
-    return Updater(policy, objective, optimizer, settings, world or World())
+    return Updater(policy, objective, optimizer, update_config(rollout_batch_size, train), world or World())
 
 
 def update(
@@ -279,6 +284,11 @@ def sample_config(**changes: Any) -> SampleConfig:
     return SampleConfig(**(values | changes))
 
 
+def blocks_of(sample: SampleConfig) -> tuple[tuple[int, ...], ...]:
+    """Return the windows that groups may have."""
+    return tuple(windows(sample.sde_steps, sample.sde_window))
+
+
 class ToyLoader:
     """Delivers what the sampler draws, as a loader without workers would."""
 
@@ -311,7 +321,7 @@ def collector(
         num_batches_per_epoch=sample.num_batches_per_epoch,
         layout=sample.layout,
     )
-    rollout = RolloutSettings(SIGMAS, SDE, seed=1, same_initial_noise=sample.same_initial_noise)
-    settings = SampleSettings(sample, rollout, debug=debug)
+    sampling = Sampling(SIGMAS, SDE, 1, sample.same_initial_noise, blocks_of(sample))
+    config = dataclasses.replace(Config(), sample=sample, debug=debug)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    return Collector(policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, settings, world)
+    return Collector(policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, sampling, config, world)

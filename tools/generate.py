@@ -43,6 +43,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flow_grpo.settings.sampling import ODE, Sampling
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
@@ -51,7 +53,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
 from flow_grpo.data.prompts import PromptDataset, read_prompts
@@ -395,7 +397,7 @@ def generate(policy: WanPolicy, condition: Condition, sigmas: Tensor, seed: int)
         seed: of the noise.
     """
     conditioning = policy.encode([condition])
-    samples = rollout(policy, [condition], conditioning, [()], RolloutSettings(sigmas, SdeSettings("ode", 0.0), seed))
+    samples = rollout(policy, [condition], conditioning, [()], Sampling(sigmas, ODE, seed))
     return policy.decode(samples.final_latents)[0].float().cpu()
 
 

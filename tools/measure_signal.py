@@ -90,12 +90,11 @@ def compare_tails(trainer: Trainer, groups: int, tails: Sequence[int]) -> list[d
     correlation of the two inside groups, NaN where a group's rewards are all equal.
     """
     collector, data, world = trainer.collector, training_data(trainer), trainer.world
-    sample = collector.settings.sample
+    sample = collector.config.sample
     found: dict[int, dict[str, Tensor]] = {}
     for tail in dict.fromkeys((0, *tails)) if tails else ():
         levels = tail_levels(sample.num_steps, sample.shift, tail) if tail else None
-        rollout = dataclasses.replace(collector.settings.rollout, tails=levels, record=False)
-        sampling = dataclasses.replace(collector.settings, rollout=rollout)
+        sampling = dataclasses.replace(collector.sampling, tails=levels, record=False)
         first = world.data.rank * groups
         parts = [sample_group(collector, data, sampling, gid) for gid in range(first, first + groups)]
         found[tail] = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}

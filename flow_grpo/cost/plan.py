@@ -19,12 +19,12 @@ from safetensors import safe_open
 from flow_grpo.cost import traffic
 from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer, settings_of
 from flow_grpo.cost.footprint import Footprint, footprint, forward_flops
-from flow_grpo.maths.schedule import windows
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.traffic import gradient_bytes
 from flow_grpo.settings.objectives import traits_of, window_length
+from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
 
@@ -195,7 +195,7 @@ def rollout_steps(config: Config) -> float:
     sample = config.sample
     if sample.sde == "ode":
         return float(sample.num_steps)
-    blocks = windows(sample.sde_steps, sample.sde_window)
+    blocks = sampling_of(config).blocks
     prefix = sum(block[0] for block in blocks) / len(blocks)
     tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
     return prefix / (sample.k if sample.share_prefix else 1) + window_length(config) + tail
@@ -206,7 +206,7 @@ def longest_rollout(config: Config) -> int:
     sample = config.sample
     if sample.sde == "ode":
         return sample.num_steps
-    blocks = windows(sample.sde_steps, sample.sde_window)
+    blocks = sampling_of(config).blocks
     return blocks[-1][0] + window_length(config) + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1])
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
@@ -28,6 +28,7 @@ from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.reporting.clips import Clip, make_clip, with_base
 from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.sampling import ODE, Sampling
 
 POSE_ERRORS = ("rot_err_deg", "trans_err_m")  # of a gold estimator: said below its videos
 
@@ -259,7 +260,7 @@ class Evaluator:
         with self.world.sync_errors("evaluation"):
             conditioning = self.policy.encode(conditions, self.settings.guidance)
         with self.world.sync_errors("evaluation"):
-            deterministic = RolloutSettings(self.settings.sigmas, SdeSettings("ode", 0.0), seed=key("eval", "noise"))
+            deterministic = Sampling(self.settings.sigmas, ODE, seed=key("eval", "noise"))
             samples = rollout(self.policy, conditions, conditioning, [()] * len(conditions), deterministic)
         return conditions, samples.final_latents
 

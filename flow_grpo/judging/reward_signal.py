@@ -16,13 +16,13 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.denoise import rollout
-from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.judging.evaluate import ConditionSource
 from flow_grpo.maths.keys import key
 from flow_grpo.records import RewardResult
 from flow_grpo.settings.errors import RunStoppedError
+from flow_grpo.settings.sampling import Sampling
 
 
 class NoSignalError(RunStoppedError):
@@ -134,13 +134,12 @@ def measure_signal(
     Raises:
         RuntimeError: on every rank, if any failed.
     """
-    sampling, world, floors = collector.settings, collector.world, collector.rewards.floors
-    recipe_shares = sampling.sample.same_initial_noise
-    seed = key("signal", sampling.rollout.seed)
+    sampling, world, floors = collector.sampling, collector.world, collector.rewards.floors
+    recipe_shares = sampling.same_initial_noise
+    seed = key("signal", sampling.seed)
     found: dict[str, dict[bool, float]] = {name: {False: math.nan} for name in floors}
     for shared in (True,) if recipe_shares and not both else (False, True):
-        rollout = dataclasses.replace(sampling.rollout, seed=seed, same_initial_noise=shared, record=False)
-        one = dataclasses.replace(sampling, rollout=rollout)
+        one = dataclasses.replace(sampling, seed=seed, same_initial_noise=shared, record=False)
         scored = [sample_group(collector, dataset, one, world.data.rank * groups + number) for number in range(groups)]
         for name in floors:
             variances = torch.stack([_variance(values[name]) for values in scored])
@@ -149,15 +148,13 @@ def measure_signal(
     return Signal(spreads, weights, recipe_shares)
 
 
-def sample_group(
-    collector: Collector, dataset: ConditionSource, sampling: SampleSettings, gid: int
-) -> dict[str, Tensor]:
+def sample_group(collector: Collector, dataset: ConditionSource, sampling: Sampling, gid: int) -> dict[str, Tensor]:
     """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call).
 
     Raises:
         RuntimeError: on every rank, if any failed.
     """
-    policy, rewards, world, sample = collector.policy, collector.rewards, collector.world, sampling.sample
+    policy, rewards, world, sample = collector.policy, collector.rewards, collector.world, collector.config.sample
     scored: list[dict[str, RewardResult]] = []
     for number, first in enumerate(range(0, sample.k, sample.train_batch_size)):
         slots = range(first, min(first + sample.train_batch_size, sample.k))
@@ -167,7 +164,8 @@ def sample_group(
         with world.sync_errors("measuring the signal"):
             conditioning = policy.encode(conditions)
         with world.sync_errors("measuring the signal"):
-            samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
+            windows = sampling.windows(condition.gid for condition in conditions)
+            samples = rollout(policy, conditions, conditioning, windows, sampling)
         with world.sync_errors("measuring the signal"):
             rows = world.dealt_rows(number, len(slots))
             own, latents = conditions[rows], samples.final_latents[rows]

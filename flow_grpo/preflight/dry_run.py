@@ -17,7 +17,7 @@ from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import build_objective
-from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.cost.plan import largest_size
 from flow_grpo.cost.recomputation import ASSUMED_GIB, settled
 from flow_grpo.cost.savings import report
@@ -26,6 +26,7 @@ from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, Tra
 from flow_grpo.run import parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 
 ASSUMED_RATE = 2e14  # operations per second of a device, on a machine that has none
@@ -88,7 +89,7 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
     samples = Samples.concatenate([batch.samples] * batches)
     samples = dataclasses.replace(samples, places=torch.arange(len(samples)))
     epoch = dataclasses.replace(batch, conditions=batch.conditions * batches, samples=samples)
-    views = debug_print.batch_view(epoch, parts.rollout_settings(config).sigmas, config.reward.weights)
+    views = debug_print.batch_view(epoch, sampling_of(config).sigmas, config.reward.weights)
     _note(found, "epoch", {name: value for name, value in views.items() if isinstance(value, Tensor)})
     rewards = torch.empty(world_size * config.sample.expanded_batch_size)
     repeated = debug_print.repeat_over_steps(rewards, samples.trajectory.steps.shape[1])
@@ -114,8 +115,9 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
             for row in range(rows)
         )
     conditioning = policy.encode(conditions)
-    sampling = parts.sample_settings(config)
-    samples = rollout(policy, conditions, conditioning, sampling.windows(conditions), sampling.rollout)
+    sampling = sampling_of(config)
+    windows = sampling.windows(condition.gid for condition in conditions)
+    samples = rollout(policy, conditions, conditioning, windows, sampling)
     videos = policy.decode(samples.final_latents)
     if conditions[0].source_video is not None:
         _note(found, "data", {"source_video": conditions[0].source_video})
@@ -139,9 +141,8 @@ def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[Te
         assert all(learned), f"{learned.count(False)} of {len(learned)} trained tensors have no part in the loss"
 
     optimizer.register_step_pre_hook(check_gradients)
-    settings = UpdateSettings(config.sample.train_batch_size, config.seed, config.train)
-    objective = build_objective(config, policy, parts.rollout_settings(config), contextlib.nullcontext)
-    updater = Updater(policy, objective, optimizer, settings, World())
+    objective = build_objective(config, policy, sampling_of(config), contextlib.nullcontext)
+    updater = Updater(policy, objective, optimizer, config, World())
     plan = updater.plan(batch, epoch=0)
     micro_batch = batch.take(plan.steps[0][0], policy.device)
     _note(found, "micro-batch", micro_batch.trajectory.tensors())

@@ -11,14 +11,12 @@ import torch
 from flow_grpo.algorithm.debug_print import show
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
-from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.update.objective import build_objective
-from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.dataset import Split, make_loader
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.judging.evaluate import EvalSettings, Evaluator
-from flow_grpo.maths.schedule import flow_sigmas, tail_levels, windows
+from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Guidance
 from flow_grpo.reporting.console import Progress
@@ -26,8 +24,8 @@ from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_r
 from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import refusal
-from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.own_code import is_own
+from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config, TrainConfig
 
 
@@ -82,25 +80,6 @@ def _parameter_groups(train: TrainConfig, policy: Policy) -> list[dict[str, Any]
     return [*groups, {"params": camera, "lr": train.camera_learning_rate, "metric": "camera_learning_rate"}]
 
 
-def rollout_settings(config: Config) -> RolloutSettings:
-    """Return noise levels, SDE and seed of the training rollouts."""
-    sample = config.sample
-    tails = tail_levels(sample.num_steps, sample.shift, sample.tail_steps) if sample.tail_steps else None
-    calls = None
-    if config.train.sharding == "fsdp2" and sample.sde != "ode":
-        blocks = windows(sample.sde_steps, sample.sde_window)
-        calls = max(block[0] for block in blocks), sample.num_steps - 1 - min(block[-1] for block in blocks)
-    return RolloutSettings(
-        sigmas=flow_sigmas(sample.num_steps, sample.shift),
-        sde=SdeSettings(sample.sde, sample.noise_level, sample.max_step_std),
-        seed=config.seed,
-        same_initial_noise=sample.same_initial_noise,
-        tails=tails,
-        record=traits_of(config).replays_steps,
-        calls=calls,
-    )
-
-
 def build_collector(
     config: Config,
     policy: Policy,
@@ -113,18 +92,7 @@ def build_collector(
     """Return the collector of training rollouts."""
     loader = make_loader(train, sampler, config.data.num_workers)
     stream = ConditionStream(loader, sampler)
-    return Collector(policy, stream, rewards, sample_settings(config), world, on_batch=progress.rollout)
-
-
-def sample_settings(config: Config) -> SampleSettings:
-    """Return how an epoch is sampled."""
-    return SampleSettings(
-        sample=config.sample,
-        rollout=rollout_settings(config),
-        debug=config.debug,
-        offload=config.sample.offload or config.dynamic_sampling.enabled or config.train.copies > 0,
-        overlap=config.reward.overlap,
-    )
+    return Collector(policy, stream, rewards, sampling_of(config), config, world, on_batch=progress.rollout)
 
 
 def build_dynamic_sampling(
@@ -149,9 +117,9 @@ def build_updater(config: Config, policy: Policy, state: RunState, progress: Pro
     average = contextlib.nullcontext if state.ema is None else state.ema.applied
     return Updater(
         policy,
-        build_objective(config, policy, rollout_settings(config), average),
+        build_objective(config, policy, sampling_of(config), average),
         state.optimizer,
-        UpdateSettings(config.sample.train_batch_size, config.seed, config.train),
+        config,
         world,
         after_step=(lambda: None) if state.ema is None else state.ema.update,
         on_pass=progress.update,

@@ -66,7 +66,7 @@ def test_samples_are_offloaded_after_each_rollout_only_with_offload(monkeypatch)
     monkeypatch.setattr(Samples, "to", lambda self, device: (moved.append(device), self)[1])
     for offload in (False, True):
         sampling = collector(World(), ToyPolicy(), debug=False, train_batch_size=4)
-        sampling.settings = dataclasses.replace(sampling.settings, offload=offload)
+        sampling.offload = offload
         sampling.collect(Clock(torch.device("cpu")))
         assert moved == (["cpu"] * 2 if offload else [])
 
@@ -106,7 +106,7 @@ def test_an_epoch_of_mixed_sizes_has_each_sample_at_its_place_in_the_sampler_s_o
 
 
 def test_the_copies_of_a_group_share_their_window_on_every_rank_and_groups_take_turns():
-    drawn = [collector(World.of(Group(rank, 2)), ToyPolicy(), train_batch_size=4).settings for rank in range(2)]
+    drawn = [collector(World.of(Group(rank, 2)), ToyPolicy(), train_batch_size=4).sampling for rank in range(2)]
     assert [drawn[0].window_of(gid) for gid in range(20)] == [drawn[1].window_of(gid) for gid in range(20)]
     assert {drawn[0].window_of(gid) for gid in range(2)} == {(1, 2), (3, 4)}
     batch, *_ = collector(World(), ToyPolicy(), debug=False, train_batch_size=8).collect(Clock(torch.device("cpu")))

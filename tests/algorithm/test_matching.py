@@ -8,13 +8,14 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.matching import MatchingObjective
-from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.schedule import shifted
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime.ranks.process_group import World
-from tests.toy import SIGMAS, ToyPolicy, group, train_config, update, weights_of
+from flow_grpo.settings.sampling import ODE, Sampling, SdeSettings
+from tests.toy import SIGMAS, ToyPolicy, group, train_config, update, update_config, weights_of
 from tests.workers import run_ranks
 
 CONDITIONS = [*group(1, 4), *group(2, 4), *group(3, 4)]
@@ -23,7 +24,7 @@ ADVANTAGES = torch.tensor([1.5, -0.5, -1.0, 0.0] * 2 + [0.0] * 4)  # the last gr
 
 def sampled(policy: ToyPolicy, rows: slice = slice(None)) -> Samples:
     """Return samples of the ODE with advantages."""
-    conditions, settings = CONDITIONS[rows], RolloutSettings(SIGMAS, SdeSettings("ode", 0.0), seed=5, record=False)
+    conditions, settings = CONDITIONS[rows], Sampling(SIGMAS, ODE, seed=5, record=False)
     samples = rollout(policy, conditions, policy.encode(conditions), [()] * len(conditions), settings)
     own = ADVANTAGES[rows]
     return dataclasses.replace(samples, advantages=own, weights=torch.ones(len(own)))
@@ -39,7 +40,7 @@ def updated(samples: Samples, world: World | None = None, **changes) -> tuple[to
     policy = ToyPolicy()
     made = objective(policy, **changes)
     optimizer = torch.optim.SGD(policy.trained_parameters(), lr=1e-2)
-    moving = Updater(policy, made, optimizer, UpdateSettings(4, 5, made.train), world or World())
+    moving = Updater(policy, made, optimizer, update_config(4, made.train), world or World())
     metrics = update(moving, TrainingBatch((samples,), len(samples)), probe=True)
     return weights_of(policy), metrics
 
@@ -150,7 +151,7 @@ def test_the_samples_of_two_ranks_weigh_as_on_one():
 
 def test_samples_without_recorded_steps_are_the_same_videos():
     policy = ToyPolicy()
-    settings = RolloutSettings(SIGMAS, SdeSettings("constant", 0.7), seed=5)
+    settings = Sampling(SIGMAS, SdeSettings("constant", 0.7), seed=5)
     kept, dropped = (
         rollout(
             policy, CONDITIONS, policy.encode(CONDITIONS), [(1, 2)] * 12, dataclasses.replace(settings, record=record)

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.rollout.denoise import (
-    RolloutSettings,
-    SdeSettings,
     check_noise,
     initial_noise,
     prefix,
@@ -20,6 +18,7 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas, tail_levels
 from flow_grpo.maths.sde import log_prob, transition
 from flow_grpo.records import Samples, Trajectory
+from flow_grpo.settings.sampling import Sampling, SdeSettings
 from tests.toy import SDE, SHAPE, SIGMAS, ToyPolicy, condition, group
 
 
@@ -37,7 +36,7 @@ def roll(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, **option
 def whole(
     policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, *, sigmas=SIGMAS, windows=None, **options
 ) -> Samples:
-    settings = RolloutSettings(sigmas, sde, seed, **options)
+    settings = Sampling(sigmas, sde, seed, **options)
     return rollout(policy, conditions, policy.encode(conditions), windows or [window] * len(conditions), settings)
 
 
@@ -88,7 +87,7 @@ def test_samples_with_different_windows_in_one_batch_are_those_of_batches_with_o
 def test_a_given_prefix_replaces_the_steps_before_the_window_bit_for_bit():
     policy, conditions, windows = ToyPolicy(), group(3, 4), [(2, 3)] * 4
     own = whole(policy, conditions, windows=windows, same_initial_noise=True)
-    settings = RolloutSettings(SIGMAS, SDE, 5, same_initial_noise=True)
+    settings = Sampling(SIGMAS, SDE, 5, same_initial_noise=True)
     steps = window_rows(windows, settings)
     noise = torch.stack([initial_noise(condition, SHAPE, settings) for condition in conditions])
     first = prefix(policy, noise, policy.encode(conditions), steps, settings)

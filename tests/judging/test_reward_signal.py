@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from unittest import mock
 
@@ -9,14 +10,14 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.rollout.collector import Collector
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings
-from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.judging.reward_signal import Signal, Spread, measure_signal
 from flow_grpo.preflight.doctor.rewards import check_signal
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import World
-from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition, sample_config
+from flow_grpo.settings.sampling import Sampling, SdeSettings
+from flow_grpo.settings.schema import Config
+from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, blocks_of, condition, sample_config
 from tests.workers import run_ranks
 
 
@@ -29,10 +30,11 @@ class Data:
 
 
 def spread(noise_level, world=None, groups=8, *, broken=(), own=True, both=False) -> Spread:
-    rollout = RolloutSettings(SIGMAS, SdeSettings("constant", noise_level), seed=3)
-    sampling = SampleSettings(sample_config(train_batch_size=2, same_initial_noise=not own), rollout, debug=False)
+    sample = sample_config(train_batch_size=2)
+    sampling = Sampling(SIGMAS, SdeSettings("constant", noise_level), 3, not own, blocks_of(sample))
+    config = dataclasses.replace(Config(), sample=sample)
     rewards = RewardSet([BrightnessReward(broken)], {"brightness": 1.0})
-    collector = Collector(ToyPolicy(), mock.Mock(), rewards, sampling, world or World())
+    collector = Collector(ToyPolicy(), mock.Mock(), rewards, sampling, config, world or World())
     return measure_signal(collector, Data(), {"brightness": 1.0}, groups=groups, both=both).spreads["brightness"]
 
 

@@ -10,20 +10,21 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import GrpoObjective
-from flow_grpo.algorithm.update.updater import Updater, UpdateSettings
+from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.schedule import flow_sigmas, tail_levels
 from flow_grpo.models.adapters import apply_training_mode
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.sampling import Sampling, SdeSettings
 from tests.models.test_adapters import LORA
 from tests.models.test_wan_policy import condition
 from tests.pretend_device import PRETEND, OnDevice, Watch, move
 from tests.tiny_models import CPU, tiny_networks
-from tests.toy import train_config
+from tests.toy import train_config, update_config
 
 SIGMAS = flow_sigmas(6, 3.0)
 SDE = SdeSettings("flow", 0.7)
@@ -40,7 +41,7 @@ def policy(**settings) -> WanPolicy:
 def rolled(made: WanPolicy, *, windows=WINDOWS, tail: bool = False, record: bool = True) -> tuple[Samples, list[str]]:
     """Return samples of the conditions, and what the program waited for."""
     tails = tail_levels(6, 3.0, 2) if tail else None
-    settings = RolloutSettings(SIGMAS, SDE, seed=3, tails=tails, record=record)
+    settings = Sampling(SIGMAS, SDE, seed=3, tails=tails, record=record)
     with Watch() as watch:
         conditioning = made.encode(CONDITIONS)
         watch.waits.clear()
@@ -77,7 +78,7 @@ def waits_of_an_update(batch_size: int, **changes) -> list[str]:
     train = train_config(batch_size=batch_size, **changes)
     optimizer = torch.optim.SGD(made.trained_parameters(), lr=1e-3)
     objective = GrpoObjective(made, SIGMAS, SDE, None, train)
-    moving = Updater(made, objective, optimizer, UpdateSettings(4, seed=5, train=train), World())
+    moving = Updater(made, objective, optimizer, update_config(4, train), World())
     batch = TrainingBatch((samples,), 4)
     with Watch() as watch:
         moving.run(batch, moving.plan(batch, 0), UpdateHistory())

@@ -10,8 +10,6 @@ from unittest.mock import Mock
 import torch
 
 from flow_grpo.algorithm.rollout.collector import Collector
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings
-from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.judging.evaluate import EvalSettings, Evaluator
 from flow_grpo.judging.reward_signal import sample_group
@@ -21,9 +19,11 @@ from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.context import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.tensor_store import TensorStore
+from flow_grpo.settings.sampling import Sampling
+from flow_grpo.settings.schema import Config
 from tests.models.test_wan_policy import condition
 from tests.tiny_models import CPU, tiny_networks
-from tests.toy import SDE, SIGMAS, BrightnessReward, sample_config
+from tests.toy import SDE, SIGMAS, BrightnessReward, blocks_of, sample_config
 from tests.workers import run_ranks
 
 LARGE = (9, 16, 24)
@@ -107,8 +107,9 @@ def _measured(world: World) -> tuple[int, int]:
     made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
     made.codec.encode = Mock(wraps=made.codec.encode)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    sampling = SampleSettings(sample_config(), RolloutSettings(SIGMAS, SDE, seed=3), debug=False)
-    sample_group(Collector(made, Mock(), rewards, sampling, world), Held(), sampling, gid=2)
+    config = dataclasses.replace(Config(), sample=sample_config())
+    sampling = Sampling(SIGMAS, SDE, seed=3, blocks=blocks_of(config.sample))
+    sample_group(Collector(made, Mock(), rewards, sampling, config, world), Held(), sampling, gid=2)
     of_group = made.codec.encode.call_count
     Evaluator(made, Held(), rewards, None, EvalSettings(SIGMAS, 3, 2, videos=0), world).run()
     return of_group, made.codec.encode.call_count

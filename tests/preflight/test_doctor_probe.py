@@ -43,8 +43,8 @@ def test_it_is_the_batch_that_training_takes_next_sampled_one_step_past_the_stoc
     samples = roll_out_probe(trainer)
     planned = [draw[1:] for draw in trainer.state.sampler.plan(trainer.state.sampler.next_step)[0]]
     assert [(gid, slot, index) for gid, slot, index in samples.keys.tolist()] == planned
-    sigmas, last = trainer.collector.settings.rollout.sigmas, trainer.collector.settings.last_step
-    windows = [trainer.collector.settings.window_of(gid) for gid in samples.keys[:, 0].tolist()]
+    sigmas, last = trainer.collector.sampling.sigmas, trainer.collector.sampling.last_step
+    windows = [trainer.collector.sampling.window_of(gid) for gid in samples.keys[:, 0].tolist()]
     assert [tuple(steps) for steps in samples.trajectory.steps.tolist()] == windows
     assert {sigma for *_, sigma in calls} == set(sigmas[: last + 2].tolist()) and last + 2 < 6
 

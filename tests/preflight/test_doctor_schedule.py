@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout.denoise import SdeSettings
 from flow_grpo.maths import sde
 from flow_grpo.maths.loss import GuardTerms, grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.preflight.doctor import schedule as checks
+from flow_grpo.settings.sampling import SdeSettings
 from tests.doctor_cases import status
 
 SIGMAS = flow_sigmas(10, 3.0)

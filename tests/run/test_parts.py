@@ -130,7 +130,7 @@ def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
         (0.25, [1, 3]),
         (0.5, [2]),
     ]
-    updater = Updater(policy, None, optimizer, build.UpdateSettings(1, 0, config.train), World())
+    updater = Updater(policy, None, optimizer, config, World())
     assert updater.learning_rates() == {"train/learning_rate": 0.25, "train/camera_learning_rate": 0.5}
     policy.camera_parameters = list
     with pytest.raises(ValueError, match=r"train.camera_learning_rate: got 0.5, must be 0 where no trained weight"):
@@ -151,7 +151,7 @@ def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, 
     data = multicam_data(config.data, "train")
     sampler = build.build_sampler(config, data, World())
     collector = build.build_collector(config, None, data, sampler, None, types.SimpleNamespace(rollout=None), World())
-    assert collector.settings.offload == offload
+    assert collector.offload == offload
 
 
 def test_step_weights_follow_guard_and_choice():

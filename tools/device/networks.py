@@ -14,7 +14,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
+from flow_grpo.algorithm.rollout.denoise import step_transition
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import Transition, log_prob, sample
@@ -28,6 +28,7 @@ from flow_grpo.models.wan_policy import TIMESTEPS
 from flow_grpo.records import Conditioning
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
+from flow_grpo.settings.sampling import SdeSettings
 from flow_grpo.settings.schema import Config
 from tools.device.counts import count, kept_whole_gib, recipe, transformer_config
 from tools.device.kernels import Record, Records, Setting, Size

@@ -13,7 +13,6 @@ from torch import Tensor
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_structure
 from flow_grpo.algorithm.rollout.denoise import rollout
-from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue, merge_results, share_results
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.algorithm.rollout.shared_prefix import shared_prefixes
@@ -24,6 +23,8 @@ from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, Sc
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.sampling import Sampling
+from flow_grpo.settings.schema import Config
 
 
 class ConditionStream:
@@ -67,7 +68,8 @@ class Collector:
         policy: the model being trained.
         stream: where conditions come from.
         rewards: measure the videos.
-        settings: see `SampleSettings`.
+        sampling: how samples are denoised.
+        config: the recipe; `sample` and what is printed, kept on the device and scored meanwhile.
         world: who takes part; rank 0 prints.
         on_batch: called with the number of samples after every batch, for progress.
     """
@@ -77,7 +79,8 @@ class Collector:
         policy: Policy,
         stream: ConditionStream,
         rewards: RewardSet,
-        settings: SampleSettings,
+        sampling: Sampling,
+        config: Config,
         world: World,
         *,
         on_batch: Callable[[int], None] | None = None,
@@ -85,9 +88,12 @@ class Collector:
         self.policy = policy
         self.stream = stream
         self.rewards = rewards
-        self.settings = settings
+        self.sampling = sampling
+        self.config = config
+        # A pool grows over several rounds, and copies are chosen from a whole round.
+        self.offload = config.sample.offload or config.dynamic_sampling.enabled or config.train.copies > 0
         self.world = world
-        self._prints = settings.debug and world.is_main
+        self._prints = config.debug and world.is_main
         self._on_batch = on_batch
 
     def collect(
@@ -100,7 +106,7 @@ class Collector:
             sync_errors: entered for loading, rollout and scoring in turn. With sharded weights a rollout is a
                 collective call, so an error while loading must reach all ranks before it begins.
         """
-        share = self.settings.sample.share_prefix
+        share = self.config.sample.share_prefix
         gids = self._planned_gids() if share else []  # before the stream moves on
         with sync_errors():
             conditions = self._fetch(clock)
@@ -112,8 +118,16 @@ class Collector:
         if share:
             with clock.phase("rollout"):
                 known = [(conditions, conditioning) for _, conditions, conditioning in encoded]
-                prefixes = shared_prefixes(self.policy, known, gids, self.settings, self.world.data, sync_errors)
-        overlap = self.settings.overlap
+                prefixes = shared_prefixes(
+                    self.policy,
+                    known,
+                    gids,
+                    self.sampling,
+                    self.config.sample.train_batch_size,
+                    self.world.data,
+                    sync_errors,
+                )
+        overlap = self.config.reward.overlap
         with ScoringQueue(self.policy, self.rewards, clock, self.world, overlap=overlap).open() as queue:
             with sync_errors():
                 sampled = []
@@ -132,7 +146,7 @@ class Collector:
     def _planned_gids(self) -> list[list[int]]:
         """Return, per rank, the groups of its samples in the next round."""
         sampler, first = self.stream.sampler, self.stream.next_step
-        plans = [sampler.plan(first + step) for step in range(self.settings.sample.num_batches_per_epoch)]
+        plans = [sampler.plan(first + step) for step in range(self.config.sample.num_batches_per_epoch)]
         return [[gid for plan in plans for _, gid, *_ in plan[rank]] for rank in range(sampler.num_replicas)]
 
     def _encode(
@@ -140,7 +154,7 @@ class Collector:
     ) -> list[tuple[list[int], tuple[Condition, ...], Conditioning]]:
         """Return a round's batches, each of one video size: places, conditions, conditioning."""
         batches = []
-        for places in full_batches([c.size for c in conditions], self.settings.sample.train_batch_size):
+        for places in full_batches([c.size for c in conditions], self.config.sample.train_batch_size):
             own = tuple(conditions[place] for place in places)
             with clock.phase("encode"):
                 batches.append((places, own, self.policy.encode(own)))
@@ -149,7 +163,7 @@ class Collector:
     def _fetch(self, clock: Clock) -> list[Condition]:
         """Take the conditions of the next `num_batches_per_epoch` steps."""
         conditions: list[Condition] = []
-        for _ in range(self.settings.sample.num_batches_per_epoch):
+        for _ in range(self.config.sample.num_batches_per_epoch):
             with clock.phase("fetch"):
                 conditions += self.stream.take(self.stream.next_step)
         return conditions
@@ -167,11 +181,11 @@ class Collector:
         with clock.phase("rollout"):
             device = conditioning.prompt_embeds.device
             known = None if prefixes is None else torch.stack([prefixes[c.gid].to(device) for c in conditions])
-            windows = self.settings.windows(conditions)
-            samples = rollout(self.policy, conditions, conditioning, windows, self.settings.rollout, known)
+            windows = self.sampling.windows(condition.gid for condition in conditions)
+            samples = rollout(self.policy, conditions, conditioning, windows, self.sampling, known)
             samples = dataclasses.replace(samples, places=torch.tensor(places))
             final_latents = samples.final_latents
-            if self.settings.offload:
+            if self.offload:
                 samples = samples.to("cpu")
         queue.add(conditions, final_latents)
         if self._on_batch is not None:
@@ -179,9 +193,9 @@ class Collector:
         return samples
 
     def _check(self, batches: Sequence[ScoredBatch]) -> None:
-        sample = self.settings.sample
+        sample = self.config.sample
         if self._prints:
-            sigmas = self.settings.rollout.sigmas
+            sigmas = self.sampling.sigmas
             views = [debug_print.batch_view(batch, sigmas, self.rewards.weights) for batch in batches]
             self._print(debug_print.merged_lines(views, sample.expanded_batch_size, sample.k))
         debug_print.check_merged(sum(map(len, batches)), sample.expanded_batch_size)

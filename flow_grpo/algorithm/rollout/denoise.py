@@ -8,7 +8,6 @@ the same calls, which are the calls that the update repeats. Evaluation has no w
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -21,46 +20,7 @@ from flow_grpo.maths.schedule import check_sde_steps
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, Samples, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class SdeSettings:
-    """The noise of a stochastic step.
-
-    Attributes:
-        kind: "flow" | "constant" | "linear" | "cps", see `maths/sde.py`.
-        noise_level: coefficient of that kind.
-        max_step_std: upper bound of the step's standard deviation, or None.
-    """
-
-    kind: str
-    noise_level: float
-    max_step_std: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSettings:
-    """What a rollout depends on besides the model and its conditions.
-
-    Attributes:
-        sigmas: (S+1,) fp32 CPU noise levels, from 1 to 0.
-        sde: noise of the stochastic steps.
-        seed: seed of the run.
-        same_initial_noise: the copies of a group share their initial noise.
-        tails: (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from;
-            None follows `sigmas` by first-order steps.
-        record: keep the stochastic steps for the update; without, `Trajectory` is empty.
-        calls: calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a
-            sharded network that all ranks must call equally often; None makes as many as are needed.
-    """
-
-    sigmas: Tensor
-    sde: SdeSettings
-    seed: int
-    same_initial_noise: bool = False
-    tails: Tensor | None = None
-    record: bool = True
-    calls: tuple[int, int] | None = None
+from flow_grpo.settings.sampling import Sampling, SdeSettings
 
 
 def step_transition(
@@ -103,7 +63,7 @@ def rollout(
     conditions: Sequence[Condition],
     conditioning: Conditioning,
     windows: Sequence[Sequence[int]],
-    settings: RolloutSettings,
+    sampling: Sampling,
     prefixes: Tensor | None = None,
 ) -> Samples:
     """Denoise one batch; the draws depend on (seed, gid, slot) only, never on rank, layout or batch.
@@ -113,7 +73,7 @@ def rollout(
         conditions: B conditions of one video size.
         conditioning: their B rows as the transformer takes them.
         windows: per sample its K stochastic steps, consecutive, within 0..S-2; without any the ODE is sampled.
-        settings: noise levels, SDE and seed.
+        sampling: noise levels, SDE and seed.
         prefixes: (B, C, F, H, W) latents before each sample's window from `prefix`, where they are known.
 
     Returns:
@@ -122,26 +82,26 @@ def rollout(
     Raises:
         ValueError: a window holds the last step, lies outside the schedule, has a gap or another length.
     """
-    steps = window_rows(windows, settings)
+    steps = window_rows(windows, sampling)
     count, columns = steps.shape
     shape = policy.latent_shape(conditions)
     device = conditioning.prompt_embeds.device
-    initial, step_noise = _draw_noise(conditions, shape, columns, settings)
+    initial, step_noise = _draw_noise(conditions, shape, columns, sampling)
     if prefixes is None:
-        latents = prefix(policy, initial.to(device, non_blocking=True), conditioning, steps, settings)
+        latents = prefix(policy, initial.to(device, non_blocking=True), conditioning, steps, sampling)
     else:
         latents = prefixes.to(device, non_blocking=True)
     states, log_probs = [latents], []
     for column in range(columns):
         gaussian = step_transition(
-            policy, latents, conditioning, sigmas=settings.sigmas, steps=steps[:, column], sde=settings.sde
+            policy, latents, conditioning, sigmas=sampling.sigmas, steps=steps[:, column], sde=sampling.sde
         )
         latents = sample(gaussian, step_noise[:, column].to(device, non_blocking=True))
-        if settings.record:
+        if sampling.record:
             states.append(latents)
             log_probs.append(log_prob(latents, gaussian))
     if columns:
-        latents = _tail(policy, latents, conditioning, steps[:, -1] + 1, settings)
+        latents = _tail(policy, latents, conditioning, steps[:, -1] + 1, sampling)
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
         places=torch.arange(count),
@@ -158,14 +118,14 @@ def rollout(
     )
 
 
-def window_rows(windows: Sequence[Sequence[int]], settings: RolloutSettings) -> Tensor:
+def window_rows(windows: Sequence[Sequence[int]], sampling: Sampling) -> Tensor:
     """Return the windows of B samples as (B, K) int64 CPU.
 
     Raises:
         ValueError: a window holds the last step, lies outside the schedule, has a gap or another length.
     """
     for window in {tuple(window) for window in windows} - {()}:
-        check_sde_steps(window, len(settings.sigmas) - 1)
+        check_sde_steps(window, len(sampling.sigmas) - 1)
         if window[-1] - window[0] != len(window) - 1:
             raise ValueError(f"window {window} has a gap, must be consecutive steps")
     if len({len(window) for window in windows}) > 1:
@@ -174,9 +134,7 @@ def window_rows(windows: Sequence[Sequence[int]], settings: RolloutSettings) -> 
 
 
 @torch.no_grad()
-def prefix(
-    policy: Policy, latents: Tensor, conditioning: Conditioning, steps: Tensor, settings: RolloutSettings
-) -> Tensor:
+def prefix(policy: Policy, latents: Tensor, conditioning: Conditioning, steps: Tensor, sampling: Sampling) -> Tensor:
     """Return the (B, C, F, H, W) latents before each sample's window, or clean latents where K = 0.
 
     Args:
@@ -184,23 +142,21 @@ def prefix(
         latents: (B, C, F, H, W) initial noise.
         conditioning: B rows.
         steps: (B, K) from `window_rows`.
-        settings: noise levels.
+        sampling: noise levels.
     """
-    last = len(settings.sigmas) - 1
+    last = len(sampling.sigmas) - 1
     counts = steps[:, 0] if steps.shape[1] else torch.full((len(latents),), last)
-    levels = settings.sigmas.expand(len(latents), -1)
-    return _euler(policy, latents, conditioning, levels, counts, settings.calls and settings.calls[0])
+    levels = sampling.sigmas.expand(len(latents), -1)
+    return _euler(policy, latents, conditioning, levels, counts, sampling.calls and sampling.calls[0])
 
 
-def _tail(
-    policy: Policy, latents: Tensor, conditioning: Conditioning, starts: Tensor, settings: RolloutSettings
-) -> Tensor:
+def _tail(policy: Policy, latents: Tensor, conditioning: Conditioning, starts: Tensor, sampling: Sampling) -> Tensor:
     """Return clean latents of samples at noise levels `sigmas[starts]`, starts (B,)."""
-    if settings.tails is not None:
-        return _second_order(policy, latents, conditioning, settings.tails[starts])
-    last = len(settings.sigmas) - 1
-    levels = settings.sigmas[(starts[:, None] + torch.arange(last + 1)).clamp(max=last)]
-    return _euler(policy, latents, conditioning, levels, last - starts, settings.calls and settings.calls[1])
+    if sampling.tails is not None:
+        return _second_order(policy, latents, conditioning, sampling.tails[starts])
+    last = len(sampling.sigmas) - 1
+    levels = sampling.sigmas[(starts[:, None] + torch.arange(last + 1)).clamp(max=last)]
+    return _euler(policy, latents, conditioning, levels, last - starts, sampling.calls and sampling.calls[1])
 
 
 def _euler(
@@ -278,18 +234,18 @@ def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) ->
 
 
 def _draw_noise(
-    conditions: Sequence[Condition], shape: tuple[int, ...], steps: int, settings: RolloutSettings
+    conditions: Sequence[Condition], shape: tuple[int, ...], steps: int, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """Return CPU fp32 noise: initial (B, *shape) and one per stochastic step (B, steps, *shape)."""
-    initial = [initial_noise(condition, shape, settings) for condition in conditions]
-    own = [generator(settings.seed, "sde", condition.gid, condition.slot) for condition in conditions]
+    initial = [initial_noise(condition, shape, sampling) for condition in conditions]
+    own = [generator(sampling.seed, "sde", condition.gid, condition.slot) for condition in conditions]
     return torch.stack(initial), torch.stack([torch.randn((steps, *shape), generator=draw) for draw in own])
 
 
-def initial_noise(condition: Condition, shape: tuple[int, ...], settings: RolloutSettings) -> Tensor:
+def initial_noise(condition: Condition, shape: tuple[int, ...], sampling: Sampling) -> Tensor:
     """Return the CPU fp32 noise of `shape` that a sample starts from."""
-    slot = () if settings.same_initial_noise else (condition.slot,)
-    return torch.randn(shape, generator=generator(settings.seed, "xT", condition.gid, *slot))
+    slot = () if sampling.same_initial_noise else (condition.slot,)
+    return torch.randn(shape, generator=generator(sampling.seed, "xT", condition.gid, *slot))
 
 
 def _hash(noise: Tensor) -> int:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import initial_noise, prefix, window_rows
-from flow_grpo.algorithm.rollout.sampling import SampleSettings
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning
 from flow_grpo.runtime.ranks.process_group import Group
 from flow_grpo.runtime.ranks.sharing import hand_out, owners
+from flow_grpo.settings.sampling import Sampling
 
 Batch = tuple[tuple[Condition, ...], Conditioning]
 
@@ -26,7 +26,8 @@ def shared_prefixes(
     policy: Policy,
     batches: Sequence[Batch],
     gids: Sequence[Sequence[int]],
-    sampling: SampleSettings,
+    sampling: Sampling,
+    rows: int,
     group: Group,
     sync_errors: Callable[[], AbstractContextManager[None]],
 ) -> dict[int, Tensor]:
@@ -36,7 +37,8 @@ def shared_prefixes(
         policy: the model being trained.
         batches: this rank's conditions and conditioning, each batch of one video size.
         gids: per rank, the groups of its samples in this round.
-        sampling: rollout settings with initial noise that copies share; `sample.train_batch_size` rows share a call.
+        sampling: with initial noise that copies share.
+        rows: groups that share a call.
         group: who takes part.
         sync_errors: entered while computing, so that an error reaches all ranks before they exchange.
     """
@@ -47,12 +49,12 @@ def shared_prefixes(
     found: dict[int, Tensor] = {}
     with sync_errors():
         shapes = {gid: policy.latent_shape([condition]) for gid, condition in conditions.items()}
-        for call in full_batches([shapes[gid] for gid in mine], sampling.sample.train_batch_size):
+        for call in full_batches([shapes[gid] for gid in mine], rows):
             own = [mine[position] for position in call]
-            rows = [batches[place[gid][0]][1].rows(slice(place[gid][1], place[gid][1] + 1)) for gid in own]
-            conditioning = Conditioning.concatenate(rows)
-            noise = torch.stack([initial_noise(conditions[gid], shapes[gid], sampling.rollout) for gid in own])
-            steps = window_rows([sampling.window_of(gid) for gid in own], sampling.rollout)
-            latents = prefix(policy, noise.to(conditioning.prompt_embeds.device), conditioning, steps, sampling.rollout)
+            inputs = [batches[place[gid][0]][1].rows(slice(place[gid][1], place[gid][1] + 1)) for gid in own]
+            conditioning = Conditioning.concatenate(inputs)
+            noise = torch.stack([initial_noise(conditions[gid], shapes[gid], sampling) for gid in own])
+            steps = window_rows([sampling.window_of(gid) for gid in own], sampling)
+            latents = prefix(policy, noise.to(conditioning.prompt_embeds.device), conditioning, steps, sampling)
             found |= dict(zip(own, latents, strict=True))
     return found | hand_out(found, owner, gids, group)

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings
 from flow_grpo.algorithm.update.objective import Loss
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.loss import grpo_loss
@@ -21,6 +20,7 @@ from flow_grpo.maths.schedule import shifted
 from flow_grpo.maths.sde import element_mean, per_sample
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples
+from flow_grpo.settings.sampling import Sampling
 from flow_grpo.settings.schema import Config, TrainConfig
 
 
@@ -55,7 +55,7 @@ class MatchingObjective:
         cls,
         config: Config,
         policy: Policy,
-        rollout: RolloutSettings,  # noqa: ARG003 - as every objective
+        sampling: Sampling,  # noqa: ARG003 - as every objective
         average: Callable[[], AbstractContextManager[None]],
     ) -> MatchingObjective:
         """Return the objective of a recipe, see `build_objective`."""

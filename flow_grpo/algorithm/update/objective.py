@@ -19,13 +19,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, SdeSettings, step_transition
+from flow_grpo.algorithm.rollout.denoise import step_transition
 from flow_grpo.maths.loss import GuardTerms, LossTerms, grpo_loss
 from flow_grpo.maths.schedule import step_weights
 from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples
 from flow_grpo.settings.objectives import old_log_probs, traits_of
+from flow_grpo.settings.sampling import Sampling, SdeSettings
 from flow_grpo.settings.schema import Config, TrainConfig
 
 
@@ -73,18 +74,18 @@ class Objective(Protocol):
 
 
 def build_objective(
-    config: Config, policy: Policy, rollout: RolloutSettings, average: Callable[[], AbstractContextManager[None]]
+    config: Config, policy: Policy, sampling: Sampling, average: Callable[[], AbstractContextManager[None]]
 ) -> Objective:
     """Return the recipe's objective; its class has a `build` with these arguments.
 
     Args:
         config: the recipe.
         policy: being trained.
-        rollout: how the samples were made.
+        sampling: how the samples were made.
         average: context in which the policy has its averaged weights.
     """
     module, _, name = traits_of(config).implementation.partition(":")
-    made: Objective = getattr(importlib.import_module(module), name).build(config, policy, rollout, average)
+    made: Objective = getattr(importlib.import_module(module), name).build(config, policy, sampling, average)
     return made
 
 
@@ -124,19 +125,19 @@ class GrpoObjective:
         cls,
         config: Config,
         policy: Policy,
-        rollout: RolloutSettings,
+        sampling: Sampling,
         average: Callable[[], AbstractContextManager[None]],  # noqa: ARG003 - as every objective
     ) -> GrpoObjective:
         """Return the objective of a recipe, see `build_objective`."""
         weights = step_weights(
             "inverse_delta" if config.train.guard else config.train.step_weight,
-            rollout.sigmas,
+            sampling.sigmas,
             config.sample.sde_steps,
-            kind=rollout.sde.kind,
-            noise_level=rollout.sde.noise_level,
-            max_step_std=rollout.sde.max_step_std,
+            kind=sampling.sde.kind,
+            noise_level=sampling.sde.noise_level,
+            max_step_std=sampling.sde.max_step_std,
         )
-        return cls(policy, rollout.sigmas, rollout.sde, weights, config.train)
+        return cls(policy, sampling.sigmas, sampling.sde, weights, config.train)
 
     def passes(self, samples: Samples) -> int:
         """Return the number of recorded steps."""

@@ -22,24 +22,9 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import RankError, World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, take_step
 from flow_grpo.runtime.ranks.traffic import gradient_bytes
-from flow_grpo.settings.schema import TrainConfig
+from flow_grpo.settings.schema import Config
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateSettings:
-    """How samples become gradient steps.
-
-    Attributes:
-        rollout_batch_size: rows of one rollout batch, `sample.train_batch_size`.
-        seed: seed of the run.
-        train: learning settings.
-    """
-
-    rollout_batch_size: int
-    seed: int
-    train: TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +49,7 @@ class Updater:
         policy: its `module` is wrapped for gradient synchronisation when there are several ranks.
         objective: gives the loss.
         optimizer: over `policy.trained_parameters()`.
-        settings: see `UpdateSettings`.
+        config: of the run.
         world: who takes part.
         after_step: called after every optimizer step, for example to update a moving average of the weights.
         on_pass: called after every pass over a micro-batch, for progress.
@@ -75,7 +60,7 @@ class Updater:
         policy: Policy,
         objective: Objective,
         optimizer: torch.optim.Optimizer,
-        settings: UpdateSettings,
+        config: Config,
         world: World,
         *,
         after_step: Callable[[], None] = lambda: None,
@@ -84,7 +69,7 @@ class Updater:
         self.policy = policy
         self.objective = objective
         self.optimizer = optimizer
-        self.settings = settings
+        self.config = config
         self.world = world
         self.after_step = after_step
         self.on_pass = on_pass
@@ -101,7 +86,7 @@ class Updater:
             [
                 micro_batch
                 for size in sizes[places].unique()
-                for micro_batch in places[sizes[places] == size].split(self.settings.train.batch_size)
+                for micro_batch in places[sizes[places] == size].split(self.config.train.batch_size)
             ]
             for places in self._deal(len(batch), epoch)
         ]
@@ -126,7 +111,7 @@ class Updater:
         """
         mass = self._global_mass(batch, plan)
         stats = UpdateStats()
-        with name_memory_knobs(self.settings.train.batch_size):
+        with name_memory_knobs(self.config.train.batch_size):
             memories = [
                 [
                     self.objective.remember(
@@ -163,19 +148,19 @@ class Updater:
         Whole rollout batches are dealt when every step gets equally many, single samples otherwise. With fewer samples
         than optimizer steps, after a shortage, each sample is a step of its own.
         """
-        train, unit = self.settings.train, self.settings.rollout_batch_size
+        train, unit = self.config.train, self.config.sample.train_batch_size
         updates = min(train.updates_per_epoch, rows)
         if rows % unit or (rows // unit) % updates:
             unit = 1
         blocks = torch.arange(rows).view(-1, unit)
-        order = torch.randperm(len(blocks), generator=generator(self.settings.seed, "update", epoch))
+        order = torch.randperm(len(blocks), generator=generator(self.config.seed, "update", epoch))
         return [blocks[chunk.sort().values].flatten() for chunk in order.tensor_split(updates)]
 
     def _same_geometry(self, batch: TrainingBatch, steps: Sequence[Sequence[Tensor]]) -> bool:
         """Return whether every micro-batch is exactly one batch of the rollout."""
         if not batch.as_rolled_out:
             return False
-        size = self.settings.rollout_batch_size
+        size = self.config.sample.train_batch_size
         rolled_out = {tuple(chunk.tolist()) for part in batch.parts for chunk in part.places.split(size)}
         return all(tuple(places.tolist()) in rolled_out for step in steps for places in step)
 
@@ -221,7 +206,7 @@ class Updater:
         self._count_sent(len(replayed))
         problem = self._not_finite(replayed, stats.ratios[mark:])
         if not problem:
-            train = self.settings.train
+            train = self.config.train
             bound = history.bound(train.max_grad_norm, train.max_grad_ratio)
             set_learning_rates(self.optimizer, history.warm_up(train.warmup_steps))
             norm = take_step(self.optimizer, bound)
@@ -237,12 +222,12 @@ class Updater:
     def _count_sent(self, passes: int) -> None:
         """Count the bytes of an optimizer step's gradients."""
         trained = sum(parameter.numel() for parameter in self.policy.trained_parameters())
-        sharding, world = self.settings.train.sharding, self.world.all.size
+        sharding, world = self.config.train.sharding, self.world.all.size
         self.world.sent["gradients"] += int(gradient_bytes(sharding, trained, world, passes=passes, steps=1))
 
     def _skip(self, bad_steps: Sequence[str]) -> None:
         """Drop the gradients of a step that is not finite; raise after more than `train.max_bad_steps` in a row."""
-        most = self.settings.train.max_bad_steps
+        most = self.config.train.max_bad_steps
         if len(bad_steps) > most:
             raise RankError(
                 f"{len(bad_steps)} optimizer step(s) in a row are not finite, train.max_bad_steps is {most}: "

@@ -130,7 +130,7 @@ def with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
 
 def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, float]:
     """Take the optimizer steps of an epoch after the warm-up and return their metrics; collective call."""
-    after_warm_up = UpdateHistory(taken=updater.settings.train.warmup_steps)
+    after_warm_up = UpdateHistory(taken=updater.config.train.warmup_steps)
     return updater.run(batch, updater.plan(batch, epoch), after_warm_up)
 
 

@@ -74,7 +74,7 @@ def examine(trainer: Trainer) -> None:
     except ValueError:
         trainer.tracker.close()
         raise
-    sigmas = trainer.collector.settings.rollout.sigmas.tolist()
+    sigmas = trainer.collector.sampling.sigmas.tolist()
     trainer.gallery.steps(sigmas, [vars(step) for step in trained_steps(trainer)])
 
 

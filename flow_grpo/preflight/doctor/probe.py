@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.rollout.batching import full_batches
-from flow_grpo.algorithm.rollout.denoise import RolloutSettings, rollout
+from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
 from flow_grpo.data.k_repeat_sampler import SampleKey
 from flow_grpo.judging.evaluate import ConditionSource
@@ -26,6 +26,7 @@ from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.records import Condition, Samples
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, unwrap
+from flow_grpo.settings.sampling import Sampling
 
 STANDARD_ERRORS = 5.0  # a false alarm with probability 6e-7
 KS_BOUND = 2.745  # the same probability under Kolmogorov's law, 2 exp(-2 x^2) (Smirnov 1948)
@@ -145,7 +146,7 @@ def roll_out_probe(trainer: Trainer) -> Samples:
         conditions = planned_conditions(trainer)
         conditioning = policy.encode(conditions)
     with world.sync_errors("the rollout"):
-        windows = trainer.collector.settings.windows(conditions)
+        windows = trainer.collector.sampling.windows(condition.gid for condition in conditions)
         samples = rollout(policy, conditions, conditioning, windows, truncated_rollout(trainer))
         if not torch.isfinite(samples.final_latents).all():
             raise ValueError(
@@ -155,13 +156,12 @@ def roll_out_probe(trainer: Trainer) -> Samples:
         return samples
 
 
-def truncated_rollout(trainer: Trainer) -> RolloutSettings:
+def truncated_rollout(trainer: Trainer) -> Sampling:
     """Return settings whose schedule ends one step after the last stochastic one of any group, or after two steps."""
-    sampling = trainer.collector.settings
-    settings = sampling.rollout
-    if settings.sde.kind == "ode":
-        return dataclasses.replace(settings, sigmas=settings.sigmas[:3])
-    return dataclasses.replace(settings, sigmas=settings.sigmas[: sampling.last_step + 3], tails=None)
+    sampling = trainer.collector.sampling
+    if not sampling.blocks:
+        return dataclasses.replace(sampling, sigmas=sampling.sigmas[:3])
+    return dataclasses.replace(sampling, sigmas=sampling.sigmas[: sampling.last_step + 3], tails=None)
 
 
 def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: bool | None = None) -> Replay:
@@ -218,7 +218,8 @@ def grad_mode_gap(objective: GrpoObjective, samples: Samples, log_ratios: Tensor
 def layer_differing_from_rollout(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
     policy, conditions, settings = trainer.updater.policy, planned_conditions(trainer), truncated_rollout(trainer)
-    network, windows = unwrap(policy.module), trainer.collector.settings.windows(conditions)
+    windows = trainer.collector.sampling.windows(condition.gid for condition in conditions)
+    network = unwrap(policy.module)
     with recorded_layers(network) as rollout_calls:
         rollout(policy, conditions, probe.conditioning, windows, settings)
     with recorded_layers(network) as replay_calls, _grad_mode(objective, len(probe)):

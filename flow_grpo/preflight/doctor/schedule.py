@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.denoise import SdeSettings, step_transition
+from flow_grpo.algorithm.rollout.denoise import step_transition
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.maths.sde import coefficients
 from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
 from flow_grpo.records import Guidance
 from flow_grpo.run.parts import eval_guidance, training_guidance
 from flow_grpo.run.trainer import Trainer
+from flow_grpo.settings.sampling import SdeSettings
 
 GROUPS = 64  # groups whose stochastic steps are checked
 MAX_STD = 1.0  # of a step, in units of the latents: more than the noise at sigma = 1 destroys the video
@@ -52,8 +53,8 @@ class Step:
 def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
     """Check guidance, and the noise and choice of stochastic steps unless the ODE is sampled; collective call."""
     yield check_guidance(training_guidance(trainer.config), eval_guidance(trainer.config))
-    settings, allowed = trainer.collector.settings, trainer.config.sample.sde_steps
-    sigmas, sde = settings.rollout.sigmas, settings.rollout.sde
+    settings, allowed = trainer.collector.sampling, trainer.config.sample.sde_steps
+    sigmas, sde = settings.sigmas, settings.sde
     if sde.kind == "ode":
         return
     steps = check_steps(sigmas, allowed, sde, **_weighting(trainer))
@@ -75,7 +76,7 @@ def trained_steps(trainer: Trainer) -> list[Step]:
     """
     if not isinstance(trainer.updater.objective, GrpoObjective):
         return []
-    rollout = trainer.collector.settings.rollout
+    rollout = trainer.collector.sampling
     return step_table(rollout.sigmas, trainer.config.sample.sde_steps, rollout.sde, **_weighting(trainer))
 
 

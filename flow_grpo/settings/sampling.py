@@ -1,0 +1,88 @@
+"""How samples are denoised: one record, made from a recipe by one function, that rollout, update and doctor ask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from flow_grpo.maths.schedule import flow_sigmas, tail_levels, window_of, windows
+from flow_grpo.settings.objectives import traits_of
+from flow_grpo.settings.schema import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class SdeSettings:
+    """The noise of a stochastic step.
+
+    Attributes:
+        kind: "flow" | "constant" | "linear" | "cps", see `maths/sde.py`; "ode" has none.
+        noise_level: coefficient of that kind.
+        max_step_std: upper bound of the step's standard deviation, or None.
+    """
+
+    kind: str
+    noise_level: float
+    max_step_std: float | None = None
+
+
+ODE = SdeSettings("ode", 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What a rollout depends on besides the model and its conditions.
+
+    Attributes:
+        sigmas: (S+1,) fp32 CPU noise levels, from 1 to 0.
+        sde: noise of the stochastic steps.
+        seed: of all draws.
+        same_initial_noise: the copies of a group share their initial noise.
+        blocks: windows of consecutive stochastic steps, of which a group has one; none where the ODE is sampled.
+        tails: (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from;
+            None follows `sigmas` by first-order steps.
+        record: keep the stochastic steps for the update; without, `Trajectory` is empty.
+        calls: calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a
+            sharded network that all ranks must call equally often; None makes as many as are needed.
+    """
+
+    sigmas: Tensor
+    sde: SdeSettings
+    seed: int
+    same_initial_noise: bool = False
+    blocks: tuple[tuple[int, ...], ...] = ()
+    tails: Tensor | None = None
+    record: bool = True
+    calls: tuple[int, int] | None = None
+
+    def window_of(self, gid: int) -> tuple[int, ...]:
+        """Return the stochastic steps of a group, the same on every rank; none where the ODE is sampled."""
+        return window_of(gid, self.blocks, seed=self.seed) if self.blocks else ()
+
+    def windows(self, gids: Iterable[int]) -> list[tuple[int, ...]]:
+        """Return the stochastic steps of each of these groups."""
+        return [self.window_of(gid) for gid in gids]
+
+    @property
+    def last_step(self) -> int:
+        """The last stochastic step of any group."""
+        return max(block[-1] for block in self.blocks)
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Return how the training samples of a recipe are denoised."""
+    sample, calls = config.sample, None
+    blocks = () if sample.sde == "ode" else tuple(windows(sample.sde_steps, sample.sde_window))
+    if config.train.sharding == "fsdp2" and blocks:
+        calls = max(block[0] for block in blocks), sample.num_steps - 1 - min(block[-1] for block in blocks)
+    return Sampling(
+        sigmas=flow_sigmas(sample.num_steps, sample.shift),
+        sde=SdeSettings(sample.sde, sample.noise_level, sample.max_step_std),
+        seed=config.seed,
+        same_initial_noise=sample.same_initial_noise,
+        blocks=blocks,
+        tails=tail_levels(sample.num_steps, sample.shift, sample.tail_steps) if sample.tail_steps else None,
+        record=traits_of(config).replays_steps,
+        calls=calls,
+    )
