@@ -71,7 +71,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if not 0.1 <= args.every < math.inf:
         return fail(f"--every: got {args.every:g}, must be at least 0.1 seconds")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr] # a scene's name may be no ASCII
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves the terminal as it was
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored where a script started us in the background
+        signal.signal(number, signal.default_int_handler)  # leaves the terminal as it was
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else 120, markup=False, highlight=False)
     look = Look(console.width, args.ascii or console.options.ascii_only)
