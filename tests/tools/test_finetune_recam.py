@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 
-import train_grpo
 from flow_grpo.data.tiny_world import WorldSpec, ensure_tiny_world, write_tiny_world
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
@@ -284,7 +283,7 @@ def test_a_second_start_in_a_living_run_s_folder_is_refused_and_changes_nothing(
 def _tune(world: World, given: list[str]) -> int:
     """Run main() on ranks that have met already and stay together afterwards."""
     with (
-        mock.patch.object(train_grpo, "set_up_rank", return_value=(CPU, world)),
+        mock.patch.object(finetune_recam, "set_up_rank", return_value=(CPU, world)),
         mock.patch.object(process_group, "shut_down"),
     ):
         return finetune_recam.main(given)
