@@ -2,17 +2,18 @@
 
     python examples/one_file.py        # from the project's folder; about eight minutes on one CPU core
 
-The model films a given video again along a commanded camera path, but does not know how far a command means. One epoch
-of GRPO teaches it a little of that:
+The model films a given video again along a commanded camera path, but does not know how far a command moves or turns
+it. One epoch of GRPO teaches it a little of that:
 
     sample     8 videos ("copies") of each of 8 conditions; copies differ by the noise of one denoising step
     score      does the camera follow its command, does the picture look like the true view
-    compare    the advantage of a copy is what it scores above the mean of its condition's copies
+    compare    the advantage of a copy is what it scores above the mean of its condition's copies, over their spread
     update     make the step that led to a better copy more likely, and the one that led to a worse copy less likely
 
 Data, model and rewards come from the library; everything between them is written out here. The numbers are those of
-`train_grpo.py --config config/grpo.py:tiny_recam` on one process, bit for bit, as a test checks. docs/maths.md has the
-formulas with numbers to check by hand, docs/walk.md the same way through the trainer's files.
+`train_grpo.py --config config/grpo.py:tiny_recam` on one process, bit for bit, as a test checks (README.md's table
+is of other seeds, on two processes). docs/maths.md has the formulas with numbers to check by hand, docs/walk.md the
+same way through the trainer's files.
 
 Letters: B rows (samples) of a batch, C F H W latent channels, frames, height, width. Noise levels sigma run from 1
 (noise) to 0 (clean): latents = (1 - sigma) * clean + sigma * noise, and the network predicts velocity = noise - clean.
@@ -60,12 +61,13 @@ BATCH, BATCHES = 16, 4  # rows of a batch and batches of an epoch: 64 videos of 
 STEPS, SHIFT = 8, 3.0  # denoising steps; a larger shift spends more of them on noisy levels
 NOISE_LEVEL = 0.7  # strength of a stochastic step's noise
 SDE_STEPS = (0, 1, 2, 3, 4, 5)  # one of these is stochastic: the early ones decide how the camera moves
-TAIL_STEPS = 3  # from there to the clean video
+TAIL_STEPS = 3  # from after the stochastic step to the clean video, in place of the steps that remain
 
-WEIGHTS = {"room_rot": 1.0, "room_trans": 1.0, "target_psnr": 1.0}  # errors of turning and moving, likeness in dB
-FLAT_EPS, ADV_CLIP = 1e-4, 5.0
+# Minus the error of turning, minus that of moving, and PSNR in dB.
+WEIGHTS = {"room_rot": 1.0, "room_trans": 1.0, "target_psnr": 1.0}
+FLAT_EPS, ADV_CLIP = 1e-4, 5.0  # least spread that counts as a difference; largest advantage
 
-COPIES = 4  # of 8 that are trained: the best 2 and the worst 2
+TRAINED_COPIES = 4  # of the K: the best 2 and the worst 2
 MICRO_BATCH = 16  # rows of a backward pass
 CLIP_RANGE = 1e-3
 LEARNING_RATE, WARMUP_STEPS = 4e-4, 0
@@ -76,8 +78,9 @@ EMA_DECAY = 0.95
 EVAL_CONDITIONS, EVAL_BATCH = 160, 16  # of rooms that are never trained on
 
 
-# --- 1. Randomness: a draw depends on what it is for, never on what was drawn before. So a sample is the same on any
-# number of devices, in any batch, and after any restart.
+# --- 1. Randomness: a draw depends on what it is for, never on what was drawn before. So the noise of a sample is the
+# same on any number of devices, in any batch and after any restart. All devices must have the same SEED: with another,
+# a device would take other conditions for the copies of a group.
 
 
 def generator(*parts: object) -> torch.Generator:
@@ -172,13 +175,15 @@ def follow_ode(
 
 
 def coefficients(steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keep, kappa and std of stochastic steps (B,), each (B,) float64.
+    """Return keep, kappa and std of stochastic steps (B,), each (B,) float64: the factors in the last line below.
 
     A step without noise has no probability that training could raise. Flow-GRPO (arXiv 2505.05470, eq. 9) takes a step
     of an SDE with the same marginals instead. With the network's guesses of clean, x0 = x - sigma * v, and of noise,
     x1 = x + (1 - sigma) * v, the next latents are
 
         x' = mean + std * z,    z ~ N(0, 1),    mean = (1 - sigma') * x0 + c * x1 = keep * x - kappa * v
+
+    sigma' is the level after the step, c what is left of the old noise beside the new.
     """
     sigma, after = SIGMAS[steps].double(), SIGMAS[steps + 1].double()
     capped = sigma.clamp(max=float(SIGMAS[1]))  # the first step's would be infinite
@@ -272,7 +277,8 @@ def compare(samples: Sequence[Sample], floors: Mapping[str, float]) -> list[tupl
     """Return the samples to train on, the best and the worst copies of every group, each with its advantage.
 
     The baseline of a copy is the mean of its group (GRPO, arXiv 2402.03300). Every reward is normalised for itself, so
-    that weights need not know units. Its floor is its measuring noise, which must not be scaled up to full size.
+    that weights need not know units. A reward's floor is its measuring noise, which must not be scaled up to full size.
+    A score that is missing adds nothing to its copy's advantage.
     """
     chosen: dict[int, float] = {}
     for gid in sorted({sample.condition.gid for sample in samples}):
@@ -288,11 +294,11 @@ def compare(samples: Sequence[Sample], floors: Mapping[str, float]) -> list[tupl
             advantages += weight * ((values - known.mean()) / std).nan_to_num(0.0)
         if flat:
             continue  # equally good copies teach nothing
-        # The group as a whole: with single values cut, the mean would not be 0, and all copies would move one way.
+        # Scaled as a whole: with single values cut the group's order would be lost.
         advantages *= (ADV_CLIP / advantages.abs().max()).clamp(max=1.0)
         best_first = advantages.argsort(descending=True, stable=True).tolist()
         # The copies in between have small advantages and would cost as much.
-        for copy in best_first[: COPIES // 2] + best_first[K - COPIES // 2 :]:
+        for copy in best_first[: TRAINED_COPIES // 2] + best_first[K - TRAINED_COPIES // 2 :]:
             chosen[rows[copy]] = float(advantages[copy])
     return [(samples[row], chosen[row]) for row in sorted(chosen)]
 
@@ -320,7 +326,8 @@ def add_gradients(policy: WanPolicy, chosen: Sequence[tuple[Sample, float]]) -> 
         # pushing a sample whose probability has changed enough.
         old = new.detach()
         ratio = (new - old).exp()
-        # The rollout found the same but for rounding, as other rows shared its call. More would be a bug.
+        # The rollout found the same but for rounding, as other rows shared its call (with the same rows: exactly). More
+        # would be a bug, which policy/ratio_first_max_abs_log shows.
         differences.append((old - torch.stack([row.log_prob for row in rows])).abs())
 
         # PPO's clipped surrogate (arXiv 1707.06347, eq. 7), negated.
@@ -329,7 +336,7 @@ def add_gradients(policy: WanPolicy, chosen: Sequence[tuple[Sample, float]]) -> 
         surrogate = torch.maximum(-advantage * ratio, -advantage * clipped)
         loss = (surrogate * torch.tensor([STEP_WEIGHTS[row.step] for row in rows]) * (1 / len(chosen))).sum()
         # A mean over D elements' independent noise has a gradient that falls as 1 / sqrt(D), in large videos towards
-        # Adam's eps. Times sqrt(D) an update is as large for videos of any size.
+        # Adam's eps. Times sqrt(D) an update is as large for videos of any size; ratio and clip stay means.
         (loss * math.sqrt(mean[0].numel())).backward()
         losses.append(loss.detach())
     return {
@@ -343,6 +350,7 @@ def take_step(optimizer: torch.optim.Optimizer, averages: Sequence[Tensor], norm
     (group,) = optimizer.param_groups
     usual = statistics.median(norms[-20:]) if len(norms) >= 5 else math.inf  # an outlier must not undo many steps
     bound = min(MAX_GRAD_NORM, MAX_GRAD_RATIO * usual)
+    # The trainer leaves a step out whose gradient is not finite, and ends after several in a row.
     norm = torch.nn.utils.clip_grad_norm_(group["params"], bound, error_if_nonfinite=True)
     group["lr"] = LEARNING_RATE * min(1.0, (len(norms) + 1) / max(1, WARMUP_STEPS))
     optimizer.step()
@@ -368,7 +376,7 @@ def evaluate(policy: WanPolicy, rewards: Mapping[str, Reward], held_out: MultiCa
     order = torch.randperm(len(held_out), generator=generator("eval", "conditions", len(held_out)))
     for indices in order[:EVAL_CONDITIONS].split(EVAL_BATCH):
         own = [held_out.condition(index) for index in indices.tolist()]
-        draws = [generator(key("eval", "noise"), "xT", condition.index, 0) for condition in own]
+        draws = [generator(key("eval", "noise"), "xT", condition.index, 0) for condition in own]  # slot 0: one copy
         noise = torch.stack([torch.randn(policy.latent_shape(own), generator=draw) for draw in draws])
         clean = follow_ode(policy, noise, SIGMAS.expand(len(own), -1), policy.encode(own))
         videos = policy.decode(clean)

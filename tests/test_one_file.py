@@ -55,7 +55,7 @@ CONSTANTS = {
     "dynamic_sampling.enabled": False,
     "train.objective": "grpo",
     "train.batch_size": "MICRO_BATCH",
-    "train.copies": "COPIES",
+    "train.copies": "TRAINED_COPIES",
     "train.updates_per_epoch": 1,
     "train.learning_rate": "LEARNING_RATE",
     "train.camera_learning_rate": 0.0,

@@ -38,6 +38,7 @@ KEPT = ROOT / ".work" / "same_numbers"
 MEASURED = re.compile(r"^(time/|system/|server/)|^dyn/time$|_s$")  # differs between two runs of one program
 DEBUG_LINE = re.compile(r"样本|副本|prompt|latents|log_probs|cameras|group_size|DynSample", re.IGNORECASE)
 LONGEST_S = 1200
+FIRST = "first"  # folder of a run as it was before it was resumed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,9 @@ def main(words: Sequence[str] | None = None) -> int:
         there = run(case, reference, KEPT / "results" / reference.name, keep=True)
         here = run(case, ROOT, KEPT / "results" / "working_tree", keep=False)
         found = differences(there, here)
+        if case.resumed:  # what the commit saved is resumed by the working tree, too
+            begun = run(case, ROOT, KEPT / "results" / "begun_there", keep=False, begun=there)
+            found += [f"resumed from {reference.name}: {text}" for text in differences(there, begun)]
         equal = equal and not found
         print(f"{case.name} ({case.recipe}, {case.ranks} ranks): {'; '.join(found) or 'equal'}", flush=True)
     return 0 if equal else 1
@@ -167,8 +171,15 @@ def checked_out(ref: str) -> Path:
     return folder
 
 
-def run(case: Case, tree: Path, results: Path, *, keep: bool) -> Path:
+def run(case: Case, tree: Path, results: Path, *, keep: bool, begun: Path | None = None) -> Path:
     """Run a case with a tree's code, or take the result that is there; return the folder that holds it.
+
+    Args:
+        case: what to run.
+        tree: whose code.
+        results: holds a folder a case.
+        keep: take a result that is there.
+        begun: a result of the same case, whose first part is resumed in place of one of this tree's own.
 
     Raises:
         SystemExit: the run failed; its output is shown.
@@ -188,8 +199,14 @@ def run(case: Case, tree: Path, results: Path, *, keep: bool) -> Path:
         _call(case, tree, [sys.executable, *made])
         words.append(f"--config.model.path={folder / 'model'}")
     command = [*launcher(case.ranks), "train_grpo.py", "--config", *words]
-    output = _call(case, tree, command)
+    if begun is None:
+        output = _call(case, tree, command)
+    else:
+        shutil.copytree(begun / FIRST, folder / "run")
+        output = (begun / f"{FIRST}.txt").read_text(encoding="utf-8")
     if case.resumed:
+        shutil.copytree(folder / "run", folder / FIRST)
+        (folder / f"{FIRST}.txt").write_text(output, encoding="utf-8")
         output += _call(case, tree, [*command, *(f"--config.{change}" for change in case.resumed)])
     (folder / "output.txt").write_text(output, encoding="utf-8")
     return folder
