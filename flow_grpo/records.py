@@ -167,7 +167,7 @@ class Conditioning(Rows):
             normalised latents of the source video, and target_cameras (B, F, 12) fp32, row-major 3x4 of the relative
             target poses at every latent frame.
         negative_prompt_embeds: (B, L, D) for guidance, or None at guidance scale 1.
-        guidance_scale: of all rows; it travels with them, so that a replay is guided as the rollout was.
+        guidance_scale: guidance of all rows; it travels with them, so that a replay is guided as the rollout was.
     """
 
     prompt_embeds: Tensor

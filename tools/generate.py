@@ -376,7 +376,7 @@ def load_policy(
         kind: `model.kind` of its recipe.
         model: folder in diffusers layout.
         adapter: adapter folder of a run.
-        dtype: of transformer and text encoder.
+        dtype: dtype of transformer and text encoder.
         device: to run on.
         loading: `offload` of `load_networks` and settings of the codec.
         **sampling: guidance_scale, negative_prompt, max_prompt_tokens and round_timestep of `WanPolicy`.
@@ -394,7 +394,7 @@ def generate(policy: WanPolicy, condition: Condition, sigmas: Tensor, seed: int)
         policy: the model.
         condition: its gid, together with `seed`, determines the noise.
         sigmas: (S+1,) noise levels, from 1 to 0.
-        seed: of the noise.
+        seed: seed of the noise.
     """
     conditioning = policy.encode([condition])
     samples = rollout(policy, [condition], conditioning, [()], Sampling(sigmas, ODE, seed))

@@ -52,7 +52,7 @@ class Variant:
 
     Attributes:
         title: what is printed.
-        recipe: of config/grpo.py.
+        recipe: recipe of config/grpo.py.
         overrides: knob -> value.
     """
 

@@ -65,7 +65,7 @@ class Sizes:
         image_dim: width of the image features, if the kind takes any.
         dtype: fp32 or bf16, of transformer and text encoder; codec and image encoder are fp32.
         codec: a name in `CODECS`.
-        seed: of all weights.
+        seed: seed of all weights.
     """
 
     kind: str = "recam"

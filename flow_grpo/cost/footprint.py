@@ -60,7 +60,7 @@ def footprint(
         latent_shape: (C, F, H, W) of the target.
         model: training mode, checkpointing (of which "auto" counts as "blocks") and prompt length.
         rows: B.
-        dtype: of frozen weights and autocast.
+        dtype: dtype of frozen weights and autocast.
     """
     one, two = (
         count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2)
@@ -201,7 +201,7 @@ class AttentionCount(TorchDispatchMode):
 
     Attributes:
         flops: for scores and weighted sums; a multiply-add counts as two.
-        bytes: of what they return.
+        bytes: bytes of what they return.
     """
 
     def __init__(self) -> None:

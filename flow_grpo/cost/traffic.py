@@ -18,7 +18,7 @@ def weights(config: Config, devices: int, frozen: int, trained: int, gathers: fl
         devices: number of ranks.
         frozen: parameters that are not trained.
         trained: parameters that are.
-        gathers: of all blocks: one a forward, one more for its backward, which shares them with recomputation.
+        gathers: gathers of all blocks: one a forward, one more for its backward, which shares them with recomputation.
     """
     if config.train.sharding != "fsdp2":
         return 0.0

@@ -31,8 +31,8 @@ def read_verdicts(
     """Return the verdicts of a file written by `write_verdicts` with the same `settings_of` settings.
 
     Args:
-        file: of verdicts.
-        settings: of the run.
+        file: file of verdicts.
+        settings: settings of the run.
         contents: scene -> hash of its files, see `multicam.contents_by_scene`; a scene without verdicts is not judged.
         forget: leave out the scenes whose files have changed instead of refusing, to judge them again.
 

@@ -21,7 +21,7 @@ class PromptDataset(Split):
     Args:
         prompts: distinct texts.
         size: (T, height, width) of the videos to make, in pixels.
-        name: of the file they are from, for messages.
+        name: name of the file they are from, for messages.
     """
 
     def __init__(self, prompts: Sequence[str], size: Size, name: str) -> None:

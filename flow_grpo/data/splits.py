@@ -84,7 +84,7 @@ def set_aside(
         items: scenes or prompts.
         count: how many are set aside.
         kind: what they are, such as "scenes".
-        name: of an item, distinct.
+        name: name of an item, distinct.
 
     Raises:
         ValueError: no item would be left.

@@ -19,7 +19,7 @@ class ConditionRow(TypedDict):
     Attributes:
         scene: scene folder relative to the data set's root.
         camera: name of the target camera; with the scene it names the condition.
-        preset: of the camera's motion, "" where there is none.
+        preset: name of the camera's motion, "" where there is none.
         values: metric -> value, NaN where it could not be measured.
     """
 

@@ -210,7 +210,7 @@ class Evaluator:
 
         Args:
             positions: places in `rows`.
-            rows: of an evaluation with the same weights, for the captions.
+            rows: rows of an evaluation with the same weights, for the captions.
             before: rows of the evaluation before training, likewise.
             weights: context entered while sampling.
 
@@ -365,9 +365,9 @@ def _columns(name: str, result: RewardResult, prefix: str) -> dict[str, Tensor]:
     """Return a reward and its measurements as (B,) columns, NaN where not valid.
 
     Args:
-        name: of the reward's own column.
+        name: name of the reward's own column.
         result: B values and measurements.
-        prefix: of the measurements' columns.
+        prefix: prefix of the measurements' columns.
     """
     columns = {name: result.values} | {prefix + extra: values for extra, values in result.info.items()}
     return {

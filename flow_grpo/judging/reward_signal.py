@@ -125,7 +125,7 @@ def measure_signal(
     The credit share needs groups with own and with shared initial noise; a recipe whose copies share theirs has none.
 
     Args:
-        collector: of the run.
+        collector: collector of the run.
         dataset: conditions to sample, the first ones of a fixed order.
         weights: reward name -> weight.
         groups: number of groups on every rank, for each kind of noise.

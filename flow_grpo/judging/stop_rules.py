@@ -21,7 +21,7 @@ class BrokenPolicyError(RunStoppedError):
     Args:
         rule: which one holds, as `broken` says it.
         epoch: after which it holds.
-        run_folder: of the run.
+        run_folder: folder of the run.
     """
 
     def __init__(self, rule: str, epoch: int, run_folder: Path) -> None:
@@ -63,7 +63,7 @@ def broken(rules: Sequence[str], metrics: Mapping[str, float]) -> str:
 
     Args:
         rules: each METRIC<BOUND or METRIC>BOUND.
-        metrics: of one epoch; a metric that is missing or NaN breaks no rule.
+        metrics: metrics of one epoch; a metric that is missing or NaN breaks no rule.
     """
     for rule in rules:
         name, below, bound = parse_rule(rule)

@@ -158,7 +158,7 @@ def best_and_worst(
         after: rows of the present one.
         name: column of `ConditionRow.values`.
         sign: 1 where more is better, -1 where less is.
-        count: of each, fewer where there are not twice as many conditions whose value has changed.
+        count: number of each, fewer where there are not twice as many conditions whose value has changed.
     """
     pairs = zip(earlier_values(before, after), after, strict=True)
     gains = [sign * (row["values"].get(name, math.nan) - (old or {}).get(name, math.nan)) for old, row in pairs]

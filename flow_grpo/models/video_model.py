@@ -93,7 +93,7 @@ class VideoModel:
 
         Args:
             transformer: its configuration.
-            compression: of its codec, in time and in space.
+            compression: compression of its codec, in time and in space.
         """
         length, (_, patch_height, patch_width) = transformer["rope_max_seq_len"], transformer["patch_size"]
         temporal, spatial = compression

@@ -61,7 +61,7 @@ def load_networks(
     Args:
         model: what is in the folder.
         path: folder with transformer/, vae/, text_encoder/ and tokenizer/.
-        dtype: of the transformer and the text encoder.
+        dtype: dtype of the transformer and the text encoder.
         device: where codec and text encoder run.
         offload: keep codec and text encoder in CPU memory while they are not in use.
         **codec_options: `tiles`, `slicing` and `numbers` of `Codec`.

@@ -74,7 +74,7 @@ def make_clip(
     """Return the clip of one sample.
 
     Args:
-        condition: of the sample.
+        condition: condition of the sample.
         generated: (3, T, h, w) its video.
         rewards: name -> value.
         errors: name -> pose error, where measured.

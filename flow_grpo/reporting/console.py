@@ -161,7 +161,7 @@ def print_before_after(
         after: likewise.
         changes: metric -> paired change, for those that have one.
         run_folder: printed below.
-        world: of the run.
+        world: all ranks of the run.
         floor: `eval_floor/` name -> what the judge finds on perfect videos, a row below the metric `eval/` name.
         console: where to print, by default standard output.
     """

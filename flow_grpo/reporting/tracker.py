@@ -43,7 +43,7 @@ class Tracker:
     step s removes everything logged after s from the files and tensorboard, but not from other trackers.
 
     Attributes:
-        direction: of held-out metrics, as in `plots.draw_curves`.
+        direction: direction of held-out metrics, as in `plots.draw_curves`.
         deciding: returns those of the held-out metrics `eval/...` that decide the verdict.
     """
 
@@ -64,9 +64,9 @@ class Tracker:
             run_folder: outputs/<run_name>; its name is the run's name.
             config: the whole configuration, nested.
             trackers: any of `SINKS`.
-            world: of the run; rank 0 writes.
+            world: all ranks of the run, of which rank 0 writes.
             resumed_step: step of the checkpoint the run resumes from, or None.
-            direction: of held-out metrics, as in `plots.draw_curves`.
+            direction: direction of held-out metrics, as in `plots.draw_curves`.
             deciding: likewise.
 
         Raises:

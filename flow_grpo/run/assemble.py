@@ -51,7 +51,7 @@ class Loaded:
         train: training conditions.
         held_out: conditions of the evaluation, none of which is trained on.
         policy: the video model, not yet distributed.
-        rewards: of training.
+        rewards: rewards of training.
         evaluator: measures the held-out conditions.
     """
 

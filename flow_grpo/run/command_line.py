@@ -16,7 +16,7 @@ def read_command_line(words: Sequence[str] | None, doc: str | None = None) -> tu
     """Return the checked configuration and its recipe, "FILE:RECIPE"; print what a resumed run takes from where.
 
     Args:
-        words: of the command line, by default the process's.
+        words: words of the command line, by default the process's.
         doc: docstring of the program, for its help.
 
     Raises:

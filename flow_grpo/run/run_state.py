@@ -68,8 +68,8 @@ class RunState:
         floor: `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
         measured_on: what the held-out metrics depend on besides the weights, see `EvalSettings`; {} until measured.
         broken: which rule of `train.stop_if` the last epoch has broken, in words, or "".
-        shortages: of the last epochs with dynamic sampling, 1 where the pool fell short.
-        history: of the optimizer steps.
+        shortages: one number for each of the last epochs with dynamic sampling, 1 where the pool fell short.
+        history: history of the optimizer steps.
     """
 
     module: nn.Module

@@ -91,7 +91,7 @@ def check_saved(path: Path, kind: type[Any], state: Mapping[str, Any]) -> None:
     """Check a part of a checkpoint's state; entries that `kind` does not name are of a later version, and ignored.
 
     Args:
-        path: of the checkpoint, for the message.
+        path: path of the checkpoint, for the message.
         kind: `Shared`, `OfRank` or `Learned`.
         state: the part.
 

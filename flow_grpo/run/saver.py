@@ -16,7 +16,7 @@ class Saver:
 
     Args:
         state: what is saved.
-        folder: of the run's checkpoints.
+        folder: folder of the run's checkpoints.
         keep: how many are kept.
         world: who takes part.
         is_saved: the state was read from this folder.

@@ -122,13 +122,13 @@ def record(
     """Write the record of a start, and return what to print; for one process only.
 
     Args:
-        run_folder: of the run.
-        config: of this start.
+        run_folder: folder of the run.
+        config: configuration of this start.
         spec: "FILE:RECIPE".
         checkpoint: resumed from, or None.
         epoch: finished epochs.
         ranks: how many.
-        device: of rank 0, in words.
+        device: device of rank 0, in words.
         served: reward -> model and version of the server that computes it.
 
     Returns:
@@ -193,7 +193,7 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
     For a process of the run: whether it has several nodes stands in its environment.
 
     Args:
-        run_folder: of the run.
+        run_folder: folder of the run.
         finished: epochs, of a run that began from another's checkpoint its epochs included.
         films: whether tools/generate.py can make videos with its model.
     """

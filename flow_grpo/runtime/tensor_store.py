@@ -31,7 +31,7 @@ class TensorStore:
 
     Args:
         folder: directory of the disk cache, or None for memory only.
-        limit: of the LRU cache in memory, in bytes per kind; the default holds 60 sources of 81x480x832 pixels.
+        limit: limit of the LRU cache in memory, in bytes per kind; the default holds 60 sources of 81x480x832 pixels.
     """
 
     def __init__(self, folder: Path | None = None, limit: int = 2**29) -> None:

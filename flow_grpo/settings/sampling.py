@@ -37,7 +37,7 @@ class Sampling:
     Attributes:
         sigmas: (S+1,) fp32 CPU noise levels, from 1 to 0.
         sde: noise of the stochastic steps.
-        seed: of all draws.
+        seed: seed of all draws.
         same_initial_noise: the copies of a group share their initial noise.
         blocks: windows of consecutive stochastic steps, of which a group has one; none where the ODE is sampled.
         tails: (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from;

@@ -46,8 +46,8 @@ class Case:
     """One run to compare.
 
     Attributes:
-        name: of its folder.
-        recipe: of `config/grpo.py`.
+        name: name of its folder.
+        recipe: recipe of `config/grpo.py`.
         ranks: processes.
         overrides: `section.knob=value`.
         model: kind of a random model that the run loads, "" for the recipe's own.

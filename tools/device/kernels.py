@@ -82,7 +82,7 @@ class Size:
         heads, head_width, blocks, ffn_width, text_width: of the transformer.
         codec_width: channels of the codec at full resolution.
         prompt_tokens: length of the prompt after padding.
-        lora_rank: of every adapter.
+        lora_rank: rank of every adapter.
         text_encoder_bytes: what the frozen text encoder holds on the device all the while.
         matrices: side lengths tried for the matrix rate.
     """

@@ -86,7 +86,7 @@ def build_transformer(config: Mapping[str, Any], dtype: torch.dtype, device: tor
 
     Args:
         config: such as `WAN_1_3B`.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         device: where they are made.
     """
     with torch.device("meta"):

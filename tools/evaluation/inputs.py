@@ -57,7 +57,7 @@ def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task
     Args:
         folder: searched recursively.
         cameras: camera file in one of the two formats above.
-        focal_px: of videos whose entry has none.
+        focal_px: focal length of videos whose entry has none.
 
     Raises:
         ValueError: no folder or no videos, an unreadable camera file, a video without cameras or whose frame count

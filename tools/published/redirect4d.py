@@ -38,7 +38,7 @@ def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, in
         sources: folder of the source videos, TRACK/video.mp4 or tracks/TRACK/video.mp4.
         out: folder of the benchmark.
         size: (height, width) of the generated videos.
-        frames: of a video; the benchmark's own is 45.
+        frames: number of frames of a video; the benchmark's own is 45.
 
     Raises:
         ValueError: a missing or damaged list, trajectory, prompt or source.

@@ -29,11 +29,11 @@ def report(
     """Return the text of benchmark.md.
 
     Args:
-        plan: of the benchmark.
+        plan: plan of the benchmark.
         tasks: the videos that were judged.
         settings: the estimator.
         rows: one a task.
-        summary: of the rows, by `summarise`.
+        summary: summary of the rows, by `summarise`.
         vbench: dimension -> score.
     """
     failed = len(rows) - summary["registered"]

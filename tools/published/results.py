@@ -32,9 +32,9 @@ def vipe_poses(files: Mapping[str, Sequence[Path]], names: Sequence[str], frames
     """Return the poses (frames, 4, 4) float64, camera-to-world, that ViPE found in a video; None without its file.
 
     Args:
-        files: of `vipe_files`.
-        names: of the video, in any of its spellings.
-        frames: of the video.
+        files: files of `vipe_files`.
+        names: names of the video, in any of its spellings.
+        frames: number of frames of the video.
 
     Raises:
         ValueError: several files, a damaged one, or one of another number of frames.

@@ -25,9 +25,9 @@ def find_tasks(out: Path, plan: Plan, folder: Path, ending: str, focal_px: float
     Args:
         out: folder of the benchmark.
         plan: its plan.
-        folder: of the videos.
-        ending: of their files after the name, such as ".mp4".
-        focal_px: of videos whose own is not known; NaN in the task if there is neither.
+        folder: folder of the videos.
+        ending: ending of their files after the name, such as ".mp4".
+        focal_px: focal length of videos whose own is not known; NaN in the task if there is neither.
 
     Raises:
         ValueError: no video, one that is not in the plan, of another length, along another path, or made with other

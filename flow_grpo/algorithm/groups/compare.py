@@ -185,7 +185,7 @@ def advantages(
     """Return the advantages of N samples and which of their groups are flat or incomplete.
 
     Args:
-        gathered: of all ranks, whole groups.
+        gathered: samples of all ranks, whole groups.
         config: weights of the epoch, gates and normalisation.
         k: group size.
         floors: reward name -> range below which a group is flat in it.

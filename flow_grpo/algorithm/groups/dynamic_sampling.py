@@ -39,7 +39,7 @@ class DynamicSampling:
         floors: reward name -> range below which a group is flat in it.
         k: group size.
         local: samples of a rank and round.
-        seed: of the run.
+        seed: seed of the run.
         world: who takes part.
         say: prints a line of this rank.
     """
@@ -81,7 +81,7 @@ class DynamicSampling:
             gathered: all ranks' rewards of that round.
             sample_round: samples, gathers and checks another round; its argument is the number of the resample, from 1.
             reward: weights, gates and normalisation of the epoch in progress, which decide which groups are flat.
-            shortages: of the last epochs, 1 where the pool fell short; updated in place.
+            shortages: one number for each of the last epochs, 1 where the pool fell short; updated in place.
 
         Raises:
             ShortageError: on every rank, when the pool stays short under the policy "raise".

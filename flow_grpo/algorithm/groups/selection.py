@@ -46,7 +46,7 @@ class Rules:
         k: group size.
         max_resample_times: most rounds after the first.
         policy: `dynamic_sampling.policy`.
-        seed: of the random choice under "pad".
+        seed: seed of the random choice under "pad".
     """
 
     target: int

@@ -175,7 +175,7 @@ def _euler(
         conditioning: B rows.
         levels: (B, n+1) CPU noise levels.
         counts: (B,) CPU steps of each sample, at most n.
-        calls: of the network, at least the largest count; None for no more than that.
+        calls: calls of the network, at least the largest count; None for no more than that.
     """
     most = int(counts.max())
     for step in range(most):

@@ -25,7 +25,7 @@ def share_encodings(
 
     Args:
         policy: whose encoders they are.
-        conditions: of this rank in the coming round.
+        conditions: conditions of this rank in the coming round.
         group: who takes part; those that share samples too.
         sync_errors: entered while encoding, so that an error reaches all ranks before they exchange.
     """

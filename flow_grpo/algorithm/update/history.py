@@ -14,7 +14,7 @@ class UpdateHistory:
 
     Attributes:
         taken: how many steps were taken.
-        norms: of the gradient before clipping, in the latest 20 steps that had one.
+        norms: norms of the gradient before clipping, in the latest 20 steps that had one.
         bad_steps: causes of the latest steps that were skipped in a row.
     """
 

@@ -38,8 +38,8 @@ class MatchingObjective:
 
     Attributes:
         policy: being trained.
-        shift: of the noise schedule.
-        seed: of the run.
+        shift: shift of the noise schedule.
+        seed: seed of the run.
         train: learning settings.
         average: context in which the policy has its averaged weights; not entered where trust_coef is 0.
     """

@@ -31,7 +31,7 @@ class UpdateStats:
         """Collect the terms of b samples in one pass.
 
         Args:
-            terms: of the loss, one value per sample.
+            terms: terms of the loss, one value per sample.
             share: (b,) weight of each sample in the mean over all ranks, samples and passes of an optimizer step.
             drift: (b,) new minus rollout log-probability before the first update, else None.
         """
@@ -123,7 +123,7 @@ def check_averaged(norms: Sequence[float], world: World) -> None:
     Collective call.
 
     Args:
-        norms: of this rank's gradients, the latest last.
+        norms: norms of this rank's gradients, the latest last.
         world: who takes part.
 
     Raises:

@@ -49,7 +49,7 @@ class Updater:
         policy: its `module` is wrapped for gradient synchronisation when there are several ranks.
         objective: gives the loss.
         optimizer: over `policy.trained_parameters()`.
-        config: of the run.
+        config: configuration of the run.
         world: who takes part.
         after_step: called after every optimizer step, for example to update a moving average of the weights.
         on_pass: called after every pass over a micro-batch, for progress.
@@ -103,7 +103,7 @@ class Updater:
         Args:
             batch: this rank's samples.
             plan: from `plan`.
-            history: of the run's optimizer steps; updated in place.
+            history: history of the run's optimizer steps; updated in place.
             probe: also replay the first micro-batch after the last update.
 
         Raises:

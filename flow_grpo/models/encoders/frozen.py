@@ -20,7 +20,7 @@ def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, **placement: str) -
     Args:
         kind: a class with transformers' `from_pretrained`.
         folder: holds config.json and weights.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         placement: `device_map="meta"` reads the headers only.
 
     Raises:

@@ -28,10 +28,10 @@ class ImageEncoder:
 
     Args:
         open_network: loads the network to the CPU.
-        mean: of each colour, subtracted from the pixels in [0, 1].
-        std: of each colour, by which the pixels are divided.
+        mean: mean of each colour, subtracted from the pixels in [0, 1].
+        std: standard deviation of each colour, by which the pixels are divided.
         identity: identifies weights and preprocessing in cache keys of encodings.
-        width: of a feature.
+        width: width of a feature.
         device: where it runs.
         offload: keep the network in CPU memory while it is not in use.
     """

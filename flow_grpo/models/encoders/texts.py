@@ -25,7 +25,7 @@ class TextEncoder:
     Args:
         open_parts: loads network and tokenizer to the CPU.
         identity: identifies the weights in cache keys of encodings.
-        width: of an embedding.
+        width: width of an embedding.
         device: where it runs.
         offload: keep the network in CPU memory while it is not in use.
     """

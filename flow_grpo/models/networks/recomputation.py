@@ -20,8 +20,8 @@ def set_checkpointing(transformer: WanTransformer3DModel, mode: str) -> None:
     Gradients are the same bit for bit, whatever is recomputed.
 
     Args:
-        transformer: of diffusers, with `enable_gradient_checkpointing`.
-        mode: of `model.checkpointing`; "auto", which the planner decides where it is asked, is "blocks" here.
+        transformer: transformer of diffusers, with `enable_gradient_checkpointing`.
+        mode: value of `model.checkpointing`; "auto", which the planner decides where it is asked, is "blocks" here.
     """
     if mode == "none":
         transformer.disable_gradient_checkpointing()

@@ -110,7 +110,7 @@ def check_backends(device: torch.device, world: World, *, gathers_bytes: bool = 
     """Check both process groups by a collective over each; collective call: every rank must call it.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
         world: this rank and its peers.
         gathers_bytes: also gather uint8 on the device, as FSDP2 does with weights of two dtypes.
     """

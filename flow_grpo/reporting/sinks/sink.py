@@ -18,7 +18,7 @@ class Opening:
     """What a tracker is opened with.
 
     Attributes:
-        folder: of the run, whose name is the run's; everything a tracker writes lies inside.
+        folder: folder of the run, whose name is the run's; everything a tracker writes lies inside.
         config: the whole configuration, nested.
         resumed_step: step of the checkpoint the run resumes from, or None.
         direction: 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where that is not known.

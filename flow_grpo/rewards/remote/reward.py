@@ -51,7 +51,7 @@ class RemoteReward:
     """One score of a server: its value, valid where the server says so and the number is finite.
 
     Args:
-        name: of the score on the server; the reward is called "remote:<name>".
+        name: name of the score on the server; the reward is called "remote:<name>".
         url: http://HOST:PORT, with or without a path prefix before /score and /health.
         policy: timeouts and retries.
     """

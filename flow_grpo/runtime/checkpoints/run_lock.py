@@ -23,7 +23,7 @@ class RunLock:
     """The lock of one run's folder; the system releases it when the process ends for whatever reason.
 
     Args:
-        folder: of the run, created by `take`.
+        folder: folder of the run, created by `take`.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -51,8 +51,8 @@ class Saving:
     """A checkpoint that is being written.
 
     Attributes:
-        path: of the folder, once it is published.
-        world: of the run.
+        path: path of the folder, once it is published.
+        world: all ranks of the run.
         partial: the folder that is written.
         written: done when this rank's files are.
         published: on rank 0, done when the checkpoint is published.
@@ -125,9 +125,9 @@ def begin(
         state: shared by all ranks, read on rank 0 only; nested as `state_files.flatten` describes.
         per_rank: this rank's own state, such as random states; nested likewise.
         identity: names the model, data and configuration that the checkpoint belongs to; compared by `checkpoint.load`.
-        world: of the run.
+        world: all ranks of the run.
         keep: number of checkpoints to keep, at least 1.
-        score: of this checkpoint, higher is better; None if it was not evaluated.
+        score: score of this checkpoint, higher is better; None if it was not evaluated.
 
     Raises:
         RuntimeError: on every rank, if the folder cannot be made on rank 0 or a state cannot be saved.

@@ -36,8 +36,8 @@ class Context:
 
     Args:
         ranks: this one among them.
-        device_group: of the same ranks, for tensors on the device.
-        timeout_s: of their collectives.
+        device_group: group of the same ranks, for tensors on the device.
+        timeout_s: timeout of their collectives.
 
     Attributes:
         team: how many ranks exchange tokens for heads: consecutive ones.

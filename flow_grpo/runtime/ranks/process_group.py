@@ -68,7 +68,7 @@ class Group:
     """Ranks that exchange small CPU tensors and texts; where there is one, every call returns its own input.
 
     Attributes:
-        rank: of this process, 0..size-1.
+        rank: number of this process, 0..size-1.
         size: number of ranks.
         gloo: process group of these ranks, None where there is one.
         heartbeat: the watchdog of this process, or None.
@@ -151,8 +151,8 @@ class World:
         sample: ranks with the same samples as this one.
         local_rank: 0.. on this node.
         restarted: whether the launcher restarted the ranks after an attempt that called `mark_started`.
-        store: of the launcher, which outlives the ranks, or None.
-        timeouts: of collectives.
+        store: store of the launcher, which outlives the ranks, or None.
+        timeouts: timeouts of collectives.
     """
 
     all: Group = dataclasses.field(default_factory=Group)
@@ -190,8 +190,8 @@ class World:
         ranks. The rows that a rank gets of a batch are consecutive, and in the order of the ranks.
 
         Args:
-            number: of the batch.
-            count: of its rows.
+            number: number of the batch.
+            count: number of its rows.
         """
         owners = sorted((number * count + row) % self.sample.size for row in range(count))
         first = sum(owner < self.sample.rank for owner in owners)

@@ -38,7 +38,7 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, world: World
         module: equal on all ranks.
         kind: `train.sharding`.
         device: this rank's.
-        world: of the run.
+        world: all ranks of the run.
     """
     if kind == "ddp" or world.all.size == 1:
         prepared: nn.Module = accelerator(device, world).prepare_model(module)

@@ -20,7 +20,7 @@ def owners(wanted: Sequence[Sequence[Key]], cost: Callable[[Key], float] = lambd
 
     Args:
         wanted: per rank, the keys of what it needs.
-        cost: of making one; expensive ones are dealt first, each to the rank with the least so far.
+        cost: cost of making one; expensive ones are dealt first, each to the rank with the least so far.
     """
     holders: dict[Key, list[int]] = {}
     for rank, own in enumerate(wanted):

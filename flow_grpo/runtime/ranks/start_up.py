@@ -20,7 +20,7 @@ def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -
     """Prepare this process's device and join the process group.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         wait_s: seconds that a collective call waits for the slowest rank; 0 uses the configuration's.
         watched: exit when another rank dies, fails or hangs; the caller must then report progress.
     """

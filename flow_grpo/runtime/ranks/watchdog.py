@@ -43,7 +43,7 @@ class Monitor:
 
     Args:
         store: shared by all ranks.
-        rank: of this process.
+        rank: number of this process.
         world_size: number of ranks.
         dead_s: seconds without a new status line after which a rank counts as dead.
         silent_s: seconds without progress after which a rank counts as hanging; must exceed the longest step.
