@@ -116,7 +116,7 @@ def the_last_step_trained() -> Iterator[None]:
     """The stochastic steps end with the schedule's last."""
 
     def window_of(self, gid):
-        return (self.sample.num_steps - 2, self.sample.num_steps - 1)
+        return (len(self.sigmas) - 3, len(self.sigmas) - 2)
 
     with mock.patch.object(Sampling, "window_of", window_of):
         yield
