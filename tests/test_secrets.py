@@ -21,7 +21,7 @@ from tests.bad_input_cases import Setup
 from tests.scripted_server import HEALTH, ScriptedServer, answer, serving
 from tests.toy import condition
 from tools.serving.http_server import RewardServer
-from tools.serving.scoring_service import LocalJudge, ScoringService
+from tools.serving.scoring_service import LocalScorer, ScoringService
 
 KEY, SECRET, PASSWORD = "5e47ab1e" * 5, "token-that-nobody-may-see", "hunter2-of-the-judge"
 SERVED = {"reward.weights": "remote:motion_mag=1", "data.num_workers": 0}
@@ -42,7 +42,7 @@ def setup(valid, tmp_path, monkeypatch, caplog) -> Setup:
 @contextlib.contextmanager
 def judge(token: str, data: Path) -> Iterator[str]:
     """Yield the address of a real server that asks for a token."""
-    service = ScoringService(LocalJudge(build_reward("motion_mag", data_root=data)), 2**28)
+    service = ScoringService(LocalScorer(build_reward("motion_mag", data_root=data)), 2**28)
     with serving(RewardServer(("127.0.0.1", 0), service, timeout_s=10.0, token=token)) as server:
         yield server.url
 

@@ -40,13 +40,13 @@ from flow_grpo.rewards.process_pool import Outcome, usable_cores
 from flow_grpo.runtime.atomic_file import write_atomically
 from tools import evaluate
 from tools.common import fail, image_size, make_parser
-from tools.evaluation.inputs import Task
+from tools.evaluation.inputs import EvaluationTask
 from tools.evaluation.tables import compare, read_baseline, summarise, write_tables
 from tools.generation.records import AFTER, BEFORE
 from tools.published.davis import DAVIS_2016, prepare_davis
 from tools.published.redirect4d import FRAMES, case_name, copy_for_scorer, prepare_redirect4d, write_pose_part
 from tools.published.claims import PRINTED
-from tools.published.plan import SCRIPT, VIDEOS, Plan, read_plan, write_plan
+from tools.published.plan import SCRIPT, VIDEOS, BenchmarkPlan, read_plan, write_plan
 from tools.published.report import report
 from tools.published.results import met3r_values, vbench_scores, vipe_files, vipe_poses
 from tools.published.tasks import find_tasks
@@ -144,7 +144,7 @@ def score(args: argparse.Namespace) -> int:
     return 0
 
 
-def vipe_rows(args: argparse.Namespace, plan: Plan, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+def vipe_rows(args: argparse.Namespace, plan: BenchmarkPlan, tasks: Sequence[EvaluationTask]) -> list[dict[str, Any]]:
     """Return a row of each video over all its frames, by the poses in ViPE's files; one without a file has failed.
 
     Raises:

@@ -56,7 +56,7 @@ MOTIONS = ("path_m", "rotation_deg", "step_m", "step_deg")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Requirements:
     """Requirements on every scene."""
 
     root: Path  # dataset folder
@@ -97,7 +97,7 @@ def scene_folders(folder: Path) -> Iterator[Path]:
         yield from scene_folders(child)
 
 
-def check_scene(settings: Settings, folder: Path) -> SceneReport:
+def check_scene(settings: Requirements, folder: Path) -> SceneReport:
     """Check one scene folder; problems are reported, never raised."""
     name = folder.relative_to(settings.root).as_posix()
     report = SceneReport(name)
@@ -120,7 +120,7 @@ def check_scene(settings: Settings, folder: Path) -> SceneReport:
     return report
 
 
-def _check_videos(settings: Settings, videos: Sequence[Path], report: SceneReport) -> int | None:
+def _check_videos(settings: Requirements, videos: Sequence[Path], report: SceneReport) -> int | None:
     """Check all videos, and return the frame count that they have or must have; None if unknown."""
     found: dict[str, tuple[int, int, int]] = {}
     for video in videos:
@@ -156,7 +156,9 @@ def _rate(video: Path) -> float:
         raise ValueError(f"video {video} is damaged or no video ({error})") from error
 
 
-def _check_cameras(settings: Settings, folder: Path, names: list[str], frames: int | None, report: SceneReport) -> None:
+def _check_cameras(
+    settings: Requirements, folder: Path, names: list[str], frames: int | None, report: SceneReport
+) -> None:
     file = folder / CAMERAS_JSON
     name = f"{report.name}/{CAMERAS_JSON.as_posix()}"
     content = _read_object(file, report)
@@ -226,7 +228,7 @@ def _read_object(file: Path, report: SceneReport) -> dict[str, Any] | None:
         return None
 
 
-def summarise(settings: Settings, scenes: Sequence[SceneReport]) -> dict[str, Any]:
+def summarise(settings: Requirements, scenes: Sequence[SceneReport]) -> dict[str, Any]:
     """Return the report as JSON values; independent of the number of workers."""
     problems = [problem for scene in scenes for problem in scene.problems]
     lenses = [_summarise_lens(place, scenes) for place in sorted({scene.place for scene in scenes})]
@@ -317,7 +319,7 @@ def _text(values: dict[str, float] | None) -> str:
     return " / ".join(f"{value:.3g}" for value in values.values()) if values else "-"
 
 
-def check(settings: Settings, folders: Sequence[Path], workers: int) -> list[SceneReport]:
+def check(settings: Requirements, folders: Sequence[Path], workers: int) -> list[SceneReport]:
     """Return the reports of scene folders, in order, with a progress bar on stderr if that is a terminal."""
     bars = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
@@ -360,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [split for split in splits if not (args.root / split).is_dir()]
     if missing or not splits:
         parser.error(f"dataset {args.root} has no split {' or '.join(missing)}; name folders below the root")
-    settings = Settings(args.root, args.decode, args.frames, args.size, tuple(args.max_step))
+    settings = Requirements(args.root, args.decode, args.frames, args.size, tuple(args.max_step))
     folders = [folder for split in splits for folder in scene_folders(args.root / split)]
     print(f"checking {len(folders)} scenes of {args.root}", flush=True)
     try:

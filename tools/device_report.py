@@ -33,7 +33,7 @@ import torch
 
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
-from tools.device.kernels import Video
+from tools.device.kernels import VideoSize
 from tools.device.tables import ROW_HEAD, row, said, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +75,7 @@ class Job:
     """What one process measures: a part at some sizes of video."""
 
     part: str
-    videos: tuple[Video, ...] = ()
+    videos: tuple[VideoSize, ...] = ()
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> int:
         size = options.size or ("self-test" if device.type == "cpu" else "real")
         if size == "real" and device.type == "cpu":
             raise ValueError("--size real needs an accelerator, this is a CPU: use --size self-test")
-        videos = tuple(Video.parse(text) for text in (options.videos or VIDEOS[size]).split(","))
+        videos = tuple(VideoSize.parse(text) for text in (options.videos or VIDEOS[size]).split(","))
         parts = options.parts.split(",")
         if unknown := set(parts) - set(PARTS):
             raise ValueError(f"--parts: got {', '.join(sorted(unknown))}, must be of {', '.join(PARTS)}")
@@ -131,7 +131,7 @@ def _read(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def jobs(parts: Sequence[str], videos: Sequence[Video]) -> Iterator[Job]:
+def jobs(parts: Sequence[str], videos: Sequence[VideoSize]) -> Iterator[Job]:
     """Yield the processes to run, the most important first; attention only at the first size of video."""
     networks = [part for part in ("forward", "update", "decode") if part in parts]
     if "matmul" in parts:
@@ -268,7 +268,9 @@ def _failure(code: int, errors: str) -> str:
     return (named or lines)[-1][:300]
 
 
-def run_part(part: str, size: str, device: torch.device, videos: tuple[Video, ...], options: argparse.Namespace) -> int:
+def run_part(
+    part: str, size: str, device: torch.device, videos: tuple[VideoSize, ...], options: argparse.Namespace
+) -> int:
     """Measure one part in this process; after every figure, print all its figures so far as one line of JSON."""
     # Imported here: the waiting parent process needs no libraries, and the kernels' parts need no networks.
     from tools.device import kernels

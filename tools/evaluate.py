@@ -68,7 +68,7 @@ from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.reporting.drawing.path_plots import draw_paths
 from flow_grpo.runtime.atomic_file import write_atomically
 from tools.common import fail, make_parser
-from tools.evaluation.inputs import Task, find_generated, find_tasks
+from tools.evaluation.inputs import EvaluationTask, find_generated, find_tasks
 from tools.evaluation.tables import baseline_lines, compare, read_baseline, summarise, write_tables
 
 MOST_SECONDS = 900.0  # per video: about 18 times the usual time at 480x832
@@ -119,7 +119,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def rows_of(
-    tasks: Sequence[Task], settings: dict[str, Any], args: argparse.Namespace, out: Path
+    tasks: Sequence[EvaluationTask], settings: dict[str, Any], args: argparse.Namespace, out: Path
 ) -> list[dict[str, Any]]:
     """Measure videos into `out`, with plots of their paths if asked for, and return their rows in order."""
     found: dict[str, Finished] = {}
@@ -135,7 +135,7 @@ def rows_of(
     return [found[task.name].row for task in tasks]
 
 
-def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[Task], list[Task]]:
+def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[EvaluationTask], list[EvaluationTask]]:
     """Return the videos to judge, and the same before training where there are any; generate them if asked for.
 
     Raises:
@@ -196,7 +196,9 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ValueError(f"--out {args.out} is a file, must be a folder")
 
 
-def generated_tasks(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[Task], list[Task]]:
+def generated_tasks(
+    args: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[list[EvaluationTask], list[EvaluationTask]]:
     """Generate the held-out conditions of --config, or of --run, also before training; ValueError if they cannot be."""
     # Imported here: the estimating processes load this file too and need no model.
     from flow_grpo.run.starts import LEAST_ROWS, configuration_of
@@ -224,12 +226,12 @@ def generated_tasks(args: argparse.Namespace, overrides: Sequence[str]) -> tuple
         return find_tasks(*make_videos(config, Path(place), args.out, args.focal_px), args.focal_px), []
 
 
-def command_hash(task: Task) -> str:
+def command_hash(task: EvaluationTask) -> str:
     """Return a hash of a video's commanded path and focal length."""
     return hashlib.blake2b(json.dumps((task.commanded.tolist(), task.focal_px)).encode(), digest_size=16).hexdigest()
 
 
-def input_hash(task: Task, settings: dict[str, Any]) -> str:
+def input_hash(task: EvaluationTask, settings: dict[str, Any]) -> str:
     """Return a hash of everything a row depends on: the video's bytes, its task and the settings."""
     names = (task.name, task.camera_type, task.source, task.shares_estimator, command_hash(task), settings)
     content = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
@@ -240,8 +242,8 @@ def input_hash(task: Task, settings: dict[str, Any]) -> str:
 
 
 def measure(
-    tasks: Sequence[Task], keys: Sequence[str], out: Path, workers: int, seconds: float
-) -> Iterator[tuple[Task, Finished]]:
+    tasks: Sequence[EvaluationTask], keys: Sequence[str], out: Path, workers: int, seconds: float
+) -> Iterator[tuple[EvaluationTask, Finished]]:
     """Yield each video's result as soon as it is ready, and save it below `out`; results saved earlier are read back.
 
     `keys` are the tasks' input hashes, `seconds` is the time limit per video. Each of the `workers` threads has its own
@@ -249,7 +251,7 @@ def measure(
     """
     own = threading.local()
 
-    def one(task: Task, key: str) -> Finished:
+    def one(task: EvaluationTask, key: str) -> Finished:
         if cached := read_row(out, task, key):
             return cached
         pool = own.__dict__.setdefault("pool", CallPool(min(workers, 1)))
@@ -288,7 +290,7 @@ def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: floa
     return dataclasses.replace(found, cpu_seconds=time.process_time() - begun)
 
 
-def judge(task: Task, key: str, outcome: Outcome[Estimate], frames: Sequence[int] | None = None) -> Finished:
+def judge(task: EvaluationTask, key: str, outcome: Outcome[Estimate], frames: Sequence[int] | None = None) -> Finished:
     """Compare the estimated with the commanded path at `frames`, by default those of `measure`; return the row."""
     frames = frame_numbers(len(task.commanded)) if frames is None else list(frames)
     commanded = task.commanded[frames]
@@ -320,18 +322,18 @@ def judge(task: Task, key: str, outcome: Outcome[Estimate], frames: Sequence[int
     return Finished(key, row, poses)
 
 
-def _row_file(out: Path, task: Task) -> Path:
+def _row_file(out: Path, task: EvaluationTask) -> Path:
     return out / "rows" / f"{task.name}.json"
 
 
-def write_row(out: Path, task: Task, finished: Finished) -> None:
+def write_row(out: Path, task: EvaluationTask, finished: Finished) -> None:
     """Cache a result for the next call."""
     poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
     content = {"key": finished.key, "row": finished.row, "poses": poses}
     write_atomically(_row_file(out, task), json.dumps(content, allow_nan=False))
 
 
-def read_row(out: Path, task: Task, key: str) -> Finished | None:
+def read_row(out: Path, task: EvaluationTask, key: str) -> Finished | None:
     """Return an earlier call's result; None if there is none, it is damaged, or its inputs changed."""
     try:
         content = json.loads(_row_file(out, task).read_text(encoding="utf-8"))
@@ -344,7 +346,7 @@ def read_row(out: Path, task: Task, key: str) -> Finished | None:
         return None
 
 
-def plot(task: Task, finished: Finished, out: Path) -> None:
+def plot(task: EvaluationTask, finished: Finished, out: Path) -> None:
     """Draw the paths of a registered video, unless an earlier call drew the same row."""
     file = out / "plots" / f"{task.name}.png"
     if not finished.row["registered"]:

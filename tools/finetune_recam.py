@@ -71,7 +71,7 @@ from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.context import share_samples
+from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
 from flow_grpo.reporting.metric_files import MetricFiles

@@ -70,7 +70,7 @@ from flow_grpo.records import Condition
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import on_every_call
-from flow_grpo.reporting.film import Panel, film, rate
+from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
 from flow_grpo.run.starts import LEAST_ROWS
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.runtime.video_file import levels, write_video
@@ -84,7 +84,7 @@ Versions: TypeAlias = dict[str, tuple[WanPolicy, Callable[[], AbstractContextMan
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class VideoRequest:
     """One video to generate."""
 
     index: int  # into the dataset of sources x cameras, or of prompts
@@ -207,7 +207,7 @@ def check_size(args: argparse.Namespace) -> None:
         )
 
 
-def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request]]:
+def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
     """Return the dataset of sources x cameras, or of prompts, and one request per item.
 
     Raises:
@@ -223,16 +223,18 @@ def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request]]:
     return dataset, requests
 
 
-def plan_prompts(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request]]:
+def plan_prompts(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
     """Return the dataset of --prompts and its requests; ValueError for a file that holds none."""
     files = {text: Path(text) for text in args.prompts if text.lower().endswith((".txt", ".csv"))}
     prompts = [prompt for text in args.prompts for prompt in (read_prompts(files[text]) if text in files else [text])]
     dataset = PromptDataset(prompts, (args.frames, args.height, args.width), "--prompts")
     numbers = range(args.first_number, args.first_number + len(prompts))
-    return dataset, [Request(i, number, None, "", args.out, f"prompt-{number:05d}") for i, number in enumerate(numbers)]
+    return dataset, [
+        VideoRequest(i, number, None, "", args.out, f"prompt-{number:05d}") for i, number in enumerate(numbers)
+    ]
 
 
-def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request]]:
+def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
     """Return the dataset of sources x cameras and its requests.
 
     Reads every source once, so that an unusable one is reported before sampling starts.
@@ -254,17 +256,17 @@ def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[Request
         source, camera = dataset.videos[index // len(args.camera)], args.camera[index % len(args.camera)]
         label = dataset.condition(index).target_camera.replace(":", "-")
         folder, name = args.out or source.parent, f"{source.stem}_{label}"
-        requests.append(Request(index, args.first_number + index, source, camera, folder, name))
+        requests.append(VideoRequest(index, args.first_number + index, source, camera, folder, name))
     return dataset, requests
 
 
-def source_cameras(args: argparse.Namespace, requests: Sequence[Request]) -> dict[Request, dict[str, Any]]:
+def source_cameras(args: argparse.Namespace, requests: Sequence[VideoRequest]) -> dict[VideoRequest, dict[str, Any]]:
     """Return request -> the fields of its condition on the source's own camera, for a model that needs them.
 
     Raises:
         ValueError: the focal length is not known, or --source-poses holds no poses of the frames.
     """
-    found: dict[Request, dict[str, Any]] = {request: {} for request in requests}
+    found: dict[VideoRequest, dict[str, Any]] = {request: {} for request in requests}
     if "source_poses" not in video_model(args.kind).needs:
         return found
     size = (args.frames, args.height, args.width)
@@ -318,7 +320,7 @@ def check_length(source: Path, frames: int) -> None:
         raise ValueError(f"--source {source} is too short, got {found} of {frames} frames; pass fewer --frames")
 
 
-def check_outputs(requests: Sequence[Request], overwrite: bool) -> None:
+def check_outputs(requests: Sequence[VideoRequest], overwrite: bool) -> None:
     """Raise ValueError for outputs that overwrite each other, an input or, without `overwrite`, an existing file."""
     files = [request.file(end).resolve() for request in requests for end in (AFTER, BEFORE, BESIDE, RECORD)]
     named = [name for request in requests for name in (request.source, request.camera) if name]
@@ -401,7 +403,9 @@ def generate(policy: WanPolicy, condition: Condition, sigmas: Tensor, seed: int)
     return policy.decode(samples.final_latents)[0].float().cpu()
 
 
-def describe(args: argparse.Namespace, request: Request, condition: Condition, device: torch.device) -> dict[str, Any]:
+def describe(
+    args: argparse.Namespace, request: VideoRequest, condition: Condition, device: torch.device
+) -> dict[str, Any]:
     """Return a video's record: every option resolved, the poses, and the arguments that reproduce the video."""
     own: dict[str, Any] = {
         "model": args.model.resolve(),
@@ -444,7 +448,7 @@ def _argument(name: str, value: object) -> str:
     return option if value is True else f"{option}={value}"
 
 
-def write(request: Request, condition: Condition, videos: Mapping[str, Tensor], record: dict[str, Any]) -> None:
+def write(request: VideoRequest, condition: Condition, videos: Mapping[str, Tensor], record: dict[str, Any]) -> None:
     """Write videos (3, T, h, w) by their ending, all beside the source, and the record, one entry per line."""
     lines = [f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in record.items()]
     # The record is written first: a later call would take a video without one for a source.
@@ -465,7 +469,7 @@ def side_by_side(condition: Condition, videos: Mapping[str, Tensor]) -> Tensor:
     shown |= {names[ending]: video for ending, video in videos.items()}
     title = " ".join(part for part in (condition.scene, condition.camera) if part) or condition.prompt
     panels = [Panel(name, levels(video)) for name, video in shown.items()]
-    return film(panels, [title], condition.target_poses)[0]
+    return draw_labelled(panels, [title], condition.target_poses)[0]
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
+from flow_grpo.cost.choose_recomputation import choose_recomputation
 from flow_grpo.cost.plan import make_plan
-from flow_grpo.cost.recomputation import settled
 from flow_grpo.cost.savings import report
 from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.run import starts
@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
         config = load_config(known.config, overrides)
         check_world(config, known.devices)
         limit, rate = parse_memory(known.memory), known.tflops * 1e12
-        config, said = settled(config, known.devices, limit)
+        config, said = choose_recomputation(config, known.devices, limit)
         if known.json:
             plan = make_plan(config, known.devices, rate)
             fits = plan.most_gib <= limit
@@ -96,7 +96,7 @@ def beside_run(run: Path) -> str:
     on_cpu = start["device"].startswith("device cpu")
     # As train_grpo.py decided it: ranks on a CPU share the machine's memory.
     gib = epochs[-1].get("system/memory_total_gib", math.nan) / (start["ranks"] if on_cpu else 1)
-    config, said = (config, "") if math.isnan(gib) else settled(config, start["ranks"], gib)
+    config, said = (config, "") if math.isnan(gib) else choose_recomputation(config, start["ranks"], gib)
     rate = measured("system/tflops_per_device")
     plan = make_plan(config, start["ranks"], 1e12 * (rate or math.nan))
     at = (

@@ -29,7 +29,7 @@ from flow_grpo.run.parts import eval_guidance, training_guidance
 from flow_grpo.data.splits import whole_splits
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
-from flow_grpo.data.dataset import ConditionDataset, FilmDataset
+from flow_grpo.data.dataset import ConditionDataset, VideoDataset
 from flow_grpo.models.encoders.codec import Codec, codec_settings
 from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.wan_policy import check_folder, open_images
@@ -45,7 +45,7 @@ WAIT_S = 7 * 24 * 3600.0  # how long a finished rank waits for the others
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Encoding:
     """One prompt or source video to encode into the cache."""
 
     name: str  # for messages
@@ -76,8 +76,8 @@ def main(words: Sequence[str] | None = None) -> int:
         with raise_on_all_ranks(world):
             splits = whole_splits(config.data)
             encodings = open_encodings(config, device)
-            films = [data for data in splits if isinstance(data, FilmDataset)]
-            tasks = [*video_tasks(films, encodings), *prompt_tasks(config, splits, encodings)]
+            of_videos = [data for data in splits if isinstance(data, VideoDataset)]
+            tasks = [*video_tasks(of_videos, encodings), *prompt_tasks(config, splits, encodings)]
     except ValueError as error:
         return refuse(error, world)
     with world.sync_errors("encoding"):
@@ -97,7 +97,7 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
     return Encodings(codec, texts, store, images=images, max_prompt_tokens=model.max_prompt_tokens)
 
 
-def video_tasks(splits: Sequence[FilmDataset], encodings: Encodings) -> Iterator[Task]:
+def video_tasks(splits: Sequence[VideoDataset], encodings: Encodings) -> Iterator[Encoding]:
     """Yield one task per distinct source video and size."""
     seen = set()
     for data in splits:
@@ -108,29 +108,29 @@ def video_tasks(splits: Sequence[FilmDataset], encodings: Encodings) -> Iterator
                 yield _video_task(data, index, encodings)
 
 
-def _video_task(data: FilmDataset, index: int, encodings: Encodings) -> Task:
+def _video_task(data: VideoDataset, index: int, encodings: Encodings) -> Encoding:
     size = data.size_of(index)
 
     def encode() -> object:
         return encodings.prepare_source(data.source_id(index), size, lambda: data.source_video(index))
 
-    return Task(str(data.source_file(index)), lambda: encodings.knows_source(data.source_id(index), size), encode)
+    return Encoding(str(data.source_file(index)), lambda: encodings.knows_source(data.source_id(index), size), encode)
 
 
-def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: Encodings) -> Iterator[Task]:
+def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: Encodings) -> Iterator[Encoding]:
     """Yield one task per distinct prompt, including the negative ones that guidance uses."""
     prompts = [data.prompt_of(index) for data in splits for index in range(len(data))]
     guidances = training_guidance(config), eval_guidance(config)
     prompts += [guidance.negative_prompt for guidance in guidances if guidance.scale != 1.0]
     for prompt in dict.fromkeys(prompts):
-        yield Task(
+        yield Encoding(
             f"prompt {prompt[:60]!r}",
             lambda prompt=prompt: encodings.knows_prompt(prompt),  # type: ignore[misc]
             lambda prompt=prompt: encodings.prompt(prompt),  # type: ignore[misc]
         )
 
 
-def work(tasks: Sequence[Task], world: World) -> Tally:
+def work(tasks: Sequence[Encoding], world: World) -> Tally:
     """Run this rank's share of the tasks; return how many were encoded or already cached, and the unreadable files."""
     tasks = tasks[world.data.rank :: world.data.size]
     tally, begun, reported = Tally(), time.perf_counter(), time.perf_counter()

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
-from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
+from flow_grpo.data.tiny_world import WorldSpec, render_views, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.models.registry import VIDEO_MODELS, video_model
 from flow_grpo.models.networks.transformers import is_camera_weight, stays_fp32
@@ -199,7 +199,7 @@ def build_codec(name: str) -> AutoencoderKLWan:
     """
     codec: AutoencoderKLWan = AutoencoderKLWan(**CODECS[name]).eval()
     mean, std = torch.tensor(codec.config["latents_mean"]), torch.tensor(codec.config["latents_std"])
-    clips = film(CLIPS, [make_scene(CLIPS, "codec", number) for number in range(2)], [3]) * 2 - 1
+    clips = render_views(CLIPS, [make_scene(CLIPS, "codec", number) for number in range(2)], [3]) * 2 - 1
     encoded = _rescale(codec.quant_conv, lambda: codec.encode(clips), mean, std)
 
     channels = (1, -1, 1, 1, 1)

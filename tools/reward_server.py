@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from flow_grpo.rewards.base import REWARDS, build_reward
 from flow_grpo.runtime import device
 from flow_grpo.settings.own_code import is_own
-from tools.serving.adapters import ADAPTERS, Settings, refuse_downloads
-from tools.serving.scoring_service import Judge, LocalJudge, ScoringService
+from tools.serving.adapters import ADAPTERS, AdapterSettings, refuse_downloads
+from tools.serving.scoring_service import LocalScorer, Scorer, ScoringService
 
 if TYPE_CHECKING:
     from tools.serving.http_server import RewardServer
@@ -73,14 +73,14 @@ def build(args: argparse.Namespace) -> RewardServer:
     if not is_own(args.reward) and args.reward not in (*REWARDS, *ADAPTERS):
         close = difflib.get_close_matches(args.reward, [*REWARDS, *ADAPTERS], n=1) or ["FILE.py:NAME"]
         raise ValueError(f"--reward is {args.reward!r}, must be a name that --help lists, such as {close[0]}")
-    judge: Judge
+    scorer: Scorer
     if args.reward not in ADAPTERS:
-        judge = LocalJudge(build_reward(args.reward, data_root=args.data_root))
+        scorer = LocalScorer(build_reward(args.reward, data_root=args.data_root))
     else:
         found = device.resolve(args.device)
         device.select(found)
-        judge = ADAPTERS[args.reward](Settings(args.weights, args.code, found, args.frames))
-    service = ScoringService(judge, args.max_mb * 2**20)
+        scorer = ADAPTERS[args.reward](AdapterSettings(args.weights, args.code, found, args.frames))
+    service = ScoringService(scorer, args.max_mb * 2**20)
     return RewardServer((args.host, args.port), service, timeout_s=args.timeout, token=token)
 
 
@@ -92,8 +92,8 @@ def main(words: Sequence[str] | None = None) -> None:
         server = build(args)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
-    judge = server.service.judge
-    print(f"{', '.join(judge.scores)} of {judge.model} ({judge.version}) at {server.url}", flush=True)
+    scorer = server.service.scorer
+    print(f"{', '.join(scorer.scores)} of {scorer.model} ({scorer.version}) at {server.url}", flush=True)
     try:
         server.run()
     except KeyboardInterrupt:

@@ -67,7 +67,7 @@ class Summary:
 
 
 @dataclasses.dataclass(frozen=True)
-class Panel:
+class VideoPanel:
     """A part of a video's picture, in pixels: "source", "base", "now", "true view" or "copy 1"."""
 
     name: str
@@ -86,13 +86,13 @@ class Paths:
 
 
 @dataclasses.dataclass(frozen=True)
-class Video:
+class IndexedVideo:
     """One line of videos/index.jsonl."""
 
     file: str
     step: int
     kind: str = ""
-    panels: list[Panel] = dataclasses.field(default_factory=list)
+    panels: list[VideoPanel] = dataclasses.field(default_factory=list)
     scene: str = ""
     camera: str = ""
     preset: str = ""
@@ -121,7 +121,7 @@ class Run:
     starts: list[Start]
     rows: dict[int, Row]
     summary: Summary | None
-    videos: list[Video]
+    videos: list[IndexedVideo]
     without: list[str]
 
     @functools.cached_property
@@ -241,7 +241,7 @@ def _rows(file: Path, _changed: float) -> dict[int, Row]:
     return read_rows(file)
 
 
-def _videos(folder: Path) -> tuple[list[Video], list[str]]:
+def _videos(folder: Path) -> tuple[list[IndexedVideo], list[str]]:
     """Return the lines of an index whose video is there, and sentences about what is not."""
     index = folder / video_index.NAME
     if not index.is_file():
@@ -249,7 +249,7 @@ def _videos(folder: Path) -> tuple[list[Video], list[str]]:
     found, bad, gone = [], 0, 0
     for line in video_index.read(folder):
         try:
-            video = checked(Video, line, index)
+            video = checked(IndexedVideo, line, index)
         except ValueError:
             bad += 1
             continue

@@ -42,7 +42,7 @@ from tools.watching.snapshot import Snapshot, find_run, take
 BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-~=+*#"  # of a sparkline, the second where the terminal knows ASCII alone
 BAR = 24  # characters
 WIDE = 100  # columns of a terminal from which on curves are twice as long
-LIKENESS = "eval/target_view_psnr_db"  # to the true view, beside what the gold estimator measures
+TRUE_VIEW = "eval/target_view_psnr_db"  # to the true view, beside what the gold estimator measures
 WARNINGS = 6  # shown at most
 COLOURS = {"running": "green", "starting": "green", "ended": "bold green", "quiet": "yellow", "stopped": "bold red"}
 
@@ -220,7 +220,7 @@ def held_out(run: Snapshot) -> list[str]:
     measured = [name for name in run.names if name.startswith("eval/")]
     gold = [name for name in measured if name.replace("eval/", "eval_floor/", 1) in run.names]
     trained = [name.replace("reward/", "eval/").removesuffix("_mean") for name in rewards(run)]
-    return [name for name in measured if name in (gold or trained) or name == LIKENESS]
+    return [name for name in measured if name in (gold or trained) or name == TRUE_VIEW]
 
 
 def note(run: Snapshot, name: str) -> str:

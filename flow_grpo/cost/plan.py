@@ -22,7 +22,7 @@ from flow_grpo.cost.footprint import Footprint, footprint, forward_flops
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime.device import DTYPES
-from flow_grpo.runtime.ranks.traffic import gradient_bytes
+from flow_grpo.runtime.ranks.sent_bytes import gradient_bytes
 from flow_grpo.settings.objectives import traits_of, window_length
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config, ModelConfig
@@ -266,8 +266,8 @@ def _memory(
     sharing = train.context_parallel
     activations = (update.kept_bytes + update.block_bytes) / sharing
     frames, rows, columns = largest_size(config)
-    films = video_model(model.kind).videos  # the generated one, and its source
-    videos = 4 * 3 * frames * rows * columns * films * sample.expanded_batch_size
+    count = video_model(model.kind).videos  # the generated one, and its source
+    videos = 4 * 3 * frames * rows * columns * count * sample.expanded_batch_size
     return {
         "weights_gib": transformer / shards + gathered + frozen,
         "optimizer_gib": states,

@@ -23,7 +23,7 @@ Values: TypeAlias = dict[str, int | str]  # dotted path of a knob -> value
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob:
+class Saving:
     """A way to need less memory.
 
     Attributes:
@@ -35,7 +35,7 @@ class Knob:
     exact: bool = True
 
 
-def knobs(config: Config, devices: int) -> list[Knob]:
+def knobs(config: Config, devices: int) -> list[Saving]:
     """Return the knobs of a recipe that can save memory, about the cheapest first."""
     model, train, sample = config.model, config.train, config.sample
     can_shard = train.sharding == "ddp" and devices > 1
@@ -59,15 +59,15 @@ def knobs(config: Config, devices: int) -> list[Knob]:
     sizes = [size for size in (2, 4, 8) if train.context_parallel < size <= devices]
     every = [
         *(_fixed(values) for useful, values in found if useful),
-        *(Knob(functools.partial(_shared, size=size)) for size in sizes),
+        *(Saving(functools.partial(_shared, size=size)) for size in sizes),
         # Behind those: how small a batch can be depends on how many ranks share a sample.
-        Knob(functools.partial(_smallest_batch, devices=devices)),
+        Saving(functools.partial(_smallest_batch, devices=devices)),
         *(_fixed(values, exact=False) for useful, values in inexact if useful),
     ]
     return [knob for knob in every if knob.values(config) and _allowed(turned(config, [knob])[0], devices)]
 
 
-def turned(config: Config, chosen: Iterable[Knob]) -> tuple[Config, Values]:
+def turned(config: Config, chosen: Iterable[Saving]) -> tuple[Config, Values]:
     """Return a configuration with some of its knobs turned one after another, and the values that this changes."""
     changed: Values = {}
     for knob in chosen:
@@ -167,8 +167,8 @@ def _table(config: Config, devices: int, rate: float, plan: Plan) -> list[str]:
     return [head, *lines] if lines else ["no knob saves memory"]
 
 
-def _fixed(values: Values, *, exact: bool = True) -> Knob:
-    return Knob(lambda _: values, exact)
+def _fixed(values: Values, *, exact: bool = True) -> Saving:
+    return Saving(lambda _: values, exact)
 
 
 def _shared(config: Config, size: int) -> Values:

@@ -28,7 +28,7 @@ def weights(config: Config, devices: int, frozen: int, trained: int, gathers: fl
 def tokens(
     config: Config, transformer: Mapping[str, Any], length: int, videos: int, rows: float, recomputed: float
 ) -> float:
-    """Return the bytes of tokens that ranks which share samples exchange, see `runtime.ranks.context`.
+    """Return the bytes of tokens that ranks which share samples exchange, see `runtime.ranks.context_parallel`.
 
     Args:
         config: the recipe.

@@ -70,7 +70,7 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
             raise InputError(str(error)) from error
 
 
-class FilmDataset(ConditionDataset):
+class VideoDataset(ConditionDataset):
     """A data set whose conditions have a source video."""
 
     @abc.abstractmethod

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.camera_files import BAD_JSON, camera_names, read_cameras
-from flow_grpo.data.dataset import ConditionDataset, FilmDataset, Split, file_id
+from flow_grpo.data.dataset import ConditionDataset, Split, VideoDataset, file_id
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
 from flow_grpo.data.tables import read_table
@@ -60,7 +60,7 @@ class Scene:
         return self.folder / "videos" / f"{camera}.mp4"
 
 
-class MultiCamDataset(FilmDataset, Split):
+class MultiCamDataset(VideoDataset, Split):
     """Conditions of a folder in MultiCamVideo layout, one per (scene, target camera).
 
     The source camera is another camera of the scene, chosen by a hash of scene and target name: it depends on no seed

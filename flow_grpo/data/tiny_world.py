@@ -114,7 +114,7 @@ def _start_pose(draw: torch.Generator) -> Tensor:
     return pose
 
 
-def film(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int]) -> Tensor:
+def render_views(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int]) -> Tensor:
     """Return videos (scenes * cameras, 3, T, h, w) fp32 in [0, 1], scene-major."""
     rooms = stack_rooms([scene.room for scene in scenes for _ in cameras])
     poses = torch.stack([scene.poses[camera] for scene in scenes for camera in cameras]).float()
@@ -150,7 +150,7 @@ def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
         writer.writerow(["file_name", "text"])
         for first in range(0, len(names), at_once):
             cameras = range(len(names))[first : first + at_once]
-            for camera, video in zip(cameras, film(spec, [scene], list(cameras)), strict=True):
+            for camera, video in zip(cameras, render_views(spec, [scene], list(cameras)), strict=True):
                 write_video(folder / "videos" / f"{names[camera]}.mp4", video, lossless=True)
                 writer.writerow([f"{names[camera]}.mp4", caption(video)])
     matrices = opencv_to_multicam(scene.poses)

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flow_grpo.data.dataset import FilmDataset
+from flow_grpo.data.dataset import VideoDataset
 from flow_grpo.data.video_io import Size, VideoCache
 from flow_grpo.maths.poses import (
     PRESETS,
@@ -256,7 +256,7 @@ def outside_training(poses: Tensor) -> list[str]:
     return found
 
 
-class UserVideos(FilmDataset):
+class UserVideos(VideoDataset):
     """Every video along every trajectory: index 0 is video 0 along trajectory 0, index 1 the same along trajectory 1.
 
     Frames are resized and centre-cropped as in training. There is no ground truth: target video, source poses and

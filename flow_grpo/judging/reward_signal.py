@@ -91,7 +91,7 @@ class Signal:
         return {name: 1.0 if self.shared else self.spreads[name].credit_share for name in self.inside}
 
     @property
-    def silent(self) -> bool:
+    def absent(self) -> bool:
         """Whether no reward spreads more inside groups than its floor: nothing can be learned then."""
         return not any(inside > self.spreads[name].floor for name, inside in self.inside.items())
 

@@ -11,7 +11,7 @@ from flow_grpo.judging.changes import LEAST_SCENES, ConditionRow, earlier_values
 from flow_grpo.maths.bootstrap import Interval
 
 LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
-LIKENESS = "target_view"  # to the true view: measured in every evaluation that has one
+TRUE_VIEW = "target_view"  # to the true view: measured in every evaluation that has one
 MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: likeness, shares
 TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
 SMALL = 0.02  # of an error, or of a squared one in decibels: a change below, however clear, is hardly seen in a video
@@ -110,7 +110,7 @@ def word_of(sign: int, low: float, high: float) -> str:
 def deciding(names: Iterable[str], rewards: Sequence[str], weights: Mapping[str, float], *, gold: bool) -> list[str]:
     """Return those of the held-out metrics `eval/...` that decide the verdict; the rest as in `judge`."""
     names = [name for name in names if direction(name, rewards)]
-    known = [f"eval/{name}" for name, weight in weights.items() if weight or (gold and name != LIKENESS)]
+    known = [f"eval/{name}" for name, weight in weights.items() if weight or (gold and name != TRUE_VIEW)]
     return [name for name in names if not any(f"{name}_".startswith(f"{own}_") for own in known)] or names
 
 

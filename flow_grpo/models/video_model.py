@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.records import Condition
-from flow_grpo.runtime.ranks.context import Context
+from flow_grpo.runtime.ranks.context_parallel import ContextParallel
 
 COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer")  # folders of a model
 # transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
@@ -38,7 +38,7 @@ WAN_1_3B: Mapping[str, Any] = {
 }
 
 
-def share_tokens(network: Any, context: Context) -> None:
+def share_tokens(network: Any, context: ContextParallel) -> None:
     """Let ranks share the tokens of a sample in a network that heeds its attribute `context` (collective call).
 
     Raises:
@@ -86,7 +86,7 @@ class VideoModel:
     input_shapes: Callable[[int, Shape, Mapping[str, Any]], dict[str, Shape]]
     call: Callable[[nn.Module, Tensor, Tensor, Tensor, Inputs], Tensor]
     components: tuple[str, ...] = COMPONENTS
-    share: Callable[[Any, Context], None] = share_tokens
+    share: Callable[[Any, ContextParallel], None] = share_tokens
 
     def largest_video(self, transformer: Mapping[str, Any], compression: tuple[int, int]) -> tuple[int, int, int]:
         """Return the most frames, rows and columns of a video for which the model has rotary positions.

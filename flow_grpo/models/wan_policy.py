@@ -28,7 +28,7 @@ from flow_grpo.models.video_model import VideoModel
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
-from flow_grpo.runtime.ranks.context import Context
+from flow_grpo.runtime.ranks.context_parallel import ContextParallel
 from flow_grpo.runtime.ranks.sharding import local, unwrap
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.schema import ModelConfig, SampleConfig
@@ -234,7 +234,7 @@ class WanPolicy:
             store=TensorStore(Path(model.encodings) if model.encodings else None),
         )
 
-    def share_tokens(self, context: Context) -> None:
+    def share_tokens(self, context: ContextParallel) -> None:
         """Compute every sample together with the ranks of `context` (collective call); call before wrapping.
 
         Raises:

@@ -12,7 +12,7 @@ from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.networks.wan_blocks import Positions, SelfAttnProcessor, rotary_pairs
 from flow_grpo.models.video_model import WAN_1_3B, Inputs, Shape, VideoModel
 from flow_grpo.records import Condition
-from flow_grpo.runtime.ranks.context import Context
+from flow_grpo.runtime.ranks.context_parallel import ContextParallel
 
 
 def _no_inputs(encodings: Encodings, conditions: Sequence[Condition]) -> dict[str, Tensor]:  # noqa: ARG001
@@ -32,7 +32,7 @@ def _call(network: nn.Module, latents: Tensor, timesteps: Tensor, prompts: Tenso
 class _Sharing:
     """Hooks by which ranks share the tokens of diffusers' own network, from its first block to its output layer."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ContextParallel) -> None:
         self._context = context
         self._share = context.share(context.size)  # of the forward in progress
 
@@ -50,7 +50,7 @@ class _Sharing:
         return self._share.join(velocity)
 
 
-def _share_tokens(network: WanTransformer3DModel, context: Context) -> None:
+def _share_tokens(network: WanTransformer3DModel, context: ContextParallel) -> None:
     context.divide_heads(network.config["num_attention_heads"])
     sharing, blocks = _Sharing(context), cast(Any, network.blocks)
     blocks[0].register_forward_pre_hook(sharing.cut)

@@ -18,8 +18,8 @@ from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import build_objective
 from flow_grpo.algorithm.update.updater import Updater
+from flow_grpo.cost.choose_recomputation import ASSUMED_GIB, choose_recomputation
 from flow_grpo.cost.plan import largest_size
-from flow_grpo.cost.recomputation import ASSUMED_GIB, settled
 from flow_grpo.cost.savings import report
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch
@@ -47,7 +47,7 @@ def show_plan(config: Config, devices: int) -> None:
     device = device_api.resolve(config.device)
     device_api.select(device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
-    config, said = settled(config, devices, limit)
+    config, said = choose_recomputation(config, devices, limit)
     print("the plan, as tools/plan.py makes it for any device:", *([said] if said else []), sep="\n", flush=True)
     print(report(config, devices, ASSUMED_RATE, round(limit, 1))[0], flush=True)
 

@@ -23,8 +23,8 @@ from flow_grpo.reporting.clips import BASE, NOW, Clip, file_name, group_clip, tr
 from flow_grpo.reporting.drawing import camera_plots
 from flow_grpo.reporting.drawing.path_plots import draw_paths
 from flow_grpo.reporting.drawing.step_plot import draw_steps
-from flow_grpo.reporting.film import Panel, as_dicts, enlargement, film, rate
 from flow_grpo.reporting.filmstrip import draw_filmstrip
+from flow_grpo.reporting.labelled_video import Panel, as_dicts, draw_labelled, enlargement, rate
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.video_file import read_frames, write_video
 
@@ -111,7 +111,7 @@ class Gallery:
         notes = {BASE: "before training", NOW: f"epoch {step}"}
         notes |= {name: f"{value:+.2f}" for name, value in clip.scores.items() if kind == "group"}
         labelled = [dataclasses.replace(panel, note=notes.get(panel.name, "")) for panel in panels]
-        video, boxes = film(labelled, clip.lines(scores), clip.commanded)
+        video, boxes = draw_labelled(labelled, clip.lines(scores), clip.commanded)
         write_video(file, video, rate(video.shape[1]))
         line = {"file": file.name, "kind": kind, "step": step, **clip.of, "panels": as_dicts(boxes)}
         line |= {"scores": clip.scores, "before": {name: scores[name] for name in clip.scores if name in scores}}

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from flow_grpo.algorithm.groups.metrics import pooled
+from flow_grpo.cost.choose_recomputation import ASSUMED_GIB, choose_recomputation
 from flow_grpo.cost.forward_count import ForwardCount
 from flow_grpo.cost.plan import flops_of_rows, recomputed_share
-from flow_grpo.cost.recomputation import ASSUMED_GIB, settled
 from flow_grpo.data.dataset import ConditionDataset, Split
 from flow_grpo.data.splits import held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -33,7 +33,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.clock import Ledger
-from flow_grpo.runtime.ranks.context import Context, share_samples
+from flow_grpo.runtime.ranks.context_parallel import ContextParallel, share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, sent_weights, unwrap
 from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
@@ -83,7 +83,7 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
     torch.manual_seed(config.seed)
     run_folder, lock = claim_folder(config, spec, world)
     checkpoint = resume.find(config.resume, run_folder / "checkpoints", world=world)
-    given, config = config, settle_checkpointing(config, device, world)
+    given, config = config, choose_checkpointing(config, device, world)
     loaded = load(config, device, world)
     share_tokens(loaded.policy, context)
     state = distribute(config, loaded, device, world)
@@ -123,7 +123,7 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
         dynamic_sampling=parts.build_dynamic_sampling(config, loaded.rewards, progress, world),
         cameras=pooled(loaded.train.cameras()),
         from_own=from_own,
-        films=is_video_model(config.model.kind),
+        makes_videos=is_video_model(config.model.kind),
     )
 
 
@@ -157,11 +157,11 @@ def run_name(config: Config, spec: str, world: World) -> str:
     return config.run_name or world.broadcast_text(f"{spec.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def settle_checkpointing(config: Config, device: torch.device, world: World) -> Config:
+def choose_checkpointing(config: Config, device: torch.device, world: World) -> Config:
     """Return the configuration with `model.checkpointing=auto` decided for this device, and say what and why."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
     gib = device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here
-    config, said = settled(config, world.all.size, gib)
+    config, said = choose_recomputation(config, world.all.size, gib)
     if said and world.is_main:
         print(said, flush=True)
     return config
@@ -204,7 +204,7 @@ def check_sizes(policy: Policy, *data_sets: ConditionDataset) -> None:
             policy.latent_shape([data.condition(index)])
 
 
-def share_tokens(policy: Policy, context: Context) -> None:
+def share_tokens(policy: Policy, context: ContextParallel) -> None:
     """Let the ranks of `context` compute every sample together (collective call).
 
     Raises:

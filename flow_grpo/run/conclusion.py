@@ -47,6 +47,6 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
         trainer.close()
     trainer.saver.settle()
     print_before_after(state.before, after.metrics, changes, trainer.run_folder, trainer.world, floor=state.floor)
-    commands = next_commands(trainer.run_folder, finished=state.finished, films=trainer.films)
+    commands = next_commands(trainer.run_folder, finished=state.finished, makes_videos=trainer.makes_videos)
     cameras = [f"  worse for a kind of camera: {text}" for text in abridged(worse)]
     trainer.progress.say("\n".join([f"verdict: {verdict}", *cameras, *places(files, measure), *commands]))

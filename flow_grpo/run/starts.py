@@ -187,7 +187,7 @@ def latest(run_folder: Path) -> dict[str, Any]:
     return start
 
 
-def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) -> list[str]:
+def next_commands(run_folder: Path, *, finished: int = 0, makes_videos: bool = True) -> list[str]:
     """Return lines with the commands that use, measure and continue a run; [] without a record of its start.
 
     For a process of the run: whether it has several nodes stands in its environment.
@@ -195,7 +195,7 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
     Args:
         run_folder: folder of the run.
         finished: epochs, of a run that began from another's checkpoint its epochs included.
-        films: whether tools/generate.py can make videos with its model.
+        makes_videos: whether tools/generate.py can make videos with its model.
     """
     start = _latest(run_folder)
     if start is None:
@@ -212,9 +212,9 @@ def next_commands(run_folder: Path, *, finished: int = 0, films: bool = True) ->
     place, evaluation = (shlex.quote(str(path)) for path in (run_folder, run_folder / "evaluation"))
     use = f"python tools/generate.py --run {place}"
     lines = []
-    if films and config["data"].get("prompts"):
+    if makes_videos and config["data"].get("prompts"):
         lines = [f"  make a video:         {use} --prompts 'WHAT IT SHOWS'"]
-    elif films:
+    elif makes_videos:
         # The tiny world's cameras move less.
         camera = "arc_left:0.5" if config["data"].get("tiny_world") else "arc_left"
         lines = [f"  film your own video:  {use} --source VIDEO --camera {camera}"]

@@ -48,8 +48,8 @@ from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.clock import Ledger
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, World
+from flow_grpo.runtime.ranks.sent_bytes import sent_metrics
 from flow_grpo.runtime.ranks.start_up import refuse
-from flow_grpo.runtime.ranks.traffic import sent_metrics
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.objectives import traits_of
@@ -76,7 +76,7 @@ class Trainer:
         dynamic_sampling: samples further rounds when groups are flat, or None.
         cameras: the kind of camera of every training condition, for statistics; () keeps none.
         from_own: the run resumes from its own checkpoint, so its state is already saved.
-        films: tools/generate.py can make videos with the policy's model.
+        makes_videos: tools/generate.py can make videos with the policy's model.
         ledger: seconds outside of epochs.
     """
 
@@ -95,7 +95,7 @@ class Trainer:
     dynamic_sampling: DynamicSampling | None = None
     cameras: tuple[str, ...] = ()
     from_own: bool = False
-    films: bool = True
+    makes_videos: bool = True
     ledger: Ledger = dataclasses.field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
@@ -350,7 +350,7 @@ class Trainer:
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
             heard = self._reward_signal
-            if heard and heard.silent and self.config.doctor != "off" and self.config.num_epochs:
+            if heard and heard.absent and self.config.doctor != "off" and self.config.num_epochs:
                 raise NoSignalError(heard.without_value)
         elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
             self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video

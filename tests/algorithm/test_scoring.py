@@ -10,7 +10,7 @@ import torch
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue, decode, share_results
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.context import share_samples
+from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import FRAMES, SHAPE, BrightnessReward, ToyPolicy, group
 from tests.workers import run_ranks

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from flow_grpo.algorithm.groups.selection import Decision, Group, Rules, ShortageError, decide, groups_of, place
+from flow_grpo.algorithm.groups.selection import Decision, Rules, SampleGroup, ShortageError, decide, groups_of, place
 
 WORLD, LOCAL, K = 4, 16, 4
 TARGET = WORLD * LOCAL
@@ -18,7 +18,7 @@ def rules(policy="fallback_original", target=TARGET, k=K, max_resample_times=3) 
     return Rules(target, k, max_resample_times, policy, seed=5)
 
 
-def a_round(number: int, valid: int, *, target=TARGET, k=K, incomplete=0, draw=None) -> list[Group]:
+def a_round(number: int, valid: int, *, target=TARGET, k=K, incomplete=0, draw=None) -> list[SampleGroup]:
     """Return a round with so many valid samples; which groups those are is drawn when asked for."""
     kinds = ["valid"] * (valid // k) + ["incomplete"] * incomplete
     kinds += ["flat"] * (target // k - len(kinds))
@@ -28,13 +28,14 @@ def a_round(number: int, valid: int, *, target=TARGET, k=K, incomplete=0, draw=N
     # Slot-major, as the "spread" layout has it: the copies of a group lie on different ranks.
     m = target // k
     return [
-        Group(number * m + j, tuple(first + j + slot * m for slot in range(k)), kind) for j, kind in enumerate(kinds)
+        SampleGroup(number * m + j, tuple(first + j + slot * m for slot in range(k)), kind)
+        for j, kind in enumerate(kinds)
     ]
 
 
 def outcome(valid_per_round, policy="fallback_original", **changes) -> tuple[Decision, int]:
     """Return the last decision and how many resamples it took."""
-    rounds: list[list[Group]] = []
+    rounds: list[list[SampleGroup]] = []
     for number, valid in enumerate(valid_per_round):
         rounds.append(a_round(number, valid))
         decision = decide(rounds, rules(policy, **changes))
@@ -168,9 +169,9 @@ def test_groups_are_found_whatever_the_order_of_their_copies():
     flat, incomplete = torch.tensor([False, True, False]), torch.tensor([True, False, False])
     found = groups_of(gids, slots, flat=flat, incomplete=incomplete, first_row=100)
     assert found == (
-        Group(3, (101, 103), "incomplete"),
-        Group(7, (102, 100), "flat"),
-        Group(9, (105, 104), "valid"),
+        SampleGroup(3, (101, 103), "incomplete"),
+        SampleGroup(7, (102, 100), "flat"),
+        SampleGroup(9, (105, 104), "valid"),
     )
 
 
@@ -185,7 +186,8 @@ def test_every_epoch_pads_with_other_groups():
     choices = set()
     for shift in range(6):
         rounds = [
-            [Group(g.gid + 1000 * shift, g.rows, g.kind) for g in a_round(n, v)] for n, v in enumerate([32, 4, 4, 4])
+            [SampleGroup(g.gid + 1000 * shift, g.rows, g.kind) for g in a_round(n, v)]
+            for n, v in enumerate([32, 4, 4, 4])
         ]
         decision = decide(rounds, rules("pad"))
         choices.add(tuple(group.rows for group in decision.groups))

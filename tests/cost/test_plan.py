@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.cost import plan as planning
 from flow_grpo.cost import savings
+from flow_grpo.cost.choose_recomputation import USABLE
 from flow_grpo.cost.codec_cost import codec_cost
-from flow_grpo.cost.recomputation import USABLE
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.run import starts
 from flow_grpo.settings.loading import load_config

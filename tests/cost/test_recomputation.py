@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flow_grpo.cost.choose_recomputation import choose_recomputation
 from flow_grpo.cost.plan import make_plan, recomputed_share
-from flow_grpo.cost.recomputation import settled
 from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.loading import load_config
 
@@ -35,16 +35,16 @@ def config(*knobs: str, recipe: str = "my_recam_8npu"):
 def test_the_fastest_that_fits_is_taken_and_why_is_said(gib, size, knob, mode, why):
     sides = zip(("num_frames", "height", "width"), size.split("x"), strict=True)
     knobs = [f"data.{name}={value}" for name, value in sides] + ([knob, "train.old_log_prob=detach"] if knob else [])
-    found, said = settled(config("model.checkpointing=auto", "train.batch_size=1", *knobs), 8, gib)
+    found, said = choose_recomputation(config("model.checkpointing=auto", "train.batch_size=1", *knobs), 8, gib)
     assert found.model.checkpointing == mode
     assert said.startswith("model.checkpointing=auto: ") and why in said and f"{mode}, planned " in said
 
 
 def test_what_was_decided_stays_and_a_policy_of_one_s_own_recomputes_blocks():
     decided = config("model.checkpointing=none")
-    assert settled(decided, 8, 1.0) == (decided, "")
+    assert choose_recomputation(decided, 8, 1.0) == (decided, "")
     own = config(f"model.kind={ROOT}/tests/cost/test_recomputation.py:config", "model.checkpointing=auto")
-    assert settled(own, 8, 64.0)[0].model.checkpointing == "blocks"
+    assert choose_recomputation(own, 8, 64.0)[0].model.checkpointing == "blocks"
     assert recomputed_share(own) == 1.0
 
 

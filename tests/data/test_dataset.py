@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import Dataset
 
 from flow_grpo.data import dataset
-from flow_grpo.data.dataset import FilmDataset, file_id, make_loader, next_batch
+from flow_grpo.data.dataset import VideoDataset, file_id, make_loader, next_batch
 from flow_grpo.records import Condition
 
 
-class Two(FilmDataset):
+class Two(VideoDataset):
     """Two conditions of one file."""
 
     def __init__(self, file: Path) -> None:

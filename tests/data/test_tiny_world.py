@@ -18,8 +18,8 @@ from flow_grpo.data.tiny_world import (
     WorldSpec,
     caption,
     ensure_tiny_world,
-    film,
     make_scene,
+    render_views,
     write_tiny_world,
 )
 from flow_grpo.maths import room
@@ -71,7 +71,7 @@ def test_what_is_written_is_read_back_as_it_was_filmed(root: Path) -> None:
     data = MultiCamDataset(root, "val", (5, 24, 32), prompt="a room")
     assert len(data) == len(PRESETS)
     scene = make_scene(SPEC, "val", 1)
-    videos = film(SPEC, [scene], list(range(len(PRESETS))))
+    videos = render_views(SPEC, [scene], list(range(len(PRESETS))))
     for index in range(len(data)):
         condition = data.condition(index)
         target, source = int(condition.target_camera[3:]) - 1, int(condition.source_camera[3:]) - 1

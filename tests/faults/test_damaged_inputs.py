@@ -53,7 +53,7 @@ from tests.data.test_multicam import FRAMES, extrinsics, write_scene
 from tests.scripted_server import HEALTH, ScriptedServer, scores, silent
 from tests.tiny_models import CPU, make_tiny_folder
 from tests.toy import ToyPolicy
-from tools.serving.scoring_service import LocalJudge, RefusedError, ScoringService
+from tools.serving.scoring_service import LocalScorer, RefusedError, ScoringService
 
 TOKEN = "t0ken-of-the-judge"
 ROOT = Path(__file__).parents[2]
@@ -308,7 +308,7 @@ def health(place: Path) -> Attempt:
 
 def request(place: Path) -> Attempt:
     """Requests to a server."""
-    service = ScoringService(LocalJudge(build_reward("motion_mag", data_root=place)), 2**20)
+    service = ScoringService(LocalScorer(build_reward("motion_mag", data_root=place)), 2**20)
 
     def attempt(draw: random.Random) -> None:
         try:

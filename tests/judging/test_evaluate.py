@@ -13,7 +13,7 @@ import torch
 from flow_grpo.judging.evaluate import EvalSettings, Evaluator
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime.ranks.context import share_samples
+from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition
 from tests.workers import run_ranks

@@ -13,7 +13,7 @@ from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.judging.reward_signal import Signal, Spread, measure_signal
 from flow_grpo.preflight.doctor.rewards import check_signal
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime.ranks.context import share_samples
+from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling, SdeSettings
 from flow_grpo.settings.schema import Config
@@ -78,11 +78,11 @@ def test_metrics_are_those_of_the_weighted_reward_with_the_least_signal():
 
 def test_a_signal_without_a_weighted_reward_above_its_floor_is_silent_and_names_what_has_no_value():
     alike, unknown = Spread(1.0, 0.1, 0.2), Spread(math.nan, math.nan, 0.2)
-    assert not Signal({"a": alike, "b": unknown}, {"a": 1.0, "b": 1.0}, shared=False).silent
-    assert Signal({"a": alike, "b": unknown}, {"a": 0.0, "b": 1.0}, shared=False).silent
+    assert not Signal({"a": alike, "b": unknown}, {"a": 1.0, "b": 1.0}, shared=False).absent
+    assert Signal({"a": alike, "b": unknown}, {"a": 0.0, "b": 1.0}, shared=False).absent
     found = Signal({"a": alike, "b": unknown}, {"a": 1.0, "b": 1.0}, shared=True)
     assert (
-        found.silent
+        found.absent
         and found.without_value == ["b"]
         and found.metrics()
         == {

@@ -15,7 +15,7 @@ from flow_grpo.models.recam import RECAM
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.video_model import share_tokens
 from flow_grpo.models.wan_t2v import WAN_T2V
-from flow_grpo.runtime.ranks.context import Context, share_samples
+from flow_grpo.runtime.ranks.context_parallel import ContextParallel, share_samples
 from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.models import test_recam_transformer, test_redirector_transformer
 from tests.parity import distance, lift, probe
@@ -86,8 +86,8 @@ def test_recomputed_blocks_exchange_their_tokens_again(kind, checkpointing):
 
 def test_a_network_that_cannot_share_its_tokens_and_too_few_patches_are_refused():
     with pytest.raises(ValueError, match=r"context_parallel is 1, must be 1 for Linear, which cannot share its tokens"):
-        share_tokens(nn.Linear(1, 1), Context())
-    many = Context(Group(0, 4))
+        share_tokens(nn.Linear(1, 1), ContextParallel())
+    many = ContextParallel(Group(0, 4))
     assert many.share(6).patches == (2, 2, 1, 1) and many.share(4).patches == (1, 1, 1, 1)
     with pytest.raises(ValueError, match=r"is 4, must be at most 3, the patches of a latent frame"):
         many.share(3)

@@ -16,7 +16,7 @@ from flow_grpo.judging.reward_signal import sample_group
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.runtime.ranks.context import share_samples
+from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.sampling import Sampling

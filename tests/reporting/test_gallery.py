@@ -17,8 +17,8 @@ from flow_grpo.records import Condition
 from flow_grpo.reporting import filmstrip, video_index
 from flow_grpo.reporting.clips import Clip, make_clip
 from flow_grpo.reporting.drawing.path_sketch import flat_path
-from flow_grpo.reporting.film import Panel, film, rate
 from flow_grpo.reporting.gallery import Gallery
+from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.video_file import read_frames
@@ -175,7 +175,9 @@ def test_a_line_that_cannot_be_read_is_passed_over(tmp_path):
 def a_film(rows: int, columns: int, count: int = 2, poses: Tensor | None = None):
     panel = torch.randint(0, 256, (3, 5, rows, columns), dtype=torch.uint8)
     names = ["source", "base", "now", "true view", *(f"copy {place}" for place in range(20))][:count]
-    video, boxes = film([Panel(name, panel, "said after it") for name in names], ["a title", "word " * 40], poses)
+    video, boxes = draw_labelled(
+        [Panel(name, panel, "said after it") for name in names], ["a title", "word " * 40], poses
+    )
     return panel, video, boxes
 
 
@@ -199,7 +201,7 @@ def test_many_wide_panels_go_into_several_rows():
 
 def test_the_marked_frame_moves_along_the_path_and_nothing_else_does():
     frozen = torch.zeros(3, 5, 24, 32, dtype=torch.uint8)
-    video, (box,) = film([Panel("now", frozen)], ["a title"], preset_path("arc_left", 5))
+    video, (box,) = draw_labelled([Panel("now", frozen)], ["a title"], preset_path("arc_left", 5))
     changed = (video != video[:, :1]).any(dim=0).any(dim=0)
     assert changed.any() and not changed[: box.y + box.height].any() and not changed[:, : video.shape[3] // 2].any()
     assert len(video.flatten(2).unique(dim=1)[0]) == 5

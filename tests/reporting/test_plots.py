@@ -31,7 +31,7 @@ def drawn(data: dict[int, dict[str, float]], **given: Any) -> dict[str, Any]:
     return {panel.title: axes_of(panel) for line in plots.panels_of_run(data, **settings) for panel in line}
 
 
-def axes_of(panel: plots.Panel) -> Any:
+def axes_of(panel: plots.EpochPlot) -> Any:
     axes = Figure().add_subplot()
     plots.draw_panel(axes, panel)
     return axes
@@ -193,7 +193,7 @@ def test_runs_on_top_of_one_another_have_a_colour_each_and_bands_where_they_are_
 
 @pytest.mark.parametrize("last", [1, 2, 7, 40, 1234])
 def test_epochs_on_an_axis_are_whole_numbers(last: int) -> None:
-    marks = axes_of(plots.Panel("", "", [], lambda axes: axes.plot([0, last], [0, 1]))).get_xticks()
+    marks = axes_of(plots.EpochPlot("", "", [], lambda axes: axes.plot([0, last], [0, 1]))).get_xticks()
     assert len(marks) >= 2 and all(place == round(place) for place in marks)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
 from flow_grpo.rewards.camera.anchors import (
     FEWEST_ANCHORS,
-    Film,
     Pictures,
+    PosedFrames,
     Source,
     across_cameras,
     held_out_rows,
@@ -21,15 +21,15 @@ from flow_grpo.rewards.camera.anchors import (
     parallax,
     view_rows,
 )
-from flow_grpo.rewards.camera.pnp import View, camera_matrix
+from flow_grpo.rewards.camera.pnp import MappedView, camera_matrix
 from tests.textured_room import SMALL, WALKER, WALLS, film, grey, intrinsics, shoot, slowed, source_path
 
 FRAMES = 5
 CAMERA = camera_matrix(intrinsics(SMALL).tolist())
 
 
-def filmed(video: Tensor, poses: Tensor) -> Film:
-    return Film(grey(video), poses.numpy(), tuple(range(len(poses))))
+def filmed(video: Tensor, poses: Tensor) -> PosedFrames:
+    return PosedFrames(grey(video), poses.numpy(), tuple(range(len(poses))))
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def moving() -> Source:
     return make_source(filmed(film("source"), source_path(FRAMES)), None, CAMERA)
 
 
-def second_camera() -> Film:
+def second_camera() -> PosedFrames:
     return filmed(film("arc_right", speed=0.5), slowed("arc_right", FRAMES, 0.5))
 
 
@@ -99,7 +99,7 @@ def test_a_source_that_stands_still_is_anchored_by_a_second_camera():
     assert make_source(source, second_camera(), CAMERA).fault == ""
 
 
-def by_source_and_target(walk: float) -> list[View]:
+def by_source_and_target(walk: float) -> list[MappedView]:
     still = torch.eye(4, dtype=torch.float64).expand(FRAMES, 4, 4)
     arc = slowed("arc_right", FRAMES, 0.5)
     pair = [Pictures(filmed(shoot(poses, SMALL, walk=walk), poses)) for poses in (still, arc)]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.maths.poses import PRESETS, preset_path, rot_err, trans_err
-from flow_grpo.rewards.camera.anchors import Film, Source, make_source
+from flow_grpo.rewards.camera.anchors import PosedFrames, Source, make_source
 from flow_grpo.rewards.camera.features import Features, find_features
-from flow_grpo.rewards.camera.pnp import GATE, Located, View, camera_matrix, locate, locate_video
+from flow_grpo.rewards.camera.pnp import GATE, Located, MappedView, camera_matrix, locate, locate_video
 from tests.some import some
 from tests.textured_room import LARGE, SMALL, film, grey, intrinsics, slowed, source_path, spoiled
 
@@ -24,7 +24,7 @@ DEGRADED = ("sprite, JPEG 70", "sprite, blur, JPEG 70")
 @functools.cache
 def anchored(size: tuple[int, int], frames: int) -> Source:
     """Return the source's anchors and print what they cost."""
-    seen = Film(grey(film("source", size, frames)), source_path(frames).numpy(), tuple(range(frames)))
+    seen = PosedFrames(grey(film("source", size, frames)), source_path(frames).numpy(), tuple(range(frames)))
     start = time.process_time()
     source = make_source(seen, None, camera_matrix(intrinsics(size).tolist()))
     print(f"\n| anchors, {size[0]}x{size[1]}, {frames} frames | | | {time.process_time() - start:.1f} |")
@@ -107,7 +107,7 @@ def test_twelve_features_are_enough_and_eleven_are_not():
     counts = []
     for number in range(2, 40):
         rows = spread[:number]
-        few = View(0, view.descriptors[rows], view.xyz[rows], view.lasting[rows])
+        few = MappedView(0, view.descriptors[rows], view.xyz[rows], view.lasting[rows])
         pose, inliers = locate(features, 0, [few], source.camera)
         assert np.isfinite(pose).all() == (inliers >= GATE)
         counts.append(inliers)
@@ -118,7 +118,7 @@ def test_a_feature_seen_in_several_views_counts_once():
     source = anchored(SMALL, FRAMES)
     features = find_features(grey(film("source"))[0])
     rows = slice(0, 10)
-    few = View(0, source.views[0].descriptors[rows], source.views[0].xyz[rows], source.views[0].lasting[rows])
+    few = MappedView(0, source.views[0].descriptors[rows], source.views[0].xyz[rows], source.views[0].lasting[rows])
     assert np.isnan(locate(features, 0, [few] * 5, source.camera)[0]).all()
 
 
@@ -130,11 +130,11 @@ def test_a_picture_whose_only_agreeing_matches_are_one_place_is_not_located(seed
     descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
     features = Features(draw.uniform(10, 200, (14, 2)), descriptors)
     lasting, ahead = np.ones(14, np.bool_), np.array([0.0, 0.0, 5.0])
-    views = [View(0, descriptors, draw.uniform(-3, 3, (14, 3)) + ahead, lasting)]
+    views = [MappedView(0, descriptors, draw.uniform(-3, 3, (14, 3)) + ahead, lasting)]
     # The first feature is seen by five more views, which place it alike; the second in another place by each.
     for _ in range(5):
         xyz = np.stack([views[0].xyz[0], draw.uniform(-3, 3, 3) + ahead])
-        views.append(View(0, descriptors[:2], xyz, lasting[:2]))
+        views.append(MappedView(0, descriptors[:2], xyz, lasting[:2]))
     pose, inliers = locate(features, 0, views, camera_matrix([420.0, 420.0, 208.0, 120.0]))
     assert np.isnan(pose).all() and inliers < GATE
 
@@ -142,7 +142,7 @@ def test_a_picture_whose_only_agreeing_matches_are_one_place_is_not_located(seed
 def test_anchors_that_move_serve_only_their_own_frame():
     source = anchored(SMALL, FRAMES)
     view = source.views[0]
-    brief = View(3, view.descriptors, view.xyz, np.zeros(len(view), np.bool_))
+    brief = MappedView(3, view.descriptors, view.xyz, np.zeros(len(view), np.bool_))
     features = find_features(grey(film("source"))[0])
     assert np.isfinite(locate(features, 3, [brief], source.camera)[0]).all()
     assert np.isnan(locate(features, 2, [brief], source.camera)[0]).all()

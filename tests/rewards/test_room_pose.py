@@ -15,17 +15,27 @@ from flow_grpo.maths.room import random_room, render_video, stack_rooms
 from flow_grpo.rewards.room import room_pose
 from flow_grpo.rewards.room.room_fit import RoomPoses, make_viewpoints
 from flow_grpo.rewards.room.room_pose import RoomPose, estimate_poses
-from tests.room_films import HEIGHT, INTRINSICS, WIDTH, Film, conditions, film, like_a_codec, reference_pose, viewpoints
+from tests.room_films import (
+    HEIGHT,
+    INTRINSICS,
+    WIDTH,
+    PosedFrames,
+    conditions,
+    film,
+    like_a_codec,
+    reference_pose,
+    viewpoints,
+)
 
 FEW = ["pan_right", "zoom_in", "arc_left", "translate_up"]
 SHORT = film(FEW, frames=3)
 
 
-def locate(filmed: Film, videos: Tensor | None = None) -> RoomPoses:
+def locate(filmed: PosedFrames, videos: Tensor | None = None) -> RoomPoses:
     return estimate_poses(filmed.videos if videos is None else videos, viewpoints(filmed))
 
 
-def errors(filmed: Film, found: RoomPoses) -> tuple[Tensor, Tensor]:
+def errors(filmed: PosedFrames, found: RoomPoses) -> tuple[Tensor, Tensor]:
     """Return degrees and centimetres, each (B, T)."""
     return rot_err(filmed.true, found.poses).rad2deg(), 100 * trans_err(filmed.true, found.poses)
 

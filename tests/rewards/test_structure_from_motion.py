@@ -13,7 +13,7 @@ from torch import Tensor
 from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
 from flow_grpo.rewards.camera import structure_from_motion as motion
-from flow_grpo.rewards.camera.anchors import Film, make_source
+from flow_grpo.rewards.camera.anchors import PosedFrames, make_source
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
 from flow_grpo.rewards.camera.structure_from_motion import Estimate, reconstruct
 from flow_grpo.runtime.video_file import write_video
@@ -119,7 +119,7 @@ def test_it_agrees_with_the_reward_it_is_to_check(preset, size):
     spent = time.process_time() - begun
     measured = errors(commanded, seen)
     camera, frames = camera_matrix(intrinsics(size).tolist()), tuple(range(ALL_FRAMES))
-    known = Film(grey(film("source", size, ALL_FRAMES)), source_path(ALL_FRAMES).numpy(), frames)
+    known = PosedFrames(grey(film("source", size, ALL_FRAMES)), source_path(ALL_FRAMES).numpy(), frames)
     located = locate_video(grey(video), frames, make_source(known, None, camera).views, camera)
     reward = path_errors(commanded, torch.from_numpy(located.poses), metric=True)
     between = path_errors(torch.from_numpy(located.poses), torch.from_numpy(seen.poses))

@@ -10,7 +10,7 @@ import torch
 
 from flow_grpo.records import Condition
 from flow_grpo.rewards.camera import structure_from_motion
-from flow_grpo.rewards.camera.anchors import Film
+from flow_grpo.rewards.camera.anchors import PosedFrames
 from flow_grpo.rewards.camera.pnp import camera_matrix
 from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot, PoseTrans
 from flow_grpo.rewards.camera.smooth import Smooth
@@ -57,6 +57,6 @@ def test_a_source_that_only_turns_is_nothing_to_measure_by():
 def test_without_pycolmap_it_says_so(monkeypatch):
     monkeypatch.setattr(structure_from_motion, "pycolmap", None)
     unknown = np.full((FRAMES, 4, 4), np.nan)
-    pictures = Film(grey(film("source", SIZE, FRAMES)), unknown, tuple(range(FRAMES)))
+    pictures = PosedFrames(grey(film("source", SIZE, FRAMES)), unknown, tuple(range(FRAMES)))
     made = make_unposed_source(pictures, None, camera_matrix(intrinsics(SIZE).tolist()))
     assert "pycolmap is not installed" in made.fault and not made.metric

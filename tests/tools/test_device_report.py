@@ -28,13 +28,13 @@ from flow_grpo.runtime import device as device_api
 from tests.limits import LIMIT_S
 from tools import device_report
 from tools.device import counts, kernels, networks, timing
-from tools.device.kernels import SIZES, Setting, Video
+from tools.device.kernels import SIZES, Setting, VideoSize
 from tools.device_report import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = counts.transformer_config(SIZES["self-test"])
 CPU = torch.device("cpu")
-LONG, SHORT = Video(81, 480, 832), Video(5, 32, 272)
+LONG, SHORT = VideoSize(81, 480, 832), VideoSize(5, 32, 272)
 
 
 def report(size: str = "real") -> dict:
@@ -225,11 +225,11 @@ def test_the_aims_are_met_missed_or_not_measured() -> None:
 
 
 def test_the_most_important_parts_come_first() -> None:
-    names = [job.name for job in device_report.jobs(device_report.PARTS, [LONG, Video(33, 240, 416)])]
+    names = [job.name for job in device_report.jobs(device_report.PARTS, [LONG, VideoSize(33, 240, 416)])]
     first = [f"{part}_81x480x832" for part in ("forward", "update", "decode", "attention")]
     then = [f"{part}_33x240x416" for part in ("forward", "update", "decode")]
     assert names == ["matmul", "count", *first, *then]
-    assert [job.name for job in device_report.jobs(["matmul", "attention"], [LONG, Video(33, 240, 416)])] == [
+    assert [job.name for job in device_report.jobs(["matmul", "attention"], [LONG, VideoSize(33, 240, 416)])] == [
         "matmul",
         "attention_81x480x832",
     ]
@@ -266,7 +266,7 @@ def test_a_forward_of_the_real_size_is_955_tflop() -> None:
 @pytest.mark.parametrize("video", ["81x480x832", "33x240x416"])
 def test_planned_peaks_are_within_a_tenth_of_those_measured_on_an_h100(video) -> None:
     kept = json.loads((ROOT / "benchmarks" / "h100_device_report.json").read_text())["parts"]
-    planned = dict(counts.count(Setting(SIZES["real"], CPU, (Video.parse(video),), 1, 1)))
+    planned = dict(counts.count(Setting(SIZES["real"], CPU, (VideoSize.parse(video),), 1, 1)))
     for part in ("forward", "update", "update_keep_attention", "update_none", "decode"):
         if "peak_gib" in (measured := kept[f"{part}_{video}"]):
             assert planned[f"{part}_{video}"]["planned_gib"] == pytest.approx(measured["peak_gib"], rel=0.1), part

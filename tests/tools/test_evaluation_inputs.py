@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path, relative
 from flow_grpo.runtime.video_file import write_video
-from tools.evaluation.inputs import Task, find_tasks
+from tools.evaluation.inputs import EvaluationTask, find_tasks
 
 FRAMES = 5
 MIRROR = torch.diag(torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=torch.float64))
@@ -49,7 +49,7 @@ def path(preset: str = "arc_left", frames: int = FRAMES) -> list:
     return preset_path(preset, frames).tolist()
 
 
-def one(tmp_path: Path, entry: object, focal_px: float | None = 30.0) -> Task:
+def one(tmp_path: Path, entry: object, focal_px: float | None = 30.0) -> EvaluationTask:
     (task,) = find_tasks(film(tmp_path / "videos", "a.mp4"), poses_file(tmp_path, {"a.mp4": entry}), focal_px)
     return task
 

@@ -86,8 +86,8 @@ def test_the_evaluation_takes_a_checkpoint_like_its_adapter_and_keeps_other_vide
         assert evaluate.main(words(run, *given, "--out", str(tmp_path / name), "--workers", "0")) == 0
     films = sorted((tmp_path / "a" / videos.VIDEOS).iterdir())
     assert len(films) == 2
-    for film in films:
-        assert film.read_bytes() == (tmp_path / "c" / videos.VIDEOS / film.name).read_bytes()
+    for render_views in films:
+        assert render_views.read_bytes() == (tmp_path / "c" / videos.VIDEOS / render_views.name).read_bytes()
     before = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
     again = words(run, "--checkpoint", str(checkpoint), "--out", str(tmp_path / "c"), "--workers", "0")
     assert evaluate.main(again) == 0

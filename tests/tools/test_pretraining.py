@@ -77,7 +77,7 @@ def start(tool: ModuleType, work: Path):
     torch.manual_seed(0)
     if tool is pretrain_codec:
         args = argparse.Namespace(work=work, base_dim=16, latent_channels=4, learning_rate=1e-3, steps=9, batch=2)
-        run = tool.Training(args, tool.make_clips("codec", 1))
+        run = tool.ModelTraining(args, tool.make_clips("codec", 1))
         return run, run.codec, lambda: run.advance(0, 1)
     args = argparse.Namespace(
         work=work, width=32, ffn=32, layers=1, patch=1, ema=0.9, learning_rate=1e-3, steps=9, batch=4
@@ -89,7 +89,7 @@ def start(tool: ModuleType, work: Path):
         torch.tensor([0, 1, 2]),
     )
     text = torch.randn(8, 8, 32, generator=draw)
-    run = tool.Training(tool.build_model(args, 4, 32), args)
+    run = tool.ModelTraining(tool.build_model(args, 4, 32), args)
     targets = pool.targets(args.batch, 0, 1, run.step)
     return run, run.average, lambda: run.advance(pool, next(targets), text, run.model, 0)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
+from flow_grpo.data.tiny_world import WorldSpec, make_scene, render_views
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.maths.rays import camera_pair
 from flow_grpo.models.encoders.images import ImageEncoder
@@ -62,7 +62,7 @@ KINDS = (("a room", "zoom_in", 0), ("a room", "arc_left", 0), ("a hall", "zoom_i
 
 def conditions(kinds: Sequence[tuple[str, str, int]] = KINDS) -> list[Condition]:
     """Return conditions of (prompt, camera, source); of KINDS, each differs from the first in one of them."""
-    videos = film(WORLD, [make_scene(WORLD, "random", number) for number in range(2)], [0])
+    videos = render_views(WORLD, [make_scene(WORLD, "random", number) for number in range(2)], [0])
     return [
         Condition(
             index=index,
@@ -106,7 +106,7 @@ def test_a_redirector_has_an_image_encoder_and_depends_on_all_its_inputs(tmp_pat
     assert random_model.main(words(tmp_path / "model", sizes)) == 0
     transformer = load_transformer(ReDirectorTransformer3DModel, tmp_path / "model" / "transformer")
     images = ImageEncoder.from_folder(tmp_path / "model", torch.float32, device=torch.device("cpu"))
-    videos = film(WORLD, [make_scene(WORLD, "random", number) for number in range(2)], [0])
+    videos = render_views(WORLD, [make_scene(WORLD, "random", number) for number in range(2)], [0])
     embeds = torch.stack([images.embed(video[:, 0]) for video in videos])
     assert embeds.shape == (2, 257, 32)
 
@@ -134,7 +134,7 @@ def test_normalised_latents_and_videos_fill_their_ranges(codec):
         vae = random_model.build_codec(codec)
     mean, std = torch.tensor(vae.config["latents_mean"]), torch.tensor(vae.config["latents_std"])
     world = WorldSpec(seed=3, scenes={}, frames=5, height=32, width=48)
-    video = film(world, [make_scene(world, "random", 1)], [2]) * 2 - 1
+    video = render_views(world, [make_scene(world, "random", 1)], [2]) * 2 - 1
     with torch.no_grad():
         latents = vae.encode(video).latent_dist.mode().transpose(1, -1)
         normal = (latents - mean) / std

@@ -17,7 +17,7 @@ from PIL import Image
 from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
 from tests.room_films import INTRINSICS, conditions, film
 from tools.serving import adapters
-from tools.serving.adapters import ADAPTERS, Settings, checksum, pose_scores
+from tools.serving.adapters import ADAPTERS, AdapterSettings, checksum, pose_scores
 
 FILM = film(["pan_left", "zoom_in"])
 CONDITIONS = conditions(FILM)
@@ -43,20 +43,20 @@ def stand_in(monkeypatch, name: str, **contents: object) -> None:
 def test_missing_weights_are_named_with_what_is_expected(name, tmp_path):
     for path in (None, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=r"^--weights is .*, must be (a|the) \w+ .*; nothing is downloaded here$"):
-            ADAPTERS[name](Settings(path, None, CPU))
+            ADAPTERS[name](AdapterSettings(path, None, CPU))
     if ADAPTERS[name].files:
         with pytest.raises(ValueError, match=r"without .*config\.json"):
-            ADAPTERS[name](Settings(tmp_path, None, CPU))
+            ADAPTERS[name](AdapterSettings(tmp_path, None, CPU))
     else:
         with pytest.raises(ValueError, match=r"^--weights is .*, must be the file"):
-            ADAPTERS[name](Settings(tmp_path, None, CPU))
+            ADAPTERS[name](AdapterSettings(tmp_path, None, CPU))
 
 
 @pytest.mark.parametrize("name", ["videoalign", "hpsv3", "mapanything"])
 def test_a_missing_package_is_named_with_the_way_to_get_it(name, weights):
     place = weights if ADAPTERS[name].files else weights / "model.safetensors"
     with pytest.raises(ValueError, match=r"^package '\w+.*' cannot be imported .*: (git clone|pip install)[^\n]*$"):
-        ADAPTERS[name](Settings(place, None, CPU))
+        ADAPTERS[name](AdapterSettings(place, None, CPU))
 
 
 def test_videoalign_gets_a_file_and_gives_two_scores(monkeypatch, weights):
@@ -69,8 +69,8 @@ def test_videoalign_gets_a_file_and_gives_two_scores(monkeypatch, weights):
             return [{"VQ": 0.5, "MQ": -1.5, "TA": 9.0, "Overall": 8.0}]
 
     stand_in(monkeypatch, "inference", VideoVLMRewardInference=Inference)
-    judge = ADAPTERS["videoalign"](Settings(weights, None, CPU))
-    said = judge(FILM.videos, CONDITIONS)
+    scorer = ADAPTERS["videoalign"](AdapterSettings(weights, None, CPU))
+    said = scorer(FILM.videos, CONDITIONS)
     assert {name: result.values.tolist() for name, result in said.items()} == {
         "videoalign_vq": [0.5, 0.5],
         "videoalign_mq": [-1.5, -1.5],
@@ -91,10 +91,10 @@ def test_hpsv3_gets_files_of_frames_and_its_first_column_counts(monkeypatch, wei
             return torch.tensor([[float(number), 100.0] for number in range(len(prompts))])
 
     stand_in(monkeypatch, "hpsv3", HPSv3RewardInferencer=Inferencer)
-    judge = ADAPTERS["hpsv3"](Settings(weights / "model.safetensors", None, CPU, frames=3))
-    assert judge(FILM.videos, CONDITIONS)["hpsv3"].values.tolist() == [1.0, 1.0]
+    scorer = ADAPTERS["hpsv3"](AdapterSettings(weights / "model.safetensors", None, CPU, frames=3))
+    assert scorer(FILM.videos, CONDITIONS)["hpsv3"].values.tolist() == [1.0, 1.0]
     assert sizes == [(32, 24)] * 6
-    assert judge.model == "hpsv3:model.safetensors"
+    assert scorer.model == "hpsv3:model.safetensors"
 
 
 @pytest.mark.parametrize("name", ["clip", "pickscore"])
@@ -117,10 +117,10 @@ def test_a_clip_of_the_real_library_is_loaded_and_scores(name, tmp_path):
     CLIPProcessor(image, tokenizer).save_pretrained(folder)
     if not (folder / "preprocessor_config.json").exists():  # newer libraries write one file for both halves
         image.save_pretrained(folder)
-    judge = ADAPTERS[name](Settings(folder, None, CPU, frames=2))
-    said = judge(FILM.videos, CONDITIONS)[name]
+    scorer = ADAPTERS[name](AdapterSettings(folder, None, CPU, frames=2))
+    said = scorer(FILM.videos, CONDITIONS)[name]
     assert said.values.isfinite().all() and said.values[0] != said.values[1]
-    assert torch.equal(judge(FILM.videos[1:], CONDITIONS[1:])[name].values, said.values[1:])
+    assert torch.equal(scorer(FILM.videos[1:], CONDITIONS[1:])[name].values, said.values[1:])
 
 
 def test_map_anything_is_told_k_and_never_the_poses(monkeypatch, weights):
@@ -148,8 +148,8 @@ def test_map_anything_is_told_k_and_never_the_poses(monkeypatch, weights):
     stand_in(monkeypatch, "mapanything.models", MapAnything=MapAnything)
     stand_in(monkeypatch, "mapanything.utils")
     stand_in(monkeypatch, "mapanything.utils.image", preprocess_inputs=list)
-    judge = ADAPTERS["mapanything"](Settings(weights, None, CPU))
-    said = judge(FILM.videos[:1], CONDITIONS[:1])
+    scorer = ADAPTERS["mapanything"](AdapterSettings(weights, None, CPU))
+    said = scorer(FILM.videos[:1], CONDITIONS[:1])
     assert said["mapanything_rot"].values.item() == pytest.approx(0, abs=1e-4)
     assert said["mapanything_trans"].values.item() == pytest.approx(0, abs=1e-4)
     assert len(seen) == 5 and all(set(view) == {"img", "intrinsics"} for view in seen)

@@ -33,7 +33,7 @@ from tools import reward_server
 from tools.reward_server import build, parse
 from tools.serving import http_server
 from tools.serving.http_server import RewardServer, is_loopback
-from tools.serving.scoring_service import NEEDS, LocalJudge, ScoringService
+from tools.serving.scoring_service import NEEDS, LocalScorer, ScoringService
 
 ROOT = Path(__file__).resolve().parents[2]
 FILM = film(["pan_left", "zoom_in"])
@@ -66,8 +66,8 @@ class Fake:
 
 
 @contextlib.contextmanager
-def hosting(judge, *, max_bytes: int = 2**26, timeout_s: float = LIMIT_S, token: str = "") -> Iterator[RewardServer]:
-    service = ScoringService(judge, max_bytes)
+def hosting(scorer, *, max_bytes: int = 2**26, timeout_s: float = LIMIT_S, token: str = "") -> Iterator[RewardServer]:
+    service = ScoringService(scorer, max_bytes)
     with serving(RewardServer(("127.0.0.1", 0), service, timeout_s=timeout_s, token=token)) as server:
         yield server
 
@@ -130,12 +130,12 @@ def test_what_the_judge_failed_at_arrives_as_a_fault():
         for name in ("first", "second"):
             far = ask(server, name)
             assert far.causes == ("timeout", "no true view") and far.faulty.tolist() == [True, False]
-        assert server.service.judge.calls == 2  # a failure is not what an equal request gets again
+        assert server.service.scorer.calls == 2  # a failure is not what an equal request gets again
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_local_reward_needs_no_video_that_it_does_not_ask_for(name, tmp_path):
-    asked, needs = judged_conditions(tmp_path), LocalJudge(build_reward(name, data_root=tmp_path)).needs
+    asked, needs = judged_conditions(tmp_path), LocalScorer(build_reward(name, data_root=tmp_path)).needs
     bare = [
         dataclasses.replace(
             condition,
@@ -152,11 +152,11 @@ def test_a_local_reward_needs_no_video_that_it_does_not_ask_for(name, tmp_path):
 def test_the_version_of_a_local_reward_changes_with_any_code_of_the_rewards(tmp_path, monkeypatch):
     copy = tmp_path / "rewards"
     shutil.copytree(Path(rewards.__file__).parent, copy)
-    before = LocalJudge(build_reward("pose_rot", data_root=".")).version
+    before = LocalScorer(build_reward("pose_rot", data_root=".")).version
     monkeypatch.setattr(rewards, "__file__", str(copy / "__init__.py"))
-    assert LocalJudge(build_reward("pose_rot", data_root=".")).version == before
+    assert LocalScorer(build_reward("pose_rot", data_root=".")).version == before
     (copy / "camera" / "pnp.py").write_text("# other\n")
-    assert LocalJudge(build_reward("pose_rot", data_root=".")).version != before
+    assert LocalScorer(build_reward("pose_rot", data_root=".")).version != before
 
 
 def test_the_program_says_where_it_listens_and_serves():
@@ -205,7 +205,7 @@ def test_only_the_token_opens(monkeypatch, capfd):
         assert post(server, request())[0] == 401
         for wrong in ("Bearer secre", "Bearer secret2", "secret"):
             assert post(server, request(), Authorization=wrong)[0] == 401
-        assert server.service.judge.calls == 0
+        assert server.service.scorer.calls == 0
         monkeypatch.setenv(TOKEN, "secret")
         assert ask(server).valid.all()
     out = capfd.readouterr()
@@ -217,7 +217,7 @@ def test_too_large_a_request_is_refused_and_the_refusal_arrives():
         large = ask(server)  # every video alone is still too large
         assert "refused, status 413: request of more than 10000 bytes" in large.causes[0] and not large.valid.any()
         assert post(server, b"x" * 2**24)[0] == 413
-        assert server.service.judge.calls == 0
+        assert server.service.scorer.calls == 0
 
 
 MULTIPART = b'--x\r\nContent-Disposition: form-data; name="meta"\r\n\r\n{"protocol": 1}\r\n--x--\r\n'
@@ -240,7 +240,7 @@ def test_a_request_of_another_form_is_a_400(body, error):
     with hosting(Fake()) as server:
         status, said = post(server, body)
         assert status == 400 and error in said
-        assert server.service.judge.calls == 0
+        assert server.service.scorer.calls == 0
 
 
 def test_other_paths_and_methods_are_refused():
@@ -308,10 +308,10 @@ def test_a_judge_s_nan_is_not_passed_off_as_a_score(bad):
 def test_a_request_that_comes_again_is_not_scored_again_nor_is_the_second_score():
     with hosting(Fake()) as server:
         first, again, second = ask(server), ask(server), ask(server, "second")
-        assert server.service.judge.calls == 1
+        assert server.service.scorer.calls == 1
         assert torch.equal(first.values, again.values) and torch.equal(second.values, -first.values)
         other = RemoteReward("first", server.url, POLICY)(VIDEOS.flip(0), judged_conditions())
-        assert server.service.judge.calls == 2 and torch.equal(other.values, first.values.flip(0))
+        assert server.service.scorer.calls == 2 and torch.equal(other.values, first.values.flip(0))
 
 
 def test_a_busy_server_says_so_and_health_is_answered_meanwhile():

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script 
 from flow_grpo.runtime import device as device_api
 from tools.common import fail, make_parser
 from tools.dev.audit import names, step
-from tools.dev.audit.names import Finding
+from tools.dev.audit.names import UnknownName
 from tools.dev.audit.wheel import Wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return int(any(finding.status == "fail" for finding in findings))
 
 
-def audit(wheel: Wheel, *, names_only: bool) -> list[Finding]:
+def audit(wheel: Wheel, *, names_only: bool) -> list[UnknownName]:
     """Return all findings, `names_only` those of names and their arguments. ValueError: unreadable wheel."""
     findings = names.check_names(wheel, project_uses())
     findings.append(names.check_backend(wheel))
@@ -95,7 +95,7 @@ def pinned(requirements: str) -> str:
     return match[1]
 
 
-def show(name: str, findings: Sequence[Finding]) -> None:
+def show(name: str, findings: Sequence[UnknownName]) -> None:
     """Print the findings, leaving out the many registered operators, and the counts of each check."""
     print(f"{name}\n")
     for finding in findings:

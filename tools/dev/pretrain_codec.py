@@ -25,7 +25,7 @@ from diffusers import AutoencoderKLWan
 from einops import rearrange
 from torch import Tensor
 
-from flow_grpo.data.tiny_world import WorldSpec, film, make_scene
+from flow_grpo.data.tiny_world import WorldSpec, render_views, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.rewards.target_view import psnr_db
 from tools.common import make_parser
@@ -58,7 +58,7 @@ def build_codec(base_dim: int, latent_channels: int) -> AutoencoderKLWan:
 
 def make_clips(split: str, scenes: int, cameras: int = 10) -> Tensor:
     """Return (scenes * cameras, 3, T, h, w) clips in [-1, 1]."""
-    filmed = [film(WORLD, [make_scene(WORLD, split, i)], list(range(cameras))) for i in range(scenes)]
+    filmed = [render_views(WORLD, [make_scene(WORLD, split, i)], list(range(cameras))) for i in range(scenes)]
     return torch.cat(filmed) * 2 - 1
 
 
@@ -148,7 +148,7 @@ def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
     torch.nn.utils.vector_to_parameters(flat / world, gradients)
 
 
-class Training(Resumable):
+class CodecTraining(Resumable):
     """The codec, its optimizer and its clips (clips, 3, T, h, w)."""
 
     def __init__(self, args: argparse.Namespace, clips: Tensor) -> None:
@@ -203,7 +203,7 @@ def main() -> None:
     """Train to the last step, over any number of calls, and write the codec with its record."""
     args = parse()
     with processes(args) as (rank, world):
-        training, held_out = Training(args, make_clips("codec", args.scenes)), make_clips("codec-val", 8)
+        training, held_out = CodecTraining(args, make_clips("codec", args.scenes)), make_clips("codec-val", 8)
         began = time.time()
         while training.step < args.steps:
             if rank == 0 and training.step == 0:
@@ -218,13 +218,13 @@ def main() -> None:
             write_codec(training, args)
 
 
-def log(training: Training, row: dict[str, float]) -> None:
+def log(training: CodecTraining, row: dict[str, float]) -> None:
     """Append a row, rounded, to the log."""
     training.log({name: round(value, 4) for name, value in row.items()})
 
 
 @torch.no_grad()
-def write_codec(training: Training, args: argparse.Namespace) -> None:
+def write_codec(training: CodecTraining, args: argparse.Namespace) -> None:
     """Write the diffusers folder with fp16 weights, and the record.
 
     All channels share one standard deviation, so that noise hides those that carry most of the picture last.

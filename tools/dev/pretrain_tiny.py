@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.data.dynamic_batch import DistributedWeightedSampler, DynamicBatchSampler
-from flow_grpo.data.tiny_world import WorldSpec, caption, film, make_scene
+from flow_grpo.data.tiny_world import WorldSpec, caption, render_views, make_scene
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, preset_path
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
@@ -71,7 +71,7 @@ class Pool:
         for number in scenes:
             wide, narrow, labelled = (make_scene(spec, split, number) for spec in (WIDE, NARROW, LABELLED))
             presets = list(range(len(PRESETS)))
-            videos = torch.cat([film(WIDE, [wide], presets), film(NARROW, [narrow], presets)])
+            videos = torch.cat([render_views(WIDE, [wide], presets), render_views(NARROW, [narrow], presets)])
             latents.append(encode(codec, videos).half())
             cameras.append(torch.cat([scene_cameras(wide, codec), scene_cameras(labelled, codec)]))
             captions.append(CAPTIONS.index(caption(videos[0])))
@@ -179,7 +179,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Training(Resumable):
+class ModelTraining(Resumable):
     """The model, its moving average and its optimizer."""
 
     def __init__(self, model: ReCamTransformer3DModel, args: argparse.Namespace) -> None:
@@ -229,7 +229,7 @@ def main() -> None:
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
         pool = load_pool(codec, args, rank, world)
-        training = Training(initial_model(args, codec.config.z_dim, text.shape[-1]), args)
+        training = ModelTraining(initial_model(args, codec.config.z_dim, text.shape[-1]), args)
         probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
         train(training, pool, text, probes, rank, world)
         if rank == 0:
@@ -237,7 +237,7 @@ def main() -> None:
             write_folder(training, parts, tokenizer)
 
 
-def train(training: Training, pool: Pool, text: Tensor, probes: dict[str, Probe], rank: int, world: int) -> None:
+def train(training: ModelTraining, pool: Pool, text: Tensor, probes: dict[str, Probe], rank: int, world: int) -> None:
     """Train to the last step or until the time limit; rank 0 reports and saves every --probe-steps and at the end."""
     args, began, losses, earlier = training.args, time.time(), [], training.seconds
     network = DistributedDataParallel(training.model) if world > 1 else training.model
@@ -271,7 +271,7 @@ def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, worl
     return Pool.load(files)
 
 
-def report(training: Training, probes: dict[str, Probe], text: Tensor, loss: Tensor) -> None:
+def report(training: ModelTraining, probes: dict[str, Probe], text: Tensor, loss: Tensor) -> None:
     """Log loss and probe results, and save the state."""
     row = {"step": training.step, "seconds": round(training.seconds), "loss": float(loss)}
     for name, probe in probes.items():
@@ -282,7 +282,7 @@ def report(training: Training, probes: dict[str, Probe], text: Tensor, loss: Ten
     training.save()
 
 
-def write_folder(training: Training, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:
+def write_folder(training: ModelTraining, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the folder in diffusers layout, weights in fp16, and the record."""
     args, out = training.args, training.args.out
     for name, part in parts.items():

@@ -18,7 +18,7 @@ from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
-from tools.device.kernels import Records, Setting, Size, Video
+from tools.device.kernels import Records, Setting, Size, VideoSize
 
 RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
 # What checkpointing keeps of a block -> cost of an update in forwards; with attention kept, it is not recomputed.
@@ -78,7 +78,7 @@ def count(setting: Setting) -> Records:
             yield f"{name}_{video}", {"flops": flops, **peaks}
 
 
-def planned(setting: Setting, video: Video, *, checkpointing: str) -> Plan:
+def planned(setting: Setting, video: VideoSize, *, checkpointing: str) -> Plan:
     """Return the planner's figures for the recipe with this video and as many rows, on one device."""
     config, rows = recipe(setting.size), setting.rows
     size = {"num_frames": video.frames, "height": video.height, "width": video.width}
@@ -92,7 +92,7 @@ def planned(setting: Setting, video: Video, *, checkpointing: str) -> Plan:
     return make_plan(config, 1, 1e12)
 
 
-def decoding_flops(size: Size, video: Video) -> float:
+def decoding_flops(size: Size, video: VideoSize) -> float:
     """Return the operations of decoding one video untiled: all latent frames but the first cost the same."""
     channels, frames, height, width = video.latent_shape
     counts = []
@@ -104,7 +104,7 @@ def decoding_flops(size: Size, video: Video) -> float:
     return counts[0] + (frames - 1) * (counts[1] - counts[0])
 
 
-def tiled_area(video: Video) -> float:
+def tiled_area(video: VideoSize) -> float:
     """Return the area of all tiles over that of the picture: they overlap, and the codec's work grows with area.
 
     Decoding in tiles cannot be counted like the rest: it takes minutes even without computing anything.

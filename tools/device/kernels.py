@@ -33,7 +33,7 @@ _CHANNELS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Video:
+class VideoSize:
     """Size of a video.
 
     Attributes:
@@ -49,7 +49,7 @@ class Video:
         return f"{self.frames}x{self.height}x{self.width}"
 
     @classmethod
-    def parse(cls, text: str) -> Video:
+    def parse(cls, text: str) -> VideoSize:
         """Return the size written as FRAMESxHEIGHTxWIDTH.
 
         Raises:
@@ -142,12 +142,12 @@ class Setting:
 
     size: Size
     device: torch.device
-    videos: tuple[Video, ...]
+    videos: tuple[VideoSize, ...]
     rows: int
     repeat: int
 
     @property
-    def video(self) -> Video:
+    def video(self) -> VideoSize:
         """The one size of most parts."""
         return self.videos[0]
 

@@ -38,7 +38,7 @@ RATIO_SHARE = 0.1  # of the clip range, which log-ratios may reach before any up
 
 
 @dataclasses.dataclass(frozen=True)
-class Networks:
+class TrainingNetworks:
     """What a training process holds, with random weights.
 
     Attributes:
@@ -61,7 +61,7 @@ class Networks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StochasticStep:
     """One stochastic denoising step, ready to be taken.
 
     Attributes:
@@ -73,7 +73,7 @@ class Step:
     """
 
     config: Config
-    networks: Networks
+    networks: TrainingNetworks
     latents: Tensor
     noise: Tensor
     transition: Callable[[], Transition]
@@ -109,7 +109,7 @@ def build_transformer(config: Mapping[str, Any], dtype: torch.dtype, device: tor
     return network
 
 
-def build_networks(size: Size, config: Config, device: torch.device) -> Networks:
+def build_networks(size: Size, config: Config, device: torch.device) -> TrainingNetworks:
     """Return the networks of a recipe, randomly initialised; adapters and gradient checkpointing follow `config`."""
     dtype = DTYPES[config.model.dtype]
     transformer = build_transformer(transformer_config(size), dtype, device)
@@ -118,10 +118,10 @@ def build_networks(size: Size, config: Config, device: torch.device) -> Networks
     codec = AutoencoderKLWan(base_dim=size.codec_width).requires_grad_(False)
     codec.eval().to(device)
     text_encoder = torch.empty(size.text_encoder_bytes, dtype=torch.uint8, device=device)
-    return Networks(transformer, codec, text_encoder, dtype)
+    return TrainingNetworks(transformer, codec, text_encoder, dtype)
 
 
-def build_step(setting: Setting) -> Step:
+def build_step(setting: Setting) -> StochasticStep:
     """Return the recipe's first stochastic denoising step, on random weights and latents."""
     size, device, rows, video = setting.size, setting.device, setting.rows, setting.video
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def build_step(setting: Setting) -> Step:
         policy = cast(Policy, networks)  # a step asks for nothing but the velocity
         return step_transition(policy, latents, conditioning, sigmas=sigmas, steps=steps, sde=sde)
 
-    return Step(config, networks, latents, noise, transition)
+    return StochasticStep(config, networks, latents, noise, transition)
 
 
 def forward(setting: Setting) -> Records:
@@ -170,7 +170,7 @@ def forward(setting: Setting) -> Records:
         yield from named("forward_compiled")
 
 
-def first_ratio(step: Step) -> Record:
+def first_ratio(step: StochasticStep) -> Record:
     """Return the largest log-ratio between a draw's log-probability in the rollout and in the update's replay of it."""
     with torch.no_grad():
         drawn_from = step.transition()
@@ -216,7 +216,7 @@ class Updating:
         norm: gradient norm of the last call, before clipping.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: StochasticStep) -> None:
         train, self._step = step.config.train, step
         self._trained = list(trained_parameters(step.networks.transformer).values())
         self._optimizer = torch.optim.AdamW(

@@ -39,7 +39,7 @@ SAME_METRES, SAME_DEG = 0.02, 0.2  # tolerance for matching a preset: camera fil
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """One video to judge."""
 
     file: Path
@@ -51,7 +51,7 @@ class Task:
     shares_estimator: bool = False  # the model's rewards used the estimator that judges it
 
 
-def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task]:
+def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[EvaluationTask]:
     """Return the videos below a folder, sorted by name, each with its path.
 
     Args:
@@ -76,7 +76,7 @@ def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Task
     return [_from_poses(file, folder, cameras, content, focal_px) for file in files]
 
 
-def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Task], list[Task]]:
+def find_generated(folder: Path, focal_px: float | None) -> tuple[list[EvaluationTask], list[EvaluationTask]]:
     """Return the videos below a folder that tools/generate.py made, and those of them made before training.
 
     Both carry the same names. `focal_px` is of videos whose record has none.
@@ -110,7 +110,7 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Task], li
                 )
             _check_count(result, result.name, len(poses), file)
             _check_rows(result)
-            found.append(Task(result, name, relative(poses[0], poses), kind, source, focal))
+            found.append(EvaluationTask(result, name, relative(poses[0], poses), kind, source, focal))
     if not after:
         raise ValueError(
             f"{folder} holds no record of tools/generate.py; for other videos give --videos and --cameras, see --help"
@@ -118,7 +118,7 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Task], li
     return after, before
 
 
-def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal_px: float | None) -> Task:
+def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal_px: float | None) -> EvaluationTask:
     """Return the task of one video, whose commanded camera is read from a MultiCamVideo file of extrinsics.
 
     The name of the video's folder (cam_type3) or of the video (cam03.mp4) says which of the file's cameras it is.
@@ -138,10 +138,12 @@ def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal
     poses = read_cameras(cameras, [camera], frames)[0]
     # In cam_type folders videos of the same number were generated from the same source.
     kind, source = (in_folder[0], file.stem) if in_folder else (camera, file.parent.as_posix())
-    return Task(file, name, relative(poses[0], poses), kind, source, _focal(focal_px, "--focal-px"))
+    return EvaluationTask(file, name, relative(poses[0], poses), kind, source, _focal(focal_px, "--focal-px"))
 
 
-def _from_poses(file: Path, folder: Path, cameras: Path, content: dict[str, Any], focal_px: float | None) -> Task:
+def _from_poses(
+    file: Path, folder: Path, cameras: Path, content: dict[str, Any], focal_px: float | None
+) -> EvaluationTask:
     """Return the task of one video from its entry in a JSON camera file, under its relative path or its file name."""
     name = file.relative_to(folder).as_posix()
     key = name if name in content else file.name
@@ -165,7 +167,7 @@ def _from_poses(file: Path, folder: Path, cameras: Path, content: dict[str, Any]
     if not isinstance(shares, bool):
         raise ValueError(f"{place}: shares_estimator is {shares!r}, must be true or false")
     focal = _focal(entry["focal_px"], f"{place}: focal_px") if "focal_px" in entry else _focal(focal_px, "--focal-px")
-    return Task(file, name, commanded, values["camera_type"], values["source"], focal, shares)
+    return EvaluationTask(file, name, commanded, values["camera_type"], values["source"], focal, shares)
 
 
 def _focal(value: object, name: str) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.runtime.json_files import read_json_object, read_text
-from tools.published.plan import CAMERAS, Item, Plan, check_names, item_name, write_path, write_source
+from tools.published.plan import CAMERAS, BenchmarkPlan, Item, check_names, item_name, write_path, write_source
 
 FRAMES_FOLDER = Path("JPEGImages") / "480p"
 LIST_NAME = "DAVIS-2016"
@@ -22,7 +22,7 @@ DAVIS_2016 = Path(__file__).with_name("davis_2016.txt")
 
 def prepare_davis(
     root: Path, out: Path, size: tuple[int, int], names: Path, captions: Path | None, at_most: int | None
-) -> Plan:
+) -> BenchmarkPlan:
     """Write sources and paths of DAVIS videos along all presets, and return their plan.
 
     Args:
@@ -51,7 +51,7 @@ def prepare_davis(
     check_names(items)
     chosen = LIST_NAME if set(videos) == set(read_list(DAVIS_2016)) else names.name
     about = {"videos": chosen, "frames_at_most": at_most}
-    return Plan("davis", size, about, tuple(items))
+    return BenchmarkPlan("davis", size, about, tuple(items))
 
 
 def read_list(file: Path) -> list[str]:

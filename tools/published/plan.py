@@ -52,7 +52,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BenchmarkPlan:
     """What a folder of a benchmark holds.
 
     Attributes:
@@ -90,14 +90,14 @@ def write_path(out: Path, path: str, poses: Tensor) -> None:
     write_atomically(out / path, json.dumps({"poses": relative(poses[0], poses).tolist()}))
 
 
-def write_plan(out: Path, plan: Plan) -> None:
+def write_plan(out: Path, plan: BenchmarkPlan) -> None:
     """Write the plan and the script that generates its videos."""
     lines = [_line(out.resolve(), plan, number, items) for number, items in _calls(plan)]
     write_atomically(out / SCRIPT, HEAD + "\n".join(lines) + "\n")
     write_atomically(out / PLAN, json.dumps(dataclasses.asdict(plan), indent=1, ensure_ascii=False) + "\n")
 
 
-def _calls(plan: Plan) -> Iterator[tuple[int, list[Item]]]:
+def _calls(plan: BenchmarkPlan) -> Iterator[tuple[int, list[Item]]]:
     """Yield what one call of tools/generate.py makes: neighbours that differ in their path only; with a number."""
     number = 0
     for _, group in groupby(plan.items, lambda item: (item.source, item.prompt, item.frames, item.focal_px)):
@@ -106,7 +106,7 @@ def _calls(plan: Plan) -> Iterator[tuple[int, list[Item]]]:
         number += len(items)
 
 
-def _line(out: Path, plan: Plan, number: int, items: Sequence[Item]) -> str:
+def _line(out: Path, plan: BenchmarkPlan, number: int, items: Sequence[Item]) -> str:
     first = items[0]
     words = [GENERATE, "--source", out / SOURCES / f"{first.source}.mp4"]
     words += ["--camera", *(out / item.path for item in items)]
@@ -118,12 +118,12 @@ def _line(out: Path, plan: Plan, number: int, items: Sequence[Item]) -> str:
     return f'[ -e {shlex.quote(str(last))} ] || "${{PYTHON:-python}}" {shlex.join(map(str, words))} "$@"'
 
 
-def read_plan(out: Path) -> Plan:
+def read_plan(out: Path) -> BenchmarkPlan:
     """Return the plan of a folder; ValueError unless `prepare` wrote it."""
     file, way_out = out / PLAN, "write it with tools/benchmark.py prepare"
     content = read_json_object(file, way_out)
     try:
         items = tuple(Item(**item) for item in content.pop("items"))
-        return Plan(**content | {"items": items, "size": tuple(content["size"])})
+        return BenchmarkPlan(**content | {"items": items, "size": tuple(content["size"])})
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is no plan of a benchmark ({error}); {way_out}") from error

@@ -22,7 +22,7 @@ from flow_grpo.maths.benchmarks import from_world_to_camera, quaternion_matrix, 
 from flow_grpo.maths.poses import check_poses, pose, rotation_angle_deg
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.json_files import read_json_object, read_text
-from tools.published.plan import CAMERAS, Item, Plan, check_names, item_name, write_path, write_source
+from tools.published.plan import CAMERAS, BenchmarkPlan, Item, check_names, item_name, write_path, write_source
 
 FRAMES = 45  # of every case; 4 * 11 + 1
 SEPARATOR = "__"
@@ -30,7 +30,7 @@ PUBLIC_NAMES, CASE_NAMES, POSE_PART = "VIDEOS", "cases", "pose"
 DAMAGED = "fetch the benchmark again"
 
 
-def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, int], frames: int) -> Plan:
+def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, int], frames: int) -> BenchmarkPlan:
     """Write sources and paths of every case, and return their plan.
 
     Args:
@@ -59,7 +59,7 @@ def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, in
         write_source(out, track, read_video(file, frames))
     for place, poses in paths.items():
         write_path(out, place, poses)
-    return Plan("redirect4d", size, {"frames": frames}, tuple(items))
+    return BenchmarkPlan("redirect4d", size, {"frames": frames}, tuple(items))
 
 
 def read_cases(file: Path) -> Iterator[tuple[str, str]]:

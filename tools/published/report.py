@@ -9,18 +9,18 @@ from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.benchmarks import PRESET_FRAMES
 from flow_grpo.maths.path_errors import CONVENTIONS, LEAST_BASELINE_M
 from tools.common import markdown_table
-from tools.evaluation.inputs import Task
+from tools.evaluation.inputs import EvaluationTask
 from tools.evaluation.tables import baseline_lines
 from tools.published.claims import NAMES, claims_about, difference
-from tools.published.plan import Plan
+from tools.published.plan import BenchmarkPlan
 from tools.published.results import MET3R, mean_of
 
 Row = Mapping[str, Any]
 
 
 def report(
-    plan: Plan,
-    tasks: Sequence[Task],
+    plan: BenchmarkPlan,
+    tasks: Sequence[EvaluationTask],
     settings: Mapping[str, Any],
     rows: Sequence[Row],
     summary: Mapping[str, Any],
@@ -66,7 +66,9 @@ def _means(rows: Sequence[Row], summary: Mapping[str, Any], vbench: Mapping[str,
     return markdown_table(["column", "convention", "mean", summary["interval"], "videos"], table)
 
 
-def protocol(plan: Plan, tasks: Sequence[Task], settings: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+def protocol(
+    plan: BenchmarkPlan, tasks: Sequence[EvaluationTask], settings: Mapping[str, Any], rows: Sequence[Row]
+) -> dict[str, Any]:
     """Return what decides our figures, in the words of `claims.REDIRECTOR`."""
     judged = [row for row in rows if row["registered"]]
     at_most = plan.about.get("frames_at_most")

@@ -11,15 +11,17 @@ import torch
 
 from flow_grpo.data.trajectories import read_path
 from flow_grpo.data.video_io import video_size
-from tools.evaluation.inputs import Task
+from tools.evaluation.inputs import EvaluationTask
 from tools.generation.records import AFTER, RECORD, VIDEO_NAMES, read_record
-from tools.published.plan import Item, Plan
+from tools.published.plan import BenchmarkPlan, Item
 
 SAME = ("model", "adapter", "steps", "shift", "guidance", "seed", "dtype")  # options that all videos must share
 CLOSE = 1e-6  # metres, and entries of a rotation: a record's poses are those of the plan
 
 
-def find_tasks(out: Path, plan: Plan, folder: Path, ending: str, focal_px: float | None) -> list[Task]:
+def find_tasks(
+    out: Path, plan: BenchmarkPlan, folder: Path, ending: str, focal_px: float | None
+) -> list[EvaluationTask]:
     """Return the videos of a plan that are there, in its order.
 
     Args:
@@ -57,7 +59,7 @@ def _check_settings(records: Mapping[str, Mapping[str, Any]]) -> None:
                 )
 
 
-def _task(out: Path, item: Item, file: Path, record: Mapping[str, Any], focal_px: float | None) -> Task:
+def _task(out: Path, item: Item, file: Path, record: Mapping[str, Any], focal_px: float | None) -> EvaluationTask:
     frames = video_size(file)[0]
     if frames != item.frames:
         raise ValueError(f"video {file} has {frames} frames, must have {item.frames}; generate it again")
@@ -67,4 +69,4 @@ def _task(out: Path, item: Item, file: Path, record: Mapping[str, Any], focal_px
         if poses.shape != commanded.shape or (poses - commanded).abs().max() > CLOSE:
             raise ValueError(f"video {file} was generated along another path than {item.path}; generate it again")
     focal = item.focal_px or record.get("focal_px") or focal_px or math.nan
-    return Task(file, item.name, commanded, item.camera, item.source, focal)
+    return EvaluationTask(file, item.name, commanded, item.camera, item.source, focal)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import av
 
-from tools.run_folder import VIDEOS, Panel, Run, Video
+from tools.run_folder import VIDEOS, IndexedVideo, Run, VideoPanel
 from tools.run_report.words import number, pair
 
 KINDS = {"best": "improved most", "worst": "improved least", "eval": "held-out condition"}
@@ -17,10 +17,10 @@ MOST_BYTES = 20_000_000  # of all videos of a page: 27 MB in base64
 
 
 @dataclasses.dataclass(frozen=True)
-class Clip:
+class PageVideo:
     """A video in a page, with why it is shown, its scores in words, a data URI, and its form."""
 
-    video: Video
+    video: IndexedVideo
     title: str
     about: str
     scores: list[str]
@@ -44,11 +44,11 @@ class Clip:
     @property
     def panels(self) -> list[dict[str, object]]:
         """The panels as plain data; the whole picture where the index names none."""
-        whole = Panel("", 0, 0, self.width, self.height)
+        whole = VideoPanel("", 0, 0, self.width, self.height)
         return [dataclasses.asdict(panel) for panel in self.video.panels or [whole]]
 
 
-def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[Clip], list[str]]:
+def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[PageVideo], list[str]]:
     """Return the clips of a run that fit into `most_bytes` of video, and sentences about those left out."""
     wanted = _wanted(run.videos)
     clips, left_out, broken = [], 0, 0
@@ -74,9 +74,9 @@ def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[Clip], list[str
     return sorted(clips, key=lambda clip: (not clip.compares, list(KINDS).index(clip.video.kind))), without
 
 
-def _wanted(videos: Sequence[Video]) -> list[Video]:
+def _wanted(videos: Sequence[IndexedVideo]) -> list[IndexedVideo]:
     """Return the latest videos of each kind, the most telling first: best and worst in turn, then the held-out ones."""
-    latest: dict[str, list[Video]] = {}
+    latest: dict[str, list[IndexedVideo]] = {}
     for kind in KINDS:
         own = [video for video in videos if video.kind == kind]
         last = max((video.step for video in own), default=0)
@@ -89,7 +89,7 @@ def _wanted(videos: Sequence[Video]) -> list[Video]:
     return [*in_turn, *latest["eval"]]
 
 
-def _clip(video: Video, file: Path) -> Clip:
+def _clip(video: IndexedVideo, file: Path) -> PageVideo:
     with av.open(str(file)) as container:
         stream = container.streams.video[0]
         form = stream.width, stream.height, max(stream.frames, 1), float(stream.average_rate or 15)
@@ -97,7 +97,7 @@ def _clip(video: Video, file: Path) -> Clip:
     for name, now in video.scores.items():
         before = video.before.get(name)
         scores.append(f"{name} {number(now)}" if before is None else f"{name} {' → '.join(pair(before, now))}")
-    return Clip(
+    return PageVideo(
         video,
         f"{KINDS[video.kind]}, epoch {video.step}",
         ", ".join(part for part in (video.scene, video.camera, video.preset.replace("_", " ")) if part),

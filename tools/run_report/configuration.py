@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob:
+class ChangedKnob:
     """A knob, or an entry of one that is a table, whose value is not the default or not the recipe's.
 
     Attributes:
@@ -67,7 +67,7 @@ def changes(run: Run) -> dict[str, str]:
     return found
 
 
-def knobs(run: Run, asked: str = "") -> tuple[list[Knob], str]:
+def knobs(run: Run, asked: str = "") -> tuple[list[ChangedKnob], str]:
     """Return the knobs that are particular, and a sentence when the recipe cannot be compared with.
 
     Args:
@@ -81,7 +81,7 @@ def knobs(run: Run, asked: str = "") -> tuple[list[Knob], str]:
         value, default, of_recipe = (one or NOTHING for one in each)
         knob = KNOBS.get(_knob_of(name))
         meaning, said = knob.meaning if knob else "", changed.get(name, value)
-        found.append(Knob(name, meaning, default, of_recipe, said, own=of_recipe != value))
+        found.append(ChangedKnob(name, meaning, default, of_recipe, said, own=of_recipe != value))
     return found, why_not
 
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from flow_grpo.reporting.drawing.camera_plots import draw_bars
 from flow_grpo.reporting.drawing.path_plots import small_paths
-from flow_grpo.reporting.drawing.plots import Panel, draw_panel, panel_of_metric, panels_of_run
+from flow_grpo.reporting.drawing.plots import EpochPlot, draw_panel, panel_of_metric, panels_of_run
 from flow_grpo.reporting.drawing.style import as_svg, new_figure, styled
 from flow_grpo.reporting.metric_names import HEALTH
 from tools.run_folder import Paths, Run
@@ -20,7 +20,7 @@ from tools.run_report.held_out import Change, deciding, direction, judged, rewar
 SIZE = 3.4, 2.4  # inches of a plot: at the width of a phone its letters are still legible
 
 
-def curves(runs: Sequence[Run]) -> list[tuple[Panel, Markup]]:
+def curves(runs: Sequence[Run]) -> list[tuple[EpochPlot, Markup]]:
     """Return the plots of one run, as in its curves.png, or of several on top of one another."""
     judge = functools.partial(direction, runs[0])
     if len(runs) == 1:
@@ -34,7 +34,7 @@ def curves(runs: Sequence[Run]) -> list[tuple[Panel, Markup]]:
 
 
 @styled()
-def _curve(panel: Panel, name: str) -> Markup:
+def _curve(panel: EpochPlot, name: str) -> Markup:
     figure = new_figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
     draw_panel(axes, panel)

@@ -15,7 +15,7 @@ NOT_HERE = ("eval_change/", "eval_floor/", "reward_by_camera/")  # differences a
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class OutOfBounds:
     """A metric that is `now`, in its last values, or was outside of its healthy bounds; in words."""
 
     name: str
@@ -27,7 +27,7 @@ class Finding:
     now: bool
 
 
-def findings(run: Run, look_up: Callable[[str], Metric | None] = metric_of) -> tuple[list[Finding], int]:
+def findings(run: Run, look_up: Callable[[str], Metric | None] = metric_of) -> tuple[list[OutOfBounds], int]:
     """Return what is outside of its bounds, the present first, and how many metrics have bounds."""
     found, known = [], 0
     for name in sorted(name for name in run.names if not name.startswith(NOT_HERE)):
@@ -41,12 +41,12 @@ def findings(run: Run, look_up: Callable[[str], Metric | None] = metric_of) -> t
     return sorted(found, key=lambda finding: not finding.now), known
 
 
-def _finding(name: str, metric: Metric, series: list[tuple[int, float]], outside: list[int]) -> Finding:
+def _finding(name: str, metric: Metric, series: list[tuple[int, float]], outside: list[int]) -> OutOfBounds:
     mean = fmean([value for _, value in series[-RECENT:]])
     count = f"{len(outside)} of {len(series)} values"
     first = f"at epoch {outside[0]}" if len(outside) == 1 else f"first at epoch {outside[0]}, last at {outside[-1]}"
     unit = {"share": "", "count": ""}.get(metric.unit, f" {metric.unit}")
-    return Finding(
+    return OutOfBounds(
         name=name,
         value=percent(mean) if metric.unit == "share" else number(mean) + unit.rstrip(),
         healthy=tidy(healthy_text(metric)),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from flow_grpo.judging import verdict
-from flow_grpo.judging.verdict import LIKENESS, abridged, word_of
+from flow_grpo.judging.verdict import TRUE_VIEW, abridged, word_of
 from flow_grpo.reporting.drawing.plots import worth_a_panel
 from flow_grpo.reporting.metric_names import metric_of
 from flow_grpo.settings.checks import largest_weights
@@ -83,7 +83,7 @@ def deciding(run: Run, names: Iterable[str]) -> list[str]:
 
 def _measured(run: Run) -> list[str]:
     """Return everything with a value of its own in an evaluation."""
-    return [*run.config.reward.weights, run.config.eval.gold, LIKENESS]
+    return [*run.config.reward.weights, run.config.eval.gold, TRUE_VIEW]
 
 
 def _steps(run: Run) -> list[int]:
@@ -222,4 +222,4 @@ def _group(run: Run, name: str, gold: bool) -> str:
         return GROUPS[0]
     if any(short.startswith(f"{reward}_") for reward in rewards(run)):
         return GROUPS[2]
-    return GROUPS[1] if short.startswith(f"{LIKENESS}_") else GROUPS[3]
+    return GROUPS[1] if short.startswith(f"{TRUE_VIEW}_") else GROUPS[3]

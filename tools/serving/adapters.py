@@ -30,7 +30,7 @@ from tools.serving.scoring_service import checksum
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class AdapterSettings:
     """Where an adapter finds its model.
 
     Attributes:
@@ -47,7 +47,7 @@ class Settings:
 
 
 class Adapter:
-    """A published model as a `Judge`; subclasses implement `load` and `score`.
+    """A published model as a `Scorer`; subclasses implement `load` and `score`.
 
     Attributes:
         module: module to import.
@@ -63,7 +63,7 @@ class Adapter:
     scores: tuple[str, ...]
     needs: tuple[str, ...] = ()
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: AdapterSettings) -> None:
         """Find package and weights, then load.
 
         Raises:
@@ -158,7 +158,7 @@ class Hpsv3(Adapter):
         return {"hpsv3": float(torch.as_tensor(said).float()[:, 0].mean())}
 
 
-class Clip(Adapter):
+class ClipScore(Adapter):
     """Agreement with the prompt: cosine times the model's scale, the mean over some frames."""
 
     module = "transformers"
@@ -181,7 +181,7 @@ class Clip(Adapter):
         return {self.scores[0]: float(self._model(**inputs).logits_per_image.float().mean())}
 
 
-class PickScore(Clip):
+class PickScore(ClipScore):
     """The same score of a CLIP trained on human preferences."""
 
     weights = "a folder of yuvalkirstain/PickScore_v1 with weights, tokenizer and preprocessor_config.json"
@@ -229,7 +229,7 @@ def pose_scores(commanded: Tensor, estimated: Tensor) -> dict[str, float]:
 ADAPTERS: Mapping[str, type[Adapter]] = {
     "videoalign": VideoAlign,
     "hpsv3": Hpsv3,
-    "clip": Clip,
+    "clip": ClipScore,
     "pickscore": PickScore,
     "mapanything": MapAnythingPoses,
 }

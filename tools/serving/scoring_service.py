@@ -28,7 +28,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that
 REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for another score of the same model
 
 
-class Judge(Protocol):
+class Scorer(Protocol):
     """A model that a server hosts.
 
     Attributes:
@@ -60,7 +60,7 @@ def checksum(path: Path, pattern: str = "*") -> str:
     return digest.hexdigest()[:16]
 
 
-class LocalJudge:
+class LocalScorer:
     """A reward of this project as a hosted model."""
 
     def __init__(self, reward: Reward) -> None:
@@ -87,24 +87,24 @@ class RefusedError(Exception):
 class ScoringService:
     """Decodes requests, scores them and caches the latest replies; only `read` may run concurrently."""
 
-    def __init__(self, judge: Judge, max_bytes: int) -> None:
-        self.judge = judge
+    def __init__(self, scorer: Scorer, max_bytes: int) -> None:
+        self.scorer = scorer
         self.max_bytes = max_bytes
         self._replies: LruCache[str, bytes] = LruCache(REPLIES_KEPT)
 
     def health(self) -> dict[str, Any]:
         """Return the server's description, for GET /health."""
-        judge = self.judge
-        about = {"protocol": protocol.PROTOCOL, "model": judge.model, "version": judge.version}
-        return about | {"rewards": judge.scores, "needs": judge.needs, "max_bytes": self.max_bytes}
+        scorer = self.scorer
+        about = {"protocol": protocol.PROTOCOL, "model": scorer.model, "version": scorer.version}
+        return about | {"rewards": scorer.scores, "needs": scorer.needs, "max_bytes": self.max_bytes}
 
     def read(self, body: bytes) -> protocol.Request:
         """Return the content of a request; RefusedError if it breaks the protocol or asks for other scores."""
         try:
             request = protocol.read_request(body)
-            if not set(request.rewards) <= set(self.judge.scores):
+            if not set(request.rewards) <= set(self.scorer.scores):
                 raise ValueError(
-                    f"it asks for {', '.join(request.rewards)}, hosted here: {', '.join(self.judge.scores)}"
+                    f"it asks for {', '.join(request.rewards)}, hosted here: {', '.join(self.scorer.scores)}"
                 )
         except Exception as error:
             raise RefusedError(400, f"request cannot be read: {protocol.why(error)}") from error
@@ -115,18 +115,18 @@ class ScoringService:
         """Return the reply to a request; RefusedError if the model fails."""
         if request.key in self._replies:
             return self._replies[request.key]
-        judge, count = self.judge, len(request.conditions)
+        scorer, count = self.scorer, len(request.conditions)
         try:
-            results = judge(request.videos, request.conditions)
+            results = scorer(request.videos, request.conditions)
             shapes = {tuple(part.shape) for r in results.values() for part in (r.values, r.valid, r.faults)}
             shapes |= {(len(r.causes),) for r in results.values()}
-            if set(results) != set(judge.scores) or shapes != {(count,)}:
-                raise ValueError(f"{judge.model} gave {sorted(results)} of shapes {sorted(shapes)}")
+            if set(results) != set(scorer.scores) or shapes != {(count,)}:
+                raise ValueError(f"{scorer.model} gave {sorted(results)} of shapes {sorted(shapes)}")
         except Exception as error:
             raise RefusedError(500, f"{type(error).__name__}: {error}") from error
         causes, faulty = _verdicts(results, count)
         scores = {name: result.values for name, result in results.items()}
-        reply = protocol.encode_reply((judge.model, judge.version), request.conditions, scores, causes, faulty)
+        reply = protocol.encode_reply((scorer.model, scorer.version), request.conditions, scores, causes, faulty)
         if not faulty.any():  # what failed may succeed when it is asked for again
             self._replies[request.key] = reply
         return reply

@@ -17,7 +17,7 @@ from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.metrics import weighted_sum
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
-from flow_grpo.algorithm.groups.selection import Decision, Group, Placement, Rules, decide, groups_of, place
+from flow_grpo.algorithm.groups.selection import Decision, Placement, Rules, SampleGroup, decide, groups_of, place
 from flow_grpo.records import ScoredBatch
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import DynamicSamplingConfig, RewardConfig
@@ -109,7 +109,7 @@ class DynamicSampling:
             "after", chosen.gathered, reward
         )
 
-    def groups(self, gathered: Gathered, number: int, reward: RewardConfig) -> tuple[Group, ...]:
+    def groups(self, gathered: Gathered, number: int, reward: RewardConfig) -> tuple[SampleGroup, ...]:
         """Return the groups of round `number`, judged by the weighted rewards or by `dynamic_sampling.metric`."""
         judged = compare.advantages(gathered, reward, k=self.k, floors=self.floors)
         flat, incomplete = judged.flat, judged.incomplete
@@ -121,7 +121,7 @@ class DynamicSampling:
         )
 
     def _fill(
-        self, pool: SamplePool, groups: list[tuple[Group, ...]], sample_round: SampleRound, reward: RewardConfig
+        self, pool: SamplePool, groups: list[tuple[SampleGroup, ...]], sample_round: SampleRound, reward: RewardConfig
     ) -> Decision:
         """Sample rounds until the pool is full or no more are allowed; `groups` grows by a row per round."""
         decision = decide(groups, self.rules)
@@ -162,7 +162,7 @@ class DynamicSampling:
                 "sample.k, sample.noise_level or dynamic_sampling.max_resample_times"
             )
 
-    def _say_fallback(self, decision: Decision, groups: Sequence[Sequence[Group]]) -> None:
+    def _say_fallback(self, decision: Decision, groups: Sequence[Sequence[SampleGroup]]) -> None:
         self._main(
             f"Insufficient valid samples: {self._progress(decision)} after {len(groups) - 1} resample(s). "
             "Falling back to original batch."
@@ -200,7 +200,7 @@ class DynamicSampling:
         self.say(f"[DynSample-{what}] Rank {self.world.data.rank}: {text}")
 
 
-def _metrics(decision: Decision, groups: Sequence[Sequence[Group]], rules: Rules) -> dict[str, float]:
+def _metrics(decision: Decision, groups: Sequence[Sequence[SampleGroup]], rules: Rules) -> dict[str, float]:
     """Return the `dyn/` metrics of an epoch whose rounds had these groups."""
     kinds = [group.kind for group in groups[0]]
     short = max(0, rules.target - decision.valid)

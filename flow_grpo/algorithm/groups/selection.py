@@ -23,7 +23,7 @@ class ShortageError(RunStoppedError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class SampleGroup:
     """The k copies of one draw.
 
     Attributes:
@@ -76,11 +76,13 @@ class Decision:
 
     action: str
     valid: int
-    groups: tuple[Group, ...] = ()
+    groups: tuple[SampleGroup, ...] = ()
     padded: int = 0
 
 
-def groups_of(gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, first_row: int) -> tuple[Group, ...]:
+def groups_of(
+    gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, first_row: int
+) -> tuple[SampleGroup, ...]:
     """Return the groups of a round, sorted by gid.
 
     Args:
@@ -98,10 +100,10 @@ def groups_of(gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, 
         "incomplete" if is_incomplete else "flat" if is_flat else "valid"
         for is_incomplete, is_flat in zip(incomplete, flat, strict=True)
     ]
-    return tuple(Group(gid, tuple(rows), kind) for (gid, rows), kind in zip(members.items(), kinds, strict=True))
+    return tuple(SampleGroup(gid, tuple(rows), kind) for (gid, rows), kind in zip(members.items(), kinds, strict=True))
 
 
-def decide(rounds: Sequence[Sequence[Group]], rules: Rules) -> Decision:
+def decide(rounds: Sequence[Sequence[SampleGroup]], rules: Rules) -> Decision:
     """Return what to do after the rounds sampled so far; groups are taken in the order (round, gid).
 
     Raises:

@@ -20,8 +20,8 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import RankError, World
+from flow_grpo.runtime.ranks.sent_bytes import gradient_bytes
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, take_step
-from flow_grpo.runtime.ranks.traffic import gradient_bytes
 from flow_grpo.settings.schema import Config
 
 logger = logging.getLogger(__name__)

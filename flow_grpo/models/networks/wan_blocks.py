@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flow_grpo.runtime.ranks.context import Context, Share
+from flow_grpo.runtime.ranks.context_parallel import ContextParallel, Share
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of rotary angles, one per channel pair."""
@@ -140,7 +140,7 @@ class VideoToVideoWan(WanTransformer3DModel):
     camera_modules: ClassVar[tuple[str, ...]]
     camera_encoders: ClassVar[tuple[str, ...]]
     variant: ClassVar[str]
-    context = Context()  # the ranks that share the tokens of a sample
+    context = ContextParallel()  # the ranks that share the tokens of a sample
     # The base class's plan of diffusers' own context parallelism would share the tokens but not the camera.
     _cp_plan = None  # type: ignore[assignment]
 

@@ -170,7 +170,7 @@ def examine_signal(trainer: Trainer) -> Iterator[Finding]:
 def check_signal(signal: Signal) -> Finding:
     """Check that a reward spreads more than its floor, and that the update can credit enough of every spread."""
     more_noise = "raise sample.noise_level or let earlier steps be stochastic (sample.sde_steps)"
-    fail = f"the copies of a group score the same within measuring noise: {more_noise}" if signal.silent else ""
+    fail = f"the copies of a group score the same within measuring noise: {more_noise}" if signal.absent else ""
     credited = all(share >= LEAST_SHARE for share in signal.credit_shares.values())
     warn = f"below {LEAST_SHARE:.0%}: pass --config.sample.same_initial_noise=true, and {more_noise}"
     return finding("signal", signal.in_words(), fail=fail, warn="" if credited else warn)

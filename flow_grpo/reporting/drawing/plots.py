@@ -31,7 +31,7 @@ Deciding = Callable[[Iterable[str]], list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Panel:
+class EpochPlot:
     """One plot over epochs.
 
     Attributes:
@@ -80,13 +80,13 @@ def draw_curves(
         figure.savefig(temporary, format="png")
 
 
-def draw_panel(axes: Any, panel: Panel) -> None:
+def draw_panel(axes: Any, panel: EpochPlot) -> None:
     """Draw a plot over whole epochs."""
     panel.draw(axes)
     axes.xaxis.set_major_locator(round_ticks(integer=True, steps=[1, 2, 5, 10]))
 
 
-def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[list[Panel]]:
+def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[list[EpochPlot]]:
     """Return the plots of a run: held-out metrics that decide, rewards in use and advantages, health."""
     names = names_of(rows)
     held_out = [panel_of_metric([rows], name, direction) for name in _held_out(rows, names, deciding)]
@@ -97,7 +97,7 @@ def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[
     return [held_out, [*rewards, *advantages], list(itertools.chain(*health))]
 
 
-def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Panel:
+def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> EpochPlot:
     """Return the plot of a metric: of one run, which has values, or of several in the colours of `CYCLE`."""
     title, alone = name, len(runs) == 1
     if name.startswith("eval/"):
@@ -112,7 +112,7 @@ def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Pa
     else:
         known = metric_of(name)
         note = f"healthy: {healthy}" if known and (healthy := healthy_text(known)) else "steady is healthy"
-    return Panel(title, note, [name], functools.partial(_draw_metric, runs=runs, name=name))
+    return EpochPlot(title, note, [name], functools.partial(_draw_metric, runs=runs, name=name))
 
 
 def worth_a_panel(names: Iterable[str], deciding: Deciding) -> list[str]:
@@ -177,9 +177,9 @@ def _add_minutes(axes: Any, rows: Rows) -> None:
     above.spines["top"].set_visible(False)
 
 
-def _panel_of_health(rows: Rows, plot: Plot) -> Panel:
+def _panel_of_health(rows: Rows, plot: Plot) -> EpochPlot:
     names, title, note, draw = plot
-    return Panel(title, note, names, lambda axes: draw(axes, rows))
+    return EpochPlot(title, note, names, lambda axes: draw(axes, rows))
 
 
 def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
-from flow_grpo.rewards.camera.pnp import View, locate
+from flow_grpo.rewards.camera.pnp import MappedView, locate
 
 VIEWS = 6  # source frames that are triangulated, evenly spread
 REPROJECTION = 1.5  # pixels
@@ -31,7 +31,7 @@ OVERLAP_SHARE, OVERLAP_DEG, OVERLAP_M = 0.5, 1.0, 0.1  # the same for the ground
 
 
 @dataclasses.dataclass(frozen=True)
-class Film:
+class PosedFrames:
     """F frames of one camera.
 
     Attributes:
@@ -57,7 +57,7 @@ class Source:
         metric: whether their unit is the metre; otherwise it is unknown.
     """
 
-    views: tuple[View, ...]
+    views: tuple[MappedView, ...]
     camera: Floats
     visible: NDArray[np.bool_]
     fault: str
@@ -79,7 +79,7 @@ class Picture:
 class Pictures:
     """The frames of a film, with features computed on first use."""
 
-    def __init__(self, film: Film) -> None:
+    def __init__(self, film: PosedFrames) -> None:
         self.film = film
         self._found: dict[int, Picture] = {}
 
@@ -93,7 +93,7 @@ class Pictures:
         return len(self.film.frames)
 
 
-def make_source(source: Film, target: Film | None, camera: Floats) -> Source:
+def make_source(source: PosedFrames, target: PosedFrames | None, camera: Floats) -> Source:
     """Return the checked anchors of a source video; if the check fails, `fault` of the result says why.
 
     Points are triangulated from the source alone first. If they fail the check and there is a synchronised second
@@ -121,7 +121,7 @@ def view_rows(count: int) -> list[int]:
     return sorted({round(row) for row in np.linspace(0, count - 1, number).tolist()})
 
 
-def triangulate(pictures: Sequence[Picture], camera: Floats) -> list[View]:
+def triangulate(pictures: Sequence[Picture], camera: Floats) -> list[MappedView]:
     """Return each picture's triangulated features: in front of the cameras, exact, and with parallax."""
     matches = {
         (a, b): match(pictures[a].features.descriptors, pictures[b].features.descriptors)
@@ -141,7 +141,7 @@ def triangulate(pictures: Sequence[Picture], camera: Floats) -> list[View]:
         xyz = _places(seen, own, projections, centres)
         kept = np.isfinite(xyz).all(1)
         lasting = np.ones(int(kept.sum()), np.bool_)
-        views.append(View(picture.frame, picture.features.descriptors[kept], xyz[kept], lasting))
+        views.append(MappedView(picture.frame, picture.features.descriptors[kept], xyz[kept], lasting))
     return views
 
 
@@ -197,7 +197,7 @@ def parallax(xyz: Floats, first: Floats, second: Floats) -> Floats:
     return np.nan_to_num(angle)
 
 
-def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], camera: Floats) -> list[View]:
+def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], camera: Floats) -> list[MappedView]:
     """Return anchors triangulated between two synchronised cameras at the frames `rows`, each marked static or not."""
     views, pictures = [], []
     for row in rows:
@@ -207,7 +207,7 @@ def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], came
     return [_with_lasting(view, pictures, camera) for view in views]
 
 
-def _with_lasting(view: View, pictures: Sequence[Picture], camera: Floats) -> View:
+def _with_lasting(view: MappedView, pictures: Sequence[Picture], camera: Floats) -> MappedView:
     """Mark the anchors that a picture of another time shows at the same position."""
     lasting = np.zeros(len(view), np.bool_)
     for picture in pictures:
@@ -220,7 +220,7 @@ def _with_lasting(view: View, pictures: Sequence[Picture], camera: Floats) -> Vi
     return dataclasses.replace(view, lasting=lasting)
 
 
-def _checked(views: Sequence[View], source: Pictures, target: Pictures | None, camera: Floats) -> Source:
+def _checked(views: Sequence[MappedView], source: Pictures, target: Pictures | None, camera: Floats) -> Source:
     """Check anchors by locating held-out source frames and the ground-truth view; return them with `fault`, if any."""
     visible = np.ones(len(source), np.bool_)
     made = Source(tuple(view for view in views if len(view)), camera, visible, "")

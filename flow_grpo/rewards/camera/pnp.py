@@ -24,7 +24,7 @@ RANSAC_ITERATIONS = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class MappedView:
     """A picture whose features have known 3D positions.
 
     Attributes:
@@ -65,7 +65,9 @@ def camera_matrix(intrinsics: Sequence[float]) -> Floats:
     return np.array([[fx, 0.0, cx - 0.5], [0.0, fy, cy - 0.5], [0.0, 0.0, 1.0]])
 
 
-def locate_video(pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequence[View], camera: Floats) -> Located:
+def locate_video(
+    pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequence[MappedView], camera: Floats
+) -> Located:
     """Locate every picture of a video independently.
 
     Args:
@@ -78,7 +80,7 @@ def locate_video(pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequ
     return Located(np.stack([pose for pose, _ in found]), np.array([inliers for _, inliers in found], np.int64))
 
 
-def locate(features: Features, frame: int, views: Sequence[View], camera: Floats) -> tuple[Floats, int]:
+def locate(features: Features, frame: int, views: Sequence[MappedView], camera: Floats) -> tuple[Floats, int]:
     """Return the camera-to-world pose (4, 4), NaN with fewer than `GATE` inliers, and the number of inliers.
 
     `frame` is the picture's number in its video: anchors not known to be static are matched only in their own frame.
@@ -116,7 +118,7 @@ def locate(features: Features, frame: int, views: Sequence[View], camera: Floats
     return pose, inliers
 
 
-def _matches(features: Features, frame: int, views: Sequence[View]) -> tuple[NDArray[np.int64], Floats]:
+def _matches(features: Features, frame: int, views: Sequence[MappedView]) -> tuple[NDArray[np.int64], Floats]:
     """Return the indices (n,) of the features that match an anchor, and the anchors' positions (n, 3)."""
     numbers, places = [np.zeros(0, np.int64)], [np.zeros((0, 3))]
     for view in views:

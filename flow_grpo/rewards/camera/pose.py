@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.camera.anchors import Film, Source, make_source
+from flow_grpo.rewards.camera.anchors import PosedFrames, Source, make_source
 from flow_grpo.rewards.camera.pnp import Located, camera_matrix, locate_video
 from flow_grpo.rewards.camera.unposed import make_unposed_source
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
@@ -131,14 +131,14 @@ def _source_key(condition: Condition) -> SourceKey:
     return condition.scene, condition.source_camera, target, content.hexdigest()
 
 
-def _films(condition: Condition) -> tuple[Film, Film | None, NDArray[np.float64]]:
+def _films(condition: Condition) -> tuple[PosedFrames, PosedFrames | None, NDArray[np.float64]]:
     """Return the arguments of `make_source` and `make_unposed_source`."""
     frames = frame_numbers(condition.size[0])
     assert condition.intrinsics is not None, "rows without intrinsics are left out"
 
-    def film(video: Tensor, poses: Tensor | None) -> Film:
+    def film(video: Tensor, poses: Tensor | None) -> PosedFrames:
         known = np.full((len(frames), 4, 4), np.nan) if poses is None else poses[frames].double().numpy()
-        return Film(grey_frames(video, frames), known, tuple(frames))
+        return PosedFrames(grey_frames(video, frames), known, tuple(frames))
 
     target = None
     if condition.target_video is not None:

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from flow_grpo.rewards.camera.anchors import OVERLAP_SHARE, Film, Source, make_source
+from flow_grpo.rewards.camera.anchors import OVERLAP_SHARE, PosedFrames, Source, make_source
 from flow_grpo.rewards.camera.features import Floats
 from flow_grpo.rewards.camera.pnp import locate_video
 
@@ -18,7 +18,7 @@ LEAST_REGISTERED = 0.5  # share of the source's frames
 LEAST_PATH_M = 0.1  # of the true view's camera: a shorter path does not determine the unit
 
 
-def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> Source:
+def make_unposed_source(source: PosedFrames, target: PosedFrames | None, camera: Floats) -> Source:
     """Return the checked anchors of a source video whose poses are not known.
 
     Args:
@@ -41,7 +41,7 @@ def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> So
         return dataclasses.replace(nothing, fault=f"{fault}{' without parallax' if found.centred else ''}")
     poses = np.linalg.inv(found.poses[0]) @ found.poses[rows]
     poses[:, :3, 3] /= np.linalg.norm(poses[:, :3, 3], axis=1).max()  # so that the tolerances of the check apply
-    film = Film(source.pictures[rows], poses, tuple(source.frames[row] for row in rows))
+    film = PosedFrames(source.pictures[rows], poses, tuple(source.frames[row] for row in rows))
     made = dataclasses.replace(make_source(film, None, camera), visible=nothing.visible, metric=False)
     size = None if target is None or made.fault else metres(made, target)
     if size is None:
@@ -50,7 +50,7 @@ def make_unposed_source(source: Film, target: Film | None, camera: Floats) -> So
     return make_source(film, target, camera)
 
 
-def metres(made: Source, target: Film) -> float | None:
+def metres(made: Source, target: PosedFrames) -> float | None:
     """Return the metres in a source's unit, by least squares over the path of the true view; None if not known."""
     centres = locate_video(target.pictures, target.frames, made.views, made.camera).poses[:, :3, 3]
     seen = np.isfinite(centres).all(1)

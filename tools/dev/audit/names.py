@@ -20,7 +20,7 @@ _WORDS = ("npu", "getattr(torch", "_module(")  # files without any of these are 
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class UnknownName:
     """One line of the report."""
 
     check: str  # "name", "environment", "operator" or "dtype"
@@ -54,51 +54,51 @@ def uses(files: Sequence[Path], root: Path) -> list[Use]:
     return found
 
 
-def check_names(wheel: Wheel, found: Sequence[Use]) -> list[Finding]:
+def check_names(wheel: Wheel, found: Sequence[Use]) -> list[UnknownName]:
     """Return one finding per name and call signature."""
     calls = {(use.name, use.arguments, use.keywords): use for use in reversed(found)}
     return [_check(wheel, use) for use in reversed(calls.values())]
 
 
-def check_backend(wheel: Wheel) -> Finding:
+def check_backend(wheel: Wheel) -> UnknownName:
     """Check that the wheel registers the process group backend that the project uses."""
     if wheel.registers_backend(BACKEND):
-        return Finding("name", "ok", BACKEND, "registered as a process group backend")
-    return Finding("name", "fail", BACKEND, "no such process group backend: change `process_group_backend`")
+        return UnknownName("name", "ok", BACKEND, "registered as a process group backend")
+    return UnknownName("name", "fail", BACKEND, "no such process group backend: change `process_group_backend`")
 
 
-def check_environment(wheel: Wheel, variables: Sequence[str]) -> list[Finding]:
+def check_environment(wheel: Wheel, variables: Sequence[str]) -> list[UnknownName]:
     """Look for each environment variable in the wheel's binaries; CANN reads some of them itself."""
     return [
-        Finding("environment", "ok", variable, "found in a binary")
+        UnknownName("environment", "ok", variable, "found in a binary")
         if wheel.mentions(variable)
-        else Finding("environment", "warn", variable, "not in the wheel: look for it in CANN's documents")
+        else UnknownName("environment", "warn", variable, "not in the wheel: look for it in CANN's documents")
         for variable in variables
     ]
 
 
-def _check(wheel: Wheel, use: Use) -> Finding:
+def _check(wheel: Wheel, use: Use) -> UnknownName:
     found = wheel.find(use.name)
     if found is None:
         text = f"not in {wheel.name}, used in {use.place}: use another name or leave it out for this version"
-        return Finding("name", "fail", use.name, text)
+        return UnknownName("name", "fail", use.name, text)
     if use.arguments is None:
-        return Finding("name", "ok", use.name, f"{found.kind} in {found.module}")
+        return UnknownName("name", "ok", use.name, f"{found.kind} in {found.module}")
     return _check_call(wheel, use, found)
 
 
-def _check_call(wheel: Wheel, use: Use, found: Definition) -> Finding:
+def _check_call(wheel: Wheel, use: Use, found: Definition) -> UnknownName:
     called = f"{use.name}({', '.join(['_'] * (use.arguments or 0) + [f'{word}=_' for word in use.keywords])})"
     signature = wheel.signature(found)
     if signature is None:
         text = f"called in {use.place}, but its arguments cannot be read ({found.kind} in {found.module}): look at it"
-        return Finding("name", "warn", called, text)
+        return UnknownName("name", "warn", called, text)
     try:
         signature.bind(*[None] * (use.arguments or 0), **dict.fromkeys(use.keywords))
     except TypeError as error:
         text = f"{error}: {found.module} has {signature}; change the call in {use.place}"
-        return Finding("name", "fail", called, text)
-    return Finding("name", "ok", called, f"{signature} in {found.module}")
+        return UnknownName("name", "fail", called, text)
+    return UnknownName("name", "ok", called, f"{signature} in {found.module}")
 
 
 class _Scope:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from flow_grpo.runtime import device as device_api
-from tools.dev.audit.names import Finding
+from tools.dev.audit.names import UnknownName
 
 ROOT = Path(__file__).resolve().parents[3]
 REGISTERED = "registered"
@@ -233,32 +233,32 @@ def observe() -> Record:
         return training_step(Path(folder))
 
 
-def check_operators(operators: Mapping[str, int], registered: Collection[str]) -> list[Finding]:
+def check_operators(operators: Mapping[str, int], registered: Collection[str]) -> list[UnknownName]:
     """Return one finding per operator: it has an NPU kernel, decomposes into others, or falls back to the CPU."""
     return [_check(name, registered) for name in sorted(operators)]
 
 
-def check_dtypes(wide: Mapping[tuple[str, torch.dtype], int]) -> list[Finding]:
+def check_dtypes(wide: Mapping[tuple[str, torch.dtype], int]) -> list[UnknownName]:
     """Return one finding per operator whose result has a dtype that NPUs lack, or a single "ok"."""
     if not wide:
-        return [Finding("dtype", "ok", "float64, complex", "none on the device")]
+        return [UnknownName("dtype", "ok", "float64, complex", "none on the device")]
     way_out = "on the device: compute it on the CPU, or in float32"
     return [
-        Finding("dtype", "fail", name, f"{str(dtype).removeprefix('torch.')} x {count} {way_out}")
+        UnknownName("dtype", "fail", name, f"{str(dtype).removeprefix('torch.')} x {count} {way_out}")
         for (name, dtype), count in sorted(wide.items(), key=str)
     ]
 
 
-def _check(name: str, registered: Collection[str]) -> Finding:
+def _check(name: str, registered: Collection[str]) -> UnknownName:
     if name in registered:
-        return Finding("operator", "ok", name, REGISTERED)
+        return UnknownName("operator", "ok", name, REGISTERED)
     if _has_kernel(name, "CompositeImplicitAutograd") or _has_kernel(name, "CompositeExplicitAutograd"):
-        return Finding("operator", "ok", name, "composite")
+        return UnknownName("operator", "ok", name, "composite")
     into = [other for other in registered if other.split(".")[0] == name.split(".")[0] and other.endswith("out")]
     if into and _has_kernel(name, "CompositeExplicitAutogradNonFunctional"):
-        return Finding("operator", "ok", name, f"composite over {min(into)}")
+        return UnknownName("operator", "ok", name, f"composite over {min(into)}")
     text = "not registered, runs on the CPU: use other operators, or accept the copies"
-    return Finding("operator", "fail", name, text)
+    return UnknownName("operator", "fail", name, text)
 
 
 def _has_kernel(name: str, key: str) -> bool:

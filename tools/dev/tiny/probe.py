@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 
-from flow_grpo.data.tiny_world import TinyScene, WorldSpec, caption, film, make_scene
+from flow_grpo.data.tiny_world import TinyScene, WorldSpec, caption, make_scene, render_views
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import PRESETS, camera_tokens
 from flow_grpo.maths.schedule import flow_sigmas
@@ -59,8 +59,10 @@ class Probe:
         self.codec = codec
         pairs = [(make_scene(world, "probe", n), n % len(PRESETS)) for n in range(conditions)]
         self.cameras = torch.stack([scene_cameras(scene, codec)[c] for scene, c in pairs])
-        self.truth = torch.cat([film(world, [scene], [c]) for scene, c in pairs])
-        sources = torch.cat([film(world, [scene], [(c + 1 + n % 9) % 10]) for n, (scene, c) in enumerate(pairs)])
+        self.truth = torch.cat([render_views(world, [scene], [c]) for scene, c in pairs])
+        sources = torch.cat(
+            [render_views(world, [scene], [(c + 1 + n % 9) % 10]) for n, (scene, c) in enumerate(pairs)]
+        )
         self.source = encode(codec, sources)
         self.captions = torch.tensor([CAPTIONS.index(caption(video)) for video in self.truth])
         self.ladder = torch.stack([self._motions(world, n, c) for n, (_, c) in enumerate(pairs)])
@@ -73,7 +75,7 @@ class Probe:
         for place in LADDER.tolist():
             shift, turn = (low + (1 - low) * place for low in WEAKEST)
             scenes.append(make_scene(moved_less(world, shift, turn), "probe", number))
-        return film(world, scenes, [camera])
+        return render_views(world, scenes, [camera])
 
     @torch.no_grad()
     def measure(self, model: nn.Module, text: Tensor, copies: int = 4, steps: int = 12) -> dict[str, float]:

@@ -21,7 +21,7 @@ Mode: TypeAlias = Literal["none", "keep_attention", "blocks"]
 FASTEST_FIRST: tuple[Mode, ...] = ("none", "keep_attention", "blocks")
 
 
-def settled(config: Config, devices: int, gib: float) -> tuple[Config, str]:
+def choose_recomputation(config: Config, devices: int, gib: float) -> tuple[Config, str]:
     """Return a configuration whose `model.checkpointing` is decided, and a line that says why; "" where it was.
 
     Args:

@@ -31,7 +31,7 @@ from flow_grpo.runtime.ranks.process_group import Group, World
 DeviceGroup = dist.ProcessGroup | None
 
 
-class Context:
+class ContextParallel:
     """The ranks that share the tokens of a sample; by default this one alone, and nothing is exchanged.
 
     Args:
@@ -104,7 +104,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: DeviceGroup, context: Context
+        ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: DeviceGroup, context: ContextParallel
     ) -> Tensor:
         ctx.given = send, receive, group, context
         return _all_to_all(flat, send, receive, group, context)
@@ -115,7 +115,9 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad.contiguous(), receive, send, group, context), None, None, None, None
 
 
-def _all_to_all(flat: Tensor, send: list[int], receive: list[int], group: DeviceGroup, context: Context) -> Tensor:
+def _all_to_all(
+    flat: Tensor, send: list[int], receive: list[int], group: DeviceGroup, context: ContextParallel
+) -> Tensor:
     received = flat.new_empty(sum(receive))
     dist.all_to_all_single(received, flat, receive, send, group=group)
     context.ranks.sent["tokens"] += (len(flat) - send[dist.get_rank(group)]) * flat.itemsize
@@ -131,7 +133,7 @@ class Share:
         patches: how many of a frame each of them has.
     """
 
-    context: Context
+    context: ContextParallel
     patches: tuple[int, ...]
 
     @property
@@ -189,7 +191,7 @@ class Share:
         return self.patches[first : first + size]
 
 
-def share_samples(world: World, size: int, device: torch.device) -> tuple[World, Context]:
+def share_samples(world: World, size: int, device: torch.device) -> tuple[World, ContextParallel]:
     """Let consecutive ranks share samples, so many each (collective call).
 
     Args:
@@ -201,7 +203,7 @@ def share_samples(world: World, size: int, device: torch.device) -> tuple[World,
         The world, with its groups `data` and `sample`; and the latter for tensors on the device.
     """
     if size == 1:
-        return world, Context()
+        return world, ContextParallel()
     everyone, timeouts = world.all, world.timeouts
     members = torch.arange(everyone.size).view(-1, size)
     gloo = _own_group(members, timeouts.control_s, "gloo")
@@ -213,7 +215,9 @@ def share_samples(world: World, size: int, device: torch.device) -> tuple[World,
         gloo=_own_group(members.T, timeouts.control_s, "gloo"),
     )
     device_group = gloo if device.type == "cpu" else _own_group(members, timeouts.device_s)
-    return dataclasses.replace(world, data=data, sample=sample), Context(sample, device_group, timeouts.device_s)
+    return dataclasses.replace(world, data=data, sample=sample), ContextParallel(
+        sample, device_group, timeouts.device_s
+    )
 
 
 def _own_group(members: Tensor, timeout_s: float, backend: str | None = None) -> DeviceGroup:

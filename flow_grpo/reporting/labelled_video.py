@@ -50,7 +50,7 @@ class Box:
     height: int
 
 
-def film(panels: Sequence[Panel], caption: Sequence[str], poses: Tensor | None) -> tuple[Tensor, list[Box]]:
+def draw_labelled(panels: Sequence[Panel], caption: Sequence[str], poses: Tensor | None) -> tuple[Tensor, list[Box]]:
     """Return a film (3, T, height, width) uint8, of even width and height, and where its panels are.
 
     Args:
