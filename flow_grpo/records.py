@@ -8,7 +8,6 @@ L D prompt tokens and width, T video frames, h w video rows and columns. Latents
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -141,7 +140,7 @@ class Rows:
         def picked(tensor: Tensor) -> Tensor:
             if isinstance(selection, slice):
                 return tensor[selection]
-            return tensor[selection.to(tensor.device, non_blocking=True)]  # indexing by CPU places would wait
+            return tensor[selection.to(tensor.device, non_blocking=True)]  # indexing by a CPU tensor would wait
 
         return self.map(picked)
 
@@ -212,19 +211,16 @@ class Samples(Rows):
 
     Attributes:
         keys: (n, 3) int64 CPU: gid, slot, index.
-        places: (n,) int64 CPU: each sample's index in its rank's order, which is the sampler's until samples are chosen
-            and the update's afterwards; -1 for a sample that is not trained on.
         noise_ids: (n, 2) int64 CPU: hashes of the initial noise and of the step noise, or twice the first where
             no step is stochastic.
         conditioning: n rows.
         trajectory: n rows.
         final_latents: (n, C, F, H, W) fp32 clean latents.
-        advantages: (n,) fp32 CPU, normalised within groups; None until groups are compared.
-        weights: (n,) fp32 CPU sample weights, 0 leaves a sample out of the loss; None until groups are compared.
+        advantages: (n,) fp32 CPU, normalised within groups; None until `TrainingBatch.take`.
+        weights: (n,) fp32 CPU sample weights, 0 leaves a sample out of the loss; None until `TrainingBatch.take`.
     """
 
     keys: Tensor
-    places: Tensor
     noise_ids: Tensor
     conditioning: Conditioning
     trajectory: Trajectory
@@ -279,12 +275,14 @@ class ScoredBatch:
         samples: n rows.
         rewards: reward name -> result of n rows.
         videos: (b, 3, T, h, w) CPU fp32, the decoded videos of the first b <= n samples, for the log.
+        positions: (n,) int64 CPU, rising: each sample's index in the order in which its rank's sampler drew the round.
     """
 
     conditions: tuple[Condition, ...]
     samples: Samples
     rewards: dict[str, RewardResult]
     videos: Tensor
+    positions: Tensor
 
     def __len__(self) -> int:
         return len(self.conditions)
@@ -292,19 +290,23 @@ class ScoredBatch:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatch:
-    """One rank's samples for the update of an epoch; every rank holds equally many.
+    """One rank's n samples for the update of an epoch; every rank holds equally many.
 
     Parts stay on the device where they were sampled or received; `take` copies one micro-batch at a time.
 
     Attributes:
-        parts: records that together hold places 0..length-1. A video size has several parts when its samples come from
-            several rounds or from other ranks.
-        length: number of samples.
+        parts: the records that hold the samples. A video size has several when its samples come from several rounds or
+            from other ranks. A record may also hold rows that are not trained on.
+        table: (2, n) int64 CPU: the part that holds each sample, and its row there.
+        advantages: (n,) fp32 CPU, normalised within groups.
+        weights: (n,) fp32 CPU sample weights, 0 leaves a sample out of the loss.
         as_rolled_out: one part per size, whose rows are the rollout's batches in their order.
     """
 
     parts: tuple[Samples, ...]
-    length: int
+    table: Tensor
+    advantages: Tensor
+    weights: Tensor
     as_rolled_out: bool = True
 
     def __post_init__(self) -> None:
@@ -312,28 +314,18 @@ class TrainingBatch:
         assert len(counts) == 1, f"samples of one epoch have equally many stochastic steps, got {sorted(counts)}"
 
     def __len__(self) -> int:
-        return self.length
+        return self.table.shape[1]
 
     def sizes(self) -> Tensor:
-        """Return (length,) int64: equal numbers mean equal latent shapes, which may share a call."""
+        """Return (n,) int64: equal numbers mean equal latent shapes, which may share a call."""
         shapes = [tuple(part.final_latents.shape[1:]) for part in self.parts]
-        numbers = torch.full((self.length,), -1)
-        for part, shape in zip(self.parts, shapes, strict=True):
-            numbers[part.places[part.places >= 0]] = shapes.index(shape)
-        assert (numbers >= 0).all(), f"no part holds the samples at {(numbers < 0).nonzero().flatten().tolist()}"
-        return numbers
+        return torch.tensor([shapes.index(shape) for shape in shapes])[self.table[0]]
 
-    def take(self, places: Tensor, device: torch.device | str) -> Samples:
-        """Return the samples at these places, all of one size, on `device`; rows are in the order of the parts."""
-        owners, rows = self._where[:, places]
-        found = [(part, rows[owners == number].sort().values) for number, part in enumerate(self.parts)]
-        return Samples.concatenate([part.rows(own) for part, own in found if len(own)]).to(device)
-
-    @functools.cached_property
-    def _where(self) -> Tensor:
-        """(2, length) int64: which part holds each place, and in which row."""
-        where = torch.full((2, self.length), -1)
-        for number, part in enumerate(self.parts):
-            (held,) = (part.places >= 0).nonzero(as_tuple=True)
-            where[0, part.places[held]], where[1, part.places[held]] = number, held
-        return where
+    def take(self, positions: Tensor, device: torch.device | str) -> Samples:
+        """Return the samples at these (b,) positions, all of one size, on `device`, in this order."""
+        owners, rows = self.table[:, positions]
+        numbers, counts = owners.unique_consecutive(return_counts=True)
+        pieces = zip(numbers.tolist(), rows.split(counts.tolist()), strict=True)
+        samples = Samples.concatenate([self.parts[number].rows(own) for number, own in pieces])
+        columns = self.advantages[positions], self.weights[positions]
+        return dataclasses.replace(samples, advantages=columns[0], weights=columns[1]).to(device)

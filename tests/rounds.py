@@ -50,7 +50,6 @@ def scripted_batch(
     reward = torch.tensor(values)
     samples = Samples(
         keys=torch.tensor([[gid, slot, index] for _, gid, slot, index in draws]),
-        places=torch.arange(len(draws)),
         noise_ids=torch.tensor([[2**40 + 100 * gid + slot, -(100 * gid + slot)] for _, gid, slot, _ in draws]),
         conditioning=Conditioning(
             marks[:, None].repeat(1, 3, 4),
@@ -60,7 +59,9 @@ def scripted_batch(
         final_latents=latent[:, 0] + 0.25,
     )
     rewards = {"scripted": RewardResult(reward, reward.isfinite(), ("",) * len(draws))}
-    return ScoredBatch(tuple(conditions), samples, rewards, torch.zeros(len(draws), 3, 5, 2, 2))
+    return ScoredBatch(
+        tuple(conditions), samples, rewards, torch.zeros(len(draws), 3, 5, 2, 2), torch.arange(len(draws))
+    )
 
 
 def split_by_size(batch: ScoredBatch, frames: Callable[[int], int], kinds: Kinds, groups: int) -> list[ScoredBatch]:
@@ -72,8 +73,7 @@ def split_by_size(batch: ScoredBatch, frames: Callable[[int], int], kinds: Kinds
     for size, rows in sizes.items():
         draws = [(0, c.gid, c.slot, c.index) for c in (batch.conditions[row] for row in rows)]
         part = scripted_batch(draws, kinds, groups, size)
-        placed = dataclasses.replace(part.samples, places=torch.tensor(rows))
-        parts.append(dataclasses.replace(part, samples=placed))
+        parts.append(dataclasses.replace(part, positions=torch.tensor(rows)))
     return parts
 
 
@@ -149,14 +149,10 @@ def choose(
 
 def rows_by_position(chosen: Chosen) -> dict[int, tuple[int, int]]:
     """Return position -> (gid, slot) of this rank's samples, after checking that every tensor is of that sample."""
-    found: dict[int, tuple[int, int]] = {}
     for samples in chosen.parts:
         check_marks(samples)
-        for position, (gid, slot, _) in zip(samples.places.tolist(), samples.keys.tolist(), strict=True):
-            if position >= 0:
-                assert position not in found
-                found[position] = gid, slot
-    return found
+    held = [chosen.parts[part].keys[row].tolist() for part, row in chosen.table.T.tolist()]
+    return {position: (gid, slot) for position, (gid, slot, _) in enumerate(held)}
 
 
 def check_marks(samples: Samples) -> None:
@@ -164,7 +160,7 @@ def check_marks(samples: Samples) -> None:
     marks = (100.0 * samples.keys[:, 0] + samples.keys[:, 1]).float()
     shifts = {"source_latents": 0.5, "target_cameras": -0.5, "final_latents": 0.25}
     for name, tensor in samples.tensors().items():
-        if name in ("keys", "places", "noise_ids", "trajectory.steps"):
+        if name in ("keys", "noise_ids", "trajectory.steps"):
             continue
         wanted = marks / 7 if name.endswith("log_probs") else marks + shifts.get(name.rpartition(".")[2], 0.0)
         assert torch.equal(tensor.flatten(1), wanted[:, None].expand(-1, tensor[0].numel())), name

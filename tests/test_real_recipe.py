@@ -92,7 +92,7 @@ def bear_witness() -> None:
         seen["rewards"] = {name: list(values.shape) for name, values in gathered.rewards.items()}
 
     def on_compare(batch, *_):
-        seen["advantages"] = torch.cat([part.advantages for part in batch.parts]).tolist()
+        seen["advantages"] = batch.advantages.tolist()
 
     def on_update(_, trainer, *__):
         trained = [p.detach().double() for p in trainer.updater.policy.trained_parameters()]

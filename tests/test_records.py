@@ -53,12 +53,10 @@ def trajectory(rows: int, size: int = 3) -> Trajectory:
     )
 
 
-def samples(places: list[int], size: int = 3) -> Samples:
-    rows = len(places)
+def samples(rows: int, size: int = 3) -> Samples:
     number = torch.arange(rows, dtype=torch.float32)
     return Samples(
         keys=torch.arange(3 * rows).view(rows, 3),
-        places=torch.tensor(places),
         noise_ids=torch.zeros((rows, 2), dtype=torch.int64),
         conditioning=conditioning(rows),
         trajectory=trajectory(rows, size),
@@ -73,10 +71,9 @@ class Table(Rows):
 
 
 def test_every_tensor_has_a_dotted_name_and_can_be_replaced_by_it() -> None:
-    made = samples([0, 1])
+    made = samples(2)
     names = {
         "keys",
-        "places",
         "noise_ids",
         "final_latents",
         "conditioning.prompt_embeds",
@@ -97,7 +94,7 @@ def test_every_tensor_has_a_dotted_name_and_can_be_replaced_by_it() -> None:
 
 
 def test_the_inputs_of_the_network_change_device_and_nothing_else_does() -> None:
-    made = samples([0, 1])
+    made = samples(2)
     assert made.to("cpu").trajectory.states.data_ptr() == made.trajectory.states.data_ptr()
     moved = made.to("meta")
     latents = (moved.trajectory.states, moved.trajectory.log_probs, moved.final_latents)
@@ -105,24 +102,24 @@ def test_the_inputs_of_the_network_change_device_and_nothing_else_does() -> None
     assert moved.keys.device.type == moved.trajectory.steps.device.type == "cpu"
 
 
-def test_samples_are_taken_from_several_parts_by_place() -> None:
-    batch = TrainingBatch((samples([3, -1, 0]), samples([-1, 1]), samples([2, 4], size=5)), length=5)
-    assert batch.sizes().tolist() == [0, 0, 2, 0, 2]
-    taken = batch.take(torch.tensor([1, 3]), "cpu")
-    assert taken.places.tolist() == [3, 1]
-    assert taken.trajectory.states.flatten(1)[:, 0].tolist() == [0.0, 1.0]
+def batch_of(parts: tuple[Samples, ...], table: list[list[int]]) -> TrainingBatch:
+    numbers = torch.arange(len(table), dtype=torch.float32)
+    return TrainingBatch(parts, torch.tensor(table).T, advantages=10 + numbers, weights=20 + numbers)
+
+
+def test_samples_are_taken_from_several_parts_in_the_order_of_their_positions() -> None:
+    batch = batch_of((samples(3), samples(2), samples(2, size=5)), [[0, 2], [1, 1], [2, 0], [0, 0], [2, 1], [0, 2]])
+    assert len(batch) == 6 and batch.sizes().tolist() == [0, 0, 2, 0, 2, 0]
+    taken = batch.take(torch.tensor([0, 1, 3, 5]), "cpu")
+    assert taken.trajectory.states.flatten(1)[:, 0].tolist() == [2.0, 1.0, 0.0, 2.0]
+    assert taken.advantages.tolist() == [10, 11, 13, 15] and taken.weights.tolist() == [20, 21, 23, 25]
     moved = batch.take(torch.tensor([0]), "meta")
     assert moved.trajectory.states.device.type == moved.conditioning.prompt_embeds.device.type == "meta"
-    assert moved.keys.device.type == moved.places.device.type == "cpu"
-
-
-def test_a_position_without_a_sample_is_an_error() -> None:
-    with pytest.raises(AssertionError, match=r"no part holds the samples at \[1\]"):
-        TrainingBatch((samples([0, 2]),), length=3).sizes()
+    assert moved.keys.device.type == moved.advantages.device.type == "cpu"
 
 
 def test_samples_of_one_epoch_have_equally_many_stochastic_steps() -> None:
-    other = samples([1])
+    other = samples(1)
     other = dataclasses.replace(other, trajectory=dataclasses.replace(other.trajectory, steps=torch.tensor([[2]])))
     with pytest.raises(AssertionError, match="equally many stochastic steps"):
-        TrainingBatch((samples([0]), other), length=2)
+        batch_of((samples(1), other), [[0, 0], [1, 0]])

@@ -21,7 +21,7 @@ from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas, windows
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Condition, Conditioning, Guidance, RewardResult, ScoredBatch, TrainingBatch
+from flow_grpo.records import Condition, Conditioning, Guidance, RewardResult, Samples, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling, SdeSettings
@@ -163,21 +163,35 @@ def scored(
     seed: int = 5,
     first: int = 0,
 ) -> ScoredBatch:
-    """Roll out and score one batch, whose places start at `first`."""
+    """Roll out and score one batch, whose positions start at `first`."""
     samples = rollout(
         policy, conditions, policy.encode(conditions), [window] * len(conditions), Sampling(SIGMAS, SDE, seed)
     )
     reward = reward or BrightnessReward()
     videos = policy.decode(samples.final_latents)
-    samples = dataclasses.replace(samples, places=samples.places + first)
-    return ScoredBatch(tuple(conditions), samples, {reward.name: reward(videos, conditions)}, videos)
+    positions = torch.arange(first, first + len(samples))
+    return ScoredBatch(tuple(conditions), samples, {reward.name: reward(videos, conditions)}, videos, positions)
+
+
+def joined(parts: Sequence[ScoredBatch]) -> ScoredBatch:
+    """Join batches of one video size."""
+    drawn = [(part.positions.tolist(), part.conditions) for part in parts]
+    (whole,) = merge_sizes(drawn, [part.samples for part in parts], [part.rewards for part in parts])
+    return whole
+
+
+def batch_of(samples: Samples) -> TrainingBatch:
+    """Return samples that have advantages and weights as a rank's whole batch."""
+    assert samples.advantages is not None and samples.weights is not None
+    rows = torch.arange(len(samples))
+    return TrainingBatch((samples,), torch.stack([0 * rows, rows]), samples.advantages, samples.weights)
 
 
 def training_batch(policy: ToyPolicy, batches: Sequence[Sequence[Condition]], **options: Any) -> TrainingBatch:
     """Roll out batch by batch, join, and compare within groups, as one rank would."""
     starts = [sum(map(len, batches[:number])) for number in range(len(batches))]
     parts = [scored(policy, part, first=first, **options) for part, first in zip(batches, starts, strict=True)]
-    (whole,) = merge_sizes([p.conditions for p in parts], [p.samples for p in parts], [p.rewards for p in parts])
+    whole = joined(parts)
     gathered = gather([whole], World())
     k = int((gathered.gids == gathered.gids[0]).sum())
     compared = combine_rewards(

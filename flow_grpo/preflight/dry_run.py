@@ -87,7 +87,6 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
     batch = _rolled_out(policy, config, size, found)
     batches = config.sample.num_batches_per_epoch
     samples = Samples.concatenate([batch.samples] * batches)
-    samples = dataclasses.replace(samples, places=torch.arange(len(samples)))
     epoch = dataclasses.replace(batch, conditions=batch.conditions * batches, samples=samples)
     views = debug_print.batch_view(epoch, sampling_of(config).sigmas, config.reward.weights)
     _note(found, "epoch", {name: value for name, value in views.items() if isinstance(value, Tensor)})
@@ -125,13 +124,13 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     _note(found, "rollout", samples.trajectory.tensors() | {"final_latents": samples.final_latents})
     _note(found, "decode", {"videos": videos})
     reward = RewardResult(torch.ones(rows), torch.ones(rows, dtype=torch.bool), ("",) * rows)
-    return ScoredBatch(conditions, samples, dict.fromkeys(config.reward.weights, reward), videos)
+    return ScoredBatch(conditions, samples, dict.fromkeys(config.reward.weights, reward), videos, torch.arange(rows))
 
 
 def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[TensorInfo]) -> None:
     """Take the epoch's optimizer steps; every trained tensor must receive a gradient."""
-    ones = torch.ones(len(samples))
-    batch = TrainingBatch((dataclasses.replace(samples, advantages=ones, weights=ones),), len(samples))
+    ones, rows = torch.ones(len(samples)), torch.arange(len(samples))
+    batch = TrainingBatch((samples,), torch.stack([torch.zeros_like(rows), rows]), ones, ones)
     if config.train.kl_coef > 0:
         policy.keep_reference()
     optimizer = parts.build_optimizer(config, policy)

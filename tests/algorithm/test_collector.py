@@ -1,4 +1,4 @@
-"""Sampling an epoch: the stream of conditions, encoding, places over mixed video sizes, merging batches."""
+"""Sampling an epoch: the stream of conditions, encoding, positions over mixed video sizes, merging batches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout.collector import ConditionStream, merge_sizes
+from flow_grpo.algorithm.rollout.collector import ConditionStream
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
 from flow_grpo.records import Condition, Samples
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import Group, World
-from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, scored
+from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, joined, scored
 
 
 def a_sampler() -> DistributedKRepeatSampler:
@@ -72,7 +72,7 @@ def test_samples_are_offloaded_after_each_rollout_only_with_offload(monkeypatch)
 
 
 def test_an_epoch_of_mixed_sizes_has_each_sample_at_its_place_in_the_sampler_s_order():
-    """Two steps of 4 rows hold two sizes: the policy sees full batches of one size, the places say the order."""
+    """Two steps of 4 rows hold two sizes: the policy sees full batches of one size, the positions say the order."""
 
     def made(index: int, gid: int, slot: int) -> Condition:
         whole = condition(index, gid, slot)
@@ -95,10 +95,10 @@ def test_an_epoch_of_mixed_sizes_has_each_sample_at_its_place_in_the_sampler_s_o
     assert len(batches) == 2 and all(sizes.values())
     assert batches[0].conditions[0].index == drawn[0][3]
     for batch in batches:
-        own = [drawn[place][1:] for place in batch.samples.places.tolist()]
+        own = [drawn[place][1:] for place in batch.positions.tolist()]
         assert own == [tuple(key) for key in batch.samples.keys.tolist()]
         assert own == [(c.gid, c.slot, c.index) for c in batch.conditions]
-        assert batch.samples.places.tolist() == sorted(batch.samples.places.tolist())
+        assert batch.positions.tolist() == sorted(batch.positions.tolist())
     # One call of `encode` per rollout batch, with the copies in the sampler's order.
     first = drawn[0][3] % 2 == 1
     order = [[d[3] for d in sizes[odd]] for odd in (first, not first)]
@@ -133,14 +133,12 @@ def test_a_batch_s_prompts_are_printed_when_it_is_sampled(capsys):
 def test_joining_batches_keeps_rows_in_order():
     policy = ToyPolicy()
     parts = [scored(policy, group(gid, 2), first=first) for gid, first in ((4, 0), (9, 2))]
-    (joined,) = merge_sizes(
-        [part.conditions for part in parts], [part.samples for part in parts], [part.rewards for part in parts]
-    )
-    samples, first_part, second_part = joined.samples, parts[0].samples, parts[1].samples
-    assert [c.gid for c in joined.conditions] == [4, 4, 9, 9]
-    assert samples.places.tolist() == [0, 1, 2, 3]
+    whole = joined(parts)
+    samples, first_part, second_part = whole.samples, parts[0].samples, parts[1].samples
+    assert [c.gid for c in whole.conditions] == [4, 4, 9, 9]
+    assert whole.positions.tolist() == [0, 1, 2, 3]
     assert torch.equal(samples.trajectory.states[2:], second_part.trajectory.states)
     assert torch.equal(samples.trajectory.log_probs[:2], first_part.trajectory.log_probs)
     assert torch.equal(samples.noise_ids[:2], first_part.noise_ids)
-    assert torch.equal(joined.rewards["brightness"].values[2:], parts[1].rewards["brightness"].values)
-    assert torch.equal(joined.rewards["brightness"].info["percent"][2:], parts[1].rewards["brightness"].info["percent"])
+    assert torch.equal(whole.rewards["brightness"].values[2:], parts[1].rewards["brightness"].values)
+    assert torch.equal(whole.rewards["brightness"].info["percent"][2:], parts[1].rewards["brightness"].info["percent"])

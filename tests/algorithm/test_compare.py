@@ -48,7 +48,8 @@ def _gather_the_example(world: World) -> tuple[list[int], list[float], list[int]
     gathered = compare.gather([batch], world)
     compare.check(gathered, sample_config(), world)
     compared = compare.advantages(gathered, REWARD, k=4, floors={})
-    (mine,) = compare.own_rows(compare.everything([batch], gathered, world), compared, world).parts
+    batch = compare.own_rows(compare.everything([batch], gathered, world), compared, world)
+    mine = batch.take(torch.arange(len(batch)), "cpu")
     return gathered.gids.tolist(), compared.advantages.tolist(), mine.keys[:, 0].tolist()
 
 

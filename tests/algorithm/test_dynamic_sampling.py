@@ -51,8 +51,8 @@ def _scenario(world: World, kinds, options: dict) -> dict:
         "placed": len(chosen.placement[world.data.rank]),
         "as_rolled_out": chosen.as_rolled_out,
         "original": original,
-        "weights": torch.cat([part.weights[part.places >= 0] for part in batch.parts]).tolist(),
-        "advantages": torch.cat([part.advantages[part.places >= 0] for part in batch.parts]).tolist(),
+        "weights": batch.weights.tolist(),
+        "advantages": batch.advantages.tolist(),
         "size": len(batch),
         "devices": sorted({str(t.device) for part in batch.parts for t in part.tensors().values()}),
         "next_step": rounds.sampler.next_step,
@@ -68,7 +68,7 @@ def _equals_first_round(chosen: compare.Chosen, rounds: Rounds) -> bool:
         if set(wanted) != set(found) or not all(torch.equal(tensor, wanted[name]) for name, tensor in found.items()):
             return False
     reward = torch.cat([batch.rewards["scripted"].values for batch in rounds.drawn[0]])
-    order = torch.cat([batch.samples.places for batch in rounds.drawn[0]]).argsort()
+    order = torch.cat([batch.positions for batch in rounds.drawn[0]]).argsort()
     mine = torch.tensor(chosen.placement[rounds.world.data.rank])
     return torch.equal(chosen.gathered.rewards["scripted"][mine].float().nan_to_num(), reward[order].nan_to_num())
 
@@ -295,9 +295,9 @@ def test_moved_bytes_are_those_of_the_moved_rows():
     assert mixed[0]["metrics"]["dyn/moved_samples"] == 8.0
     assert max(result["sizes"] for result in mixed) == 3
     results = scenario([14, 4], layout="contiguous")
-    # int64: keys 3, place 1, noise 2; fp32: states 3, final latents 1 and source latents 1 of (2, 5, 2, 2), prompts
+    # int64: keys 3, noise 2; fp32: states 3, final latents 1 and source latents 1 of (2, 5, 2, 2), prompts
     # (3, 4), cameras (5, 1), log-probs 2; int64: steps 2
-    row = 8 * 8 + 4 * (5 * 40 + 12 + 5 + 2)
+    row = 8 * 7 + 4 * (5 * 40 + 12 + 5 + 2)
     assert results[0]["metrics"]["dyn/moved_samples"] == 8.0
     assert results[0]["metrics"]["dyn/moved_bytes"] == 8 * row
 

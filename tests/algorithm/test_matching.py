@@ -12,10 +12,10 @@ from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.matching import MatchingObjective
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.schedule import shifted
-from flow_grpo.records import Samples, TrainingBatch
+from flow_grpo.records import Samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import ODE, Sampling, SdeSettings
-from tests.toy import SIGMAS, ToyPolicy, group, train_config, update, update_config, weights_of
+from tests.toy import SIGMAS, ToyPolicy, batch_of, group, train_config, update, update_config, weights_of
 from tests.workers import run_ranks
 
 CONDITIONS = [*group(1, 4), *group(2, 4), *group(3, 4)]
@@ -41,7 +41,7 @@ def updated(samples: Samples, world: World | None = None, **changes) -> tuple[to
     made = objective(policy, **changes)
     optimizer = torch.optim.SGD(policy.trained_parameters(), lr=1e-2)
     moving = Updater(policy, made, optimizer, update_config(4, made.train), world or World())
-    metrics = update(moving, TrainingBatch((samples,), len(samples)), probe=True)
+    metrics = update(moving, batch_of(samples), probe=True)
     return weights_of(policy), metrics
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.records import TrainingBatch
 from tests.toy import ToyPolicy, group, training_batch, update, updater
 
 
@@ -29,9 +28,9 @@ class PointwisePolicy(ToyPolicy):
 def first_steps(shape: tuple[int, int, int, int]) -> dict[str, float]:
     """Return the metrics of 48 optimizer steps on 4 samples each, with random advantages and weights that stay."""
     policy = PointwisePolicy(shape)
-    (part,) = training_batch(policy, [group(gid, 4) for gid in range(48)]).parts
+    batch = training_batch(policy, [group(gid, 4) for gid in range(48)])
     signs = torch.randn(192, generator=torch.Generator().manual_seed(0)).sign()
-    batch = TrainingBatch((dataclasses.replace(part, advantages=signs),), 192)
+    batch = dataclasses.replace(batch, advantages=signs)
     changes = {"updates_per_epoch": 48, "learning_rate": 1e-30, "max_grad_norm": 1e9, "old_log_prob": "rollout"}
     return update(updater(policy, **changes), batch)
 

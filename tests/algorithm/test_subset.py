@@ -42,9 +42,8 @@ def _narrowed(world: World, layout: str, valid: int) -> tuple[TrainingBatch, int
     for part in fewer.parts:
         check_marks(part)
     batch = compare.own_rows(fewer, own, world)
-    held = torch.cat([part.keys[part.places >= 0] for part in batch.parts])
-    advantages = torch.cat([part.advantages[part.places >= 0] for part in batch.parts])
-    return batch, len(batch), torch.cat([held[:, :2].double(), advantages[:, None].double()], dim=1)
+    held = batch.take(torch.arange(len(batch)), "cpu")
+    return batch, len(batch), torch.cat([held.keys[:, :2].double(), held.advantages[:, None].double()], dim=1)
 
 
 @pytest.mark.parametrize("layout", ["spread", "contiguous"])

@@ -21,6 +21,7 @@ from tests.toy import (
     SIGMAS,
     BrightnessReward,
     ToyPolicy,
+    batch_of,
     group,
     scored,
     training_batch,
@@ -44,13 +45,7 @@ def updated(*, batches=BATCHES, rollout_batch_size=4, epoch=0, policy=None, batc
 
 def rows_of(batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
     """Return some samples as a batch of their own."""
-    (part,) = batch.parts
-    return TrainingBatch((dataclasses.replace(part.rows(rows), places=torch.arange(len(rows))),), len(rows))
-
-
-def changed(batch: TrainingBatch, **changes) -> TrainingBatch:
-    (part,) = batch.parts
-    return TrainingBatch((dataclasses.replace(part, **changes),), len(batch))
+    return batch_of(batch.take(rows, "cpu"))
 
 
 def test_ratio_is_exactly_one_before_the_first_update_at_the_rollout_s_geometry():
@@ -93,7 +88,7 @@ def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
     got, metrics, _ = updated(policy=policy, batch=batch, max_grad_norm=1e9)
     policy = ToyPolicy()
     total = 0.0
-    (batch,) = batch.parts
+    batch = batch.take(torch.arange(12), "cpu")
     for column in range(2):
         before, after = batch.trajectory.latents(column), batch.trajectory.next_latents(column)
         drawn_from = step_transition(
@@ -124,7 +119,7 @@ def test_no_reference_forward_without_kl_and_one_per_replayed_step_with_it():
 def test_the_kl_is_zero_at_the_start_and_pulls_back_once_the_policy_has_moved():
     policy = ToyPolicy()
     batch = training_batch(policy, BATCHES)
-    silent = changed(batch, advantages=torch.zeros(12))
+    silent = dataclasses.replace(batch, advantages=torch.zeros(12))
     before, metrics, _ = updated(policy=policy, batch=silent, kl_coef=1.0)
     assert metrics["policy/kl"] == 0.0
     assert torch.equal(before, weights_of(ToyPolicy()))
@@ -141,23 +136,23 @@ def test_a_sample_of_weight_zero_has_no_effect():
     batch = training_batch(policy, BATCHES)
     weights = torch.ones(12)
     weights[4:8] = 0
-    loud = batch.parts[0].advantages.clone()
+    loud = batch.advantages.clone()
     loud[4:8] = 100.0
-    masked, *_ = updated(batch=changed(batch, weights=weights, advantages=loud))
+    masked, *_ = updated(batch=dataclasses.replace(batch, weights=weights, advantages=loud))
     without, *_ = updated(batch=rows_of(batch, torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])))
     torch.testing.assert_close(masked, without, rtol=0, atol=1e-7)
 
 
 def test_a_masked_reward_gives_weight_zero_to_its_group():
     policy = ToyPolicy()
-    (batch,) = training_batch(policy, BATCHES, reward=BrightnessReward(broken=[(2, 1)])).parts
+    batch = training_batch(policy, BATCHES, reward=BrightnessReward(broken=[(2, 1)]))
     assert batch.weights.tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 4
     assert batch.advantages[4:8].tolist() == [0.0] * 4
 
 
 def test_an_update_without_any_weight_is_skipped_and_counted():
     policy = ToyPolicy()
-    batch = changed(training_batch(policy, BATCHES), weights=torch.zeros(12))
+    batch = dataclasses.replace(training_batch(policy, BATCHES), weights=torch.zeros(12))
     weights, metrics, _ = updated(batch=batch)
     assert torch.equal(weights, weights_of(ToyPolicy()))
     assert metrics == {"train/updates": 0.0, "train/skipped_updates": 1.0, "train/bad_steps": 0.0}

@@ -17,14 +17,14 @@ from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.schedule import flow_sigmas, tail_levels
 from flow_grpo.models.adapters import apply_training_mode
 from flow_grpo.models.wan_policy import WanPolicy
-from flow_grpo.records import Samples, TrainingBatch
+from flow_grpo.records import Samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling, SdeSettings
 from tests.models.test_adapters import LORA
 from tests.models.test_wan_policy import condition
 from tests.pretend_device import PRETEND, OnDevice, Watch, move
 from tests.tiny_models import CPU, tiny_networks
-from tests.toy import train_config, update_config
+from tests.toy import batch_of, train_config, update_config
 
 SIGMAS = flow_sigmas(6, 3.0)
 SDE = SdeSettings("flow", 0.7)
@@ -79,7 +79,7 @@ def waits_of_an_update(batch_size: int, **changes) -> list[str]:
     optimizer = torch.optim.SGD(made.trained_parameters(), lr=1e-3)
     objective = GrpoObjective(made, SIGMAS, SDE, None, train)
     moving = Updater(made, objective, optimizer, update_config(4, train), World())
-    batch = TrainingBatch((samples,), 4)
+    batch = batch_of(samples)
     with Watch() as watch:
         moving.run(batch, moving.plan(batch, 0), UpdateHistory())
     return watch.waits

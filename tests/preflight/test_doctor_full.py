@@ -190,7 +190,7 @@ def test_conditions_without_a_true_view_cannot_show_the_order_of_rewards(trainer
 
 def test_advantages_have_both_signs_and_differ_between_ranks():
     batch = training_batch(ToyPolicy(), [group(1, 4)])
-    signs = [with_signs(batch, rank).parts[0].advantages.tolist() for rank in range(2)]
+    signs = [with_signs(batch, rank).advantages.tolist() for rank in range(2)]
     assert signs == [[1, -1, 1, -1], [-1, 1, -1, 1]]
 
 

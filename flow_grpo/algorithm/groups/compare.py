@@ -60,14 +60,16 @@ class Chosen:
     Attributes:
         gathered: their ids and rewards: whole groups, each sample once.
         placement: per rank, in its order, which row of `gathered` each of its samples is.
-        parts: records that hold this rank's samples; `places` is each row's index in this rank's order. A place beyond
-            the rank's placement is padding of weight 0, so that every rank replays equally many samples.
+        parts: records that hold this rank's samples.
+        table: (2, n) int64 CPU: which part holds each of this rank's samples, and in which row. What lies beyond the
+            rank's placement is padding of weight 0, so that every rank replays equally many samples.
         as_rolled_out: this is the round as it was sampled, nothing moved or left out.
     """
 
     gathered: Gathered
     placement: tuple[tuple[int, ...], ...]
     parts: tuple[Samples, ...]
+    table: Tensor
     as_rolled_out: bool
 
 
@@ -78,18 +80,25 @@ def everything(batches: Sequence[ScoredBatch], gathered: Gathered, world: World)
         gathered=gathered,
         placement=tuple(tuple(own.tolist()) for own in rows),
         parts=tuple(batch.samples for batch in batches),
+        table=table_of(batches),
         as_rolled_out=True,
     )
+
+
+def table_of(batches: Sequence[ScoredBatch]) -> Tensor:
+    """Return (2, n) int64: the batch that holds each of a rank's samples, in sampling order, and its row there."""
+    rows = [torch.stack([torch.full((len(b),), number), torch.arange(len(b))]) for number, b in enumerate(batches)]
+    return torch.cat(rows, dim=1)[:, torch.cat([batch.positions for batch in batches]).argsort()]
 
 
 def gather(batches: Sequence[ScoredBatch], world: World) -> Gathered:
     """Exchange ids and rewards of every rank's n samples, never latents (collective call); ids travel as integers.
 
     Args:
-        batches: this rank's samples of a round; their places are 0..n-1, each once.
+        batches: this rank's samples of a round; their positions are 0..n-1, each once.
         world: who takes part, each with n samples.
     """
-    order = torch.cat([batch.samples.places for batch in batches]).argsort()
+    order = torch.cat([batch.positions for batch in batches]).argsort()
     sizes = torch.tensor([condition.size for batch in batches for condition in batch.conditions], dtype=torch.int64)
     keys = torch.cat([batch.samples.keys for batch in batches])
     noise_ids = torch.cat([batch.samples.noise_ids for batch in batches])
@@ -138,7 +147,7 @@ def check(gathered: Gathered, sample: SampleConfig, world: World) -> None:
 def show_gathered(
     batches: Sequence[ScoredBatch], gathered: Gathered, sample: SampleConfig, world: World, weights: dict[str, float]
 ) -> None:
-    """Print the gathered counts and every group's places on rank 0, from what was exchanged (collective call).
+    """Print the gathered counts and which rank holds which copy on rank 0, from what was exchanged (collective call).
 
     The average reward is repeated over the recorded steps for this print only: an advantage has one value per sample.
     """
@@ -211,19 +220,12 @@ def advantages(
 def own_rows(chosen: Chosen, compared: CombinedAdvantages, world: World) -> TrainingBatch:
     """Return this rank's samples with their advantages, found by placement and checked by gid and slot."""
     mine = torch.tensor(chosen.placement[world.data.rank], dtype=torch.int64)
-    parts = []
-    for part in chosen.parts:
-        real = (part.places >= 0) & (part.places < len(mine))
-        rows = mine[part.places[real]]
-        held = part.keys[real, :2]
-        found = torch.stack([chosen.gathered.gids[rows], chosen.gathered.slots[rows]], dim=1)
-        assert torch.equal(held, found), (
-            f"rank {world.data.rank} holds (gid, slot) {held.tolist()}, chosen {found.tolist()}"
-        )
-        advantages, weights = torch.zeros(2, len(part))
-        advantages[real], weights[real] = compared.advantages[rows].float(), compared.weights[rows].float()
-        parts.append(dataclasses.replace(part, advantages=advantages, weights=weights))
-    return TrainingBatch(tuple(parts), max(map(len, chosen.placement)), chosen.as_rolled_out)
+    held = [chosen.parts[part].keys[row, :2].tolist() for part, row in chosen.table[:, : len(mine)].T.tolist()]
+    found = torch.stack([chosen.gathered.gids[mine], chosen.gathered.slots[mine]], dim=1).tolist()
+    assert held == found, f"rank {world.data.rank} holds (gid, slot) {held}, chosen {found}"
+    advantages, weights = torch.zeros(2, chosen.table.shape[1])
+    advantages[: len(mine)], weights[: len(mine)] = compared.advantages[mine].float(), compared.weights[mine].float()
+    return TrainingBatch(chosen.parts, chosen.table, advantages, weights, chosen.as_rolled_out)
 
 
 def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, world: World) -> None:

@@ -90,10 +90,11 @@ class DynamicSampling:
         pool = SamplePool(self.local, self.world)
         with self.world.sync_errors("choosing"):
             groups = [self.groups(gathered, 0, reward)]
-            pool.add([batch.samples for batch in batches], gathered, range(self.target))
+            everything = compare.everything(batches, gathered, self.world)
+            pool.add(everything.parts, everything.table, gathered, range(self.target))
         decision = self._fill(pool, groups, sample_round, reward)
         moves = {"dyn/moved_samples": 0.0, "dyn/moved_bytes": 0.0}
-        chosen = compare.everything(batches, gathered, self.world)
+        chosen = everything
         if decision.action == "original":
             self._say_fallback(decision, groups)
         else:
@@ -138,7 +139,7 @@ class DynamicSampling:
                 groups.append(self.groups(gathered, number, reward))
                 # Only the first round's flat and incomplete groups may be needed later.
                 valid = {row for group in groups[-1] if group.kind == "valid" for row in group.rows}
-                pool.add([batch.samples for batch in batches], gathered, valid)
+                pool.add([batch.samples for batch in batches], compare.table_of(batches), gathered, valid)
             del batches, gathered  # frees the round's videos before the next one is sampled
             decision = decide(groups, self.rules)
             self._every("SYNC", f"After resample #{number}, global_pool={self._progress(decision)}")

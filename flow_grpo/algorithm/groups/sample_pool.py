@@ -5,10 +5,10 @@ A pool row names a sample over all rounds and ranks: round * N + its place among
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Sequence
 
 import torch
+from torch import Tensor
 
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.selection import Placement
@@ -32,16 +32,25 @@ class SamplePool:
         self._gathered: list[Gathered] = []
         self._example: Samples | None = None  # one sample, for a rank that holds none of the wanted ones
 
-    def add(self, parts: Sequence[Samples], gathered: Gathered, wanted: Container[int]) -> None:
-        """Keep a round's samples whose pool rows are wanted, copying them out when a record is not kept whole."""
+    def add(self, parts: Sequence[Samples], table: Tensor, gathered: Gathered, wanted: Container[int]) -> None:
+        """Keep a round's samples whose pool rows are wanted, copying them out when a record is not kept whole.
+
+        Args:
+            parts: records that hold this rank's samples.
+            table: (2, n) which part holds each sample, and in which row.
+            gathered: all ranks' samples.
+            wanted: pool rows.
+        """
         first = (len(self._gathered) * self._world.data.size + self._world.data.rank) * self._local
         self._gathered.append(gathered)
         self._example = self._example or parts[0].rows(torch.tensor([0]))
-        for part in parts:
-            places = part.places.tolist()
-            kept = [row for row, place in enumerate(places) if place >= 0 and first + place in wanted]
-            samples = part if len(kept) == len(part) else part.rows(torch.tensor(kept, dtype=torch.int64))
-            self._held |= {first + places[row]: (samples, number) for number, row in enumerate(kept)}
+        for number, part in enumerate(parts):
+            own = [
+                position for position in (table[0] == number).nonzero().flatten().tolist() if first + position in wanted
+            ]
+            kept, rows = table[1, own].unique(return_inverse=True)
+            samples = part if len(kept) == len(part) else part.rows(kept)
+            self._held |= {first + position: (samples, row) for position, row in zip(own, rows.tolist(), strict=True)}
 
     def take(self, placement: Placement) -> tuple[Chosen, int]:
         """Return the placed samples, each on the rank that trains on it, and the bytes sent by all ranks together.
@@ -72,12 +81,15 @@ class SamplePool:
         assert self._example is not None, "rounds are added before samples are taken"
         padding = own[0] if own else (self._example, 0)
         own += [padding] * (max(map(len, placement.rows)) - len(own))
+        records = {id(samples): samples for samples, _ in own}
+        numbers = {key: number for number, key in enumerate(records)}
         distinct = sorted({row for rows in placement.rows for row in rows})
         number_of = {row: number for number, row in enumerate(distinct)}
         return Chosen(
             gathered=gathered.rows(torch.tensor(distinct)),
             placement=tuple(tuple(number_of[row] for row in rows) for rows in placement.rows),
-            parts=_placed(own),
+            parts=tuple(records.values()),
+            table=torch.tensor([(numbers[id(samples)], row) for samples, row in own]).T,
             as_rolled_out=False,
         )
 
@@ -114,19 +126,3 @@ class SamplePool:
             return held[0][0], {row: self._held[row][1] for row in rows}
         parts = [samples.rows(slice(number, number + 1)) for samples, number in held]
         return Samples.concatenate(parts), {row: number for number, row in enumerate(rows)}
-
-
-def _placed(held: Sequence[tuple[Samples, int]]) -> tuple[Samples, ...]:
-    """Return the records that hold these samples, the place of each among them in `places`, other rows at -1.
-
-    Nothing is copied. A record appears twice when one of its rows is held twice.
-    """
-    found: list[tuple[Samples, list[int]]] = []
-    for place, (samples, row) in enumerate(held):
-        free = (places for record, places in found if record is samples and places[row] < 0)
-        places = next(free, None)
-        if places is None:
-            places = [-1] * len(samples)
-            found.append((samples, places))
-        places[row] = place
-    return tuple(dataclasses.replace(samples, places=torch.tensor(places)) for samples, places in found)

@@ -49,12 +49,12 @@ def narrow(
         copies: see `best_and_worst`.
         world: who takes part.
     """
-    order = torch.tensor([row for rows in chosen.placement for row in rows])  # rows of `gathered`, by rank and place
+    order = torch.tensor([row for rows in chosen.placement for row in rows])  # rows of `gathered`, by rank and position
     wanted = best_and_worst(chosen.gathered.gids, compared, copies)[order].nonzero().flatten().tolist()
     if not wanted:
         return chosen, compared
     pool = SamplePool(len(order) // world.data.size, world)
-    pool.add(chosen.parts, chosen.gathered.rows(order), set(wanted))
+    pool.add(chosen.parts, chosen.table, chosen.gathered.rows(order), set(wanted))
     narrowed, _ = pool.take(place(wanted, per_round=len(order), world_size=world.data.size))
     kept = order[wanted]
     return narrowed, dataclasses.replace(compared, advantages=compared.advantages[kept], weights=compared.weights[kept])

@@ -132,13 +132,14 @@ class Collector:
             with sync_errors():
                 sampled = []
                 for number, batch in enumerate(encoded):
-                    sampled.append(self._roll_out(*batch, prefixes, clock, queue))
+                    sampled.append(self._roll_out(*batch[1:], prefixes, clock, queue))
                     self._print([debug_print.prompt_line(number, [condition.prompt for condition in batch[1]])])
             with sync_errors():
                 own = queue.rewards()
             rewards = share_results(own, self.world)
             with sync_errors():
-                batches = merge_sizes([conditions for _, conditions, _ in encoded], sampled, rewards)
+                drawn = [(positions, own) for positions, own, _ in encoded]
+                batches = merge_sizes(drawn, sampled, rewards)
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
                 self._check(batches)
         return tuple(batches)
@@ -152,12 +153,12 @@ class Collector:
     def _encode(
         self, conditions: Sequence[Condition], clock: Clock
     ) -> list[tuple[list[int], tuple[Condition, ...], Conditioning]]:
-        """Return a round's batches, each of one video size: places, conditions, conditioning."""
+        """Return a round's batches, each of one video size: positions, conditions, conditioning."""
         batches = []
-        for places in full_batches([c.size for c in conditions], self.config.sample.train_batch_size):
-            own = tuple(conditions[place] for place in places)
+        for positions in full_batches([c.size for c in conditions], self.config.sample.train_batch_size):
+            own = tuple(conditions[position] for position in positions)
             with clock.phase("encode"):
-                batches.append((places, own, self.policy.encode(own)))
+                batches.append((positions, own, self.policy.encode(own)))
         return batches
 
     def _fetch(self, clock: Clock) -> list[Condition]:
@@ -170,26 +171,24 @@ class Collector:
 
     def _roll_out(
         self,
-        places: list[int],
         conditions: tuple[Condition, ...],
         conditioning: Conditioning,
         prefixes: Mapping[int, Tensor] | None,
         clock: Clock,
         queue: ScoringQueue,
     ) -> Samples:
-        """Return one batch's samples at their places in the round, and queue them for scoring."""
+        """Return one batch's samples, and queue them for scoring."""
         with clock.phase("rollout"):
             device = conditioning.prompt_embeds.device
             known = None if prefixes is None else torch.stack([prefixes[c.gid].to(device) for c in conditions])
             windows = self.sampling.windows(condition.gid for condition in conditions)
             samples = rollout(self.policy, conditions, conditioning, windows, self.sampling, known)
-            samples = dataclasses.replace(samples, places=torch.tensor(places))
             final_latents = samples.final_latents
             if self.offload:
                 samples = samples.to("cpu")
         queue.add(conditions, final_latents)
         if self._on_batch is not None:
-            self._on_batch(len(places))
+            self._on_batch(len(conditions))
         return samples
 
     def _check(self, batches: Sequence[ScoredBatch]) -> None:
@@ -206,18 +205,25 @@ class Collector:
 
 
 def merge_sizes(
-    conditions: Sequence[tuple[Condition, ...]],
+    drawn: Sequence[tuple[list[int], tuple[Condition, ...]]],
     samples: Sequence[Samples],
     rewards: Sequence[dict[str, RewardResult]],
 ) -> list[ScoredBatch]:
-    """Return one record per video size, sizes and batches in the order in which they were sampled."""
-    by_size = group_configs_by_structure([own[0].size for own in conditions])
+    """Return one record per video size, sizes and batches in the order in which they were sampled.
+
+    Args:
+        drawn: positions and conditions of every batch.
+        samples: of every batch.
+        rewards: of every batch.
+    """
+    by_size = group_configs_by_structure([own[0].size for _, own in drawn])
     return [
         ScoredBatch(
-            conditions=tuple(condition for number in numbers for condition in conditions[number]),
+            conditions=tuple(condition for number in numbers for condition in drawn[number][1]),
             samples=Samples.concatenate([samples[number] for number in numbers]),
             rewards=merge_results([rewards[number] for number in numbers]),
             videos=torch.empty(0),
+            positions=torch.tensor([position for number in numbers for position in drawn[number][0]]),
         )
         for numbers in by_size.values()
     ]

@@ -77,7 +77,7 @@ def rollout(
         prefixes: (B, C, F, H, W) latents before each sample's window from `prefix`, where they are known.
 
     Returns:
-        B samples, whose places are 0..B-1.
+        B samples.
 
     Raises:
         ValueError: a window holds the last step, lies outside the schedule, has a gap or another length.
@@ -104,7 +104,6 @@ def rollout(
         latents = _tail(policy, latents, conditioning, steps[:, -1] + 1, sampling)
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
-        places=torch.arange(count),
         noise_ids=torch.tensor(
             [[_hash(a), _hash(b if columns else a)] for a, b in zip(initial, step_noise, strict=True)]
         ),
@@ -183,10 +182,10 @@ def _euler(
         if len(rows) == len(latents):
             latents = _ode_step(policy, latents, conditioning, levels[:, step], levels[:, step + 1])
         else:
-            places = rows.to(latents.device, non_blocking=True)
+            index = rows.to(latents.device, non_blocking=True)
             own, ends = conditioning.rows(rows), levels[rows]
-            moved = _ode_step(policy, latents[places], own, ends[:, step], ends[:, step + 1])
-            latents = latents.index_copy(0, places, moved)
+            moved = _ode_step(policy, latents[index], own, ends[:, step], ends[:, step + 1])
+            latents = latents.index_copy(0, index, moved)
     for _ in range(most if calls is None else calls, most, -1):
         # A sharded network gathers its weights in every call, so all ranks must make equally many.
         policy.velocity(latents[:1], levels[:1, 0].to(latents, non_blocking=True), conditioning.rows(slice(0, 1)))

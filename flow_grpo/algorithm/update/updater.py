@@ -32,7 +32,7 @@ class UpdatePlan:
     """The micro-batches of an epoch, by optimizer step.
 
     Attributes:
-        steps: per optimizer step, the (b,) places of its micro-batches.
+        steps: per optimizer step, the (b,) positions of its micro-batches in the batch.
         passes: number of passes over all micro-batches, for progress.
         as_rolled_out: every micro-batch is exactly one batch of the rollout.
     """
@@ -85,10 +85,10 @@ class Updater:
         steps = [
             [
                 micro_batch
-                for size in sizes[places].unique()
-                for micro_batch in places[sizes[places] == size].split(self.config.train.batch_size)
+                for size in sizes[positions].unique()
+                for micro_batch in positions[sizes[positions] == size].split(self.config.train.batch_size)
             ]
-            for places in self._deal(len(batch), epoch)
+            for positions in self._deal(len(batch), epoch)
         ]
         passes = self.objective.passes(batch.parts[0]) * sum(map(len, steps))
         return UpdatePlan(steps, passes, self._same_geometry(batch, steps))
@@ -143,7 +143,7 @@ class Updater:
         return {f"train/{name}": rate for name, rate in rates.items()}
 
     def _deal(self, rows: int, epoch: int) -> list[Tensor]:
-        """Return, per optimizer step, the sorted places of its samples; identical on every rank.
+        """Return, per optimizer step, the sorted positions of its samples; identical on every rank.
 
         Whole rollout batches are dealt when every step gets equally many, single samples otherwise. With fewer samples
         than optimizer steps, after a shortage, each sample is a step of its own.
@@ -161,19 +161,16 @@ class Updater:
         if not batch.as_rolled_out:
             return False
         size = self.config.sample.train_batch_size
-        rolled_out = {tuple(chunk.tolist()) for part in batch.parts for chunk in part.places.split(size)}
-        return all(tuple(places.tolist()) in rolled_out for step in steps for places in step)
+        held = [(batch.table[0] == part).nonzero().flatten() for part in range(len(batch.parts))]
+        rolled_out = {tuple(chunk.tolist()) for positions in held for chunk in positions.split(size)}
+        return all(tuple(micro.tolist()) in rolled_out for step in steps for micro in step)
 
-    def _take(self, batch: TrainingBatch, places: Tensor) -> Samples:
-        return batch.take(places, self.policy.trained_parameters()[0].device)
+    def _take(self, batch: TrainingBatch, positions: Tensor) -> Samples:
+        return batch.take(positions, self.policy.trained_parameters()[0].device)
 
     def _global_mass(self, batch: TrainingBatch, plan: UpdatePlan) -> list[float]:
         """Return, per optimizer step, the sum of sample weights over all ranks."""
-        weights = torch.zeros(len(batch) + 1)  # the last entry takes the rows whose place is -1
-        for part in batch.parts:
-            assert part.weights is not None, "weights are computed before the update"
-            weights[part.places] = part.weights
-        local = torch.stack([weights[torch.cat(step)].cpu().double().sum() for step in plan.steps])
+        local = torch.stack([batch.weights[torch.cat(step)].cpu().double().sum() for step in plan.steps])
         masses: list[float] = self.world.data.all_gather(local[None]).sum(dim=0).tolist()
         return masses
 
@@ -190,11 +187,11 @@ class Updater:
         """Take one optimizer step; return "", or why it was skipped, identical on every rank."""
         mark, before_any_update = stats.mark(), not stats.norms
         replayed: list[tuple[int, Tensor]] = []
-        for places, known in zip(step, memory, strict=True):
-            micro = self._take(batch, places)
+        for positions, known in zip(step, memory, strict=True):
+            micro = self._take(batch, positions)
             passes = self.objective.passes(micro)
             for number in range(passes):
-                last = places is step[-1] and number == passes - 1
+                last = positions is step[-1] and number == passes - 1
                 with averaging_gradients(self.policy.module, now=last) as backward:
                     loss = self.objective.loss(micro, known, number)
                     assert micro.weights is not None

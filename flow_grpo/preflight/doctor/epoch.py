@@ -121,11 +121,8 @@ def sample_epoch(trainer: Trainer) -> TrainingBatch:
 
 def with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
     """Return the samples with weights 1 and advantages +1 and -1 in turn, on odd ranks -1 first."""
-    parts = []
-    for part in batch.parts:
-        signs: Tensor = 1.0 - 2.0 * ((part.places + rank) % 2).float()
-        parts.append(dataclasses.replace(part, advantages=signs, weights=torch.ones_like(signs)))
-    return dataclasses.replace(batch, parts=tuple(parts))
+    signs: Tensor = 1.0 - 2.0 * ((torch.arange(len(batch)) + rank) % 2).float()
+    return dataclasses.replace(batch, advantages=signs, weights=torch.ones_like(signs))
 
 
 def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, float]:
