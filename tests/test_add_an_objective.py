@@ -53,15 +53,9 @@ class LastStepObjective:
         return dataclasses.replace(self, train=train)
 
     def _log_prob(self, micro):
-        last, own = micro.trajectory.steps.shape[1] - 1, self.rollout
-        step = step_transition(
-            self.policy,
-            micro.trajectory.latents(last),
-            micro.conditioning,
-            sigmas=own.sigmas,
-            steps=micro.trajectory.steps[:, last],
-            sde=own.sde,
-        )
+        last = micro.trajectory.steps.shape[1] - 1
+        steps = micro.trajectory.steps[:, last]
+        step = step_transition(self.policy, micro.trajectory.latents(last), micro.conditioning, steps, self.rollout)
         return log_prob(micro.trajectory.next_latents(last), step)
 
 

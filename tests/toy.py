@@ -254,7 +254,7 @@ def updater(policy: ToyPolicy, *, rollout_batch_size: int = 4, world: World | No
     """Return an Updater over plain SGD, so that an update is proportional to its gradient."""
     train = train_config(**changes)
     optimizer = torch.optim.SGD(policy.trained_parameters(), lr=train.learning_rate)
-    objective = GrpoObjective(policy, SIGMAS, SDE, step_weight=None, train=train)
+    objective = GrpoObjective(policy, Sampling(SIGMAS, SDE, 5), step_weight=None, train=train)
     return Updater(policy, objective, optimizer, update_config(rollout_batch_size, train), world or World())
 
 

@@ -109,11 +109,6 @@ def group_lines(gids: Tensor, slots: Tensor, indices: Tensor, world_size: int) -
     ]
 
 
-def check_merged(found: int, expected: int) -> None:
-    """Assert the number of samples of this rank and epoch."""
-    assert found == expected, f"this rank holds {found} samples of the epoch, expected {expected}"
-
-
 def check_gathered(gids: Tensor, slots: Tensor, expected: int, k: int) -> None:
     """Assert that all ranks together hold `expected` samples: expected / k groups of the k slots 0..k-1, each once.
 

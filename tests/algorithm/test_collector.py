@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from flow_grpo.algorithm.rollout import collector as collector_module
 from flow_grpo.algorithm.rollout.collector import ConditionStream
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
 from flow_grpo.records import Condition, Samples
@@ -142,3 +143,11 @@ def test_joining_batches_keeps_rows_in_order():
     assert torch.equal(samples.noise_ids[:2], first_part.noise_ids)
     assert torch.equal(whole.rewards["brightness"].values[2:], parts[1].rewards["brightness"].values)
     assert torch.equal(whole.rewards["brightness"].info["percent"][2:], parts[1].rewards["brightness"].info["percent"])
+
+
+def test_a_sample_that_is_lost_on_the_way_ends_the_round(monkeypatch):
+    sampling = collector(World(), ToyPolicy(), train_batch_size=4)
+    whole = collector_module.full_batches
+    monkeypatch.setattr(collector_module, "full_batches", lambda *given: [rows[:3] for rows in whole(*given)])
+    with pytest.raises(AssertionError, match="holds 6 samples of the epoch, expected 8"):
+        sampling.collect(Clock(torch.device("cpu")))

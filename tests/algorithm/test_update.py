@@ -16,6 +16,7 @@ from flow_grpo.algorithm.update.updater import Updater, name_memory_knobs
 from flow_grpo.maths.sde import log_prob
 from flow_grpo.records import TrainingBatch
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.sampling import Sampling
 from tests.toy import (
     SDE,
     SIGMAS,
@@ -91,9 +92,8 @@ def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
     batch = batch.take(torch.arange(12), "cpu")
     for column in range(2):
         before, after = batch.trajectory.latents(column), batch.trajectory.next_latents(column)
-        drawn_from = step_transition(
-            policy, before, batch.conditioning, sigmas=SIGMAS, steps=batch.trajectory.steps[:, column], sde=SDE
-        )
+        steps = batch.trajectory.steps[:, column]
+        drawn_from = step_transition(policy, before, batch.conditioning, steps, Sampling(SIGMAS, SDE, 5))
         ratio = (log_prob(after, drawn_from) - batch.trajectory.log_probs[:, column]).exp()
         total = total - (batch.advantages * ratio).mean() / 2
     (total * math.sqrt(16)).backward()  # of the latents of a sample

@@ -110,6 +110,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_the_statistics_but_its_cou
     mark = stats.mark()
     stats.add(terms([math.nan, 9.0], loss=math.nan), torch.full((2,), 0.5), None)
     stats.forget(mark)
-    stats.skip()
+    stats.skipped += 1
     counts = {"train/bad_steps": 1.0, "train/skipped_updates": 1.0}
     assert gather_stats(stats, World()) == gather_stats(clean, World()) | counts

@@ -77,7 +77,7 @@ def waits_of_an_update(batch_size: int, **changes) -> list[str]:
     samples = dataclasses.replace(samples, advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]), weights=torch.ones(4))
     train = train_config(batch_size=batch_size, **changes)
     optimizer = torch.optim.SGD(made.trained_parameters(), lr=1e-3)
-    objective = GrpoObjective(made, SIGMAS, SDE, None, train)
+    objective = GrpoObjective(made, Sampling(SIGMAS, SDE, 3), None, train)
     moving = Updater(made, objective, optimizer, update_config(4, train), World())
     batch = batch_of(samples)
     with Watch() as watch:

@@ -11,7 +11,7 @@ from flow_grpo.maths import sde
 from flow_grpo.maths.loss import GuardTerms, grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.preflight.doctor import schedule as checks
-from flow_grpo.settings.sampling import SdeSettings
+from flow_grpo.settings.sampling import Sampling, SdeSettings
 from tests.doctor_cases import status
 
 SIGMAS = flow_sigmas(10, 3.0)
@@ -113,7 +113,7 @@ def test_stochastic_steps_must_be_allowed_and_exclude_the_last(windows, allowed,
     ("kind", "level"), [("flow", 0.7), ("flow", 1.0), ("constant", 0.3), ("linear", 0.9), ("cps", 0.8)]
 )
 def test_every_kind_of_step_tends_to_the_ode_step(kind, level):
-    assert status(checks.check_ode_limit(SIGMAS, range(9), SdeSettings(kind, level, 0.45))) == "ok"
+    assert status(checks.check_ode_limit(Sampling(SIGMAS, SdeSettings(kind, level, 0.45), 0), range(9))) == "ok"
 
 
 @pytest.mark.parametrize("part", ["keep", "kappa"])
@@ -125,4 +125,4 @@ def test_a_step_that_goes_the_wrong_way_fails(part):
         return type(found)(**(vars(found) | {part: -getattr(found, part)}))
 
     with mock.patch.object(sde, "coefficients", wrong):
-        assert status(checks.check_ode_limit(SIGMAS, [1, 2], SdeSettings("flow", 0.7))) == "fail"
+        assert status(checks.check_ode_limit(Sampling(SIGMAS, SdeSettings("flow", 0.7), 0), [1, 2])) == "fail"

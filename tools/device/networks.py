@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout.denoise import step_transition
 from flow_grpo.maths.loss import grpo_loss
-from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.maths.sde import Transition, log_prob, sample
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
@@ -28,7 +27,7 @@ from flow_grpo.models.wan_policy import TIMESTEPS
 from flow_grpo.records import Conditioning
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
-from flow_grpo.settings.sampling import SdeSettings
+from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 from tools.device.counts import count, kept_whole_gib, recipe, transformer_config
 from tools.device.kernels import Record, Records, Setting, Size
@@ -133,14 +132,11 @@ def build_step(setting: Setting) -> StochasticStep:
         prompt_embeds=torch.randn(rows, size.prompt_tokens, size.text_width).to(device),
         inputs={"source_latents": source, "target_cameras": torch.randn(rows, shape[2], 12).to(device)},
     )
-    plan = config.sample
-    sigmas = flow_sigmas(plan.num_steps, plan.shift)
-    sde = SdeSettings(plan.sde, plan.noise_level, plan.max_step_std)
-    steps = torch.full((rows,), plan.sde_steps[0])
+    sampling, steps = sampling_of(config), torch.full((rows,), config.sample.sde_steps[0])
 
     def transition() -> Transition:
         policy = cast(Policy, networks)  # a step asks for nothing but the velocity
-        return step_transition(policy, latents, conditioning, sigmas=sigmas, steps=steps, sde=sde)
+        return step_transition(policy, latents, conditioning, steps, sampling)
 
     return StochasticStep(config, networks, latents, noise, transition)
 

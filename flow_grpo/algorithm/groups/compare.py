@@ -246,7 +246,9 @@ def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: Rew
     for name, faulty in gathered.faulty.items():
         count = int(faulty.sum())
         if name in needed and count > config.most_faults * len(faulty):
-            causes = [text for text in world.data.gather_text(_first_fault(batches, name)) if text]
+            results = [batch.rewards[name] for batch in batches]
+            here = [result.causes[row] for result in results for row in result.faults.nonzero().flatten().tolist()]
+            causes = [text for text in world.data.gather_text(here[0] if here else "") if text]
             raise RewardFaultError(
                 f"reward {name} failed to measure {count} of {len(faulty)} samples, more than the share "
                 f"reward.most_faults={config.most_faults:g} ({causes[0]}); mend that and go on with "
@@ -262,11 +264,3 @@ def failures(batches: Sequence[ScoredBatch], names: Iterable[str]) -> list[str]:
         for name, found in causes.items()
         if found
     ]
-
-
-def _first_fault(batches: Sequence[ScoredBatch], name: str) -> str:
-    """Return the cause of a reward's first fault on this rank, or ""."""
-    for result in (batch.rewards[name] for batch in batches):
-        if result.faults.any():
-            return result.causes[int(result.faults.int().argmax())]
-    return ""

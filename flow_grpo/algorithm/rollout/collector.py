@@ -107,7 +107,11 @@ class Collector:
                 collective call, so an error while loading must reach all ranks before it begins.
         """
         share = self.config.sample.share_prefix
-        gids = self._planned_gids() if share else []  # before the stream moves on
+        gids: list[list[int]] = []
+        if share:  # of every rank in the next round, asked before the stream moves on
+            sampler, first = self.stream.sampler, self.stream.next_step
+            plans = [sampler.plan(first + step) for step in range(self.config.sample.num_batches_per_epoch)]
+            gids = [[gid for plan in plans for _, gid, *_ in plan[rank]] for rank in range(sampler.num_replicas)]
         with sync_errors():
             conditions = self._fetch(clock)
         with clock.phase("encode"):
@@ -143,12 +147,6 @@ class Collector:
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
                 self._check(batches)
         return tuple(batches)
-
-    def _planned_gids(self) -> list[list[int]]:
-        """Return, per rank, the groups of its samples in the next round."""
-        sampler, first = self.stream.sampler, self.stream.next_step
-        plans = [sampler.plan(first + step) for step in range(self.config.sample.num_batches_per_epoch)]
-        return [[gid for plan in plans for _, gid, *_ in plan[rank]] for rank in range(sampler.num_replicas)]
 
     def _encode(
         self, conditions: Sequence[Condition], clock: Clock
@@ -197,7 +195,8 @@ class Collector:
             sigmas = self.sampling.sigmas
             views = [debug_print.batch_view(batch, sigmas, self.rewards.weights) for batch in batches]
             self._print(debug_print.merged_lines(views, sample.expanded_batch_size, sample.k))
-        debug_print.check_merged(sum(map(len, batches)), sample.expanded_batch_size)
+        found, expected = sum(map(len, batches)), sample.expanded_batch_size
+        assert found == expected, f"this rank holds {found} samples of the epoch, expected {expected}"
 
     def _print(self, lines: Sequence[str]) -> None:
         if self._prints:

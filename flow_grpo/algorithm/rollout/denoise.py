@@ -20,19 +20,13 @@ from flow_grpo.maths.schedule import check_sde_steps
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, Samples, Trajectory
-from flow_grpo.settings.sampling import Sampling, SdeSettings
+from flow_grpo.settings.sampling import Sampling
 
 
 def step_transition(
-    policy: Policy,
-    latents: Tensor,
-    conditioning: Conditioning,
-    *,
-    sigmas: Tensor,
-    steps: Tensor,
-    sde: SdeSettings | None,
+    policy: Policy, latents: Tensor, conditioning: Conditioning, steps: Tensor, sampling: Sampling
 ) -> Transition:
-    """Return the Gaussian that each sample's denoising step draws from; with `sde` None its mean is the ODE step.
+    """Return the Gaussian that each sample's denoising step draws from.
 
     Rollout and update both call this function, so they cannot disagree about a step.
 
@@ -40,20 +34,20 @@ def step_transition(
         policy: predicts the velocity.
         latents: (B, C, F, H, W) fp32 before the step.
         conditioning: B rows.
-        sigmas: (S+1,) noise levels on the CPU, from 1 to 0.
         steps: (B,) int64 CPU, each sample's step, 0..S-1.
-        sde: noise of the step, or None.
+        sampling: noise levels and SDE.
     """
+    sigmas, sde = sampling.sigmas, sampling.sde
     sigma = sigmas[steps]
     return transition(
         policy.velocity(latents, sigma.to(latents, non_blocking=True), conditioning),
         latents,
         sigma,
         sigmas[steps + 1],
-        kind=sde.kind if sde else "ode",
-        noise_level=sde.noise_level if sde else 0.0,
+        kind=sde.kind,
+        noise_level=sde.noise_level,
         sigma_cap=float(sigmas[1]),
-        max_step_std=sde.max_step_std if sde else None,
+        max_step_std=sde.max_step_std,
     )
 
 
@@ -93,9 +87,7 @@ def rollout(
         latents = prefixes.to(device, non_blocking=True)
     states, log_probs = [latents], []
     for column in range(columns):
-        gaussian = step_transition(
-            policy, latents, conditioning, sigmas=sampling.sigmas, steps=steps[:, column], sde=sampling.sde
-        )
+        gaussian = step_transition(policy, latents, conditioning, steps[:, column], sampling)
         latents = sample(gaussian, step_noise[:, column].to(device, non_blocking=True))
         if sampling.record:
             states.append(latents)

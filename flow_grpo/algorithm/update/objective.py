@@ -26,7 +26,7 @@ from flow_grpo.maths.sde import Transition, gaussian_kl, log_prob
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples
 from flow_grpo.settings.objectives import old_log_probs, traits_of
-from flow_grpo.settings.sampling import Sampling, SdeSettings
+from flow_grpo.settings.sampling import Sampling
 from flow_grpo.settings.schema import Config, TrainConfig
 
 
@@ -108,15 +108,13 @@ class GrpoObjective:
 
     Attributes:
         policy: being trained.
-        sigmas: (S+1,) fp32 CPU noise levels of the rollout.
-        sde: noise of the recorded steps.
+        sampling: how the samples were made.
         step_weight: (S,) fp32 CPU weight of every step on the policy term, or None for 1.
         train: learning settings.
     """
 
     policy: Policy
-    sigmas: Tensor
-    sde: SdeSettings
+    sampling: Sampling
     step_weight: Tensor | None
     train: TrainConfig
 
@@ -137,7 +135,7 @@ class GrpoObjective:
             noise_level=sampling.sde.noise_level,
             max_step_std=sampling.sde.max_step_std,
         )
-        return cls(policy, sampling.sigmas, sampling.sde, weights, config.train)
+        return cls(policy, sampling, weights, config.train)
 
     def passes(self, samples: Samples) -> int:
         """Return the number of recorded steps."""
@@ -173,7 +171,10 @@ class GrpoObjective:
         current = self.replay(micro, number)
         new = log_prob(recorded.next_latents(number), current)
         old = new.detach() if memory.log_probs is None else memory.log_probs[:, number]
-        steps = recorded.steps[:, number]
+        steps, guard = recorded.steps[:, number], None
+        if train.guard:
+            means = current.mean.detach() if memory.means is None else memory.means[:, number]
+            guard = GuardTerms(means=current.mean[:, None], old_means=means[:, None], std=current.std[:, None])
         assert micro.advantages is not None, "advantages are computed before the update"
         terms = grpo_loss(
             new[:, None],
@@ -181,7 +182,7 @@ class GrpoObjective:
             micro.advantages.to(new, non_blocking=True),
             clip_range=train.clip_range,
             step_weight=None if self.step_weight is None else self.step_weight[steps, None],
-            guard=_guard_terms(memory, number, current) if train.guard else None,
+            guard=guard,
             kl=None if reference is None else gaussian_kl(current.mean, reference, current.std)[:, None],
             kl_coef=train.kl_coef,
         )
@@ -202,22 +203,11 @@ class GrpoObjective:
     def replay(self, micro: Samples, column: int) -> Transition:
         """Return the Gaussian of recorded step `column` with the current weights."""
         recorded = micro.trajectory
-        return step_transition(
-            self.policy,
-            recorded.latents(column),
-            micro.conditioning,
-            sigmas=self.sigmas,
-            steps=recorded.steps[:, column],
-            sde=self.sde,
-        )
+        steps = recorded.steps[:, column]
+        return step_transition(self.policy, recorded.latents(column), micro.conditioning, steps, self.sampling)
 
     @torch.no_grad()
     def reference_mean(self, micro: Samples, column: int) -> Tensor:
         """Return the (b, C, F, H, W) mean of recorded step `column` under the policy training started from."""
         with self.policy.reference():
             return self.replay(micro, column).mean
-
-
-def _guard_terms(old: OldPolicy, column: int, current: Transition) -> GuardTerms:
-    means = current.mean.detach() if old.means is None else old.means[:, column]
-    return GuardTerms(means=current.mean[:, None], old_means=means[:, None], std=current.std[:, None])

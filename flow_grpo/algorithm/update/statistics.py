@@ -25,7 +25,8 @@ class UpdateStats:
         self.losses: list[Tensor] = []
         self.drifts: list[Tensor] = []
         self.norms: list[Tensor] = []
-        self.skipped = self.bad = self.bounded = 0
+        self.skipped = 0  # optimizer steps in which every sample on every rank has weight 0
+        self.bad = self.bounded = 0
 
     def add(self, terms: LossTerms, share: Tensor, drift: Tensor | None) -> None:
         """Collect the terms of b samples in one pass.
@@ -58,10 +59,6 @@ class UpdateStats:
         for terms in (self.ratios, self.log_ratios, self.clipped, self.kls, self.losses, self.drifts):
             del terms[mark:]
 
-    def skip(self) -> None:
-        """Count an optimizer step in which every sample on every rank has weight 0."""
-        self.skipped += 1
-
 
 def gather_stats(stats: UpdateStats, world: World) -> dict[str, float]:
     """Return the `policy/` and `train/` metrics over all ranks (collective call).
@@ -93,7 +90,10 @@ def gather_stats(stats: UpdateStats, world: World) -> dict[str, float]:
     by_name = dict(zip(local, rows.unbind(dim=1), strict=True))
     total = {name: float(column.sum()) for name, column in by_name.items()}
     norms = torch.stack(stats.norms)
-    ratios = _of_all_ranks(ratio, by_name["count"], world)
+    # Ranks may have unequally many ratios.
+    padded = torch.cat([ratio, ratio.new_zeros(int(by_name["count"].max()) - len(ratio))])
+    of_ranks = zip(world.data.all_gather(padded[None]), by_name["count"], strict=True)
+    ratios = torch.cat([row[: int(count)] for row, count in of_ranks])
     return metrics | {
         "policy/ratio_mean": total["ratio"] / total["count"],
         "policy/ratio_min": float(ratios.min()),
@@ -108,13 +108,6 @@ def gather_stats(stats: UpdateStats, world: World) -> dict[str, float]:
         "train/grad_norm_max": norms.max().item(),
         "train/grad_clipped": stats.bounded / len(norms),
     }
-
-
-def _of_all_ranks(values: Tensor, counts: Tensor, world: World) -> Tensor:
-    """Return the values of all ranks, of which each has (count,) of its own (collective call)."""
-    padded = torch.cat([values, values.new_zeros(int(counts.max()) - len(values))])
-    rows = world.data.all_gather(padded[None])
-    return torch.cat([row[: int(count)] for row, count in zip(rows, counts, strict=True)])
 
 
 def check_averaged(norms: Sequence[float], world: World) -> None:

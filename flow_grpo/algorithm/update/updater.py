@@ -123,7 +123,7 @@ class Updater:
             ]
             for step, memory, total in zip(plan.steps, memories, mass, strict=True):
                 if total == 0:
-                    stats.skip()
+                    stats.skipped += 1
                     continue
                 scale = self.world.data.size / total
                 problem = self._optimizer_step(batch, step, memory, history, scale=scale, stats=stats)
@@ -200,7 +200,9 @@ class Updater:
                 stats.add(loss.terms, weight / self.world.data.size, loss.drift if before_any_update else None)
                 replayed.append((number, micro.keys[:, 0]))
                 self.on_pass()
-        self._count_sent(len(replayed))
+        trained, ranks = sum(weight.numel() for weight in self.policy.trained_parameters()), self.world.all.size
+        sent = gradient_bytes(self.config.train.sharding, trained, ranks, passes=len(replayed), steps=1)
+        self.world.sent["gradients"] += int(sent)
         problem = self._not_finite(replayed, stats.ratios[mark:])
         if not problem:
             train = self.config.train
@@ -215,12 +217,6 @@ class Updater:
             problem = f"the gradient's norm is {norm.item()}"
         stats.forget(mark)
         return problem
-
-    def _count_sent(self, passes: int) -> None:
-        """Count the bytes of an optimizer step's gradients."""
-        trained = sum(parameter.numel() for parameter in self.policy.trained_parameters())
-        sharding, world = self.config.train.sharding, self.world.all.size
-        self.world.sent["gradients"] += int(gradient_bytes(sharding, trained, world, passes=passes, steps=1))
 
     def _skip(self, bad_steps: Sequence[str]) -> None:
         """Drop the gradients of a step that is not finite; raise after more than `train.max_bad_steps` in a row."""

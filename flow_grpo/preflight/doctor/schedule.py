@@ -21,7 +21,7 @@ from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
 from flow_grpo.records import Guidance
 from flow_grpo.run.parts import eval_guidance, training_guidance
 from flow_grpo.run.trainer import Trainer
-from flow_grpo.settings.sampling import SdeSettings
+from flow_grpo.settings.sampling import Sampling, SdeSettings
 
 GROUPS = 64  # groups whose stochastic steps are checked
 MAX_STD = 1.0  # of a step, in units of the latents: more than the noise at sigma = 1 destroys the video
@@ -60,7 +60,7 @@ def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
     steps = check_steps(sigmas, allowed, sde, **_weighting(trainer))
     yield steps
     if steps.status != "fail":
-        yield check_ode_limit(sigmas, allowed, sde)
+        yield check_ode_limit(settings, allowed)
     windows = [settings.window_of(gid) for gid in range(GROUPS)]
     yield from check_window(windows, allowed, len(sigmas) - 1)
     what = f"stochastic steps of {GROUPS} groups, first {windows[0]},"
@@ -143,17 +143,18 @@ def check_steps(
     return finding("steps", said, fail=way_out if wild else silent, warn=grain if grainy else "")
 
 
-def check_ode_limit(sigmas: Tensor, steps: Sequence[int], sde: SdeSettings) -> Finding:
+def check_ode_limit(sampling: Sampling, steps: Sequence[int]) -> Finding:
     """Check that every step tends to the ODE step x + (sigma' - sigma) v as its noise vanishes.
 
     Rollout and update share the step, so a wrong sign would show neither in the residuals nor in the ratio.
     """
     latents, velocity = torch.tensor([0.7]), torch.tensor([-1.3])
     policy: Any = types.SimpleNamespace(velocity=lambda *_: velocity)
-    quiet = dataclasses.replace(sde, noise_level=VANISHING * sde.noise_level)
+    sigmas, sde = sampling.sigmas, sampling.sde
+    quiet = dataclasses.replace(sampling, sde=dataclasses.replace(sde, noise_level=VANISHING * sde.noise_level))
     worst = 0.0
     for step in steps:
-        drawn = step_transition(policy, latents, policy, sigmas=sigmas, steps=torch.tensor([step]), sde=quiet)
+        drawn = step_transition(policy, latents, policy, torch.tensor([step]), quiet)
         fall = float(sigmas[step + 1]) - float(sigmas[step])
         worst = max(worst, float((drawn.mean - latents - fall * velocity).abs()))
     said = f"with vanishing noise {len(steps)} steps differ from the ODE's by {worst:.1g}, bound {ODE_TOLERANCE:.0e}"
