@@ -99,10 +99,10 @@ class Guidance:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A record whose tensors share their first dimension, one row per sample; other fields belong to all samples."""
+    """A record whose tensors have one row per sample; other fields belong to all samples."""
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return every tensor by its dotted name, nested records included; fields that are None are left out."""
+        """Return every tensor by its dotted name; fields that are None are left out."""
         found: dict[str, Tensor] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -115,9 +115,11 @@ class Rows:
         return found
 
     def with_tensors(self: RowsType, tensors: Mapping[str, Tensor], prefix: str = "") -> RowsType:
-        """Return a copy with its tensors taken from `tensors`, a dict as the method of that name returns it.
+        """Return a copy with other tensors.
 
-        `prefix` comes before every name; nested records use it.
+        Args:
+            tensors: as the method of that name returns them.
+            prefix: comes before every name, for nested records.
         """
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(self):
@@ -151,7 +153,7 @@ class Rows:
 
     @classmethod
     def concatenate(cls: type[RowsType], parts: Sequence[RowsType]) -> RowsType:
-        """Join records of one structure along the sample dimension; shared fields are those of the first."""
+        """Join records along the sample dimension; shared fields are those of the first."""
         columns = [part.tensors() for part in parts]
         return parts[0].with_tensors({name: torch.cat([column[name] for column in columns]) for name in columns[0]})
 

@@ -52,7 +52,7 @@ def repeat_over_steps(values: Tensor, steps: int) -> Tensor:
 
 
 def prompt_line(number: int, prompts: Sequence[str]) -> str:
-    """Return the line that shows which prompts a rank has sampled in batch `number` of the epoch."""
+    """Return the line of the prompts that a rank sampled in batch `number`."""
     return f"[Batch {number}] Prompts (前30字符): {[prompt[:SHOWN] for prompt in prompts]}"
 
 
@@ -87,7 +87,7 @@ def gathered_lines(total: int, k: int) -> list[str]:
 
 
 def group_lines(gids: Tensor, slots: Tensor, indices: Tensor, world_size: int) -> list[str]:
-    """Return a line per group that shows which rank holds which copy, in the order of the groups.
+    """Return a line per group, sorted: which rank holds which copy.
 
     Args:
         gids: (N,) int64 group of every sample in gathered order, N / W per rank.
@@ -110,7 +110,9 @@ def group_lines(gids: Tensor, slots: Tensor, indices: Tensor, world_size: int) -
 
 
 def check_gathered(gids: Tensor, slots: Tensor, expected: int, k: int) -> None:
-    """Assert that all ranks together hold `expected` samples: expected / k groups of the k slots 0..k-1, each once.
+    """Assert that all ranks together hold whole groups.
+
+    That is `expected` samples: expected / k groups of the k slots 0..k-1, each once.
 
     Args:
         gids: (N,) int64 group of every sample in gathered order.
@@ -127,6 +129,6 @@ def check_gathered(gids: Tensor, slots: Tensor, expected: int, k: int) -> None:
 
 
 def show(lines: Sequence[str]) -> None:
-    """Write lines to standard output in one call, so that other processes do not interleave with them."""
+    """Write lines to standard output in one call: other processes cannot write between them."""
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

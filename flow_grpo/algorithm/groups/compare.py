@@ -1,4 +1,4 @@
-"""Gather rewards and ids of all ranks' samples, and turn rewards into advantages: identical on every rank."""
+"""From the rewards of all ranks to advantages, identical on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flow_grpo.settings.schema import RewardConfig, SampleConfig
 
 
 class RewardFaultError(RunStoppedError):
-    """A reward could not be measured for too many samples to train on the rest."""
+    """A reward failed on too many samples to train on the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,9 @@ def table_of(batches: Sequence[ScoredBatch]) -> Tensor:
 
 
 def gather(batches: Sequence[ScoredBatch], world: World) -> Gathered:
-    """Exchange ids and rewards of every rank's n samples, never latents (collective call); ids travel as integers.
+    """Exchange ids and rewards of every rank's n samples, never latents.
+
+    Collective call. Ids travel as integers: as floats the large ones would be rounded.
 
     Args:
         batches: this rank's samples of a round; their positions are 0..n-1, each once.
@@ -147,7 +149,7 @@ def check(gathered: Gathered, sample: SampleConfig, world: World) -> None:
 def show_gathered(
     batches: Sequence[ScoredBatch], gathered: Gathered, sample: SampleConfig, world: World, weights: dict[str, float]
 ) -> None:
-    """Print the gathered counts and which rank holds which copy on rank 0, from what was exchanged (collective call).
+    """Print on rank 0 the gathered counts, and which rank holds which copy (collective call).
 
     The average reward is repeated over the recorded steps for this print only: an advantage has one value per sample.
     """
@@ -161,7 +163,7 @@ def show_gathered(
 
 
 def in_epoch(config: RewardConfig, epoch: int) -> RewardConfig:
-    """Return the settings with the weights of an epoch, as their schedules give them."""
+    """Return the settings with the weights that the schedules give an epoch."""
     return dataclasses.replace(config, weights=weights_at(config.weights, config.schedules, epoch))
 
 
@@ -218,7 +220,7 @@ def advantages(
 
 
 def own_rows(chosen: Chosen, compared: CombinedAdvantages, world: World) -> TrainingBatch:
-    """Return this rank's samples with their advantages, found by placement and checked by gid and slot."""
+    """Return this rank's samples with their advantages, checked by gid and slot."""
     mine = torch.tensor(chosen.placement[world.data.rank], dtype=torch.int64)
     held = [chosen.parts[part].keys[row, :2].tolist() for part, row in chosen.table[:, : len(mine)].T.tolist()]
     found = torch.stack([chosen.gathered.gids[mine], chosen.gathered.slots[mine]], dim=1).tolist()
@@ -257,7 +259,7 @@ def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: Rew
 
 
 def failures(batches: Sequence[ScoredBatch], names: Iterable[str]) -> list[str]:
-    """Return a line, to be printed by rank 0, for each of these rewards that has no value for some of its samples."""
+    """Return a line for each of these rewards that has no value for some samples of this rank."""
     causes = {name: [text for batch in batches for text in batch.rewards[name].causes if text] for name in names}
     return [
         f"reward {name}: {len(found)} samples of rank 0 have no value, first: {found[0]}"

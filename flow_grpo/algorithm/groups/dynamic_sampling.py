@@ -1,8 +1,9 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): sample until enough groups carry a signal, all ranks in lock-step.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): sample until enough groups carry a signal.
 
 A group whose rewards are all equal has zero advantage and no gradient. The pool of an epoch is its first round and up
-to `max_resample_times` more. Every decision about it is a pure function of gathered rewards (`selection.py`), so no
-pattern of rewards can make two ranks disagree, and only samples that change rank are sent (`sample_pool.py`).
+to `max_resample_times` more. All ranks go in lock-step: every decision about the pool is a pure function of gathered
+rewards (`selection.py`), so no pattern of rewards can make two ranks disagree. Only samples that change rank are sent
+(`sample_pool.py`).
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class DynamicSampling:
         )
 
     def groups(self, gathered: Gathered, number: int, reward: RewardConfig) -> tuple[SampleGroup, ...]:
-        """Return the groups of round `number`, judged by the weighted rewards or by `dynamic_sampling.metric`."""
+        """Return the groups of a round by their signal in the weighted rewards or in `dynamic_sampling.metric`."""
         judged = compare.advantages(gathered, reward, k=self.k, floors=self.floors)
         flat, incomplete = judged.flat, judged.incomplete
         if self.config.metric:

@@ -1,4 +1,4 @@
-"""Metrics of an epoch's rewards and groups: statistics, means per kind of camera, latency of reward servers."""
+"""Metrics of an epoch's rewards, groups and reward servers."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _mean(name: str, values: Tensor, valid: Tensor) -> dict[str, float]:
 
 
 def server_metrics(stats: Mapping[str, Mapping[str, float]], world: World) -> dict[str, float]:
-    """Return `server/` metrics (collective call): calls and failures summed over ranks, seconds of the slowest rank.
+    """Return `server/` metrics (collective call): calls and failures of all ranks, seconds of the slowest.
 
-    An epoch waits for its slowest rank, so its percentiles are the relevant ones.
+    An epoch waits for its slowest rank.
 
     Args:
         stats: reward name -> this rank's statistics of its server, see `rewards.base.Served`; the same names on all.

@@ -33,7 +33,7 @@ class SamplePool:
         self._example: Samples | None = None  # one sample, for a rank that holds none of the wanted ones
 
     def add(self, parts: Sequence[Samples], table: Tensor, gathered: Gathered, wanted: Container[int]) -> None:
-        """Keep a round's samples whose pool rows are wanted, copying them out when a record is not kept whole.
+        """Keep the wanted samples of a round; a part of a record is copied out of it.
 
         Args:
             parts: records that hold this rank's samples.
@@ -53,7 +53,7 @@ class SamplePool:
             self._held |= {first + position: (samples, row) for position, row in zip(own, rows.tolist(), strict=True)}
 
     def take(self, placement: Placement) -> tuple[Chosen, int]:
-        """Return the placed samples, each on the rank that trains on it, and the bytes sent by all ranks together.
+        """Return the placed samples on the ranks that train on them, and the bytes sent by all ranks.
 
         Collective call. A rank that gets one sample less than another adds padding of weight 0, so that all replay
         equally many.
@@ -94,7 +94,7 @@ class SamplePool:
         )
 
     def _move(self, placement: Placement, gathered: Gathered) -> int:
-        """Send and receive the samples that change rank, one video size after the other, and return the bytes."""
+        """Exchange the samples that change rank, size by size, and return the bytes."""
         moved_bytes = 0
         sizes = {row: tuple(gathered.sizes[row].tolist()) for row, _, _ in placement.moves}
         for size in sorted(set(sizes.values())):

@@ -17,7 +17,7 @@ from flow_grpo.settings.errors import RunStoppedError
 
 
 class ShortageError(RunStoppedError):
-    """Too few groups carry a signal and the policy is "raise"; a resumed run samples other groups."""
+    """Too few groups carry a signal under the policy "raise"; a resumed run samples other groups."""
 
     rewind = False
 

@@ -1,6 +1,7 @@
-"""Train on the best and the worst copies of every group: most of the signal for part of the update's work.
+"""Train on the best and the worst copies of every group only.
 
-The copies in between have small advantages. (Best and worst of a larger group: DanceGRPO, arXiv 2505.07818.)
+The copies in between have small advantages and cost as much. (Best and worst of a larger group: DanceGRPO,
+arXiv 2505.07818.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling a round: fetch conditions, encode, roll out and score in full batches; one record per video size."""
+"""Sampling a round: fetch conditions, encode, roll out and score."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ConditionStream:
 
     @property
     def next_step(self) -> int:
-        """The first step not taken yet; rounds continue each other's steps, resampled ones included."""
+        """First step not taken yet: rounds continue each other's steps, resampled ones included."""
         return self.sampler.next_step
 
     def take(self, step: int) -> tuple[Condition, ...]:

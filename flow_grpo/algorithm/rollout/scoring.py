@@ -104,7 +104,7 @@ class ScoringQueue:
             self._start()
 
     def rewards(self) -> list[dict[str, RewardResult]]:
-        """Return reward name -> result of this rank's rows of every batch, in order, empty where it has none.
+        """Return reward name -> result of every batch, of this rank's rows; empty where it has none.
 
         Raises what the first failed batch raised.
         """
@@ -166,9 +166,9 @@ def _called(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def share_results(own: Sequence[dict[str, RewardResult]], world: World) -> list[dict[str, RewardResult]]:
-    """Return the results of all rows, of those that the ranks with the same samples have each measured.
+    """Exchange results between the ranks that share samples, and return those of all rows.
 
-    Collective call. All of them then go on with the same numbers, bit for bit, even of a reward that is not
+    Collective call. All of these ranks go on with the same numbers, bit for bit, even of a reward that is not
     deterministic.
 
     Args:
@@ -182,7 +182,7 @@ def share_results(own: Sequence[dict[str, RewardResult]], world: World) -> list[
 
 
 def merge_results(parts: Sequence[dict[str, RewardResult]]) -> dict[str, RewardResult]:
-    """Return reward name -> result of all rows, of the same rewards' results of consecutive rows."""
+    """Join the same rewards' results of consecutive rows."""
     return {name: _concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -1,4 +1,4 @@
-"""Shared prefixes: the deterministic steps before a group's window are computed once and sent to all of its copies.
+"""Shared prefixes: the deterministic steps before a group's window, computed once for all of its copies.
 
 The copies of a group start from the same noise and follow the ODE until their window, so their prefixes are equal.
 """

@@ -1,4 +1,4 @@
-"""What an optimizer step knows of the steps before it: part of the run's state."""
+"""The optimizer steps so far: part of the run's state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UpdateHistory:
         return min(most, ratio * statistics.median(self.norms))
 
     def warm_up(self, steps: int) -> float:
-        """Return the factor of the next step's learning rate: (n + 1) / steps after n steps taken, 1 from then on."""
+        """Return the factor of the next step's learning rate: (n + 1) / steps after n steps, at most 1."""
         return min(1.0, (self.taken + 1) / steps) if steps else 1.0
 
     def stepped(self, norm: float) -> None:

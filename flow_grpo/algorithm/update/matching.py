@@ -72,7 +72,7 @@ class MatchingObjective:
         *,
         as_rolled_out: bool,  # noqa: ARG002 - as every objective
     ) -> dict[int, Tensor]:
-        """Return the old policy's errors by pass; with one update `loss` fills them in, as it is the old policy's own.
+        """Return the old policy's errors by pass; with one update `loss` fills them in.
 
         `as_rolled_out` does not matter: the errors are always those of the update's own calls.
         """

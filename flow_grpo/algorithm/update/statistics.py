@@ -45,7 +45,7 @@ class UpdateStats:
             self.drifts.append(drift.abs())
 
     def stepped(self, norm: Tensor, bound: float) -> None:
-        """Count an optimizer step with its gradient norm before clipping, and the norm it was clipped to."""
+        """Count an optimizer step with its gradient norm and the norm it was clipped to."""
         self.norms.append(norm.detach())
         self.bounded += int(norm > bound)
 
@@ -111,7 +111,7 @@ def gather_stats(stats: UpdateStats, world: World) -> dict[str, float]:
 
 
 def check_averaged(norms: Sequence[float], world: World) -> None:
-    """Check that the latest gradient was averaged over the ranks: else their weights part without a word.
+    """Check that the latest gradient was averaged over the ranks: otherwise their weights part in silence.
 
     Collective call.
 

@@ -1,4 +1,4 @@
-"""Gradient steps: an objective's loss, accumulated over micro-batches and synchronised once per optimizer step."""
+"""Optimizer steps: an objective's loss, accumulated over micro-batches."""
 
 from __future__ import annotations
 
