@@ -13,8 +13,9 @@ an attribute (an import is no reading), and calls it there; names that begin wit
 **The epoch** is `train_epoch`, wherever it stands, of `tiny_recam` on one rank with one batch of 16 samples, from its
 entry to its return. Counted are calls of the checkout's own code in `flow_grpo` and `train_grpo.py`, as
 `sys.setprofile` reports them: a comprehension is a call (before Python 3.12), and a generator is entered once for each
-item. The other threads, which draw and write, differ a little from run to run. The depth of `velocity` is the number of
-such frames below `train_epoch`, `velocity` included: the least and the most of all calls.
+item; functions leave comprehensions, generator expressions and lambdas out. The other threads, which draw and write,
+differ a little from run to run. The depth of `velocity` is the number of such frames below `train_epoch`, `velocity`
+included: the least and the most of all calls.
 
 benchmarks/house_34686a4.json holds the figures of commit 34686a4. Counted by hand it had 584 functions with one caller,
 151 of them small, and an epoch that entered 601 code objects of 80 files in 6,036 calls, velocity 9 frames deep:
@@ -154,7 +155,9 @@ def trace(root: str, result: str, words: Sequence[str]) -> None:
         figures: dict[str, Any] = {}
         for where, counter in {"epoch": entered, "epoch, main thread": +in_main}.items():
             files = {code.co_filename for code in counter}
-            figures |= {f"{where}: code objects": len(counter), f"{where}: files": len(files)}
+            named = sum(code.co_name[0] != "<" for code in counter)
+            figures |= {f"{where}: code objects": len(counter), f"{where}: functions": named}
+            figures[f"{where}: files"] = len(files)
             figures |= {f"{where}: calls": sum(counter.values())}
         if entered:
             figures["epoch: depth of velocity"] = [min(depths), max(depths)] if depths else []

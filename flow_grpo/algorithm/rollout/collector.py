@@ -112,8 +112,11 @@ class Collector:
             sampler, first = self.stream.sampler, self.stream.next_step
             plans = [sampler.plan(first + step) for step in range(self.config.sample.num_batches_per_epoch)]
             gids = [[gid for plan in plans for _, gid, *_ in plan[rank]] for rank in range(sampler.num_replicas)]
+        conditions: list[Condition] = []
         with sync_errors():
-            conditions = self._fetch(clock)
+            for _ in range(self.config.sample.num_batches_per_epoch):
+                with clock.phase("fetch"):
+                    conditions += self.stream.take(self.stream.next_step)
         with clock.phase("encode"):
             share_encodings(self.policy, conditions, self.world.all, sync_errors)
         with sync_errors():
@@ -158,14 +161,6 @@ class Collector:
             with clock.phase("encode"):
                 batches.append((positions, own, self.policy.encode(own)))
         return batches
-
-    def _fetch(self, clock: Clock) -> list[Condition]:
-        """Take the conditions of the next `num_batches_per_epoch` steps."""
-        conditions: list[Condition] = []
-        for _ in range(self.config.sample.num_batches_per_epoch):
-            with clock.phase("fetch"):
-                conditions += self.stream.take(self.stream.next_step)
-        return conditions
 
     def _roll_out(
         self,

@@ -109,7 +109,8 @@ class Updater:
         Raises:
             RankError: on every rank, after more than `train.max_bad_steps` such steps in a row.
         """
-        mass = self._global_mass(batch, plan)
+        local = torch.stack([batch.weights[torch.cat(step)].cpu().double().sum() for step in plan.steps])
+        mass = self.world.data.all_gather(local[None]).sum(dim=0).tolist()  # sample weights of every step, of all ranks
         stats = UpdateStats()
         with name_memory_knobs(self.config.train.batch_size):
             memories = [
@@ -167,12 +168,6 @@ class Updater:
 
     def _take(self, batch: TrainingBatch, positions: Tensor) -> Samples:
         return batch.take(positions, self.policy.trained_parameters()[0].device)
-
-    def _global_mass(self, batch: TrainingBatch, plan: UpdatePlan) -> list[float]:
-        """Return, per optimizer step, the sum of sample weights over all ranks."""
-        local = torch.stack([batch.weights[torch.cat(step)].cpu().double().sum() for step in plan.steps])
-        masses: list[float] = self.world.data.all_gather(local[None]).sum(dim=0).tolist()
-        return masses
 
     def _optimizer_step(
         self,
