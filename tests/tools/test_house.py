@@ -35,4 +35,4 @@ def test_a_small_checkout_is_counted_and_its_epoch_traced(tmp_path: Path) -> Non
         write_atomically(tmp_path / name, text)
     # One caller have one, train_epoch and step, whose body has five lines; not twice, which is called three times.
     assert list(count(tmp_path).values()) == [19, 2, 12, 6, 3, 2, 1, {"models": 15}]
-    assert list(run_epoch(tmp_path).values()) == [4, 2, 6, 4, 2, 4, [2, 2]]  # the call before the epoch left out
+    assert list(run_epoch(tmp_path).values()) == [4, 4, 2, 6, 4, 4, 2, 4, [2, 2]]  # the call before the epoch left out
