@@ -7,7 +7,7 @@ it. One epoch of GRPO teaches it a little of that:
 
     sample     8 videos ("copies") of each of 8 conditions; copies differ by the noise of one denoising step
     score      does the camera follow its command, does the picture look like the true view
-    compare    the advantage of a copy is what it scores above the mean of its condition's copies, over their spread
+    compare    the advantage of a copy: its score minus the mean of its condition's copies, divided by their spread
     update     make the step that led to a better copy more likely, and the one that led to a worse copy less likely
 
 Data, model and rewards come from the library; everything between them is written out here. The numbers are those of
@@ -61,7 +61,7 @@ BATCH, BATCHES = 16, 4  # rows of a batch and batches of an epoch: 64 videos of 
 STEPS, SHIFT = 8, 3.0  # denoising steps; a larger shift spends more of them on noisy levels
 NOISE_LEVEL = 0.7  # strength of a stochastic step's noise
 SDE_STEPS = (0, 1, 2, 3, 4, 5)  # one of these is stochastic: the early ones decide how the camera moves
-TAIL_STEPS = 3  # from after the stochastic step to the clean video, in place of the steps that remain
+TAIL_STEPS = 3  # from the stochastic step to the clean video, instead of the 2 to 7 that the schedule has left
 
 # Minus the error of turning, minus that of moving, and PSNR in dB.
 WEIGHTS = {"room_rot": 1.0, "room_trans": 1.0, "target_psnr": 1.0}
@@ -80,7 +80,7 @@ EVAL_CONDITIONS, EVAL_BATCH = 160, 16  # of rooms that are never trained on
 
 # --- 1. Randomness: a draw depends on what it is for, never on what was drawn before. So the noise of a sample is the
 # same on any number of devices, in any batch and after any restart. All devices must have the same SEED: with another,
-# a device would take other conditions for the copies of a group.
+# a device would give its copies of a group another condition, another initial noise and another stochastic step.
 
 
 def generator(*parts: object) -> torch.Generator:
@@ -103,19 +103,20 @@ def trained_scenes(scenes: list[Scene]) -> list[Scene]:
 
 
 def plan(epoch: int, conditions: int) -> list[list[tuple[int, int, int, int]]]:
-    """Return an epoch's batches of (step, gid, slot, index) rows: every condition that is drawn comes K times.
+    """Return an epoch's batches of (batch, gid, slot, index) rows: every condition that is drawn comes K times.
 
-    `step` counts batches over the whole run, `index` is the condition's place in the data set, `slot` the copy's in its
-    group. `gid` is the group's number, unique in the run: a condition that is drawn again is another group.
+    `batch` counts batches over the whole run, `index` is the condition's position in the data set of `conditions`
+    conditions, `slot` the copy's in its group. `gid` is the group's number, unique in the run: a condition that is
+    drawn again is another group.
     """
     batches, groups = [], BATCH // K
-    for step in range(epoch * BATCHES, (epoch + 1) * BATCHES):
+    for batch in range(epoch * BATCHES, (epoch + 1) * BATCHES):
         rows = []
-        for slot in range(K):
-            for gid in range(step * groups, (step + 1) * groups):
+        for slot in range(K):  # the outer loop: several devices, of which each takes a part, have copies of every group
+            for gid in range(batch * groups, (batch + 1) * groups):
                 number, place = divmod(gid, conditions)  # passes over the data set, each in an order of its own
                 order = torch.randperm(conditions, generator=generator(SEED, "pass", number))
-                rows.append((step, gid, slot, int(order[place])))
+                rows.append((batch, gid, slot, int(order[place])))
         batches.append(rows)
     return batches
 
@@ -123,7 +124,8 @@ def plan(epoch: int, conditions: int) -> list[list[tuple[int, int, int, int]]]:
 def stochastic_step(gid: int) -> int:
     """Return the denoising step at which the copies of a group part; it alone is trained.
 
-    Copies with different steps could not be compared. Six groups in a row have all six, so each is trained as often.
+    Copies with different steps could not be compared. Of groups 0 to 5, 6 to 11, ... each has another of the six steps,
+    so that all are trained equally often.
     """
     cycle, place = divmod(gid, len(SDE_STEPS))
     order = torch.randperm(len(SDE_STEPS), generator=generator(SEED, "sde window", cycle))
@@ -186,7 +188,7 @@ def coefficients(steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sigma' is the level after the step, c what is left of the old noise beside the new.
     """
     sigma, after = SIGMAS[steps].double(), SIGMAS[steps + 1].double()
-    capped = sigma.clamp(max=float(SIGMAS[1]))  # the first step's would be infinite
+    capped = sigma.clamp(max=float(SIGMAS[1]))  # at sigma = 1 std would be infinite
     std = NOISE_LEVEL * (sigma / (1 - capped)).sqrt() * (sigma - after).sqrt()
     c = after - std.square() / (2 * sigma)
     return 1 - after + c, sigma * (1 - after) - (1 - sigma) * c, std
@@ -217,8 +219,8 @@ def log_prob(drawn: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 class Sample(NamedTuple):
     """One video: the stochastic step that led to it, which the update repeats, and its scores."""
 
-    condition: Condition  # with gid and slot
-    step: int
+    condition: Condition  # the data set has put gid and slot on it
+    step: int  # of denoising, from SIGMAS[step] to SIGMAS[step + 1]
     before: Tensor  # (C, F, H, W) latents before the step
     after: Tensor  # and what was drawn: the action, in the words of RL
     log_prob: Tensor  # () of that draw
@@ -233,13 +235,13 @@ def shared_prefixes(policy: WanPolicy, conditions: Sequence[Condition]) -> dict[
     difference, and no update could learn from it: it has no probability under the policy.
     """
     conditioning, shape = policy.encode(conditions), policy.latent_shape(conditions)
-    latents = torch.stack([torch.randn(shape, generator=generator(SEED, "xT", one.gid)) for one in conditions])
-    ends = torch.tensor([stochastic_step(one.gid) for one in conditions])
+    latents = torch.stack([torch.randn(shape, generator=generator(SEED, "xT", copy.gid)) for copy in conditions])
+    ends = torch.tensor([stochastic_step(copy.gid) for copy in conditions])
     for step in range(int(ends.max())):
         rows = (ends > step).nonzero().flatten()
         levels = SIGMAS[step : step + 2].expand(len(rows), -1)
         latents[rows] = follow_ode(policy, latents[rows], levels, conditioning.rows(rows))
-    return {one.gid: row for one, row in zip(conditions, latents, strict=True)}
+    return {copy.gid: row for copy, row in zip(conditions, latents, strict=True)}
 
 
 @torch.no_grad()
@@ -247,16 +249,16 @@ def sample_and_score(
     policy: WanPolicy, rewards: Mapping[str, Reward], batches: Sequence[Sequence[Condition]]
 ) -> list[Sample]:
     """Return a sample for every copy of every condition."""
-    prefixes = shared_prefixes(policy, [one for batch in batches for one in batch if one.slot == 0])
+    prefixes = shared_prefixes(policy, [copy for batch in batches for copy in batch if copy.slot == 0])
     samples = []
     for batch in batches:
         conditioning = policy.encode(batch)  # prompt, source video and target cameras as the network reads them
-        steps = torch.tensor([stochastic_step(one.gid) for one in batch])
+        steps = torch.tensor([stochastic_step(copy.gid) for copy in batch])
 
         # Here the copies part: each draws noise of its own.
-        before = torch.stack([prefixes[one.gid] for one in batch])
-        draws = [generator(SEED, "sde", one.gid, one.slot) for one in batch]
-        noise = torch.stack([torch.randn(before.shape[1:], generator=draw) for draw in draws])
+        before = torch.stack([prefixes[copy.gid] for copy in batch])
+        generators = [generator(SEED, "sde", copy.gid, copy.slot) for copy in batch]
+        noise = torch.stack([torch.randn(before.shape[1:], generator=each) for each in generators])
         mean, std = gaussian_step(policy, before, steps, conditioning)
         after = mean + per_sample(std) * noise
         log_probs = log_prob(after, mean, std)
@@ -264,9 +266,9 @@ def sample_and_score(
         clean = follow_ode(policy, after, TAILS[steps + 1], conditioning, second_order=True)
         videos = policy.decode(clean)  # (B, 3, frames, rows, columns) in [0, 1]
         columns = {name: reward(videos, batch).values.tolist() for name, reward in rewards.items()}
-        for row, one in enumerate(batch):
+        for row, copy in enumerate(batch):
             scores = {name: column[row] for name, column in columns.items()}
-            samples.append(Sample(one, int(steps[row]), before[row], after[row], log_probs[row], scores))
+            samples.append(Sample(copy, int(steps[row]), before[row], after[row], log_probs[row], scores))
     return samples
 
 
@@ -291,7 +293,7 @@ def compare(samples: Sequence[Sample], floors: Mapping[str, float]) -> list[tupl
                 continue
             flat &= bool(known.max() - known.min() <= floor)
             std = known.std(correction=0).clamp(min=floor)
-            advantages += weight * ((values - known.mean()) / std).nan_to_num(0.0)
+            advantages += weight * torch.where(values.isfinite(), (values - known.mean()) / std, 0.0)
         if flat:
             continue  # equally good copies teach nothing
         # Scaled as a whole: with single values cut the group's order would be lost.
@@ -300,13 +302,15 @@ def compare(samples: Sequence[Sample], floors: Mapping[str, float]) -> list[tupl
         # The copies in between have small advantages and would cost as much.
         for copy in best_first[: TRAINED_COPIES // 2] + best_first[K - TRAINED_COPIES // 2 :]:
             chosen[rows[copy]] = float(advantages[copy])
+    if not chosen:  # no group has a signal: a step without one, which the trainer can be told to leave out
+        return [(sample, 0.0) for sample in samples]
     return [(samples[row], chosen[row]) for row in sorted(chosen)]
 
 
 # --- 7. Update
 
-# The gradient of a step's log-probability grows with its gain, kappa / std. Late steps have the largest and would fill
-# the gradient, though they only sharpen the picture. Weights of mean 1 even that out.
+# The gradient of a step's log-probability grows with its gain, kappa / std. Late steps have the largest and would
+# dominate, though they only sharpen the picture. Weights of mean 1 even that out.
 _, KAPPAS, STDS = coefficients(torch.tensor(SDE_STEPS))
 INVERSE_GAINS = 1 / (KAPPAS / STDS)
 STEP_WEIGHTS = dict(zip(SDE_STEPS, (INVERSE_GAINS / INVERSE_GAINS.mean()).tolist(), strict=True))
@@ -322,12 +326,12 @@ def add_gradients(policy: WanPolicy, chosen: Sequence[tuple[Sample, float]]) -> 
         mean, std = gaussian_step(policy, before, torch.tensor([row.step for row in rows]), conditioning)
         new = log_prob(after, mean, std)
         # One update per epoch: the policy that sampled is the one that is trained, so the ratio of their probabilities
-        # is 1, and what counts is its gradient. With more updates it would part from 1, and the clipped loss would stop
-        # pushing a sample whose probability has changed enough.
+        # is 1, what counts is its gradient, and the clip never acts. With more updates the ratio would part from 1, and
+        # the clipped loss would stop pushing a sample whose probability has changed enough.
         old = new.detach()
         ratio = (new - old).exp()
-        # The rollout found the same but for rounding, as other rows shared its call (with the same rows: exactly). More
-        # would be a bug, which policy/ratio_first_max_abs_log shows.
+        # The log-probability of the rollout is a check only: it must be the same but for rounding, as other rows shared
+        # its call. More would be a bug, which policy/ratio_first_max_abs_log shows.
         differences.append((old - torch.stack([row.log_prob for row in rows])).abs())
 
         # PPO's clipped surrogate (arXiv 1707.06347, eq. 7), negated.
@@ -335,8 +339,8 @@ def add_gradients(policy: WanPolicy, chosen: Sequence[tuple[Sample, float]]) -> 
         clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
         surrogate = torch.maximum(-advantage * ratio, -advantage * clipped)
         loss = (surrogate * torch.tensor([STEP_WEIGHTS[row.step] for row in rows]) * (1 / len(chosen))).sum()
-        # A mean over D elements' independent noise has a gradient that falls as 1 / sqrt(D), in large videos towards
-        # Adam's eps. Times sqrt(D) an update is as large for videos of any size; ratio and clip stay means.
+        # log_prob is a mean over D elements with independent noise, so its gradient shrinks as 1 / sqrt(D), in large
+        # videos down to Adam's eps. Times sqrt(D) an update is as large for videos of any size; ratio and clip stay.
         (loss * math.sqrt(mean[0].numel())).backward()
         losses.append(loss.detach())
     return {
@@ -366,21 +370,23 @@ def take_step(optimizer: torch.optim.Optimizer, averages: Sequence[Tensor], norm
 
 @torch.no_grad()
 def evaluate(policy: WanPolicy, rewards: Mapping[str, Reward], held_out: MultiCamDataset) -> dict[str, float]:
-    """Return means over held-out conditions of the rewards, and of the camera errors that a judge finds.
+    """Return means over held-out conditions of the rewards, and of the camera errors that room_pose finds.
 
-    The judge, room_pose, is no reward, so that it cannot have been gamed. Conditions and noise are the same every time
-    and the sampler adds no noise: what differs between two evaluations is the weights.
+    The estimator room_pose is no reward, so that it cannot have been gamed. Conditions and noise are the same every
+    time and the sampler adds no noise: what differs between two evaluations is the weights.
     """
-    judge = build_reward("room_pose", data_root=DATA)
+    estimator = build_reward("room_pose", data_root=DATA)
     values: dict[str, list[float]] = {name: [] for name in (*rewards, "rot_err_deg", "trans_err_m")}
     order = torch.randperm(len(held_out), generator=generator("eval", "conditions", len(held_out)))
     for indices in order[:EVAL_CONDITIONS].split(EVAL_BATCH):
-        own = [held_out.condition(index) for index in indices.tolist()]
-        draws = [generator(key("eval", "noise"), "xT", condition.index, 0) for condition in own]  # slot 0: one copy
-        noise = torch.stack([torch.randn(policy.latent_shape(own), generator=draw) for draw in draws])
-        clean = follow_ode(policy, noise, SIGMAS.expand(len(own), -1), policy.encode(own))
+        batch = [held_out.condition(index) for index in indices.tolist()]
+        # A seed of the evaluation's own, the same in every run; the condition's index in place of a gid, slot 0.
+        generators = [generator(key("eval", "noise"), "xT", condition.index, 0) for condition in batch]
+        noise = torch.stack([torch.randn(policy.latent_shape(batch), generator=each) for each in generators])
+        clean = follow_ode(policy, noise, SIGMAS.expand(len(batch), -1), policy.encode(batch))
         videos = policy.decode(clean)
-        columns = {name: reward(videos, own).values for name, reward in rewards.items()} | judge(videos, own).info
+        columns = {name: reward(videos, batch).values for name, reward in rewards.items()}
+        columns |= estimator(videos, batch).info
         for name, column in values.items():
             column += columns[name].tolist()
     return {f"eval/{name}": statistics.fmean(filter(math.isfinite, column)) for name, column in values.items()}
@@ -418,8 +424,8 @@ def main() -> tuple[list[dict[str, float]], dict[str, Tensor], list[Tensor]]:
         metrics = add_gradients(policy, chosen)
         take_step(optimizer, averages, norms)
 
-        scores = {name: torch.tensor([one.scores[name] for one in samples], dtype=torch.float64) for name in rewards}
-        means = {f"reward/{name}_mean": float(own[own.isfinite()].mean()) for name, own in scores.items()}
+        scores = {name: torch.tensor([each.scores[name] for each in samples], dtype=torch.float64) for name in rewards}
+        means = {f"reward/{name}_mean": float(column[column.isfinite()].mean()) for name, column in scores.items()}
         history.append(means | metrics | {"train/grad_norm": norms[-1]})
         shown = "  ".join(f"{name.partition('/')[2]} {value:.4g}" for name, value in history[-1].items())
         print(f"epoch {epoch + 1}/{EPOCHS}  {shown}  {time.perf_counter() - begun:.1f} s", flush=True)

@@ -28,8 +28,9 @@ def test_links_between_pages_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:flow_grpo|tools|config|docs|tests|benchmarks)/[\w/]+\.(?:py|md|png))`", text)
-    assert not [name for name in named if not (ROOT / name).exists()]
+    rooms = [path.name for folder in (ROOT, ROOT / "flow_grpo") for path in folder.iterdir()]  # left out on some pages
+    named = re.findall(rf"`((?:{'|'.join(rooms)})/[\w/]+\.(?:py|md|png))\b", text)
+    assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "flow_grpo" / name).exists()]
 
 
 def test_the_index_names_every_page():
