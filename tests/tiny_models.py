@@ -133,7 +133,7 @@ def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)
         model=RECAM,
         transformer=tiny_transformer(seed, patch_size=patch_size),
         codec=Codec.from_network(tiny_vae(seed), device=CPU),
-        texts=TextEncoder(lambda: (tiny_text_encoder(seed), tiny_tokenizer()), "", width=16, device=CPU),
+        texts=TextEncoder(lambda: tiny_text_encoder(seed), tiny_tokenizer, "", width=16, device=CPU),
     )
 
 

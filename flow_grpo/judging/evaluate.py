@@ -25,7 +25,7 @@ from flow_grpo.judging.changes import ConditionRow, earlier_values, rows_by_came
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Guidance, RewardResult
-from flow_grpo.reporting.clips import Clip, make_clip, with_base
+from flow_grpo.reporting.clips import Clip, make_clip
 from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import ODE, Sampling
@@ -228,11 +228,9 @@ class Evaluator:
             for position, (conditions, latents), base in zip(positions, made, started, strict=True):
                 if self.world.is_main:
                     video = decode(self.policy, conditions, latents)
-                    clip = self._clip(
-                        conditions[0], video[0], rows[position]["values"], self._located(video, conditions)
-                    )
-                    if base is not None:
-                        clip = with_base(clip, decode(self.policy, conditions, base)[0])
+                    started_as = None if base is None else decode(self.policy, conditions, base)[0]
+                    values, located = rows[position]["values"], self._located(video, conditions)
+                    clip = self._clip(conditions[0], video[0], values, located, started_as)
                     found.append(dataclasses.replace(clip, before=earlier[position] or {}))
         return found
 
@@ -287,11 +285,19 @@ class Evaluator:
             for row, position in enumerate(shown):
                 clips.append(self._clip(conditions[row], videos[row], made[position]["values"], located[row : row + 1]))
 
-    def _clip(self, condition: Condition, video: Tensor, values: Mapping[str, float], located: Tensor) -> Clip:
+    def _clip(
+        self,
+        condition: Condition,
+        video: Tensor,
+        values: Mapping[str, float],
+        located: Tensor,
+        base: Tensor | None = None,
+    ) -> Clip:
         """Return the clip of a video (3, T, h, w) with what was measured on it; `located` is (1, T, 4, 4) or empty."""
         rewards = {name: values[name] for name in self.rewards.weights}
         errors = {name: values[name] for name in POSE_ERRORS if name in values}
-        return make_clip(condition, video, rewards, errors=errors, estimated=located[0] if len(located) else None)
+        estimated = located[0] if len(located) else None
+        return make_clip(condition, video, rewards, base=base, errors=errors, estimated=estimated)
 
     def _located(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
         """Return (B, T, 4, 4) where the gold estimator saw the cameras of B videos; empty where it cannot say."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
-from flow_grpo.models.encoders.codec import Codec, codec_settings, network_dtype, read_config
+from flow_grpo.models.encoders.codec import NETWORK_DTYPE, Codec, codec_settings, read_config
 from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.models.networks.recomputation import set_checkpointing
@@ -81,10 +81,16 @@ class FakePolicy(WanPolicy):
                 shapes = own.input_shapes(len(conditions), self.latent_size(conditions[0].size), settings)
                 return {name: torch.empty(shape) for name, shape in shapes.items()}
 
+            def open_codec(_: str) -> AutoencoderKLWan:
+                with _default_dtype(NETWORK_DTYPE[model.vae_dtype]):
+                    made: AutoencoderKLWan = AutoencoderKLWan.from_config(dict(codec))
+                return made
+
+            untiled = codec_settings(model) | {"tiles": ""}
             networks = Networks(
                 model=dataclasses.replace(own, inputs=inputs),  # making them may look at values, which fakes have not
                 transformer=transformer,
-                codec=_fake_codec(codec, model, device),
+                codec=Codec(codec, open_codec, "fake", device=device, **untiled),
                 texts=_FakeTextEncoder(settings["text_dim"]),
             )
             super().__init__(
@@ -143,7 +149,7 @@ class _FakeTextEncoder(TextEncoder):
     """Returns embeddings of the right shape; there is no network behind it."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(_no_network, "fake", width=width, device=torch.device("cpu"))
+        super().__init__(_no_network, _no_network, "fake", width=width, device=torch.device("cpu"))
 
     def embed(self, prompt: str, max_tokens: int) -> Tensor:  # noqa: ARG002 - the longest prompt stands for all
         """Return (max_tokens, D) embeddings."""
@@ -154,18 +160,9 @@ def _no_network() -> Any:
     raise AssertionError("a fake policy has no encoder")
 
 
-def _fake_codec(config: Mapping[str, Any], model: ModelConfig, device: torch.device) -> Codec:
-    def network(_: str) -> AutoencoderKLWan:
-        with _default_dtype(network_dtype(model.vae_dtype)):
-            made: AutoencoderKLWan = AutoencoderKLWan.from_config(dict(config))
-        return made
-
-    return Codec(config, network, "fake", device=device, **(codec_settings(model) | {"tiles": ""}))
-
-
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context manager in which networks are made in `dtype`: fake parameters cannot be cast afterwards."""
+    # Networks are made in the dtype, since fake parameters cannot be cast afterwards.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

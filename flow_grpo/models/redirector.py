@@ -19,17 +19,16 @@ IMAGE_TOKENS = 257  # of CLIP ViT-H/14 at 224x224: a class token and 16x16 patch
 
 def _inputs(encodings: Encodings, conditions: Sequence[Condition]) -> dict[str, Tensor]:
     """Return source_latents (B, C, F, H, W), image_embeds (B, I, D) of their first frames, cameras (B, 2, T, 16)."""
+    cameras = []
+    for condition in conditions:
+        assert condition.source_poses is not None, "`needs` asks for them"
+        assert condition.intrinsics is not None, "`needs` asks for them"
+        cameras.append(camera_pair(condition.need_poses(), condition.source_poses, condition.intrinsics))
     return {
         "source_latents": encodings.sources(conditions),
         "image_embeds": encodings.first_frames(conditions),
-        "cameras": torch.stack([_cameras(condition) for condition in conditions]),
+        "cameras": torch.stack(cameras),
     }
-
-
-def _cameras(condition: Condition) -> Tensor:
-    assert condition.source_poses is not None, "`needs` asks for them"
-    assert condition.intrinsics is not None, "`needs` asks for them"
-    return camera_pair(condition.need_poses(), condition.source_poses, condition.intrinsics)
 
 
 def _input_shapes(rows: int, latents: Shape, transformer: Mapping[str, Any]) -> dict[str, Shape]:

@@ -78,22 +78,11 @@ def _make_own(kind: str, make: Any, model: ModelConfig, sample: SampleConfig, de
     except ValueError:  # says in one line what is wrong with an input
         raise
     except Exception as error:
-        file = Path(kind.partition(":")[0])
-        raise refusal(
-            "model.kind", kind, f"must make a policy, {why_it_fails(kind, file, error)}; correct it"
-        ) from error
-    missing = [name for name in (*METHODS, "module") if not hasattr(policy, name)]
-    if missing:
-        text = (
-            f"must make a policy, {type(policy).__name__} has no {', '.join(missing)}; see flow_grpo/models/policy.py"
-        )
+        why = why_it_fails(kind, Path(kind.partition(":")[0]), error)
+        raise refusal("model.kind", kind, f"must make a policy, {why}; correct it") from error
+    if missing := ", ".join(name for name in (*METHODS, "module") if not hasattr(policy, name)):
+        text = f"must make a policy, {type(policy).__name__} has no {missing}; see flow_grpo/models/policy.py"
         raise refusal("model.kind", kind, text)
-    _check_weights(kind, policy)
-    return policy
-
-
-def _check_weights(kind: str, policy: Policy) -> None:
-    """Raise ConfigError unless an own policy's parameters can be trained."""
     trained = policy.trained_parameters()
     if not isinstance(trained, list) or not trained or not all(isinstance(one, nn.Parameter) for one in trained):
         got = f"{len(trained)} entries" if isinstance(trained, list) else type(trained).__name__
@@ -106,3 +95,4 @@ def _check_weights(kind: str, policy: Policy) -> None:
     if any(id(one) not in own for one in policy.camera_parameters()):
         text = "returns other parameters from camera_parameters() than are in trained_parameters()"
         raise refusal("model.kind", kind, f"{text}; return some of those")
+    return policy

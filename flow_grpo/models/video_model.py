@@ -100,11 +100,6 @@ class VideoModel:
         frames = temporal * (length // (self.videos if self.consecutive else 1) - 1) + 1
         return frames, length * patch_height * spatial, length * patch_width * spatial
 
-    def input_channels(self, latent_channels: int) -> int:
-        """Return how many channels the transformer reads with a codec of so many; those of Wan 2.1 have 16."""
-        channels: int = self.published["in_channels"] // 16 * latent_channels
-        return channels
-
     def tokens(self, latents: Shape, patch: Shape) -> int:
         """Return the length of the transformer's sequence for latents (C, F, H, W) of the target, cut into patches."""
         return self.videos * math.prod(side // one for side, one in zip(latents[1:], patch, strict=True))

@@ -72,7 +72,8 @@ def load_networks(
     folder = check_folder(model, path)
     codec = Codec.from_folder(folder / "vae", device=device, offload=offload, **codec_options)
     transformer = load_transformer(model.network, folder / "transformer", dtype)
-    given, wanted = transformer.config["in_channels"], model.input_channels(codec.config["z_dim"])
+    wanted = model.published["in_channels"] // 16 * codec.config["z_dim"]  # those of Wan 2.1 have 16 latent channels
+    given = transformer.config["in_channels"]
     if given != wanted:  # an image-to-video model of the same class, for one
         raise ValueError(
             f"{folder / 'transformer'} reads {given} channels, must read {wanted} with this codec: it is of another "
@@ -80,19 +81,15 @@ def load_networks(
         )
     texts = TextEncoder.from_folder(folder, dtype, device=device, offload=offload)
     images = open_images(model, folder, dtype, device=device, offload=offload)
-    _check_width(folder / "text_encoder", texts.width, transformer.config["text_dim"])
-    if images is not None:
-        _check_width(folder / "image_encoder", images.width, transformer.config["image_dim"])
+    widths = [("text_encoder", texts.width, "text_dim")]
+    widths += [] if images is None else [("image_encoder", images.width, "image_dim")]
+    for encoder, made, field in widths:
+        if made != (read := transformer.config[field]):
+            raise ValueError(
+                f"{folder / encoder} makes features of width {made}, the transformer reads {read}: they are of "
+                "different models; give a folder whose parts belong together"
+            )
     return Networks(model=model, transformer=transformer, codec=codec, texts=texts, images=images)
-
-
-def _check_width(encoder: Path, given: int, wanted: int) -> None:
-    """Raise ValueError unless an encoder's features are as wide as the transformer reads them."""
-    if given != wanted:
-        raise ValueError(
-            f"{encoder} makes features of width {given}, the transformer reads {wanted}: they are of different models; "
-            "give a folder whose parts belong together"
-        )
 
 
 def open_images(
@@ -188,8 +185,8 @@ class WanPolicy:
         self.codec = networks.codec
         self.texts = networks.texts
         self.encodings = Encodings(
-            networks.codec,
-            networks.texts,
+            self.codec,
+            self.texts,
             store or TensorStore(),
             images=networks.images,
             max_prompt_tokens=max_prompt_tokens,
@@ -213,14 +210,8 @@ class WanPolicy:
         Raises:
             ValueError: the model folder is missing, damaged or of another model, or a setting does not fit it.
         """
-        networks = load_networks(
-            video_model,
-            model.path,
-            DTYPES[model.dtype],
-            device,
-            offload=model.offload,
-            **codec_settings(model),
-        )
+        settings = {"offload": model.offload} | codec_settings(model)
+        networks = load_networks(video_model, model.path, DTYPES[model.dtype], device, **settings)
         apply_training_mode(networks.transformer, model)
         apply_compute_settings(networks.transformer, model, device)
         return cls(
@@ -264,7 +255,11 @@ class WanPolicy:
         latents = self.latent_shape(conditions)
         guidance = guidance or self.guidance
         inputs = self.model.inputs(self.encodings, conditions)
-        self._check_inputs(inputs, latents, len(conditions))
+        # They must be those that the model plans with; sizes that its parts decide aside.
+        made = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        planned = self.model.input_shapes(len(conditions), latents, self._config)
+        if {n: (s[0], len(s)) for n, s in made.items()} != {n: (s[0], len(s)) for n, s in planned.items()}:
+            raise ValueError(f"inputs() of the model made {made}, input_shapes() says {planned}: must be the same")
         prompts = {text: self.encodings.prompt(text) for text in dict.fromkeys(c.prompt for c in conditions)}
         negative = None
         if guidance.scale != 1.0:
@@ -283,13 +278,6 @@ class WanPolicy:
     def learn(self, latents: Mapping[str, Tensor]) -> None:
         """Take over the (C, F, H, W) latents of source videos that another rank has encoded, by these keys."""
         self.encodings.learn(latents)
-
-    def _check_inputs(self, inputs: dict[str, Tensor], latents: tuple[int, int, int, int], rows: int) -> None:
-        """Raise ValueError unless a model's inputs are those that it plans with, sizes that its parts decide aside."""
-        made = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-        planned = self.model.input_shapes(rows, latents, self._config)
-        if {n: (s[0], len(s)) for n, s in made.items()} != {n: (s[0], len(s)) for n, s in planned.items()}:
-            raise ValueError(f"inputs() of the model made {made}, input_shapes() says {planned}: must be the same")
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of the target latents.

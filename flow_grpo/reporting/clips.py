@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.records import Condition, ScoredBatch
-from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.video_file import levels
 
 SOURCE, BASE, NOW, TRUE = "source", "base", "now", "true view"  # panels, from left to right
@@ -54,13 +53,12 @@ class Clip:
 
     def lines(self, before: Mapping[str, float]) -> list[str]:
         """Return the caption as lines below the panels; `before` holds scores before training, if they are known."""
-        said = [
+        texts = [
             f"{name} {before[name]:.3f} → {value:.3f}" if name in before else f"{name} {value:.3f}"
             for name, value in self.scores.items()
         ]
-        arrows = ["(before training → now)"] if self.scores.keys() & before.keys() else []
-        unbroken = [text.replace(" ", "\u00a0") for text in [*said, *arrows]]
-        return [self.title, self.remark or "   ".join(unbroken)]
+        texts += ["(before training → now)"] if self.scores.keys() & before.keys() else []
+        return [self.title, self.remark or "   ".join(text.replace(" ", "\u00a0") for text in texts)]
 
 
 def make_clip(
@@ -68,6 +66,7 @@ def make_clip(
     generated: Tensor,
     rewards: Mapping[str, float],
     *,
+    base: Tensor | None = None,
     errors: Mapping[str, float] | None = None,
     estimated: Tensor | None = None,
 ) -> Clip:
@@ -77,13 +76,14 @@ def make_clip(
         condition: condition of the sample.
         generated: (3, T, h, w) its video.
         rewards: name -> value.
+        base: (3, T, h, w) what the policy made of it before training, to be shown beside it.
         errors: name -> pose error, where measured.
-        estimated: (T, 4, 4) where an estimator saw the cameras, like `Clip.estimated`.
+        estimated: as in `Clip`.
     """
     short = " ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in rewards.items())
-    shown = {SOURCE: condition.source_video, NOW: _shown(generated), TRUE: condition.target_video}
+    shown = {SOURCE: condition.source_video, BASE: base, NOW: generated, TRUE: condition.target_video}
     return Clip(
-        panels={name: levels(video) for name, video in shown.items() if video is not None},
+        panels={name: _pixels(video) for name, video in shown.items() if video is not None},
         name=file_name(f"{condition.scene}_{condition.target_camera}_{short.replace(' ', '_')}"),
         title=_title(condition),
         scores={name: value for name, value in {**rewards, **(errors or {})}.items() if math.isfinite(value)},
@@ -91,14 +91,6 @@ def make_clip(
         commanded=condition.target_poses,
         estimated=estimated,
     )
-
-
-def with_base(clip: Clip, generated: Tensor) -> Clip:
-    """Return a clip with what the policy made before training, (3, T, h, w), beside what it makes now."""
-    panels: dict[str, Tensor] = {}
-    for name, video in clip.panels.items():
-        panels |= {BASE: levels(_shown(generated)), name: video} if name == NOW else {name: video}
-    return dataclasses.replace(clip, panels=panels)
 
 
 def training_clips(batch: ScoredBatch, count: int) -> list[Clip]:
@@ -143,7 +135,7 @@ def group_clip(batch: ScoredBatch, weights: Mapping[str, float], k: int) -> Clip
     names = [f"copy {place}" for place in range(1, len(copies) + 1)]
     held = f"all {k} copies" if len(copies) == k else f"{len(copies)} of {k} copies, those that rank 0 holds"
     return Clip(
-        panels={name: levels(_shown(batch.videos[copies[row]])) for name, row in zip(names, order, strict=True)},
+        panels={name: _pixels(batch.videos[copies[row]]) for name, row in zip(names, order, strict=True)},
         name=file_name(f"{condition.scene}_{condition.target_camera}_{len(copies)}_copies"),
         title=_title(condition),
         scores={name: float(compared.advantages[row]) for name, row in zip(names, order, strict=True)},
@@ -153,8 +145,8 @@ def group_clip(batch: ScoredBatch, weights: Mapping[str, float], k: int) -> Clip
     )
 
 
-def _shown(video: Tensor) -> Tensor:
-    return video.nan_to_num(0.0, 1.0, 0.0)  # a broken sample is shown as well
+def _pixels(video: Tensor) -> Tensor:
+    return levels(video.nan_to_num(0.0, 1.0, 0.0))  # a diverged sample is shown as well
 
 
 def file_name(text: str) -> str:
@@ -176,10 +168,3 @@ def _of(condition: Condition) -> dict[str, Any]:
         "camera": condition.target_camera,
         "preset": condition.preset or "",
     }
-
-
-def log_rows(tracker: Tracker, name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
-    """Show rows with named columns as one table in the trackers; cells that a row lacks are empty."""
-    if rows:
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        tracker.log_table(name, columns, [[row.get(column, "") for column in columns] for row in rows], step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -108,15 +108,16 @@ class Progress:
         self._world.report_progress()
         self._bars.advance(self._updates, count)
 
-    def finish_epoch(self, metrics: Mapping[str, float], headline: Sequence[str] = HEADLINE) -> None:
+    def finish_epoch(self, metrics: Mapping[str, float]) -> None:
         """Print the epoch's line: rewards, the available headline metrics, its duration and the time left."""
         self._finished += 1
-        left = self._seconds_left()
+        spent = time.monotonic() - self._begin
+        all_epochs = spent / (self._finished - self._finished_before) * (self._num_epochs - self._finished)
+        left = datetime.timedelta(seconds=round(max(0.0, min(all_epochs, self._seconds - spent))))
         self._bars.update(self._epochs, completed=self._finished, note=f"ETA {left}")
         width = len(str(self._num_epochs))
-        parts = [f"epoch {self._finished:>{width}}/{self._num_epochs}"]
-        parts += _rewards(metrics)
-        parts += [f"{name} {metrics[name]:<7.4g}" for name in headline if name in metrics]
+        parts = [f"epoch {self._finished:>{width}}/{self._num_epochs}", *_rewards(metrics)]
+        parts += [f"{name} {metrics[name]:<7.4g}" for name in HEADLINE if name in metrics]
         parts += [f"{time.monotonic() - self._epoch_begin:.1f} s", f"ETA {left}"]
         self.say("  ".join(parts))
 
@@ -124,23 +125,15 @@ class Progress:
         """Print a line above the bars."""
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
-    def _seconds_left(self) -> datetime.timedelta:
-        done = self._finished - self._finished_before
-        spent = time.monotonic() - self._begin
-        all_epochs = spent / done * (self._num_epochs - self._finished)
-        return datetime.timedelta(seconds=round(max(0.0, min(all_epochs, self._seconds - spent))))
-
 
 def _rewards(metrics: Mapping[str, float]) -> list[str]:
-    """Return name and mean of every reward with a weight, and its std within groups; their sum would mix units."""
+    # Mean of every reward with a weight, and its std within groups; their sum would mix units.
     parts = []
     for key, weight in metrics.items():
         name = key.removeprefix("reward/").removesuffix("_weight")
-        if key == f"reward/{name}_weight" and weight and f"reward/{name}_mean" in metrics:
-            spread = metrics.get(f"reward/{name}_group_std")
-            parts.append(
-                f"{name} {metrics[f'reward/{name}_mean']:.4g}" + ("" if spread is None else f" +- {spread:.2g}")
-            )
+        mean, spread = (metrics.get(f"reward/{name}_{end}") for end in ("mean", "group_std"))
+        if key == f"reward/{name}_weight" and weight and mean is not None:
+            parts.append(f"{name} {mean:.4g}" + ("" if spread is None else f" +- {spread:.2g}"))
     return parts
 
 
@@ -158,11 +151,11 @@ def print_before_after(
 
     Args:
         before: metric -> value.
-        after: likewise.
+        after: as `before`.
         changes: metric -> paired change, for those that have one.
         run_folder: printed below.
         world: all ranks of the run.
-        floor: `eval_floor/` name -> what the judge finds on perfect videos, a row below the metric `eval/` name.
+        floor: `eval_floor/` name -> reference estimator's value on perfect videos, a row below the `eval/` name's.
         console: where to print, by default standard output.
     """
     if not world.is_main:

@@ -40,7 +40,10 @@ def draw_filmstrip(videos: Path, path: Path) -> None:
     rows = []
     for own in list(by_condition.values())[:CONDITIONS]:
         made = [_last(videos, own[step], NOW, BASE) if step in own else None for step in steps]
-        rows.append((_words(own[max(own)]), [*made, _last(videos, own[max(own)], TRUE)]))
+        latest = own[max(own)]
+        camera = latest["preset"] or latest["camera"]
+        words = f"{latest['scene']} {camera}" if camera else latest["caption"].partition(":")[0]
+        rows.append((words, [*made, _last(videos, latest, TRUE)]))
     if any(picture for _, pictures in rows for picture in pictures):
         started = any(video_index.panel(line, BASE) and not video_index.panel(line, NOW) for line in lines)
         names = [f"epoch {step}" for step in steps]
@@ -73,21 +76,13 @@ def _drawn(rows: Sequence[tuple[str, list[Image.Image | None]]], names: Sequence
 
 
 def _last(videos: Path, line: Line, *names: str) -> Image.Image | None:
-    """Return the last frame of a panel, `ROWS` high; None where there is none."""
     box = video_index.panel(line, *names)
-    if box is None:
-        return None
     try:
-        frames = collections.deque(read_frames(videos / line["file"]), maxlen=1)
+        frames = collections.deque(read_frames(videos / line["file"]), maxlen=1) if box else ()
     except (OSError, av.FFmpegError):
         return None
-    if not frames:
+    if not box or not frames:
         return None
     (frame,) = frames
     part = Image.fromarray(frame[box["y"] : box["y"] + box["height"], box["x"] : box["x"] + box["width"]])
     return part.resize((round(part.width * ROWS / part.height), ROWS), Image.Resampling.LANCZOS)
-
-
-def _words(line: Line) -> str:
-    camera = line["preset"] or line["camera"]
-    return f"{line['scene']} {camera}" if camera else line["caption"].partition(":")[0]

@@ -11,11 +11,10 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import av
 import torch
-from torch import Tensor
+from einops import rearrange
 
 from flow_grpo.records import ScoredBatch
 from flow_grpo.reporting import video_index
@@ -24,7 +23,7 @@ from flow_grpo.reporting.drawing import camera_plots
 from flow_grpo.reporting.drawing.path_plots import draw_paths
 from flow_grpo.reporting.drawing.step_plot import draw_steps
 from flow_grpo.reporting.filmstrip import draw_filmstrip
-from flow_grpo.reporting.labelled_video import Panel, as_dicts, draw_labelled, enlargement, rate
+from flow_grpo.reporting.labelled_video import Panel, draw_labelled, enlargement, rate
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.video_file import read_frames, write_video
 
@@ -58,7 +57,7 @@ class Gallery:
         if clips:
             file = self._folder / FILMSTRIP
             draw = functools.partial(draw_filmstrip, self.videos, file)
-            self._tracker.log_image("eval/filmstrip", file, draw, "the last frames of all evaluations", step)
+            self._tracker.log_file("eval/filmstrip", file, draw, "the last frames of all evaluations", step)
 
     def training(self, batch: ScoredBatch, step: int, *, count: int, weights: Mapping[str, float], k: int) -> None:
         """Write videos of the first `count` samples of a batch, and one of the copies of a group, see `group_clip`."""
@@ -92,16 +91,15 @@ class Gallery:
         if before and shown:
             means = before, after
             draw = functools.partial(camera_plots.draw_cameras, means, changes, shown, file, self._tracker.direction)
-            self._tracker.log_image("eval/cameras", file, draw, "before and after training, by camera", step)
+            self._tracker.log_file("eval/cameras", file, draw, "before and after training, by camera", step)
 
     def _write(self, kind: str, clip: Clip, step: int, name: str, shown_as: str) -> Path:
         file = self.videos / f"{name}.mp4"
-        write = functools.partial(self._film, kind, clip, step)
-        self._tracker.log_video(shown_as, file, write, clip.caption, step)
+        write = functools.partial(self._draw, kind, clip, step, file)
+        self._tracker.log_file(shown_as, file, write, clip.caption, step)
         return file
 
-    def _film(self, kind: str, clip: Clip, step: int, file: Path) -> None:
-        """Draw and write a video and its line in the index."""
+    def _draw(self, kind: str, clip: Clip, step: int, file: Path) -> None:
         panels = [Panel(name, video.cpu()) for name, video in clip.panels.items()]
         scores = clip.before
         if NOW in clip.panels and BASE not in clip.panels and kind not in ("train", "group"):
@@ -113,9 +111,21 @@ class Gallery:
         labelled = [dataclasses.replace(panel, note=notes.get(panel.name, "")) for panel in panels]
         video, boxes = draw_labelled(labelled, clip.lines(scores), clip.commanded)
         write_video(file, video, rate(video.shape[1]))
-        line = {"file": file.name, "kind": kind, "step": step, **clip.of, "panels": as_dicts(boxes)}
+        line = {
+            "file": file.name,
+            "kind": kind,
+            "step": step,
+            **clip.of,
+            "panels": [dataclasses.asdict(box) for box in boxes],
+        }
         line |= {"scores": clip.scores, "before": {name: scores[name] for name in clip.scores if name in scores}}
-        video_index.add(self.videos, {**line, "caption": clip.caption, **_paths_of(clip)})
+        line |= {"caption": clip.caption}
+        if clip.commanded is not None and clip.estimated is not None:
+            centres = clip.estimated[:, :3, 3]
+            known = centres.isfinite().all(dim=1).tolist()
+            found = [row if fine else None for row, fine in zip(centres.tolist(), known, strict=True)]
+            line |= {"paths": {"commanded": clip.commanded[:, :3, 3].tolist(), "estimated": found}}
+        video_index.add(self.videos, line)
 
     def _base(self, clip: Clip) -> tuple[Panel | None, dict[str, float]]:
         """Return what the policy made of the same condition before training, read back, and its scores then."""
@@ -125,29 +135,16 @@ class Gallery:
             if box is None:
                 continue
             wanted = clip.panels[NOW].shape[1:]
+            # Each pixel is read from the middle of its enlargement.
+            factor = enlargement(wanted[1])
+            rows = slice(box["y"] + factor // 2, box["y"] + box["height"], factor)
+            columns = slice(box["x"] + factor // 2, box["x"] + box["width"], factor)
             try:
-                found = _cropped(self.videos / line["file"], box, enlargement(wanted[1]))
+                frames = [torch.from_numpy(frame[rows, columns]) for frame in read_frames(self.videos / line["file"])]
+                found = rearrange(torch.stack(frames), "t y x c -> c t y x")
             except (OSError, av.FFmpegError) as error:
                 _log.warning("%s cannot be read, the base is not shown: %s", line["file"], error)
                 return None, {}
             if found.shape[1:] == wanted:
                 return Panel(BASE, found), line.get("scores", {})
         return None, {}
-
-
-def _cropped(file: Path, box: Mapping[str, int], factor: int) -> Tensor:
-    """Return (3, T, rows, columns) of a panel of a video file, each pixel read from the middle of its enlargement."""
-    rows = slice(box["y"] + factor // 2, box["y"] + box["height"], factor)
-    columns = slice(box["x"] + factor // 2, box["x"] + box["width"], factor)
-    frames = [torch.from_numpy(frame[rows, columns]) for frame in read_frames(file)]
-    return torch.stack(frames).permute(3, 0, 1, 2)
-
-
-def _paths_of(clip: Clip) -> dict[str, Any]:
-    """Return `paths` of the index where an estimator has located the frames."""
-    if clip.commanded is None or clip.estimated is None:
-        return {}
-    commanded, estimated = clip.commanded[:, :3, 3].tolist(), clip.estimated[:, :3, 3]
-    known = estimated.isfinite().all(dim=1).tolist()
-    rows = [row if fine else None for row, fine in zip(estimated.tolist(), known, strict=True)]
-    return {"paths": {"commanded": commanded, "estimated": rows}}

@@ -6,7 +6,7 @@ Everything is drawn at the resolution of the file, so that text is sharp however
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,18 +20,18 @@ from flow_grpo.reporting.drawing.style import GROUND, SOFT, TEXT, font
 LEAST_ROWS = 240  # pixels of a panel: smaller videos are enlarged by a whole factor
 LEAST_SECONDS = 2.0  # of a file: a clip of a few frames is shown slowly
 FPS = 15.0
-MOST_COLUMNS = 4096  # pixels: wider films cannot be decoded by much hardware; panels go into several rows
+MOST_COLUMNS = 4096  # pixels: wider videos cannot be decoded by much hardware; panels go into several rows
 GAP = 8  # pixels around panels
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One video of a film.
+    """One video among those side by side.
 
     Attributes:
         name: label, such as "now".
         video: (3, T, rows, columns) uint8, all panels alike.
-        note: said after the name where there is room for it.
+        note: text after the name, where there is room for it.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """Where a panel is within the film, in pixels; the fields are those in `videos/index.jsonl`."""
+    """Where a panel is within the whole picture, in pixels; fields as in `videos/index.jsonl`."""
 
     name: str
     x: int
@@ -51,7 +51,7 @@ class Box:
 
 
 def draw_labelled(panels: Sequence[Panel], caption: Sequence[str], poses: Tensor | None) -> tuple[Tensor, list[Box]]:
-    """Return a film (3, T, height, width) uint8, of even width and height, and where its panels are.
+    """Return a video (3, T, height, width) uint8, of even width and height, and where its panels are.
 
     Args:
         panels: from left to right.
@@ -134,8 +134,3 @@ def _wrapped(lines: Sequence[str], size: int, width: int) -> list[tuple[str, boo
 
 def _even(pixels: int) -> int:
     return pixels + pixels % 2
-
-
-def as_dicts(boxes: Sequence[Box]) -> list[Mapping[str, str | int]]:
-    """Return boxes as `videos/index.jsonl` holds them."""
-    return [dataclasses.asdict(box) for box in boxes]

@@ -64,7 +64,6 @@ class MetricFiles:
         write_atomically(self._table, text.getvalue())
 
     def _lines_up_to(self, last_step: int) -> list[tuple[int, Row]]:
-        """Return the records up to a step; ValueError if the file is there and cannot be read."""
         if not self._lines.exists():
             return []
         try:
@@ -102,7 +101,6 @@ def read_rows(file: Path) -> dict[int, Row]:
 
 
 def _record(text: bytes) -> tuple[int, Row] | None:
-    """Return step and metrics of a line that `_line` wrote, or None for any other."""
     try:
         record = json.loads(text)
     except ValueError:
@@ -114,6 +112,5 @@ def _record(text: bytes) -> tuple[int, Row] | None:
 
 
 def _line(step: int, metrics: Mapping[str, float]) -> str:
-    """Return one JSON line; NaN and infinity become null."""
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     return json.dumps({"step": step, **finite}) + "\n"

@@ -430,7 +430,7 @@ def page() -> str:
     lines = [INTRODUCTION]
     for section, meaning in [*SECTIONS.items(), ("<where>", MEASURED)]:
         title = "Measurements of rewards" if section == "<where>" else f"`{section}/`"
-        lines += [f"## {title}", "", f"{_sentence(meaning)}", ""]
+        lines += [f"## {title}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
         lines += ["| metric | meaning | unit | healthy | if not |", "|---|---|---|---|---|"]
         for metric in METRICS:
             if metric.name.partition("/")[0] == section:
@@ -448,10 +448,6 @@ def healthy_text(metric: Metric) -> str:
     if low == high:
         return f"{low:g}"
     return f"at least {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 if __name__ == "__main__":

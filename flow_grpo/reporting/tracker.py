@@ -66,8 +66,8 @@ class Tracker:
             trackers: any of `SINKS`.
             world: all ranks of the run, of which rank 0 writes.
             resumed_step: step of the checkpoint the run resumes from, or None.
-            direction: direction of held-out metrics, as in `plots.draw_curves`.
-            deciding: likewise.
+            direction: see the class.
+            deciding: see the class.
 
         Raises:
             ValueError: a tracker is not installed.
@@ -112,35 +112,29 @@ class Tracker:
         """Return the names of a step's logged metrics; empty on ranks other than 0."""
         return set(self._files.rows.get(step, ())) if self._is_main else set()
 
-    def log_video(self, name: str, path: Path, write: Callable[[Path], object], caption: str, step: int) -> None:
-        """Write a video file and show it in the trackers; `write` makes it, behind training."""
+    def log_file(self, name: str, path: Path, make: Callable[[], object], caption: str, step: int) -> None:
+        """Write a video (.mp4) or picture (.png) and show it in the trackers; `make` writes it, behind training."""
         _check_names([name])
+        video = path.suffix == ".mp4"
 
-        def make() -> None:
-            write(path)
-            self._to_sinks(lambda sink: sink.video(name, path, caption, step))
+        def work() -> None:
+            make()
+            self._to_sinks(lambda sink: (sink.video if video else sink.image)(name, path, caption, step))
 
-        self.later("videos", make)
-
-    def log_image(self, name: str, path: Path, draw: Callable[[], object], caption: str, step: int) -> None:
-        """Draw a picture to a file and show it in the trackers; `draw` makes it, behind training."""
-        _check_names([name])
-
-        def make() -> None:
-            draw()
-            self._to_sinks(lambda sink: sink.image(name, path, caption, step))
-
-        self.later(path.name, make)
+        self.later("videos" if video else path.name, work)
 
     def later(self, what: str, piece: Callable[[], object]) -> None:
         """Do something behind training, in the order of calls; `what` names it in warnings."""
         if self._is_main:
             self._making.add(what, piece)
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Log a table to the trackers."""
+    def log_table(self, name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
+        """Log rows with named columns as one table to the trackers; cells that a row lacks are empty."""
         _check_names([name])
-        self._to_sinks(lambda sink: sink.table(name, columns, rows, step))
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        cells = [[row.get(column, "") for column in columns] for row in rows]
+        if rows:
+            self._to_sinks(lambda sink: sink.table(name, columns, cells, step))
 
     def begin(self) -> None:
         """Delete `summary.json`: the run trains another epoch, so it is no longer complete."""
@@ -165,7 +159,7 @@ class Tracker:
         path, rows = self._folder / CURVES, {step: dict(row) for step, row in self._files.rows.items()}
         title, direction, deciding = self._folder.name, self.direction, self.deciding
         draw = functools.partial(plots.draw_curves, rows, path, title=title, direction=direction, deciding=deciding)
-        self.log_image("eval/curves", path, draw, "rewards and held-out metrics", step)
+        self.log_file("eval/curves", path, draw, "rewards and held-out metrics", step)
 
     def _open(self, name: str, opening: Opening) -> None:
         module, _, kind = SINKS[name].partition(":")

@@ -12,14 +12,16 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.own import KNOB, build_own, find_own
+from flow_grpo.rewards.process_pool import Outcome
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
+from flow_grpo.rewards.results import from_outcomes
 from flow_grpo.rewards.room.room_fit import ROOM_FILE
 from flow_grpo.runtime.ranks.process_group import InputError
 from flow_grpo.settings.errors import refusal
@@ -52,15 +54,6 @@ class Reward(Protocol):
         ...
 
 
-@runtime_checkable
-class Served(Protocol):
-    """A reward that asks a server and keeps statistics of its requests."""
-
-    def stats(self) -> dict[str, float]:
-        """Return "calls" and "failures" (counts), "p50_s" and "p95_s" (seconds or NaN) since the last call."""
-        ...
-
-
 # Name in `reward.weights` -> module below flow_grpo.rewards and class, imported when the reward is built.
 REWARDS: Mapping[str, str] = {
     "target_view": "target_view:TargetView",
@@ -84,16 +77,11 @@ NO_WRITING = "must not write into its videos or conditions, which others score, 
 
 
 def check_name(name: str, servers: Mapping[str, str]) -> None:
-    """Refuse a name that is neither in `REWARDS`, nor "remote:<name>" with a name of `servers`, nor FILE.py:NAME.
-
-    Raises:
-        ConfigError: for such a name, with the known ones.
-    """
+    """Raise ConfigError unless it is in `REWARDS`, "remote:<name>" with a name of `servers`, or FILE.py:NAME."""
     known = [*REWARDS, *(f"remote:{served}" for served in servers)]
-    if name in known:
-        return
     if is_own(name):
         find_own(name)
+    if is_own(name) or name in known:
         return
     close = difflib.get_close_matches(name, known, n=1)
     way_out = f"did you mean {close[0]!r}?" if close else "pass --config.reward.weights.NAME=1 with one of them"
@@ -110,7 +98,7 @@ class RewardSet:
         weights: name -> weight, for exactly these rewards.
 
     Raises:
-        ValueError: names do not match, or a reward lacks an attribute of `Reward`.
+        ValueError: names differ, or a reward is malformed, which would otherwise fail hours into a run.
     """
 
     def __init__(self, rewards: Sequence[Reward], weights: Mapping[str, float]) -> None:
@@ -130,7 +118,7 @@ class RewardSet:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return reward name -> statistics of its requests since the last call, for rewards computed by a server."""
-        return {reward.name: reward.stats() for reward in self.rewards if isinstance(reward, Served)}
+        return {reward.name: reward.stats() for reward in self.rewards if isinstance(reward, RemoteReward)}
 
     def served(self) -> dict[str, str]:
         """Return reward name -> model and version, for rewards computed by a server that has answered."""
@@ -154,67 +142,44 @@ class RewardSet:
 
 
 def _writes(videos: Tensor, conditions: Sequence[Condition]) -> list[int]:
-    """Return how often torch has written into each tensor that all rewards are given."""
+    # How often torch has written into each tensor that all rewards are given.
     given = [value for condition in conditions for value in vars(condition).values() if isinstance(value, Tensor)]
     return [tensor._version for tensor in (videos, *given) if not tensor.is_inference()]
 
 
 def _check_parts(reward: Reward) -> None:
-    """Raise ValueError for a malformed reward, which would otherwise fail hours into a run."""
     name, floor, measures = (getattr(reward, part, None) for part in ("name", "floor", "measures"))
     if not isinstance(name, str) or not name:
         raise ValueError(f"reward {type(reward).__name__} has name {name!r}, must be a text: its weight is called so")
     if isinstance(floor, bool) or not isinstance(floor, float | int) or not 0 <= floor < math.inf:
         raise ValueError(f"reward {name} has floor {floor!r}, must be a number in [0, inf); 0 where noise is unknown")
     if not isinstance(measures, tuple) or not all(isinstance(each, str) for each in measures):
-        raise ValueError(
-            f"reward {name} has measures {measures!r}, must be a tuple of the names in its info; () for none"
-        )
+        text = "must be a tuple of the names in its info; () for none"
+        raise ValueError(f"reward {name} has measures {measures!r}, {text}")
 
 
 def _measure(reward: Reward, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-    """Run one reward; an exception makes the whole batch not valid, with the exception as the cause."""
     try:
         return _checked(reward, reward(videos, conditions), len(conditions))
     except Exception as error:
         logger.exception("reward %s failed on %d samples", reward.name, len(conditions))
-        unknown = torch.full((len(conditions),), torch.nan)
-        cause = f"{type(error).__name__}: {error}"
-        return RewardResult(
-            values=unknown,
-            valid=torch.zeros(len(conditions), dtype=torch.bool),
-            causes=(cause,) * len(conditions),
-            info={name: unknown.clone() for name in reward.measures},
-            faulty=torch.ones(len(conditions), dtype=torch.bool),
-        )
+        outcome: Outcome[tuple[float, ...]] = Outcome(None, f"{type(error).__name__}: {error}")
+        return from_outcomes([outcome] * len(conditions), reward.measures)
 
 
 def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
-    """Return a result with values that are not finite marked invalid and faulty, and all invalid values NaN.
-
-    Raises:
-        ValueError: wrong shapes, or other `info` than the reward declares.
-    """
+    # Values that are not finite become invalid and faulty, and all invalid values NaN.
     shapes = {tuple(part.shape) for part in (result.values, result.valid, result.faults, *result.info.values())}
     if shapes != {(count,)} or len(result.causes) != count:
         raise ValueError(f"results have shapes {sorted(shapes)} and {len(result.causes)} causes, must be ({count},)")
     if set(result.info) != set(reward.measures):
         raise ValueError(f"info holds {sorted(result.info)}, must hold {sorted(reward.measures)} as declared")
-    finite = result.values.isfinite()
-    causes = [
-        f"value is {value}" if valid and not fine else cause
-        for value, valid, fine, cause in zip(
-            result.values.tolist(), result.valid.tolist(), finite.tolist(), result.causes, strict=True
-        )
-    ]
-    valid = result.valid & finite
-    return RewardResult(
-        values=result.values.masked_fill(~valid, torch.nan),
-        valid=valid,
-        causes=tuple(causes),
-        info=result.info,
-        faulty=result.faults | (result.valid & ~finite),
-    )
+    broken = result.valid & ~result.values.isfinite()
+    valid, causes = result.valid & ~broken, list(result.causes)
+    for row in broken.nonzero().flatten().tolist():
+        causes[row] = f"value is {result.values[row].item()}"
+    values = result.values.masked_fill(~valid, torch.nan)
+    return RewardResult(values, valid, tuple(causes), result.info, result.faults | broken)
 
 
 def try_rewards(rewards: RewardSet, condition: Condition) -> None:

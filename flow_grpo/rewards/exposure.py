@@ -89,11 +89,7 @@ class Exposure:
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-        """Score (B, 3, T, h, w) videos in [0, 1].
-
-        Raises:
-            ValueError: videos of fewer than 3 frames, in which flicker is not defined.
-        """
+        """Score videos (B, 3, T, h, w); ValueError for fewer than 3 frames, in which flicker is not defined."""
         if videos.shape[2] < 3:
             raise ValueError(f"flicker needs at least 3 frames, got videos of {videos.shape[2]}")
         tolerances, scales = (torch.tensor([part[place] for part in PARTS]) for place in (1, 2))

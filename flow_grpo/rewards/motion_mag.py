@@ -30,11 +30,7 @@ class MotionMag:
     measures = ("motion",)
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-        """Score (B, 3, T, h, w) videos in [0, 1].
-
-        Raises:
-            ValueError: videos of a single frame.
-        """
+        """Score videos (B, 3, T, h, w); ValueError for a single frame."""
         if videos.shape[2] < 2:
             raise ValueError(f"motion needs at least 2 frames, got videos of {videos.shape[2]}")
         wanted = once_per_condition(conditions, _reference_motion)

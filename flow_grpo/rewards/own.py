@@ -31,11 +31,7 @@ class FunctionReward:
         self._function = function
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-        """Score (B, 3, T, h, w) videos in [0, 1].
-
-        Raises:
-            ValueError: the function returned something else than (B,) scores.
-        """
+        """Score videos (B, 3, T, h, w); ValueError unless the function returns (B,) scores."""
         values = self._function(videos, conditions)
         if not isinstance(values, Tensor) or values.shape != (len(conditions),):
             got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__

@@ -94,7 +94,7 @@ class CallPool:
             return [Outcome(None, f"{what}: the scoring processes could not be started: {error}")] * len(arguments)
         self._wait(futures, deadline, what)
         outcomes = [_outcome(future, seconds, what) for future in futures]
-        if any(isinstance(_error(future), BrokenProcessPool) or not future.done() for future in futures):
+        if any(not f.done() or (not f.cancelled() and isinstance(f.exception(), BrokenProcessPool)) for f in futures):
             self.close()
         return outcomes
 
@@ -115,7 +115,6 @@ class CallPool:
         return executor
 
     def _wait(self, futures: Sequence[Future[ResultType]], deadline: float, what: str) -> None:
-        """Wait for all futures, at most until the deadline plus its grace, logging progress."""
         waiting, start = set(futures), time.monotonic()
         while waiting and (left := deadline + GRACE - time.monotonic()) > 0:
             _, waiting = concurrent.futures.wait(waiting, timeout=min(PROGRESS_EVERY, left))
@@ -149,10 +148,6 @@ def _run_here(function: Callable[..., ResultType], arguments: tuple[Any, ...]) -
     except Exception as error:
         logger.exception("a measurement failed")
         return Outcome(None, f"{type(error).__name__}: {error}")
-
-
-def _error(future: Future[ResultType]) -> BaseException | None:
-    return future.exception() if future.done() and not future.cancelled() else None
 
 
 def _outcome(future: Future[ResultType], seconds: float, what: str) -> Outcome[ResultType]:

@@ -20,7 +20,7 @@ def once_per_condition(conditions: Sequence[Condition], measure: Callable[[Condi
     found: list[tuple[Condition, Tensor]] = []
     rows = []
     for condition in conditions:
-        known = next((value for other, value in found if _share_videos(condition, other)), None)
+        known = next((value for other, value in found if _same_videos(condition, other)), None)
         if known is None:
             known = measure(condition)
             found.append((condition, known))
@@ -28,12 +28,9 @@ def once_per_condition(conditions: Sequence[Condition], measure: Callable[[Condi
     return torch.stack(rows)
 
 
-def _share_videos(one: Condition, other: Condition) -> bool:
-    """Compare names first: equal ones do not prove equal videos, but different ones save reading them."""
+def _same_videos(one: Condition, other: Condition) -> bool:
+    # Names first: equal ones do not prove equal videos, but different ones save reading them.
     if (one.scene, one.source_camera, one.target_camera) != (other.scene, other.source_camera, other.target_camera):
         return False
-    return _equal(one.target_video, other.target_video) and _equal(one.source_video, other.source_video)
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+    pairs = ((one.target_video, other.target_video), (one.source_video, other.source_video))
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)

@@ -27,7 +27,6 @@ QUERIES = 1024  # patches whose distances to all others are held at once
 
 
 def _patches(video: Tensor, stride: int) -> Tensor:
-    """Return (N, D) patches of all frames of a video (3, T, h, w)."""
     frames = shrink(rearrange(video, "c t h w -> t c h w").float(), COLUMNS)
     return rearrange(functional.unfold(frames, PATCH, stride=stride), "t d n -> (t n) d")
 
@@ -69,7 +68,6 @@ class SourceMatch:
 
 
 def _allowed(condition: Condition) -> Tensor:
-    """Return the (2,) distances of the ground-truth view, or 0 without one."""
     if condition.target_video is None:
         return torch.zeros(2)
     return differences(condition.target_video, condition.need_source())

@@ -113,7 +113,6 @@ def _planes(pictures: Tensor) -> Tensor:
 
 
 def _improve(source: Tensor, target: Tensor, motion: Tensor, contrast: Tensor, steps: int) -> _Overlay:
-    """Take Levenberg-Marquardt steps from a motion and a contrast, rejecting those that make a frame worse."""
     height, width = target.shape[-2:]
     fields, limit = _motions(height, width), width / 8
     planes = _planes(source)
@@ -192,7 +191,6 @@ def _compare(
     measures: Sequence[str],
     score: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
 ) -> RewardResult:
-    """Score the videos that have a target of their shape."""
 
     def score_rows(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
         targets = torch.stack([t for row in rows if (t := conditions[row].target_video) is not None])
@@ -203,7 +201,6 @@ def _compare(
 
 
 def _score(videos: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return values (B,) and info of videos and targets (B, 3, T, h, w)."""
     batch = len(videos)
     frames, true = (rearrange(part, "b c t h w -> (b t) c h w") for part in (videos, targets))
     aligned = align(frames, true)

@@ -34,7 +34,6 @@ from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.maths.percentiles import percentiles
 from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
-from flow_grpo.reporting.clips import log_rows
 from flow_grpo.reporting.console import Progress
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.tracker import Tracker
@@ -322,7 +321,7 @@ class Trainer:
             with self.world.sync_errors("logging"):
                 changes = as_metrics(self.changes(evaluation), list(evaluation.metrics))
                 self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
-                log_rows(self.tracker, "eval/presets", evaluation.presets, step)
+                self.tracker.log_table("eval/presets", evaluation.presets, step)
                 self.gallery.evaluation(evaluation.clips, step, before=self.state.before is None)
             self._evaluated = step, evaluation
             self.ledger.book("time/log_s")

@@ -195,7 +195,7 @@ def metrics(place: Path) -> Attempt:
 
 def model(place: Path) -> Attempt:
     def text_encoder(folder: Path) -> None:
-        TextEncoder.from_folder(folder, torch.float32, device=CPU)._open_parts()
+        TextEncoder.from_folder(folder, torch.float32, device=CPU).embed("a room", 4)
 
     def codec(folder: Path) -> None:
         made = Codec.from_folder(folder / "vae", device=CPU)

@@ -29,11 +29,11 @@ def encoder(tmp_path_factory) -> TextEncoder:
 def test_the_network_is_loaded_by_the_first_prompt(tmp_path):
     calls = []
 
-    def open_parts():
+    def open_network():
         calls.append(0)
-        return tiny_text_encoder(), tiny_tokenizer()
+        return tiny_text_encoder()
 
-    made = TextEncoder(open_parts, "x", width=16, device=CPU)
+    made = TextEncoder(open_network, tiny_tokenizer, "x", width=16, device=CPU)
     assert not made.loaded
     made.embed("a room", 6)
     made.embed("pan left", 6)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.reporting.clips import group_clip, log_rows, make_clip, training_clips, with_base
+from flow_grpo.reporting.clips import group_clip, make_clip, training_clips
 from tests.toy import BrightnessReward, ToyPolicy, condition, group, scored
 
 
@@ -37,7 +37,7 @@ def test_a_sample_that_is_not_finite_is_shown_as_well_and_a_missing_view_left_ou
 
 def test_the_base_stands_before_now_and_scores_before_training_before_those_now():
     shown = condition(3)
-    clip = with_base(make_clip(shown, shown.source_video, {"a": 0.5, "b": 1.0}), 0 * shown.source_video)
+    clip = make_clip(shown, shown.source_video, {"a": 0.5, "b": 1.0}, base=0 * shown.source_video)
     assert list(clip.panels) == ["source", "base", "now", "true view"]
     assert not clip.panels["base"].any() and clip.panels["now"].any()
     words = clip.lines({"a": 0.25})[1].replace("\u00a0", " ")
@@ -60,18 +60,6 @@ def test_there_is_no_group_to_show_without_two_copies_or_a_weight():
     assert group_clip(batch, {"brightness": 1.0}, k=4) is None
     assert group_clip(scored(ToyPolicy(), group(3, 4)), {"brightness": 0.0}, k=4) is None
     assert group_clip(dataclasses.replace(batch, videos=torch.empty(0)), {"brightness": 1.0}, k=4) is None
-
-
-def test_rows_with_different_columns_make_one_table():
-    tables = []
-
-    class Recorder:
-        def log_table(self, *given):
-            tables.append(given)
-
-    log_rows(Recorder(), "eval/presets", [{"a": 1}, {"b": 2}], 7)
-    log_rows(Recorder(), "eval/presets", [], 8)
-    assert tables == [("eval/presets", ["a", "b"], [[1, ""], ["", 2]], 7)]
 
 
 def test_a_file_is_named_after_own_rewards_without_their_folder_and_without_a_colon():

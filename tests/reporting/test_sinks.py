@@ -48,8 +48,9 @@ for resumed, steps, factor in ((None, (1, 2, 3), 1.0), (2, (3, 4), 10.0)):
         tracker.log({"train/loss": factor * step, "eval/trans_err_m": 1.0 / step}, step)
     if resumed is None:
         video = torch.linspace(0, 1, 5).view(1, 5, 1, 1).expand(3, 5, 16, 32)
-        tracker.log_video("eval/room", folder / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 2)
-        tracker.log_table("eval/presets", ["preset", "error"], [["arc_left", 1.5], ["pan_left", ""]], 2)
+        file = folder / "room.mp4"
+        tracker.log_file("eval/room", file, lambda: write_video(file, video), "reward 0.7", 2)
+        tracker.log_table("eval/presets", [{"preset": "arc_left", "error": 1.5}, {"preset": "pan_left"}], 2)
     tracker.close()
 sys.exit(f"asked for {asked}" if asked else 0)
 """

@@ -41,6 +41,10 @@ def video() -> torch.Tensor:
     return torch.tensor([0, 120, 240], dtype=torch.uint8).view(1, 3, 1, 1).expand(3, 3, 16, 32)
 
 
+def log_video(tracker: Tracker, name: str, path: Path, video: torch.Tensor, step: int) -> None:
+    tracker.log_file(name, path, lambda: write_video(path, video), "reward 0.7", step)
+
+
 def test_files_are_written_without_any_tracker(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, (), ALONE)
     tracker.log({"reward/mean": torch.tensor(0.5), "train/steps": 3}, 1)  # type: ignore[dict-item]
@@ -69,15 +73,15 @@ def test_a_name_outside_the_groups_is_refused_on_every_rank(name: str, rank: int
     ):
         tracker.log({"train/fine": 1.0, name: 1.0}, 1)
     with pytest.raises(ValueError, match="has no known group"):
-        tracker.log_video(name, tmp_path, print, "", 1)
+        tracker.log_file(name, tmp_path, print, "", 1)
 
 
 def test_ranks_other_than_zero_write_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     tracker = Tracker(folder, CONFIG, ("tensorboard",), World.of(Group(1, 2)))
     tracker.log({"eval/x": 1.0}, 1)
-    tracker.log_video("eval/v", folder / "video.mp4", Path.touch, "", 1)
-    tracker.log_table("eval/t", ["a"], [[1]], 1)
+    tracker.log_file("eval/v", folder / "video.mp4", print, "", 1)
+    tracker.log_table("eval/t", [{"a": 1}], 1)
     tracker.write_summary({})
     tracker.close()
     assert not folder.exists()
@@ -120,8 +124,9 @@ def events(folder: Path) -> EventAccumulator:
 def test_tensorboard_gets_scalars_videos_and_tables(tmp_path: Path, video: torch.Tensor) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, ("tensorboard",), ALONE)
     tracker.log({"reward/mean": 0.5, "eval/trans_err_m": 0.25}, 3)
-    tracker.log_video("eval/room", tmp_path / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 3)
-    tracker.log_table("eval/worst", ["scene", "error"], [["a", 1.5], ["b", 2]], 3)
+    log_video(tracker, "eval/room", tmp_path / "room.mp4", video, 3)
+    tracker.log_table("eval/worst", [{"scene": "a", "error": 1.5}, {"scene": "b"}], 3)
+    tracker.log_table("eval/nothing", [], 3)
     tracker.close()
     seen = events(tmp_path / "run")
     assert [(event.step, event.value) for event in seen.Scalars("eval/trans_err_m")] == [(3, 0.25)]
@@ -139,7 +144,7 @@ def test_tensorboard_gets_scalars_videos_and_tables(tmp_path: Path, video: torch
         brightness = [float(np.asarray(frame.convert("L")).mean()) for frame in ImageSequence.Iterator(gif)]
     assert brightness == pytest.approx([0, 120, 240], abs=6)
     texts = {tag: seen.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in seen.Tags()["tensors"]}
-    assert texts["eval/worst/text_summary"] == "scene|error\n---|---\na|1.5\nb|2"
+    assert texts["eval/worst/text_summary"] == "scene|error\n---|---\na|1.5\nb|"
     assert texts["eval/room/caption/text_summary"] == "reward 0.7"
     assert '"k": 4' in texts["config/text_summary"]
 
@@ -229,8 +234,8 @@ def test_after_closing_metrics_still_reach_the_files_and_no_tracker(tmp_path: Pa
 
 def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: torch.Tensor, wandb: Any) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
-    tracker.log_video("train/room", tmp_path / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 2)
-    tracker.log_table("eval/worst", ["a"], [(1,)], 2)
+    log_video(tracker, "train/room", tmp_path / "room.mp4", video, 2)
+    tracker.log_table("eval/worst", [{"a": 1}], 2)
     tracker.close()
     found = [call.args[0] for call in wandb.run.log.call_args_list]
     first, second = sorted(found, key=lambda row: "train/room" not in row)
@@ -302,7 +307,7 @@ def a_short_run(folder: Path, video: torch.Tensor) -> None:
     tracker = Tracker(folder, CONFIG, ("tensorboard",), ALONE)
     for step in (1, 2, 3):
         tracker.log({"reward/mean": 0.5}, step)
-    tracker.log_video("eval/room", folder / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 3)
+    log_video(tracker, "eval/room", folder / "room.mp4", video, 3)
     tracker.close()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
     assert {"room.mp4", "curves.png"} <= set(names(folder))
@@ -329,7 +334,7 @@ def test_a_tracker_that_hangs_delays_neither_an_epoch_nor_a_file_nor_the_end(
     sink(lambda _opening: answered.wait())
     tracker = Tracker(tmp_path, CONFIG, ("tensorboard",), ALONE)
     tracker.log({"eval/x": 0.5}, 1)
-    tracker.log_video("eval/room", tmp_path / "room.mp4", lambda path: write_video(path, video), "reward 0.7", 1)
+    log_video(tracker, "eval/room", tmp_path / "room.mp4", video, 1)
     tracker._making.finish(60.0)
     assert names(tmp_path) == ["curves.png", "metrics.csv", "metrics.jsonl", "room.mp4"]
     monkeypatch.setattr(tracker_module, "CLOSING_S", 0.2)

@@ -12,14 +12,12 @@ from torch import Tensor
 from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
 from flow_grpo.rewards.camera.anchors import (
     FEWEST_ANCHORS,
-    Pictures,
     PosedFrames,
     Source,
     across_cameras,
-    held_out_rows,
     make_source,
     parallax,
-    view_rows,
+    split_rows,
 )
 from flow_grpo.rewards.camera.pnp import MappedView, camera_matrix
 from tests.textured_room import SMALL, WALKER, WALLS, film, grey, intrinsics, shoot, slowed, source_path
@@ -61,12 +59,10 @@ def test_anchors_lie_on_the_walls():
 
 
 def test_views_are_spread_and_leave_frames_to_check_with():
-    assert view_rows(21) == [0, 4, 8, 12, 16, 20]
-    assert view_rows(5) == [0, 2, 4]
-    assert view_rows(3) == [0, 2]
-    for count in range(3, 30):
-        assert not set(view_rows(count)) & set(held_out_rows(count)) and held_out_rows(count)
-    assert len(held_out_rows(21)) == 5
+    assert split_rows(21) == ([0, 4, 8, 12, 16, 20], [1, 6, 10, 14, 19])
+    assert split_rows(5) == ([0, 2, 4], [1, 3])
+    assert split_rows(3) == ([0, 2], [1])
+    assert split_rows(2) == ([0, 1], [])
 
 
 def test_parallax_is_the_angle_between_the_rays():
@@ -102,8 +98,8 @@ def test_a_source_that_stands_still_is_anchored_by_a_second_camera():
 def by_source_and_target(walk: float) -> list[MappedView]:
     still = torch.eye(4, dtype=torch.float64).expand(FRAMES, 4, 4)
     arc = slowed("arc_right", FRAMES, 0.5)
-    pair = [Pictures(filmed(shoot(poses, SMALL, walk=walk), poses)) for poses in (still, arc)]
-    return across_cameras(pair[0], pair[1], view_rows(FRAMES), CAMERA)
+    source, target = (filmed(shoot(poses, SMALL, walk=walk), poses) for poses in (still, arc))
+    return across_cameras(source, target, split_rows(FRAMES)[0], CAMERA)
 
 
 def test_what_moves_serves_only_frames_of_its_time():

@@ -138,29 +138,12 @@ def test_a_set_knows_its_floors_and_weights():
     assert chosen.weights == {"fine": 0.5}
 
 
-class Asking(Fake):
-    """Has a server that fails every other call."""
-
-    calls = 0.0
-
-    def stats(self):
-        self.calls += 2
-        return {"calls": self.calls, "failures": self.calls / 2, "p50_s": 1.0, "p95_s": 2.0}
-
-
 def test_the_callback_runs_after_each_reward_even_a_failed_one():
     told: list[int] = []
     both = RewardSet([Fake("fine", result), Fake("broken", explode)], {"fine": 1.0, "broken": 1.0})
     both.on_measured = lambda: told.append(1)
     both(FILM.videos, CONDITIONS)
     assert len(told) == 2
-
-
-def test_stats_hold_only_rewards_with_a_server():
-    chosen = RewardSet([Fake("fine", result), Asking("asked", result)], {"fine": 1.0, "asked": 0.0})
-    assert chosen.stats() == {"asked": {"calls": 2.0, "failures": 1.0, "p50_s": 1.0, "p95_s": 2.0}}
-    assert chosen.stats()["asked"]["calls"] == 4.0
-    assert RewardSet([Fake("fine", result)], {"fine": 1.0}).stats() == {}
 
 
 def test_an_unknown_reward_is_refused_with_the_known_ones():
@@ -204,8 +187,9 @@ def test_a_set_can_be_sent_to_another_process(tmp_path):
     assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights
 
 
-def test_a_set_says_which_model_computes_a_reward_elsewhere():
+def test_a_set_says_which_model_computes_a_reward_elsewhere_and_how_often_it_was_asked():
     rewards = build_reward_set({"remote:judge": 1.0, "sharpness": 1.0}, data_root=".", servers={"judge": "http://x:1"})
     assert rewards.served() == {}
+    assert list(rewards.stats()) == ["remote:judge"]
     rewards.rewards[0].identity = ("hpsv3", "v1")
     assert rewards.served() == {"remote:judge": "hpsv3 v1"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flow_grpo.maths.poses import pose, rotation_matrix
-from flow_grpo.rewards.room.room_fit import find_rooms, guess, load_room, make_view, make_viewpoints, viewpoints_of
+from flow_grpo.rewards.room.room_fit import find_viewpoints, guess, load_room, make_view, make_viewpoints
 from flow_grpo.rewards.room.room_pose import initial_poses
 from tests.room_films import INTRINSICS, conditions, film, viewpoints
 
@@ -31,9 +31,9 @@ def test_as_many_reference_poses_as_rooms_are_asked_for():
 def test_conditions_without_a_room_are_left_out(tmp_path):
     chosen = conditions(SHORT, root=tmp_path)
     chosen[0] = dataclasses.replace(chosen[0], scene="val/nowhere")
-    rooms, causes = find_rooms(tmp_path, chosen)
-    assert list(rooms) == [1, 2] and "nowhere" in causes[0] and causes[1:] == ["", ""]
-    assert torch.equal(viewpoints_of(rooms, chosen).references, SHORT.references[1:])
+    rows, viewpoints, causes = find_viewpoints(tmp_path, chosen)
+    assert rows == [1, 2] and "nowhere" in causes[0] and causes[1:] == ["", ""]
+    assert torch.equal(viewpoints.references, SHORT.references[1:])
 
 
 def test_viewpoints_are_equal_when_room_reference_and_camera_are():

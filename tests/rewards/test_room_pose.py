@@ -19,7 +19,7 @@ from tests.room_films import (
     HEIGHT,
     INTRINSICS,
     WIDTH,
-    PosedFrames,
+    Film,
     conditions,
     film,
     like_a_codec,
@@ -31,11 +31,11 @@ FEW = ["pan_right", "zoom_in", "arc_left", "translate_up"]
 SHORT = film(FEW, frames=3)
 
 
-def locate(filmed: PosedFrames, videos: Tensor | None = None) -> RoomPoses:
+def locate(filmed: Film, videos: Tensor | None = None) -> RoomPoses:
     return estimate_poses(filmed.videos if videos is None else videos, viewpoints(filmed))
 
 
-def errors(filmed: PosedFrames, found: RoomPoses) -> tuple[Tensor, Tensor]:
+def errors(filmed: Film, found: RoomPoses) -> tuple[Tensor, Tensor]:
     """Return degrees and centimetres, each (B, T)."""
     return rot_err(filmed.true, found.poses).rad2deg(), 100 * trans_err(filmed.true, found.poses)
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from config.base import get_config
 from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.cost.plan import largest_size
-from flow_grpo.models.encoders.codec import tiles_of
+from flow_grpo.models.encoders.codec import codec_settings
 from flow_grpo.models.registry import video_model
 from flow_grpo.run import starts
 from flow_grpo.run.parts import eval_guidance
@@ -84,7 +84,7 @@ def of_run(folder: Path) -> dict[str, Any]:
         "width": width,
         "dtype": config.model.dtype,
         "offload": config.model.offload,
-        "tiling": tiles_of(config.model) or None,
+        "tiling": codec_settings(config.model)["tiles"] or None,
         "round_timestep": config.model.round_timestep,
         "before": True,
         "out": folder / "generated",

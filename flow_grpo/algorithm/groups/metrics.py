@@ -58,7 +58,7 @@ def server_metrics(stats: Mapping[str, Mapping[str, float]], world: World) -> di
     An epoch waits for its slowest rank.
 
     Args:
-        stats: reward name -> this rank's statistics of its server, see `rewards.base.Served`; the same names on all.
+        stats: reward name -> this rank's statistics of its server, see `RewardSet.stats`; the same names on all.
         world: who takes part.
     """
     metrics: dict[str, float] = {}

@@ -6,7 +6,6 @@ Letters: C F H W latent channels, frames, height, width, T h w video frames, row
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -17,7 +16,7 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor
 
-from flow_grpo.models.files.model_files import check_component, stored_shapes, summarize
+from flow_grpo.models.files.model_files import check_component, read_statistics, stored_shapes, summarize
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 from flow_grpo.settings.schema import ModelConfig
@@ -33,7 +32,13 @@ _SUBMODULES: Mapping[Half, tuple[str, str]] = {
 }
 # Height and width of a tile, and of the step to the next one, in latents: `tile_size` and `tile_stride` of
 # inference_recammaster.py. Seams are blended by diffusers, not by the original code.
-_RECAMMASTER_TILES = ((30, 52), (15, 26))
+_RECAMMASTER_TILES = (30, 52, 15, 26)
+# Dtype of the weights of each kind of numbers.
+NETWORK_DTYPE: Mapping[Numbers, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+}
 
 
 class Codec:
@@ -75,7 +80,7 @@ class Codec:
         self.temporal, self.spatial = scale_factors(config)
         self._open_half = open_half
         self._device, self._tiles, self._slicing, self._offload = device, tiles, slicing, offload
-        self._numbers, self._dtype = numbers, network_dtype(numbers)
+        self._numbers, self._dtype = numbers, NETWORK_DTYPE[numbers]
         self._halves: dict[Half, AutoencoderKLWan] = {}
         channels = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(config["latents_mean"], device=device).view(channels)
@@ -91,8 +96,8 @@ class Codec:
         check_component(folder)
         config = read_config(folder)
         _check_weights(folder)
-        _check_statistics(folder, config)
-        dtype = network_dtype(numbers)
+        read_statistics(folder / "config.json", config, ("latents_mean", "latents_std"), config["z_dim"])
+        dtype = NETWORK_DTYPE[numbers]
         return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), numbers=numbers, **settings)
 
     @classmethod
@@ -124,11 +129,12 @@ class Codec:
 
     @contextlib.contextmanager
     def _ready(self, half: Half) -> Iterator[AutoencoderKLWan]:
-        """Context manager in which the encoder or decoder is loaded and on the device."""
         if half not in self._halves:
             network = self._open_half(half).requires_grad_(False).eval()
-            if self._tiles:
-                network.enable_tiling(*self._tile_pixels())
+            if self._tiles == "diffusers":
+                network.enable_tiling()
+            elif self._tiles == "recammaster":
+                network.enable_tiling(*(side * self.spatial for side in _RECAMMASTER_TILES))
             if self._slicing:
                 network.enable_slicing()  # type: ignore[no-untyped-call]
             self._halves[half] = network
@@ -136,30 +142,14 @@ class Codec:
         with device_api.visiting(self._halves[half], self._device, stays=not self._offload), rounded:
             yield self._halves[half]
 
-    def _tile_pixels(self) -> tuple[int, ...]:
-        """Return height and width of a tile and of the step to the next one, or nothing for diffusers' own."""
-        if self._tiles == "diffusers":
-            return ()
-        return tuple(side * self.spatial for sides in _RECAMMASTER_TILES for side in sides)
-
-
-def tiles_of(model: ModelConfig) -> Tiles:
-    """Return the tiles that a configuration asks for."""
-    return model.vae_tiles if model.vae_tiling else ""
-
 
 def codec_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the `tiles`, `slicing` and `numbers` of `Codec` that a configuration asks for."""
-    return {"tiles": tiles_of(model), "slicing": model.vae_slicing, "numbers": model.vae_dtype}
-
-
-def network_dtype(numbers: Numbers) -> torch.dtype:
-    """Return the dtype of a codec's weights."""
-    return torch.bfloat16 if numbers == "bf16" else torch.float32
+    tiles = model.vae_tiles if model.vae_tiling else ""
+    return {"tiles": tiles, "slicing": model.vae_slicing, "numbers": model.vae_dtype}
 
 
 def _check_weights(folder: Path) -> None:
-    """Raise ValueError if tensors of either half are missing, unexpected or of another shape, from headers alone."""
     wanted = {name: tuple(value.shape) for name, value in _on_meta(folder).state_dict().items()}
     stored = stored_shapes(folder)
     if wrong := sorted(name for name in {*wanted, *stored} if wanted.get(name) != stored.get(name)):
@@ -169,20 +159,8 @@ def _check_weights(folder: Path) -> None:
         )
 
 
-def _check_statistics(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless there is a finite mean and a positive standard deviation for every latent channel."""
-    for name, least in (("latents_mean", -math.inf), ("latents_std", 0.0)):
-        numbers = config[name]
-        right = isinstance(numbers, list | tuple) and len(numbers) == config["z_dim"]
-        if not right or not all(type(one) in (int, float) and least < one < math.inf for one in numbers):
-            raise ValueError(
-                f"{folder / 'config.json'}: {name} is {numbers!r:.100}, must be {config['z_dim']} finite numbers above "
-                f"{least:g}; download vae/ again"
-            )
-
-
 def _load_half(folder: Path, half: Half, dtype: torch.dtype) -> AutoencoderKLWan:
-    """Load one half of a codec folder, see `_check_weights`, to the CPU, without reading the other half."""
+    # To the CPU, without reading the other half.
     network = _on_meta(folder)
     for name in _SUBMODULES["decoder" if half == "encoder" else "encoder"]:
         setattr(network, name, None)
@@ -202,7 +180,6 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _on_meta(folder: Path) -> AutoencoderKLWan:
-    """Return the network of a folder on the meta device, without weights."""
     try:
         with torch.device("meta"):
             network: AutoencoderKLWan = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(str(folder)))

@@ -49,23 +49,28 @@ class Encodings:
         max_prompt_tokens: int,
     ) -> None:
         self.codec = codec
-        self._texts, self._images, self._store = texts, images, store
-        self._max_prompt_tokens = max_prompt_tokens
+        self._texts, self._store, self._max_prompt_tokens = texts, store, max_prompt_tokens
+        # Kind in the store -> the encoder's part of the key, and what it makes of a video.
+        self._kinds: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+            "sources": (f"codec {codec.identity}", lambda video: codec.encode(video))
+        }
+        if images is not None:
+            self._kinds["images"] = f"image {images.identity}", lambda video: images.embed(video[:, 0])
 
     def sources(self, conditions: Sequence[Condition]) -> Tensor:
         """Return (B, C, F, H, W) fp32 CPU latents of the source videos; each distinct video is encoded once."""
-        return self._of_distinct("sources", self._source_key, self.codec.encode, conditions)
+        return self._of_distinct("sources", conditions)
 
     def first_frames(self, conditions: Sequence[Condition]) -> Tensor:
         """Return (B, I, D) fp32 CPU features of the source videos' first frames; each distinct one is encoded once."""
-        return self._of_distinct("images", self._frame_key, self._embed_first, conditions)
+        return self._of_distinct("images", conditions)
 
     def lacking(self, conditions: Sequence[Condition]) -> dict[str, Callable[[], Tensor]]:
         """Return key -> encoder of the source videos that are neither in memory nor on disk, each video once."""
         found: dict[str, Callable[[], Tensor]] = {}
         for condition in conditions:
             source_id = condition.source_id or content_key(condition.need_source())
-            key = self._source_key(source_id, condition.size)
+            key = self._key("sources", source_id, condition.size)
             if key not in found and not self._store.knows("sources", key):
                 encode = functools.partial(self.codec.encode, condition.need_source())
                 found[key] = functools.partial(self._store.get, "sources", key, encode)
@@ -96,52 +101,31 @@ class Encodings:
             size: (T, h, w) after resizing.
             video: returns (3, T, h, w) in [0, 1]; called only where something is missing.
         """
-        self._store.get("sources", self._source_key(source_id, size), lambda: self.codec.encode(video()))
-        if self._images is not None:
-            self._store.get("images", self._frame_key(source_id, size), lambda: self._embed_first(video()))
+        for kind, (_, encode) in self._kinds.items():
+            self._store.get(kind, self._key(kind, source_id, size), lambda encode=encode: encode(video()))  # type: ignore[misc]
 
     def knows_source(self, source_id: str, size: Size) -> bool:
         """Return whether all that `prepare_source` makes is on disk, undamaged."""
-        seen = self._images is None or self._store.has("images", self._frame_key(source_id, size))
-        return seen and self._store.has("sources", self._source_key(source_id, size))
+        return all(self._store.has(kind, self._key(kind, source_id, size)) for kind in self._kinds)
 
     def knows_prompt(self, prompt: str) -> bool:
         """Return whether a prompt's embeddings are on disk, undamaged."""
         return self._store.has("prompts", self._prompt_key(prompt))
 
-    def _source_key(self, source_id: str, size: Size) -> str:
-        return _video_key(f"codec {self.codec.identity}", source_id, size)
+    def _key(self, kind: str, source_id: str, size: Size) -> str:
+        # A frame is resized and cropped as the video is before its encoder sees it.
+        frames, height, width = size
+        return f"{PREPROCESSING} {self._kinds[kind][0]} size {frames}x{height}x{width} video {source_id}"
 
-    def _frame_key(self, source_id: str, size: Size) -> str:
-        # The frame is resized and cropped as the video is before the encoder sees it.
-        assert self._images is not None, "the model has no image encoder"
-        return _video_key(f"image {self._images.identity}", source_id, size)
-
-    def _embed_first(self, video: Tensor) -> Tensor:
-        assert self._images is not None, "the model has no image encoder"
-        return self._images.embed(video[:, 0])
-
-    def _of_distinct(
-        self,
-        kind: str,
-        key_of: Callable[[str, Size], str],
-        encode: Callable[[Tensor], Tensor],
-        conditions: Sequence[Condition],
-    ) -> Tensor:
-        """Return what `encode` makes of the conditions' source videos, stacked; each distinct video is encoded once."""
+    def _of_distinct(self, kind: str, conditions: Sequence[Condition]) -> Tensor:
         found: dict[str | int, Tensor] = {}
         copies = [condition.source_id or id(condition.source_video) for condition in conditions]  # they share a tensor
         for copy, condition in zip(copies, conditions, strict=True):
             if copy not in found:
                 video = condition.need_source()
-                key = key_of(condition.source_id or content_key(video), condition.size)
-                found[copy] = self._store.get(kind, key, functools.partial(encode, video))
+                key = self._key(kind, condition.source_id or content_key(video), condition.size)
+                found[copy] = self._store.get(kind, key, functools.partial(self._kinds[kind][1], video))
         return torch.stack([found[copy] for copy in copies])
 
     def _prompt_key(self, prompt: str) -> str:
         return f"encoder {self._texts.identity} tokens {self._max_prompt_tokens} prompt {clean_prompt(prompt)}"
-
-
-def _video_key(encoder: str, source_id: str, size: Size) -> str:
-    frames, height, width = size
-    return f"{PREPROCESSING} {encoder} size {frames}x{height}x{width} video {source_id}"

@@ -1,7 +1,9 @@
-"""Load a frozen network of the transformers library, every tensor of it from the folder."""
+"""Frozen networks of the transformers library: every tensor from the folder, loaded at first use."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,47 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flow_grpo.models.files.model_files import summarize
+from flow_grpo.runtime import device as device_api
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # otherwise a folder's own code asks to be run
+
+
+class FrozenEncoder:
+    """A network that is loaded at first use.
+
+    Args:
+        open_network: loads it to the CPU.
+        identity: identifies its weights and their input in cache keys of encodings.
+        width: width of an embedding.
+        device: where it runs.
+        offload: keep it in CPU memory while it is not in use.
+    """
+
+    def __init__(
+        self,
+        open_network: Callable[[], PreTrainedModel],
+        identity: str,
+        *,
+        width: int,
+        device: torch.device,
+        offload: bool = False,
+    ) -> None:
+        self.identity, self.width = identity, width
+        self._open_network, self._device, self._offload = open_network, device, offload
+        self._network: PreTrainedModel | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the network is in memory."""
+        return self._network is not None
+
+    @contextlib.contextmanager
+    def _ready(self) -> Iterator[PreTrainedModel]:
+        if self._network is None:
+            self._network = self._open_network()
+            self._network.requires_grad_(False)
+        with device_api.visiting(self._network, self._device, stays=not self._offload):
+            yield self._network
 
 
 def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, **placement: str) -> PreTrainedModel:

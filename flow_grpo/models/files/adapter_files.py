@@ -81,7 +81,6 @@ OWN_CARD = f"""The weights of a {{kind}} trained with GRPO, its state dict in `{
 
 
 def _card(network: Any) -> str:
-    """Return what the folder's README says."""
     kind = _class_of(network)
     modules = ", ".join(camera_modules(network))
     if not isinstance(network, ModelMixin):
@@ -115,53 +114,45 @@ def save_adapter(policy: Policy, folder: str | Path, world: World | None = None)
         RuntimeError: on every rank, if rank 0 cannot write.
     """
     assert world is not None or not is_sharded(policy.module), "parameters are sharded: every rank must save"
-    world, network, partial = world or World(), unwrap(policy.module), Path(folder)
+    world, partial = world or World(), Path(folder)
+    network: Any = unwrap(policy.module)
+    in_files = isinstance(network, ModelMixin) and is_sharded(network) and not has_lora(network)
     with contextlib.ExitStack() as stack:
         with world.sync_errors("saving the adapter (folder)"):
             if world.is_main:
                 partial = stack.enter_context(temporary_path(Path(folder)))
                 partial.mkdir()
-        _write(network, partial, world)
-        with world.sync_errors("saving the adapter (publishing)"):
+        state: dict[str, Tensor] = {}
+        if in_files:
+            _write_in_files(network, partial, world)
+        elif has_lora(network):
+            state = _gathered(trained_parameters(network), world)
+        elif not isinstance(network, ModelMixin):  # of a policy of the user's own
+            state = _gathered(network.state_dict(), world)
+        with world.sync_errors("saving the adapter"):
             if world.is_main:
+                if has_lora(network):
+                    _write_lora(network, state, partial)
+                elif not isinstance(network, ModelMixin):
+                    save_file(state, partial / WEIGHTS_FILE)
+                elif not in_files:
+                    network.save_pretrained(str(partial), variant=variant_of(network))
+                (partial / CARD).write_text(_card(network), encoding="utf-8")
                 replace_folder(partial, Path(folder))
 
 
-def _write(network: Any, folder: Path, world: World) -> None:
-    """Write the trained weights into an empty folder. Collective call."""
-    if has_lora(network):
-        trained = _gathered(trained_parameters(network), world)
-        with world.sync_errors("saving the adapter"):
-            if world.is_main:
-                _write_lora(network, trained, folder)
-    elif not isinstance(network, ModelMixin):  # of a policy of the user's own
-        state = _gathered(network.state_dict(), world)
-        with world.sync_errors("saving the weights"):
-            if world.is_main:
-                save_file(state, folder / WEIGHTS_FILE)
-    elif is_sharded(network):
-        _write_in_files(network, folder, world)
-    else:
-        with world.sync_errors("saving the transformer"):
-            if world.is_main:
-                network.save_pretrained(str(folder), variant=variant_of(network))
-    with world.sync_errors("saving the adapter (card)"):
-        if world.is_main:
-            (folder / CARD).write_text(_card(network), encoding="utf-8")
-
-
 def _gathered(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Gather sharded tensors and return them whole, on the CPU, on rank 0; {} on other ranks. Collective call."""
+    # Whole tensors on the CPU of rank 0, nothing on other ranks; a collective call.
     gathered = {}
     for name, part in parts.items():
-        tensor = whole(part)  # collective
+        tensor = whole(part)
         if world.is_main:
             gathered[name] = tensor.cpu()
     return gathered
 
 
 def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
-    """Write adapters like diffusers' `save_lora_adapter`, but camera modules to a separate file."""
+    # Like diffusers' `save_lora_adapter`, but camera modules go to a separate file.
     tensors = get_peft_model_state_dict(network, state_dict=trained, adapter_name="default")
     settings = {
         name: sorted(value) if isinstance(value, set) else value
@@ -170,14 +161,13 @@ def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
     camera = {name for name in tensors if is_camera_weight(network, name)}
     header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True)}
     header |= {CAMERA_COUNT: str(len(camera))}
-    for file, names in ((CAMERA_FILE, camera), (LORA_FILE, tensors.keys() - camera)):
-        if file == CAMERA_FILE and not camera:
-            continue
+    files = ({CAMERA_FILE: camera} if camera else {}) | {LORA_FILE: tensors.keys() - camera}
+    for file, names in files.items():
         save_file({name: tensors[name].contiguous() for name in sorted(names)}, folder / file, header)
 
 
 def _write_in_files(network: Any, folder: Path, world: World) -> None:
-    """Write a sharded transformer like diffusers' `save_pretrained`, gathering one file at a time."""
+    # A sharded transformer, like diffusers' `save_pretrained`, gathered one file at a time.
     state = network.state_dict()
     meta = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     stem = WEIGHTS_FILE.removesuffix(".safetensors")
@@ -232,7 +222,7 @@ def load_adapter(
 
 
 def _fits(transformer: nn.Module, name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor fits the transformer: a low-rank factor its base weight, any other its parameter."""
+    # A low-rank factor must fit its base weight, any other tensor its parameter.
     module, _, leaf = re.sub(r"\.lora_[AB](?=\.weight$)", "", name).rpartition(".")
     try:
         shape = getattr(transformer.get_submodule(module), leaf).shape

@@ -170,7 +170,8 @@ def plan_renaming(found: Iterable[str], layout: Layout, *, back: bool = False) -
         ValueError: there are missing or unexpected names; shows how many and the first of each.
     """
     given = list(found)
-    prefix = _common_prefix(given)
+    shared = os.path.commonprefix(given)  # noqa: RUF071 - character by character is intended
+    prefix = (re.match(f"({'|'.join(map(re.escape, PREFIXES))})*", shared) or [""])[0]
     bare = {name.removeprefix(prefix) for name in given}
     blocks = [int(match[1]) for name in bare if (match := re.match(r"blocks\.(\d{1,9})\.", name))]
     # A block number above the number of tensors is an unexpected name; it must not size the table.
@@ -187,13 +188,6 @@ def plan_renaming(found: Iterable[str], layout: Layout, *, back: bool = False) -
             f"{layout.advice}, and in {kind} rather than {other} layout"
         )
     return Renaming({new: prefix + old for old, new in table.items()}, prefix, layout, depth)
-
-
-def _common_prefix(names: list[str]) -> str:
-    shared = os.path.commonprefix(names)  # noqa: RUF071 - character by character is intended
-    found = re.match(f"({'|'.join(map(re.escape, PREFIXES))})*", shared)
-    assert found is not None  # the pattern matches the empty string
-    return found[0]
 
 
 def recam_config(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +214,7 @@ def model_fields(found: Mapping[str, Any], kind: type[VideoToVideoWan], advice: 
 
 
 def _from_original(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the original config.json. It lacks text width and patch size, which are the same in all of Wan 2.1."""
+    # The original lacks text width and patch size, which are the same in all of Wan 2.1.
     wanted = ("dim", "num_heads", "in_dim", "out_dim", "freq_dim", "ffn_dim", "num_layers", "eps")
     absent = [name for name in wanted if name not in found]
     if found.get("model_type") != "t2v" or absent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,19 @@ def check_json(folder: Path) -> None:
     """Raise a ValueError that names the first JSON file in the folder that does not hold an object."""
     for file in sorted(folder.glob("*.json")):
         read_json_object(file, WAY_OUT)
+
+
+def read_statistics(
+    file: Path, found: Mapping[str, Any], names: tuple[str, str], channels: int
+) -> tuple[list[float], list[float]]:
+    """Return a finite mean and a positive standard deviation for every channel from a JSON file; else ValueError."""
+    for name, least in zip(names, (-math.inf, 0.0), strict=True):
+        numbers: Any = found.get(name)
+        right = isinstance(numbers, list | tuple) and len(numbers) == channels
+        if not right or not all(type(one) in (int, float) and least < one < math.inf for one in numbers):
+            bound = f"must be {channels} finite numbers above {least:g}"
+            raise ValueError(f"{file}: {name} is {numbers!r:.100}, {bound}; {WAY_OUT}")
+    return list(found[names[0]]), list(found[names[1]])
 
 
 def read_index(index: Path) -> dict[str, str]:

@@ -67,7 +67,10 @@ class ReCamTransformerBlock(WanTransformerBlock):
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
 
         normed = (self.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
-        normed = self._add_camera(normed, camera)
+        # One embedding per frame is added to all tokens of that frame, in both the target and the source half.
+        encoded = rearrange(self.cam_encoder(camera).type_as(normed), "b f d -> b 1 f 1 d")
+        halves = rearrange(normed, "b (halves f s) d -> b halves f s d", halves=2, f=camera.shape[1])
+        normed = rearrange(halves + encoded, "b halves f s d -> b (halves f s) d")
         attended: Tensor = self.projector(self.attn1(normed, rotary_emb=rotary_emb, queries=queries))
         hidden_states = (hidden_states[:, :queries].float() + attended * gate).type_as(hidden_states)
 
@@ -77,13 +80,6 @@ class ReCamTransformerBlock(WanTransformerBlock):
         normed = (self.norm3(hidden_states.float()) * (1 + ff_scale) + ff_shift).type_as(hidden_states)
         fed: Tensor = self.ffn(normed)
         return (hidden_states.float() + fed.float() * ff_gate).type_as(hidden_states)
-
-    def _add_camera(self, tokens: Tensor, camera: Tensor) -> Tensor:
-        """Add one embedding per frame to all tokens of that frame, in both the target and the source half."""
-        encoded = rearrange(self.cam_encoder(camera).type_as(tokens), "b f d -> b 1 f 1 d")
-        grid = rearrange(tokens, "b (halves f s) d -> b halves f s d", halves=2, f=camera.shape[1])
-        shifted: Tensor = rearrange(grid + encoded, "b halves f s d -> b (halves f s) d")
-        return shifted
 
 
 class ReCamTransformer3DModel(VideoToVideoWan):

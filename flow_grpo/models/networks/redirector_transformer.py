@@ -334,7 +334,10 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
         padding = (0, 0, 0, 0, 0, 0, 0, self.config["in_channels"] - hidden_states.shape[1])
         patches = self.patch_embedding(functional.pad(hidden_states, padding))
         camera = self.control_adapter(cameras, height, width)
-        positions = self.positions(self._shared_rotary(hidden_states[:, :, :frames]), grid)
+        cos, sin = rotary_pairs(self.rope(hidden_states[:, :, :frames]))
+        positions = self.positions(
+            (cos.repeat(1, 2, 1, 1), sin.repeat(1, 2, 1, 1)), grid
+        )  # the source has the target's
         tokens = positions.share.cut(rearrange(patches, "b d f h w -> b (f h w) d") + camera)
         camera = positions.share.cut(functional.silu(camera))  # which every block projects
         temb, modulation, text, image = self.condition_embedder(timestep, encoder_hidden_states, image_embeds)
@@ -342,11 +345,6 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
 
         tokens = self.through_blocks(tokens, text, image, modulation, positions, camera)
         return (self.head(tokens, temb, positions.share, grid),)
-
-    def _shared_rotary(self, target: Tensor) -> Rotary:
-        """Return cosines and sines (1, S, 1, P): the target's positions twice, since the source has the same."""
-        cos, sin = rotary_pairs(self.rope(target))
-        return cos.repeat(1, 2, 1, 1), sin.repeat(1, 2, 1, 1)
 
     def _check_shapes(self, hidden_states: Tensor, timestep: Tensor, image_embeds: Tensor, cameras: Tensor) -> None:
         rows, channels, frames = hidden_states.shape[:3]

@@ -14,7 +14,7 @@ PHASES = ("rollout", "update", "score", "encode", "fetch", "gather", "other")
 _WIDE = 50.0  # ratio of the largest to the smallest norm from which the axis is logarithmic
 
 
-def draw_signal(axes: Any, rows: Rows) -> None:
+def draw_signal(rows: Rows, axes: Any) -> None:
     """Draw what the update can learn from: the credit share, and the rewards' spread over their floors."""
     for name, colour in (("policy/credit_share", GREEN), ("train/zero_std_ratio", GREY)):
         steps, values = points(rows, name)
@@ -32,7 +32,7 @@ def draw_signal(axes: Any, rows: Rows) -> None:
     _legend(axes, *([other] if len(steps) else []), loc="upper left")
 
 
-def draw_ratio(axes: Any, rows: Rows) -> None:
+def draw_ratio(rows: Rows, axes: Any) -> None:
     """Draw how far updates move the policy: the ratio's range, and the share of clipped samples."""
     steps, mean = points(rows, "policy/ratio_mean")
     if len(steps):
@@ -58,7 +58,7 @@ def draw_ratio(axes: Any, rows: Rows) -> None:
     _legend(axes, *([other] if len(clipped) else []), loc="upper left")
 
 
-def draw_advantages(axes: Any, rows: Rows) -> None:
+def draw_advantages(rows: Rows, axes: Any) -> None:
     """Draw how the advantages of an epoch are distributed."""
     steps, median = points(rows, "reward/advantage_p50")
     low, high = (values_at(rows, steps, f"reward/advantage_p{percent}") for percent in (10, 90))
@@ -68,7 +68,7 @@ def draw_advantages(axes: Any, rows: Rows) -> None:
     _legend(axes)
 
 
-def draw_gradient(axes: Any, rows: Rows) -> None:
+def draw_gradient(rows: Rows, axes: Any) -> None:
     """Draw the gradient's norm."""
     _, all_norms = points(rows, "train/grad_norm_max")
     steps, norms = points(rows, "train/grad_norm")
@@ -82,7 +82,7 @@ def draw_gradient(axes: Any, rows: Rows) -> None:
     _legend(axes)
 
 
-def draw_time(axes: Any, rows: Rows) -> None:
+def draw_time(rows: Rows, axes: Any) -> None:
     """Draw where an epoch's seconds go, phase upon phase."""
     phases = [phase for phase in PHASES if len(points(rows, f"time/{phase}_s")[0])]
     steps = sorted({int(step) for phase in phases for step in points(rows, f"time/{phase}_s")[0]})
@@ -102,10 +102,9 @@ def draw_time(axes: Any, rows: Rows) -> None:
 
 
 # The metrics any of which a plot needs, its title, what is healthy, and what draws it.
-Plot = tuple[tuple[str, ...], str, str, Callable[[Any, Rows], None]]
-ADVANTAGES: Plot = (
-    *(("reward/advantage_p50",), "advantages", "healthy: a wide band (flat groups have none)", draw_advantages),
-)
+Plot = tuple[tuple[str, ...], str, str, Callable[[Rows, Any], None]]
+_WIDE_BAND = "healthy: a wide band (flat groups have none)"
+ADVANTAGES: Plot = (("reward/advantage_p50",), "advantages", _WIDE_BAND, draw_advantages)
 HEALTH: tuple[Plot, ...] = (
     (
         ("policy/credit_share", "policy/spread_over_floor", "train/zero_std_ratio"),
@@ -121,7 +120,6 @@ HEALTH: tuple[Plot, ...] = (
 
 
 def _right(axes: Any, label: str, colour: str) -> Any:
-    """Return a second vertical axis of another unit."""
     other = axes.twinx()
     other.grid(visible=False)
     other.spines["right"].set_visible(True)

@@ -54,7 +54,10 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
         space.plot(x, z, -y, **style)
         _draw_flat(above, side, poses[:, :3, column], **style)
         if len(poses) and not turns_only:
-            _draw_views(space, poses, float(box[0, 1] - box[0, 0]) / 6, line["color"])
+            chosen = torch.linspace(0, len(poses) - 1, min(_SHOWN_VIEWS, len(poses))).round().long()
+            u, v, w = poses[chosen, :3, 2].unbind(-1)
+            arrows = {"length": float(box[0, 1] - box[0, 0]) / 6, "lw": 0.8, "arrow_length_ratio": 0.25}
+            space.quiver(x[chosen], z[chosen], -y[chosen], u, w, -v, color=line["color"], **arrows)
     what = "viewing direction" if turns_only else "camera centre, m"
     _finish_flat(above, side, box, f": {what}")
     right, forward, up = above.get_xlim(), above.get_ylim(), side.get_ylim()
@@ -86,10 +89,8 @@ def small_paths(commanded: Tensor, estimated: Tensor) -> Figure | None:
 
 
 def _aligned(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the n estimated poses (n, 4, 4) with the first one placed on the command, at the least-squares scale.
-
-    No rotation is fitted: it would be arbitrary about a straight path, and would hide rotation errors.
-    """
+    # The n estimated poses with the first one placed on the command, at the least-squares scale. No rotation is fitted:
+    # it would be arbitrary about a straight path, and would hide rotation errors.
     found = estimated.isfinite().flatten(1).all(1)
     if not found.any():
         return commanded[:0]
@@ -104,28 +105,19 @@ def _aligned(commanded: Tensor, estimated: Tensor) -> Tensor:
 
 
 def _box(points: Tensor) -> Tensor:
-    """Return the lower and upper bounds (3, 2) of a cube around points (n, 3)."""
+    # Lower and upper bounds (3, 2) of a cube around points (n, 3).
     low, high = points.amin(0), points.amax(0)
     half = _MARGIN * float((high - low).max()) / 2 or 1.0
     return torch.stack([(low + high) / 2 - half, (low + high) / 2 + half], dim=1)
 
 
-def _draw_views(space: Any, poses: Tensor, length: float, colour: str) -> None:
-    """Draw the viewing directions of some poses."""
-    chosen = torch.linspace(0, len(poses) - 1, min(_SHOWN_VIEWS, len(poses))).round().long()
-    (x, y, z), (u, v, w) = (poses[chosen, :3, column].unbind(-1) for column in (3, 2))
-    space.quiver(x, z, -y, u, w, -v, length=length, color=colour, lw=0.8, arrow_length_ratio=0.25)
-
-
 def _draw_flat(above: Any, side: Any, points: Tensor, **style: Any) -> None:
-    """Draw points (n, 3) from above and from the side."""
     x, y, z = points.unbind(-1)
     above.plot(x, z, **style)
     side.plot(z, -y, **style)
 
 
 def _finish_flat(above: Any, side: Any, box: Tensor, what: str = "") -> None:
-    """Label the axes (x right, z forward, y up) and give all of them the same scale."""
     right, forward, up = box[0].tolist(), box[2].tolist(), (-box[1].flip(0)).tolist()
     above.set(xlim=right, ylim=forward, xlabel="right", ylabel="forward", title=f"from above{what}")
     side.set(xlim=forward, ylim=up, xlabel="forward", ylabel="up", title=f"from the side{what}")

@@ -72,13 +72,8 @@ def _fitted(points: list[Point], size: int, top: int) -> list[Point]:
     span = max(high[0] - low[0], high[1] - low[1]) or 1.0
     scale = (size - top - 2 * margin) / span
     middle = size / 2, (top + size) / 2
-    return [
-        (
-            middle[0] + scale * (point[0] - (low[0] + high[0]) / 2),
-            middle[1] - scale * (point[1] - (low[1] + high[1]) / 2),
-        )
-        for point in points
-    ]
+    centre = (low[0] + high[0]) / 2, (low[1] + high[1]) / 2
+    return [(middle[0] + scale * (x - centre[0]), middle[1] - scale * (y - centre[1])) for x, y in points]
 
 
 def _disc(draw: Any, place: Point, radius: float, colour: str) -> None:

@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flow_grpo.reporting.drawing.health_plots import ADVANTAGES, HEALTH, Plot
-from flow_grpo.reporting.drawing.series import SMOOTH_FROM, Rows, names_of, points, running_mean, values_at
+from flow_grpo.reporting.drawing.health_plots import ADVANTAGES, HEALTH
+from flow_grpo.reporting.drawing.series import Rows, points, values_at
 from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREY, ORANGE, new_figure, round_ticks, styled
 from flow_grpo.reporting.metric_names import healthy_text, metric_of
 from flow_grpo.runtime.atomic_file import atomic_path
 
 _ACROSS = 4  # panels
+_SMOOTH_FROM = 20  # number of points from which a running mean is drawn
 _MOST_BANDS = 2  # runs in one plot; more bands would hide one another
 BETTER = {1: "higher is better", -1: "lower is better", 0: ""}
-_LIKENESS = "eval/target_view_psnr_db"
-_SHOWN_BY = {"eval/target_psnr", "eval/target_view", "eval/target_view_ssim"}  # where the likeness is drawn
+_PSNR = "eval/target_view_psnr_db"
+_SHOWN_BY = {"eval/target_psnr", "eval/target_view", "eval/target_view_ssim"}  # where that PSNR is drawn
 Direction = Callable[[str], int]
 """1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where that is not known."""
 Deciding = Callable[[Iterable[str]], list[str]]
@@ -88,13 +89,18 @@ def draw_panel(axes: Any, panel: EpochPlot) -> None:
 
 def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[list[EpochPlot]]:
     """Return the plots of a run: held-out metrics that decide, rewards in use and advantages, health."""
-    names = names_of(rows)
+    names = sorted({name for row in rows.values() for name in row if math.isfinite(row[name])})
     held_out = [panel_of_metric([rows], name, direction) for name in _held_out(rows, names, deciding)]
     rewards = [panel_of_metric([rows], name, direction) for name in _rewards(rows, names)]
-    advantages, *health = (
-        [_panel_of_health(rows, plot)] * any(need in names for need in plot[0]) for plot in (ADVANTAGES, *HEALTH)
+    advantages, health = (
+        [
+            EpochPlot(title, note, needs, functools.partial(draw, rows))
+            for needs, title, note, draw in plots
+            if not set(needs).isdisjoint(names)
+        ]
+        for plots in ([ADVANTAGES], HEALTH)
     )
-    return [held_out, [*rewards, *advantages], list(itertools.chain(*health))]
+    return [held_out, [*rewards, *advantages], health]
 
 
 def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> EpochPlot:
@@ -121,14 +127,14 @@ def worth_a_panel(names: Iterable[str], deciding: Deciding) -> list[str]:
     Where the PSNR to the true view is among them, other measures of the same distance are left out.
     """
     found = deciding([name for name in names if not name.endswith("_valid")])
-    return [name for name in found if not (_LIKENESS in found and name in _SHOWN_BY)]
+    return [name for name in found if not (_PSNR in found and name in _SHOWN_BY)]
 
 
 def _held_out(rows: Rows, names: Iterable[str], deciding: Deciding) -> list[str]:
-    """Return the held-out metrics to draw, without copies of one another and constants such as a share of 1."""
+    # Without copies of one another and constants such as a share of 1.
     found: dict[bytes, str] = {}
     shown = worth_a_panel([name for name in names if name.startswith("eval/")], deciding)
-    for name in sorted(shown, key=lambda name: name != _LIKENESS):
+    for name in sorted(shown, key=lambda name: name != _PSNR):
         steps, values = points(rows, name)
         if len(values) < 2 or np.ptp(values) > 0:
             found.setdefault(steps.tobytes() + values.tobytes(), name)
@@ -136,17 +142,13 @@ def _held_out(rows: Rows, names: Iterable[str], deciding: Deciding) -> list[str]
 
 
 def _rewards(rows: Rows, names: Sequence[str]) -> list[str]:
-    """Return `reward/...mean` of the rewards that have had a weight; all where weights are not logged."""
-    means = [name for name in names if name.startswith("reward/") and name.endswith("_mean")] or [
-        name for name in names if name == "reward/mean"
-    ]
-    weights = {name: f"{name.removesuffix('_mean')}_weight" for name in means}
-    used = [name for name in means if weights[name] in names and points(rows, weights[name])[1].any()]
-    return used or means
+    # The means of rewards that have had a weight; of all where weights are not logged.
+    means = [name for name in names if name.startswith("reward/") and name.endswith("_mean")]
+    used = [name for name in means if points(rows, f"{name.removesuffix('_mean')}_weight")[1].any()]
+    return used or means or [name for name in names if name == "reward/mean"]
 
 
 def _label(rows: Rows) -> str:
-    """Return the label of all horizontal axes: epochs, and what they cost."""
     minutes, (_, forwards) = _minutes(rows)[1], points(rows, "system/forward_equivalents")
     costs = [f"{minutes[-1]:.3g} minutes of training"] if len(minutes) else []
     costs += [f"{forwards[-1]:,.0f} forward equivalents of the network"] if len(forwards) else []
@@ -154,36 +156,26 @@ def _label(rows: Rows) -> str:
 
 
 def _minutes(rows: Rows) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the epochs whose duration is known, and the minutes of training up to each one's end."""
     steps, seconds = points(rows, "time/epoch_s")
     return steps, seconds.cumsum() / 60
 
 
 def _add_minutes(axes: Any, rows: Rows) -> None:
-    """Add a second axis above, in minutes of training."""
     steps, minutes = _minutes(rows)
     if len(steps) < 2:
         return
     low, high = axes.get_xlim()
-    ticks = [
-        tick for tick in round_ticks(5, steps=[1, 2, 5, 10]).tick_values(0, minutes[-1]) if 0 <= tick <= minutes[-1]
-    ]
+    ticks = np.array(round_ticks(5, steps=[1, 2, 5, 10]).tick_values(0, minutes[-1]))
     places = np.interp(ticks, [0, *minutes], [steps[0] - 1, *steps])
-    shown = [(place, tick) for place, tick in zip(places, ticks, strict=True) if low <= place <= high]
+    shown = (ticks >= 0) & (ticks <= minutes[-1]) & (low <= places) & (places <= high)
     above = axes.secondary_xaxis("top")
-    above.set_xticks([place for place, _ in shown], [f"{tick:g}" for _, tick in shown])
+    above.set_xticks(places[shown], [f"{tick:g}" for tick in ticks[shown]])
     above.set_xlabel("minutes of training", fontsize=8, color=GREY)
     above.tick_params(labelsize=7, colors=GREY, length=2)
     above.spines["top"].set_visible(False)
 
 
-def _panel_of_health(rows: Rows, plot: Plot) -> EpochPlot:
-    names, title, note, draw = plot
-    return EpochPlot(title, note, names, lambda axes: draw(axes, rows))
-
-
 def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
-    """Draw a metric's curve of every run, with bands of few runs; one run's have a legend."""
     held_out, alone = name.startswith("eval/"), len(runs) == 1
     for rows, colour in zip(runs, itertools.cycle(CYCLE)):
         steps, values = points(rows, name)
@@ -193,16 +185,17 @@ def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
             colour = ORANGE if held_out else BLUE
         low, high, meaning = _interval(rows, name) if held_out else _spread(rows, name)
         if np.isfinite(low).any() and len(runs) <= _MOST_BANDS:
-            label = meaning if alone else None
-            axes.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0, label=label)
+            axes.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0, label=meaning if alone else None)
         if held_out:
             axes.plot(steps, values, color=colour, marker="o", ms=4)
             continue
-        smooth = len(values) >= SMOOTH_FROM
+        smooth = len(values) >= _SMOOTH_FROM
         thin: dict[str, Any] = {"lw": 0.8, "alpha": 0.45} if smooth else {}
         axes.plot(steps, values, color=colour, label="mean" if alone else None, **thin)
-        if smooth:
-            axes.plot(steps, running_mean(values), color=colour, label="running mean" if alone else None)
+        if smooth:  # a centred window of a tenth of the points, truncated at the ends
+            window = np.ones(max(3, len(values) // 10) | 1)
+            means = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+            axes.plot(steps, means, color=colour, label="running mean" if alone else None)
     floors = [points(rows, name.replace("eval/", "eval_floor/", 1))[1] for rows in runs if held_out]
     for floor in [floor for floor in floors if len(floor)][:1]:
         axes.axhline(floor[-1], color=GREY, ls="--", lw=1.2, label="floor: the judge on true videos")
@@ -211,14 +204,13 @@ def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
 
 
 def _spread(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any], str]:
-    """Return a reward's mean less and plus its standard deviation within groups."""
     steps, means = points(rows, name)
     spread = values_at(rows, steps, name.removesuffix("mean") + "group_std")
     return means - spread, means + spread, "± group std"
 
 
 def _interval(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any], str]:
-    """Return the ends of the interval of a held-out metric's change, on top of the value before training."""
+    # Of a held-out metric's change, on top of the value before training.
     steps, values = points(rows, name)
     change = name.replace("eval/", "eval_change/", 1)
     middle, low, high = (values_at(rows, steps, f"{change}{end}") for end in ("", "_low", "_high"))

@@ -11,12 +11,6 @@ from numpy.typing import NDArray
 
 Rows = Mapping[int, Mapping[str, float]]
 """Step -> metrics."""
-SMOOTH_FROM = 20  # number of points from which a running mean is drawn
-
-
-def names_of(rows: Rows) -> list[str]:
-    """Return the names of all metrics that have a finite value, sorted."""
-    return sorted({name for row in rows.values() for name in row if math.isfinite(row[name])})
 
 
 def points(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -28,11 +22,3 @@ def points(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
 def values_at(rows: Rows, steps: NDArray[Any], name: str) -> NDArray[Any]:
     """Return a metric at the steps, (n,), NaN where it has no value."""
     return np.array([rows[int(step)].get(name, math.nan) for step in steps])
-
-
-def running_mean(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the mean over a centred window of a tenth of the points, truncated at the ends."""
-    width = max(3, len(values) // 10) | 1
-    window = np.ones(width)
-    weights = np.convolve(np.ones_like(values), window, mode="same")
-    return np.asarray(np.convolve(values, window, mode="same") / weights)

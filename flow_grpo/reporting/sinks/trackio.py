@@ -52,13 +52,8 @@ class Trackio:
 
 
 def _load(folder: Path) -> Any:
-    """Import the library, which reads where to write when it is imported.
-
-    Raises:
-        RuntimeError: it was imported for another run of this process.
-    """
-    # It asks sys.modules for this module's Figure at every log, and would drop the metrics with a warning while another
-    # thread, the one that draws, is in the middle of importing it.
+    # The library reads where to write when it is imported. It asks sys.modules for this module's Figure at every log,
+    # and would drop the metrics with a warning while another thread, the one that draws, is importing it.
     importlib.import_module("matplotlib.figure")
     own_place = any(name in os.environ for name in _OWN_PLACE)
     if not own_place:

@@ -43,6 +43,15 @@ class PosedFrames:
     pictures: NDArray[np.uint8]
     poses: Floats
     frames: tuple[int, ...]
+    _features: dict[int, Features] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __getitem__(self, row: int) -> Picture:
+        if row not in self._features:
+            self._features[row] = find_features(self.pictures[row])
+        return Picture(self.frames[row], self._features[row], self.poses[row])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,23 +85,6 @@ class Picture:
     pose: Floats
 
 
-class Pictures:
-    """The frames of a film, with features computed on first use."""
-
-    def __init__(self, film: PosedFrames) -> None:
-        self.film = film
-        self._found: dict[int, Picture] = {}
-
-    def __getitem__(self, row: int) -> Picture:
-        if row not in self._found:
-            film = self.film
-            self._found[row] = Picture(film.frames[row], find_features(film.pictures[row]), film.poses[row])
-        return self._found[row]
-
-    def __len__(self) -> int:
-        return len(self.film.frames)
-
-
 def make_source(source: PosedFrames, target: PosedFrames | None, camera: Floats) -> Source:
     """Return the checked anchors of a source video; if the check fails, `fault` of the result says why.
 
@@ -104,21 +96,26 @@ def make_source(source: PosedFrames, target: PosedFrames | None, camera: Floats)
         target: the ground-truth view of the same times, poses relative to the same camera, or None.
         camera: (3, 3) from `pnp.camera_matrix`, of both.
     """
-    pictures = Pictures(source)
-    others = None if target is None else Pictures(target)
-    chosen = view_rows(len(pictures))
-    views = triangulate([pictures[row] for row in chosen], camera)
-    made = _checked(views, pictures, others, camera)
-    if made.fault and others is not None:
-        views = [*views, *across_cameras(pictures, others, chosen, camera)]
-        made = _checked(views, pictures, others, camera)
+    chosen, held_out = split_rows(len(source))
+    views = triangulate([source[row] for row in chosen], camera)
+    made = _checked(views, source, held_out, target, camera)
+    if made.fault and target is not None:
+        views = [*views, *across_cameras(source, target, chosen, camera)]
+        made = _checked(views, source, held_out, target, camera)
     return made
 
 
-def view_rows(count: int) -> list[int]:
-    """Return which of `count` frames are triangulated: evenly spread with both ends, never all of 3 or more."""
-    number = min(VIEWS, count // 2 + 1)
-    return sorted({round(row) for row in np.linspace(0, count - 1, number).tolist()})
+def split_rows(count: int) -> tuple[list[int], list[int]]:
+    """Return which of `count` frames are triangulated, and which of the others are held out.
+
+    Both are evenly spread. The first are `VIEWS` at most, with both ends, and never all of 3 frames or more.
+    """
+
+    def spread(rows: Sequence[int], number: int) -> list[int]:
+        return sorted({rows[round(place)] for place in np.linspace(0, len(rows) - 1, number).tolist()}) if rows else []
+
+    chosen = spread(range(count), min(VIEWS, count // 2 + 1))
+    return chosen, spread(sorted(set(range(count)) - set(chosen)), CHECKED)
 
 
 def triangulate(pictures: Sequence[Picture], camera: Floats) -> list[MappedView]:
@@ -183,7 +180,7 @@ def _intersect(seen: Floats, projections: Floats) -> Floats:
 
 
 def _errors(xyz: Floats, seen: Floats, projections: Floats) -> Floats:
-    """Return reprojection errors (V, N) in pixels of positions (N, 3); infinite behind a camera and where not seen."""
+    # Reprojection errors (V, N) in pixels of positions (N, 3); infinite behind a camera and where not seen.
     projected = np.einsum("vij,nj->vni", projections[:, :, :3], xyz) + projections[:, None, :, 3]
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.linalg.norm(projected[..., :2] / projected[..., 2:] - seen, axis=-1)
@@ -197,8 +194,8 @@ def parallax(xyz: Floats, first: Floats, second: Floats) -> Floats:
     return np.nan_to_num(angle)
 
 
-def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], camera: Floats) -> list[MappedView]:
-    """Return anchors triangulated between two synchronised cameras at the frames `rows`, each marked static or not."""
+def across_cameras(source: PosedFrames, target: PosedFrames, rows: Sequence[int], camera: Floats) -> list[MappedView]:
+    """Triangulate between two synchronised cameras at the frames `rows`; each anchor is marked static or not."""
     views, pictures = [], []
     for row in rows:
         pair = [source[row], target[row]]
@@ -208,7 +205,6 @@ def across_cameras(source: Pictures, target: Pictures, rows: Sequence[int], came
 
 
 def _with_lasting(view: MappedView, pictures: Sequence[Picture], camera: Floats) -> MappedView:
-    """Mark the anchors that a picture of another time shows at the same position."""
     lasting = np.zeros(len(view), np.bool_)
     for picture in pictures:
         if picture.frame == view.frame:
@@ -220,40 +216,33 @@ def _with_lasting(view: MappedView, pictures: Sequence[Picture], camera: Floats)
     return dataclasses.replace(view, lasting=lasting)
 
 
-def _checked(views: Sequence[MappedView], source: Pictures, target: Pictures | None, camera: Floats) -> Source:
-    """Check anchors by locating held-out source frames and the ground-truth view; return them with `fault`, if any."""
-    visible = np.ones(len(source), np.bool_)
+def _checked(
+    views: Sequence[MappedView],
+    source: PosedFrames,
+    held_out: Sequence[int],
+    target: PosedFrames | None,
+    camera: Floats,
+) -> Source:
+    visible, fault = np.ones(len(source), np.bool_), ""
     made = Source(tuple(view for view in views if len(view)), camera, visible, "")
     if len(made) < FEWEST_ANCHORS:
         fault = f"{len(made)} anchors, needs {FEWEST_ANCHORS}: no parallax or texture, or a wrong focal length or poses"
-        return dataclasses.replace(made, fault=fault)
-    held_out = held_out_rows(len(source))
-    if not held_out:
-        return dataclasses.replace(made, fault=f"{len(source)} frames, needs 3: one is held out to check the others")
-    exact = _placed(made, source, held_out, (CHECK_DEG, CHECK_M))
-    if exact.mean() < CHECK_SHARE:
-        return dataclasses.replace(
-            made,
-            fault=f"{int(exact.sum())} of {len(exact)} source frames are found within {CHECK_DEG} degrees and "
-            f"{CHECK_M} m, needs {CHECK_SHARE:.0%}: poses or focal length are wrong",
+    elif not held_out:
+        fault = f"{len(source)} frames, needs 3: one is held out to check the others"
+    elif (exact := _placed(made, source, held_out, (CHECK_DEG, CHECK_M))).mean() < CHECK_SHARE:
+        fault = (
+            f"{int(exact.sum())} of {len(exact)} source frames are found within {CHECK_DEG} degrees and "
+            f"{CHECK_M} m, needs {CHECK_SHARE:.0%}: poses or focal length are wrong"
         )
-    if target is not None:
+    elif target is not None:
         visible = _placed(made, target, range(len(target)), (OVERLAP_DEG, OVERLAP_M))
-        made = dataclasses.replace(made, visible=visible)
-    if visible.mean() < OVERLAP_SHARE:
-        fault = f"{int(visible.sum())} of {len(visible)} frames of the true view are found by the source's anchors"
-        made = dataclasses.replace(made, fault=fault)
-    return made
+        if visible.mean() < OVERLAP_SHARE:
+            fault = f"{int(visible.sum())} of {len(visible)} frames of the true view are found by the source's anchors"
+    return dataclasses.replace(made, visible=visible, fault=fault)
 
 
-def held_out_rows(count: int) -> list[int]:
-    """Return at most `CHECKED` evenly spread frames that are not triangulated."""
-    free = sorted(set(range(count)) - set(view_rows(count)))
-    return sorted({free[round(row)] for row in np.linspace(0, len(free) - 1, CHECKED).tolist()}) if free else []
-
-
-def _placed(made: Source, pictures: Pictures, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:
-    """Return which rows of a film are located within (degrees, metres) of their known pose."""
+def _placed(made: Source, pictures: PosedFrames, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:
+    # Which of the rows are located within (degrees, metres) of their known pose.
     right = []
     for row in rows:
         picture = pictures[row]

@@ -64,17 +64,17 @@ def match(first: NDArray[np.float32], second: NDArray[np.float32]) -> tuple[NDAr
     """
     if min(len(first), len(second)) < 2:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    likeness = torch.from_numpy(first) @ torch.from_numpy(second).T
-    there, clear_there = _nearest(likeness)
-    back, clear_back = _nearest(likeness.T)
+    cosines = torch.from_numpy(first) @ torch.from_numpy(second).T
+    there, clear_there = _nearest(cosines)
+    back, clear_back = _nearest(cosines.T)
     rows = torch.arange(len(first))
     kept = (back[there] == rows) & clear_there & clear_back[there]
     return rows[kept].numpy(), there[kept].numpy()
 
 
-def _nearest(likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (N,) the column of the highest cosine in each row of (N, M), and (N,) whether it passes the ratio test."""
-    likest, columns = likeness.topk(2, dim=1)
-    best, second = likest.unbind(1)
+def _nearest(cosines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # (N,) the column of the highest cosine in each row of (N, M), and (N,) whether it passes the ratio test.
+    highest, columns = cosines.topk(2, dim=1)
+    best, second = highest.unbind(1)
     clear = (1 - best).clamp(min=0) < RATIO**2 * (1 - second)  # squared distance of unit vectors: 2 - 2 cos
     return columns[:, 0], clear

@@ -85,7 +85,13 @@ def locate(features: Features, frame: int, views: Sequence[MappedView], camera: 
 
     `frame` is the picture's number in its video: anchors not known to be static are matched only in their own frame.
     """
-    numbers, xyz = _matches(features, frame, views)
+    indices, positions = [np.zeros(0, np.int64)], [np.zeros((0, 3))]
+    for view in views:
+        serving = np.ones(len(view), np.bool_) if view.frame == frame else view.lasting
+        mine, theirs = match(features.descriptors, view.descriptors[serving])
+        indices.append(mine)
+        positions.append(view.xyz[serving][theirs])
+    numbers, xyz = np.concatenate(indices), np.concatenate(positions)
     if len(np.unique(numbers)) < GATE:
         return np.full((4, 4), np.nan), 0
     points = features.points[numbers]
@@ -112,38 +118,21 @@ def locate(features: Features, frame: int, views: Sequence[MappedView], camera: 
         turn, move = cv2.solvePnPRefineLM(xyz[agree], points[agree], camera, None, turn, move)
     agree = _agree(xyz, points, (turn, move), camera, RANSAC_PIXELS)
     inliers = len(np.unique(numbers[agree]))  # a feature matched in several views counts once
-    pose = _camera_to_world(turn, move)
+    rotation = cv2.Rodrigues(turn)[0].T
+    pose = np.eye(4)  # OpenCV's turn and move are world-to-camera
+    pose[:3, :3], pose[:3, 3] = rotation, -rotation @ move.reshape(3)
     if inliers < GATE or not np.isfinite(pose).all():
         return np.full((4, 4), np.nan), inliers
     return pose, inliers
 
 
-def _matches(features: Features, frame: int, views: Sequence[MappedView]) -> tuple[NDArray[np.int64], Floats]:
-    """Return the indices (n,) of the features that match an anchor, and the anchors' positions (n, 3)."""
-    numbers, places = [np.zeros(0, np.int64)], [np.zeros((0, 3))]
-    for view in views:
-        serving = np.ones(len(view), np.bool_) if view.frame == frame else view.lasting
-        mine, theirs = match(features.descriptors, view.descriptors[serving])
-        numbers.append(mine)
-        places.append(view.xyz[serving][theirs])
-    return np.concatenate(numbers), np.concatenate(places)
-
-
 def _agree(
     xyz: Floats, points: Floats, pose: tuple[MatLike, MatLike], camera: Floats, pixels: float
 ) -> NDArray[np.bool_]:
-    """Return which points (n, 3) are in front of the camera and project to within `pixels` of their observation."""
+    # Which points (n, 3) are in front of the camera and project to within `pixels` of their observation.
     rotation = cv2.Rodrigues(pose[0])[0]
     seen = (xyz @ rotation.T + pose[1].reshape(3)) @ camera.T
     before = seen[:, 2] > 1e-6
     error = seen[:, :2] / np.where(before, seen[:, 2], 1.0)[:, None] - points
     agree: NDArray[np.bool_] = before & ((error**2).sum(1) < pixels**2)
     return agree
-
-
-def _camera_to_world(turn: MatLike, move: MatLike) -> Floats:
-    """Invert OpenCV's world-to-camera rotation vector and translation."""
-    rotation = cv2.Rodrigues(turn)[0].T
-    pose = np.eye(4)
-    pose[:3, :3], pose[:3, 3] = rotation, -rotation @ move.reshape(3)
-    return pose

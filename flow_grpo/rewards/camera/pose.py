@@ -113,11 +113,8 @@ def translation_value(errors: PoseErrors) -> float:
 
 
 def _source_key(condition: Condition) -> SourceKey:
-    """Return the cache key of a condition's anchors: scene, cameras and a hash of everything they are made from.
-
-    With a true view it includes the target camera: the frames that can be scored depend on that view, and so do the
-    anchors of a source without parallax.
-    """
+    # Scene, cameras and a hash of all that anchors are made from. A true view's camera counts: the frames that can be
+    # scored depend on that view, and so do the anchors of a source without parallax.
     content = hashlib.blake2b(digest_size=16)
     cameras = [(condition.source_video, condition.source_poses), (condition.target_video, condition.target_poses)]
     for video, poses in cameras:
@@ -131,20 +128,17 @@ def _source_key(condition: Condition) -> SourceKey:
     return condition.scene, condition.source_camera, target, content.hexdigest()
 
 
-def _films(condition: Condition) -> tuple[PosedFrames, PosedFrames | None, NDArray[np.float64]]:
-    """Return the arguments of `make_source` and `make_unposed_source`."""
+def _posed_frames(condition: Condition) -> tuple[PosedFrames, PosedFrames | None, NDArray[np.float64]]:
     frames = frame_numbers(condition.size[0])
     assert condition.intrinsics is not None, "rows without intrinsics are left out"
 
-    def film(video: Tensor, poses: Tensor | None) -> PosedFrames:
+    def posed(video: Tensor, poses: Tensor | None) -> PosedFrames:
         known = np.full((len(frames), 4, 4), np.nan) if poses is None else poses[frames].double().numpy()
         return PosedFrames(grey_frames(video, frames), known, tuple(frames))
 
-    target = None
-    if condition.target_video is not None:
-        target = film(condition.target_video, condition.target_poses)
+    target = None if condition.target_video is None else posed(condition.target_video, condition.target_poses)
     camera = camera_matrix(condition.intrinsics.double().tolist())
-    return film(condition.need_source(), condition.source_poses), target, camera
+    return posed(condition.need_source(), condition.source_poses), target, camera
 
 
 class PoseMeasurer:
@@ -175,19 +169,7 @@ class PoseMeasurer:
         batch = content.hexdigest()
         if batch in self._batches:
             return self._batches[batch]
-        outcomes = self._measure(pictures, conditions, keys)
-        if not any(outcome.failed for outcome in outcomes):
-            self._batches[batch] = outcomes
-        return outcomes
-
-    def _measure(
-        self,
-        pictures: Sequence[NDArray[np.uint8]],
-        conditions: Sequence[Condition],
-        keys: Sequence[SourceKey],
-    ) -> list[Outcome[PoseErrors]]:
         found = self._find(conditions, keys)
-        frames = frame_numbers(conditions[0].size[0])
         sources = {row: outcome.value for row, outcome in enumerate(found) if outcome.value is not None}
         jobs = [(pictures[row], frames, source.views, source.camera) for row, source in sources.items()]
         # A time limit of its own: slow anchors must not use up that of the poses.
@@ -195,6 +177,8 @@ class PoseMeasurer:
         outcomes = [Outcome[PoseErrors](None, outcome.fault, outcome.lacking) for outcome in found]
         for (row, source), outcome in zip(sources.items(), located, strict=True):
             outcomes[row] = outcome.then(functools.partial(_errors, source, conditions[row], frames))
+        if not any(outcome.failed for outcome in outcomes):
+            self._batches[batch] = outcomes
         return outcomes
 
     def sources(self, conditions: Sequence[Condition]) -> list[Outcome[Source]]:
@@ -212,7 +196,9 @@ class PoseMeasurer:
                 missing[key] = condition
         found |= {key: Outcome(self._sources[key]) for key in keys if key in self._sources}
         for make, posed in ((make_source, True), (make_unposed_source, False)):
-            jobs = {key: _films(each) for key, each in missing.items() if (each.source_poses is not None) == posed}
+            jobs = {
+                key: _posed_frames(each) for key, each in missing.items() if (each.source_poses is not None) == posed
+            }
             made = self.pool.run(make, list(jobs.values()), seconds=self.seconds, what="anchors")
             found |= dict(zip(jobs, made, strict=True))
         for key, outcome in found.items():
@@ -225,7 +211,6 @@ class PoseMeasurer:
 
 
 def _errors(source: Source, condition: Condition, frames: Sequence[int], found: Located) -> PoseErrors:
-    """Return the errors of the estimated poses of `frames` against the commanded path."""
     path, visible = condition.need_poses(), torch.from_numpy(source.visible)
     errors = compare(path[list(frames)], torch.from_numpy(found.poses), path, visible, frames)
     return dataclasses.replace(errors, metric=source.metric)
@@ -261,17 +246,15 @@ class PathReward:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid where nothing could be measured."""
-        outcomes = [self._in_metres(outcome) for outcome in self.measurer(videos, conditions)]
+        outcomes = list(self.measurer(videos, conditions))
+        for row, outcome in enumerate(outcomes):
+            if self.needs_metres and outcome.value is not None and not outcome.value.metric:
+                text = "the source came without poses, so nothing tells the size of its scene in metres"
+                outcomes[row] = Outcome(None, text, lacking=True)
         return from_outcomes([outcome.then(self._row) for outcome in outcomes], self.measures)
 
     def _row(self, errors: PoseErrors) -> tuple[float, ...]:
         return *self.read(errors), errors.located, float(errors.unregistered)
-
-    def _in_metres(self, outcome: Outcome[PoseErrors]) -> Outcome[PoseErrors]:
-        if self.needs_metres and outcome.value is not None and not outcome.value.metric:
-            text = "the source came without poses, so nothing tells the size of its scene in metres"
-            return Outcome(None, text, lacking=True)
-        return outcome
 
 
 class PoseRot(PathReward):

@@ -98,20 +98,20 @@ def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
         poses = nothing.poses.copy()
         for image in (model.images[number] for number in model.reg_image_ids()):
             pose = _camera_to_world(image)
-            poses[int(image.name.removesuffix(".png"))] = pose if points >= LEAST_POINTS else _centred(pose)
+            if points < LEAST_POINTS:
+                pose[:3, 3] = 0.0
+            poses[int(image.name.removesuffix(".png"))] = pose
         parallax = largest_parallax(model, database, focal_px, pictures.shape[1:])
         return Estimate(poses, points, points < LEAST_POINTS, parallax)
 
 
 def _map(images: Path, database: Path, options: pycolmap.GlobalPipelineOptions) -> pycolmap.Reconstruction | None:
-    """Return the model with the most frames, or None."""
     with tempfile.TemporaryDirectory() as folder:
         models = pycolmap.global_mapping(database, images, folder, options)
     return max(models.values(), key=lambda model: model.num_reg_images(), default=None)
 
 
 def _match(images: Path, database: Path, size: tuple[int, ...], focal_px: float) -> None:
-    """Write features and verified matches of a folder of pictures into a database."""
     height, width = size
     pycolmap.set_random_seed(SEED)
     camera = pycolmap.ImageReaderOptions(
@@ -137,10 +137,7 @@ def _match(images: Path, database: Path, size: tuple[int, ...], focal_px: float)
 
 
 def _mapper_options(*, rotations_only: bool = False) -> pycolmap.GlobalPipelineOptions:
-    """Return options for one thread, no GPU, a fixed seed and fixed intrinsics.
-
-    `rotations_only` stops after rotation averaging: frames then have no positions.
-    """
+    # One thread, no GPU, a fixed seed and fixed intrinsics. After rotation averaging alone frames have no positions.
     options = pycolmap.GlobalPipelineOptions(num_threads=1, random_seed=SEED)
     mapper = options.mapper
     mapper.num_threads = 1
@@ -167,11 +164,12 @@ def largest_parallax(model: pycolmap.Reconstruction, database: Path, focal_px: f
     poses = {number: _camera_to_world(model.images[number]) for number in model.reg_image_ids()}
     medians = [float("nan")]
     with pycolmap.Database.open(database) as opened:
-        rays = {
-            number: _directions(opened.read_keypoints(number)[:, :2], focal_px, (width / 2, height / 2))
-            @ pose[:3, :3].T
-            for number, pose in poses.items()
-        }
+        rays = {}
+        for number, pose in poses.items():
+            pixels = opened.read_keypoints(number)[:, :2].astype(np.float64)
+            sides = (pixels - (width / 2, height / 2)) / focal_px
+            directions = np.concatenate([sides, np.ones((len(pixels), 1))], axis=1)
+            rays[number] = directions / np.linalg.norm(directions, axis=1, keepdims=True) @ pose[:3, :3].T
         for pair, geometry in zip(*opened.read_two_view_geometries(), strict=True):
             first, second = pycolmap.pair_id_to_image_pair(pair)
             matches = geometry.inlier_matches
@@ -181,21 +179,7 @@ def largest_parallax(model: pycolmap.Reconstruction, database: Path, focal_px: f
     return float(np.nanmax(medians)) if len(medians) > 1 else float("nan")
 
 
-def _directions(pixels: NDArray[np.float32], focal_px: float, centre: tuple[float, float]) -> Floats:
-    """Return unit vectors (N, 3) from a camera through pixels (N, 2)."""
-    rays = np.concatenate([(pixels.astype(np.float64) - centre) / focal_px, np.ones((len(pixels), 1))], axis=1)
-    unit: Floats = rays / np.linalg.norm(rays, axis=1, keepdims=True)
-    return unit
-
-
 def _camera_to_world(image: pycolmap.Image) -> Floats:
     pose = np.eye(4)
     pose[:3] = image.cam_from_world().inverse().matrix()
     return pose
-
-
-def _centred(pose: Floats) -> Floats:
-    """Return the pose moved to the origin."""
-    turned = np.eye(4)
-    turned[:3, :3] = pose[:3, :3]
-    return turned

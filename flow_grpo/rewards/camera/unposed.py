@@ -41,13 +41,13 @@ def make_unposed_source(source: PosedFrames, target: PosedFrames | None, camera:
         return dataclasses.replace(nothing, fault=f"{fault}{' without parallax' if found.centred else ''}")
     poses = np.linalg.inv(found.poses[0]) @ found.poses[rows]
     poses[:, :3, 3] /= np.linalg.norm(poses[:, :3, 3], axis=1).max()  # so that the tolerances of the check apply
-    film = PosedFrames(source.pictures[rows], poses, tuple(source.frames[row] for row in rows))
-    made = dataclasses.replace(make_source(film, None, camera), visible=nothing.visible, metric=False)
+    posed = PosedFrames(source.pictures[rows], poses, tuple(source.frames[row] for row in rows))
+    made = dataclasses.replace(make_source(posed, None, camera), visible=nothing.visible, metric=False)
     size = None if target is None or made.fault else metres(made, target)
     if size is None:
         return made
-    poses[:, :3, 3] *= size
-    return make_source(film, target, camera)
+    poses[:, :3, 3] *= size  # those that `posed` holds
+    return make_source(posed, target, camera)
 
 
 def metres(made: Source, target: PosedFrames) -> float | None:

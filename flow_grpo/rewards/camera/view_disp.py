@@ -35,7 +35,7 @@ Views = tuple[Features, ...]
 
 def find_views(pictures: NDArray[np.uint8]) -> Views:
     """Return the features of grey pictures (F, h, w)."""
-    return tuple(find_features(picture) for picture in pictures)
+    return tuple(map(find_features, pictures))
 
 
 def displacements(pictures: NDArray[np.uint8], views: Views) -> Floats:
@@ -78,15 +78,13 @@ class ViewDisp:
         frames = frame_numbers(videos.shape[2])
         causes = [why_not_comparable(video, condition) for video, condition in zip(videos, conditions, strict=True)]
         views = self._find_views([row for row, cause in enumerate(causes) if not cause], conditions, frames)
-        jobs = {
-            row: (grey_frames(videos[row], frames), found.value)
-            for row, found in views.items()
-            if found.value is not None
-        }
-        moved = self.pool.run(displacements, list(jobs.values()), seconds=MOST_SECONDS, what="displacements")
         scores: list[Outcome[tuple[float, ...]]] = [Outcome(None, cause, lacking=True) for cause in causes]
+        jobs = {}
         for row, found in views.items():
             scores[row] = Outcome(None, found.fault, found.lacking)
+            if found.value is not None:
+                jobs[row] = grey_frames(videos[row], frames), found.value
+        moved = self.pool.run(displacements, list(jobs.values()), seconds=MOST_SECONDS, what="displacements")
         for (row, (_, view)), outcome in zip(jobs.items(), moved, strict=True):
             scores[row] = outcome.then(functools.partial(_score, views=view, width=videos.shape[-1]))
         return from_outcomes(scores, self.measures)
@@ -94,7 +92,6 @@ class ViewDisp:
     def _find_views(
         self, rows: Sequence[int], conditions: Sequence[Condition], frames: Sequence[int]
     ) -> dict[int, Outcome[Views]]:
-        """Return row -> features of its true view, computed once for all copies, or why there are none."""
         pictures, keys = {}, {}
         for row in rows:
             target = conditions[row].target_video
@@ -110,21 +107,16 @@ class ViewDisp:
             known[key] = outcome
             if outcome.value is not None:
                 self._views[key] = outcome.value
-        return {row: _usable(known[key], conditions[row]) for row, key in keys.items()}
-
-
-def _usable(found: Outcome[Views], condition: Condition) -> Outcome[Views]:
-    """Refuse a true view without texture."""
-    if found.value is not None and all(len(view) < LEAST_MATCHES for view in found.value):
-        where = f"{condition.scene} {condition.target_camera}"
-        return Outcome(
-            None, f"no frame of the true view {where} has {LEAST_MATCHES} features: no texture", lacking=True
-        )
-    return found
+        for row, key in keys.items():
+            views = known[key].value
+            if views is not None and all(len(view) < LEAST_MATCHES for view in views):
+                where = f"{conditions[row].scene} {conditions[row].target_camera}"
+                text = f"no frame of the true view {where} has {LEAST_MATCHES} features: no texture"
+                known[key] = Outcome(None, text, lacking=True)
+        return {row: known[key] for row, key in keys.items()}
 
 
 def _score(pixels: Floats, views: Views, width: int) -> tuple[float, float, float]:
-    """Return the value, the mean displacement and the share of matched frames of displacements (F,) in pixels."""
     visible = torch.tensor([len(view) >= LEAST_MATCHES for view in views])
     moved = torch.from_numpy(pixels) * (CAP_COLUMNS / width)
     matched = ~moved.isnan()

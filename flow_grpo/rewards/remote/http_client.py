@@ -60,22 +60,25 @@ class Client:
         Raises:
             ServiceError: no usable reply.
         """
-        for number, delay in enumerate((*self.delays_s, 0.0), start=1):
+        delays = list(self.delays_s)
+        while True:
             try:
                 return self._attempt(path, timeout_s, body)
             except _RetryableError as error:
-                if number > len(self.delays_s):
-                    raise ServiceError(f"failed {number} attempts, the last: {error}") from None
-                time.sleep(min(max(delay, error.after_s), MAX_DELAY_S))
-        raise AssertionError("the last attempt returns or raises")
+                if not delays:
+                    raise ServiceError(f"failed {len(self.delays_s) + 1} attempts, the last: {error}") from None
+                time.sleep(min(max(delays.pop(0), error.after_s), MAX_DELAY_S))
 
     def _attempt(self, path: str, timeout_s: float, body: bytes | None) -> bytes:
+        # A library would quote a token that it cannot send in its error, which ends up in the log.
+        if not (token().isascii() and token().isprintable()):
+            raise ServiceError(f"not asked: {TOKEN} is no printable ASCII text")
         try:
             response = httpx.request(
                 "GET" if body is None else "POST",
                 self.url.rstrip("/") + path,
                 content=None if body is None else io.BytesIO(body),  # httpx sends a file in pieces
-                headers=_authorization(),
+                headers={"Authorization": f"Bearer {token()}"} if token() else {},
                 timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
                 verify=ssl.create_default_context(),
                 trust_env=False,  # no proxy and no .netrc: connect only to the address in the configuration
@@ -95,10 +98,3 @@ class Client:
             pause = response.headers.get("Retry-After", "")  # a date would need synchronised clocks
             raise _RetryableError(cause, float(pause) if pause.isascii() and pause.isdigit() else 0.0)
         raise ServiceError(f"refused, {cause}")
-
-
-def _authorization() -> dict[str, str]:
-    # A library would quote a token that it cannot send in its error, which ends up in the log.
-    if not (token().isascii() and token().isprintable()):
-        raise ServiceError(f"not asked: {TOKEN} is no printable ASCII text")
-    return {"Authorization": f"Bearer {token()}"} if token() else {}

@@ -115,34 +115,31 @@ def _check_version(found: object) -> None:
 
 def read_health(content: bytes, name: str) -> tuple[tuple[str, str], Health]:
     """Return identity and description of a server from its /health; ValueError if it gives no score `name`."""
-    said = json.loads(content)
-    _check_version(said.get("protocol"))
-    if name not in said["rewards"]:
-        raise ValueError(f"server scores {', '.join(said['rewards'])}, not {name}")
-    return _identity(said), Health(tuple(said["needs"]), int(said["max_bytes"]))
+    sent = json.loads(content)
+    _check_version(sent.get("protocol"))
+    if name not in sent["rewards"]:
+        raise ValueError(f"server scores {', '.join(sent['rewards'])}, not {name}")
+    return _identity(sent), Health(tuple(sent["needs"]), int(sent["max_bytes"]))
 
 
-def _identity(said: Mapping[str, Any]) -> tuple[str, str]:
-    """Return model and version, such as a checksum of its weights."""
-    return one_line(said["model"]), one_line(said["version"])
+def _identity(sent: Mapping[str, Any]) -> tuple[str, str]:
+    return one_line(sent["model"]), one_line(sent["version"])
 
 
 # --- requests
 
 
-def companion(condition: Condition, kind: str) -> Tensor | None:
-    """Return the "source" or "target" video of a condition."""
-    video: Tensor | None = getattr(condition, f"{kind}_video", None)
-    return video
+def companions(condition: Condition, needs: Sequence[str]) -> dict[str, Tensor]:
+    """Return the "source" and "target" videos of a condition that a server needs and that there are."""
+    videos = {kind: getattr(condition, f"{kind}_video", None) for kind in needs}
+    return {kind: video for kind, video in videos.items() if video is not None}
 
 
 def encode_request(name: str, videos: Tensor, conditions: Sequence[Condition], needs: Sequence[str]) -> bytes:
     """Return the request for a score of videos (B, 3, T, h, w), with the companions that the server needs."""
     tensors = {"videos": to_pixels(videos)}
     for row, condition in enumerate(conditions):
-        for kind in needs:
-            if (video := companion(condition, kind)) is not None:
-                tensors[f"{kind}.{row}"] = to_pixels(video)
+        tensors |= {f"{kind}.{row}": to_pixels(video) for kind, video in companions(condition, needs).items()}
         for field in TENSORS:
             if (tensor := getattr(condition, field)) is not None:  # the copies of a group share theirs
                 tensors[f"{field}.{row}"] = tensor.clone(memory_format=torch.contiguous_format)

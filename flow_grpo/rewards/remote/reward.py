@@ -130,7 +130,9 @@ class RemoteReward:
     ) -> Iterator[tuple[list[int], RewardResult]]:
         """Yield rows and their result, request by request: as many rows as the server takes at once."""
         health = self._check_health()
-        share = max(1, (health.max_bytes - MARGIN) // max(_bytes(videos[row], conditions[row], health) for row in rows))
+        companions = [protocol.companions(conditions[row], health.needs).values() for row in rows]
+        most = videos[0].numel() + max(sum(video.numel() for video in sent) for sent in companions)  # bytes of a sample
+        share = max(1, (health.max_bytes - MARGIN) // most)
         for start in range(0, len(rows), share):
             part = rows[start : start + share]
             asked = [conditions[row] for row in part]
@@ -147,7 +149,6 @@ class RemoteReward:
             yield part, result
 
     def _check_health(self) -> protocol.Health:
-        """Return the server's description, requested at first use and after failures."""
         if self._health is None:
             read = functools.partial(protocol.read_health, name=self._score)
             self._health = self._ask("/health", min(HEALTH_S, self.policy.timeout_s), read)
@@ -156,7 +157,6 @@ class RemoteReward:
     def _ask(
         self, path: str, timeout_s: float, read: Callable[[bytes], tuple[tuple[str, str], T]], body: bytes | None = None
     ) -> T:
-        """Return what `read` makes of the server's answer, which must be from the model that gave the first."""
         content = self._client.ask(path, timeout_s, body)
         try:
             identity, answer = read(content)
@@ -170,9 +170,3 @@ class RemoteReward:
             now, first = (" ".join(pair) for pair in (identity, self.identity))
             raise ServiceError(f"is now {now}, the run began with {first}; host that again")
         return answer
-
-
-def _bytes(video: Tensor, condition: Condition, health: protocol.Health) -> int:
-    """Return how many bytes of pixels a sample sends."""
-    sent = [video, *(protocol.companion(condition, kind) for kind in health.needs)]
-    return sum(tensor.numel() for tensor in sent if tensor is not None)

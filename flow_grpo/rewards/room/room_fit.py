@@ -1,4 +1,4 @@
-"""Fitting cameras to frames of a known room: what the judge `room_pose` and the rewards of `room_path` share.
+"""Fitting cameras to frames of a known room: what the estimator `room_pose` and the rewards of `room_path` share.
 
 A pose is refined by Levenberg-Marquardt on the colours of a frame. Two things make that exact on small, soft pictures:
 
@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -105,27 +105,27 @@ def make_viewpoints(rooms: Room, references: Tensor, intrinsics: Tensor) -> View
     return Viewpoints(rooms, references.double(), torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2))
 
 
-def find_rooms(data_root: Path, conditions: Sequence[Condition]) -> tuple[dict[int, Room], list[str]]:
-    """Return row -> room of the conditions whose frames can be compared with it, and B causes, "" for those."""
-    rooms: dict[int, Room] = {}
+def find_viewpoints(data_root: Path, conditions: Sequence[Condition]) -> tuple[list[int], Viewpoints | None, list[str]]:
+    """Return the rows of conditions whose room is known, these rows' viewpoints, and B causes, "" for these rows.
+
+    Without any such row there are no viewpoints.
+    """
+    found: dict[int, tuple[Room, Tensor, Tensor]] = {}
     causes = [""] * len(conditions)
     for row, condition in enumerate(conditions):
         if condition.reference_pose is None or condition.intrinsics is None:
             causes[row] = f"{condition.scene} has no reference pose or no intrinsics"
             continue
         try:
-            rooms[row] = load_room(data_root / condition.scene / ROOM_FILE)
+            room = load_room(data_root / condition.scene / ROOM_FILE)
+            found[row] = room, condition.reference_pose, condition.intrinsics
         except (OSError, ValueError) as error:
             causes[row] = f"no room to compare with: {error}"
-    return rooms, causes
-
-
-def viewpoints_of(rooms: Mapping[int, Room], conditions: Sequence[Condition]) -> Viewpoints:
-    """Return the viewpoints of the conditions that `find_rooms` found a room for, in order."""
-    chosen = [conditions[row] for row in rooms]
-    references = torch.stack([each.reference_pose for each in chosen if each.reference_pose is not None])
-    intrinsics = torch.stack([each.intrinsics for each in chosen if each.intrinsics is not None])
-    return make_viewpoints(stack_rooms(list(rooms.values())), references, intrinsics)
+    if not found:
+        return [], None, causes
+    rooms, references, intrinsics = zip(*found.values(), strict=True)
+    viewpoints = make_viewpoints(stack_rooms(list(rooms)), torch.stack(references), torch.stack(intrinsics))
+    return list(found), viewpoints, causes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The tiny world's camera rewards: `room_rot` and `room_trans`, minus the error of the camera in degrees and metres.
 
-A picture's displacement cannot tell a turn from a shift, a comparison with the known room can. The estimate is not that
-of the judge `room_pose`, so that a policy cannot learn the judge's mistakes: it ends at half the resolution, starts
-from random guesses instead of a grid, takes every frame on its own, and leaves out frame 0, which hardly moves.
+A picture's displacement cannot tell a turn from a shift, a comparison with the known room can. The estimator is not the
+reference estimator `room_pose`, so that a policy cannot learn that one's mistakes: it ends at half the resolution,
+starts from random guesses instead of a grid, takes every frame on its own, and leaves out frame 0, which hardly moves.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from flow_grpo.rewards.room.room_fit import (
     RoomPoses,
     Viewpoints,
     best,
-    find_rooms,
+    find_viewpoints,
     guess,
     make_view,
     read_off,
     refine,
-    viewpoints_of,
 )
 from flow_grpo.runtime.lru import LruCache
 
@@ -87,30 +86,24 @@ class PathEstimator:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> tuple[Tensor, Tensor, list[str]]:
         """Return poses (B, F, 4, 4), residuals (B, F), both NaN where unknown, and B causes, "" for located videos."""
-        rooms, causes = find_rooms(self.data_root, conditions)
+        rows, viewpoints, causes = find_viewpoints(self.data_root, conditions)
         numbers = scored_frames(videos.shape[2])
         poses = torch.full((len(videos), len(numbers), 4, 4), torch.nan, dtype=torch.float64)
         residual = torch.full(poses.shape[:2], torch.nan)
-        if rooms:
-            rows = list(rooms)
-            found = self._locate(videos[rows][:, :, numbers], viewpoints_of(rooms, conditions))
+        if viewpoints is not None:
+            chosen = videos[rows][:, :, numbers]
+            content = hashlib.blake2b(repr(tuple(chosen.shape)).encode(), digest_size=16)
+            for part in (chosen, viewpoints.table()):
+                content.update(part.numpy().tobytes())
+            found = self._batches.get_or_make(content.digest(), functools.partial(estimate_path, chosen, viewpoints))
             poses[rows], residual[rows] = found.poses, found.residual
             for row, lost in zip(rows, found.lost.sum(1).tolist(), strict=True):
                 if lost:
                     causes[row] = f"{lost} of {len(numbers)} frames cannot be located: no view of the room is like them"
         return poses, residual, causes
 
-    def _locate(self, videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
-        content = hashlib.blake2b(repr(tuple(videos.shape)).encode(), digest_size=16)
-        for part in (videos, viewpoints.table()):
-            content.update(part.numpy().tobytes())
-        return self._batches.get_or_make(content.digest(), lambda: estimate_path(videos, viewpoints))
 
-
-@functools.cache
-def shared_estimator(data_root: Path) -> PathEstimator:
-    """Return the estimator that both rewards of this process share."""
-    return PathEstimator(data_root)
+shared_estimator = functools.cache(PathEstimator)  # that both rewards of this process share, by data folder
 
 
 class RoomPathReward:

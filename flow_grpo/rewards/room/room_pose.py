@@ -1,4 +1,4 @@
-"""The judge of the tiny world: the camera of every frame, by comparing it with renderings of a known room.
+"""The tiny world's reference estimator: the camera of every frame, by comparing it with renderings of a known room.
 
 Analysis by synthesis: the pose of a frame is the one whose rendering matches it best. Every frame is compared with a
 grid of guesses, the same for every command; the best ones are refined coarse to fine (`room_fit.py`), and a frame also
@@ -19,17 +19,14 @@ from flow_grpo.maths.soft_room import draw
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
 from flow_grpo.rewards.room.room_fit import (
-    Fit,
     RoomPoses,
-    View,
     Viewpoints,
     best,
-    find_rooms,
+    find_viewpoints,
     guess,
     make_view,
     read_off,
     refine,
-    viewpoints_of,
 )
 
 COLUMNS = (8, 16, 32)  # of the coarse, middle and fine pictures, at most
@@ -62,25 +59,6 @@ def initial_poses() -> Tensor:
     )
 
 
-def _cost(view: View, drawn: Tensor) -> Tensor:
-    """Return the (N, M) mean square colour error of renderings (3, N, M, P), without fitting their look."""
-    return (drawn - drawn.mean(-1, keepdim=True) - view.colours).square().mean(dim=(0, -1))
-
-
-def _search(views: tuple[View, View, View], initial: Tensor, frames: int) -> Fit:
-    """Return one fitted pose a frame from initial poses (H, 4, 4), coarse to fine; N holds videos of `frames`."""
-    coarse, middle, fine = views
-    fit = refine(coarse, guess(coarse, initial, STARTS), 3)
-    poses = best(fit.poses, fit.cost, 2)
-    own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
-    before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
-    neighbours = rearrange(torch.stack([before, after], dim=2), "b t side r c -> (b t) side r c")
-    poses = torch.cat([poses, neighbours], dim=1)
-    cost = _cost(middle, draw(middle.viewpoints.rooms, poses, middle.raster))
-    fit = refine(middle, best(poses, cost, 2), 2)
-    return refine(fine, best(fit.poses, fit.cost, 1), 3)
-
-
 @torch.no_grad()
 def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     """Return the camera pose of every frame, found from its own colours.
@@ -100,7 +78,16 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
     by_frame = viewpoints.take(torch.arange(batch).repeat_interleave(frames))
     coarse, middle, fine = (make_view(by_frame, images, columns) for columns in COLUMNS)
-    return read_off(fine, _search((coarse, middle, fine), initial_poses(), frames), viewpoints)
+    fit = refine(coarse, guess(coarse, initial_poses(), STARTS), 3)
+    poses = best(fit.poses, fit.cost, 2)
+    own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
+    before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
+    neighbours = rearrange(torch.stack([before, after], dim=2), "b t side r c -> (b t) side r c")
+    poses = torch.cat([poses, neighbours], dim=1)
+    drawn = draw(middle.viewpoints.rooms, poses, middle.raster)  # (3, N, M, P)
+    cost = (drawn - drawn.mean(-1, keepdim=True) - middle.colours).square().mean(dim=(0, -1))  # (N, M), look not fitted
+    fit = refine(middle, best(poses, cost, 2), 2)
+    return read_off(fine, refine(fine, best(fit.poses, fit.cost, 1), 3), viewpoints)
 
 
 class RoomPose:
@@ -122,34 +109,30 @@ class RoomPose:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid without room, reference pose or intrinsics."""
-        rooms, causes = find_rooms(self.data_root, conditions)
+        _, viewpoints, causes = find_viewpoints(self.data_root, conditions)
 
         def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            assert viewpoints is not None, "called with rows that have one"
+            found = estimate_poses(videos[rows], viewpoints)
             commanded = torch.stack([conditions[row].need_poses() for row in rows])
-            return _score(videos[rows], commanded, viewpoints_of(rooms, conditions))
+            degrees = rot_err(commanded, found.poses).rad2deg().clamp(max=ROT_CAP_DEG)
+            metres = trans_err(commanded, found.poses).clamp(max=TRANS_CAP_M)
+            degrees, metres = degrees.masked_fill(found.lost, ROT_CAP_DEG), metres.masked_fill(found.lost, TRANS_CAP_M)
+            info = {
+                "rot_err_deg": rot_deg_frame_mean(commanded, found.poses).float(),
+                "trans_err_m": trans_m_mean(commanded, found.poses).float(),
+                "residual": found.residual.mean(-1),
+                "located": 1 - found.lost.float().mean(-1),
+            }
+            return -(metres + degrees / ROT_CAP_DEG).mean(-1).float(), info
 
         return scored_rows(causes, self.measures, score)
 
     def locate(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
         """Return the poses (B, T, 4, 4) found in (B, 3, T, h, w) videos, like the commands; NaN for lost frames."""
-        rooms, _ = find_rooms(self.data_root, conditions)
+        rows, viewpoints, _ = find_viewpoints(self.data_root, conditions)
         poses = torch.full((len(videos), videos.shape[2], 4, 4), torch.nan, dtype=torch.float64)
-        if rooms:
-            rows = list(rooms)
-            found = estimate_poses(videos[rows], viewpoints_of(rooms, conditions))
+        if viewpoints is not None:
+            found = estimate_poses(videos[rows], viewpoints)
             poses[rows] = found.poses.masked_fill(found.lost[..., None, None], torch.nan)
         return poses
-
-
-def _score(videos: Tensor, commanded: Tensor, viewpoints: Viewpoints) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return values (B,) and info of videos (B, 3, T, h, w) with commanded poses (B, T, 4, 4)."""
-    found = estimate_poses(videos, viewpoints)
-    degrees = rot_err(commanded, found.poses).rad2deg().clamp(max=ROT_CAP_DEG).masked_fill(found.lost, ROT_CAP_DEG)
-    metres = trans_err(commanded, found.poses).clamp(max=TRANS_CAP_M).masked_fill(found.lost, TRANS_CAP_M)
-    info = {
-        "rot_err_deg": rot_deg_frame_mean(commanded, found.poses).float(),
-        "trans_err_m": trans_m_mean(commanded, found.poses).float(),
-        "residual": found.residual.mean(-1),
-        "located": 1 - found.lost.float().mean(-1),
-    }
-    return -(metres + degrees / ROT_CAP_DEG).mean(-1).float(), info
